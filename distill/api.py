@@ -29,8 +29,9 @@ from distill.measuring.evaluation_results import EvaluationReport
 from distill.measuring.speedup import measure_any_pair
 from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.stream import Request, begin
-from distill.progress import warn
+from distill.progress import note, warn
 from distill.recipe import (
+    Chat,
     Configuration,
     Corpus,
     Cut,
@@ -158,7 +159,7 @@ def evaluate(
     With several targets, drafts or GGUF `types` every pair is measured, and compared with the first. DataError for
     files that are not there and for texts of fewer than 4 prompts; PairError as `load_pair`.
     """
-    corpus = Corpus(sources=sources_of([Path(path) for path in texts], "--text"))
+    corpus = Corpus(sources=sources_of([Path(path) for path in texts]))
     several = ([one] if isinstance(one, (str, Path)) else one for one in (target, draft))
     targets, drafts = ([_reference(model) for model in models] for models in several)
     grid = Grid(targets, drafts, corpus.block, types, threads=threads, gguf=gguf)
@@ -178,74 +179,65 @@ def measure_speedup(
     count: int = 12,
     tokens: int = 96,
     prompt_tokens: int = 64,
-    dtype: Dtype = "float32",
+    dtype: str = "float32",
+    seed: int = 0,
+    device: str = "auto",
     threads: int | None = None,
     gguf: Gguf | None = None,
+    pytorch: PyTorch | None = None,
+    chat: Chat | None = None,
+    table: Path | None = None,
+    allow_lossy: bool = False,
+    command: str = "",
 ) -> SpeedupReport:
     """Plain against speculative decoding, end to end, on the prompts in files, as `distill speedup` measures them.
 
     The draft's fixed `lengths` and every other configuration are decoded interleaved with plain decoding; with a
-    `sampler` all of them are sampled. DataError or RecipeError for prompts, contexts and configurations that do not go
-    together.
+    `sampler` all of them are sampled. `table` holds n-grams of the target. DataError or RecipeError for prompts,
+    contexts and configurations that do not go together; lossy ones, where allowed, are named on stderr.
     """
-    settings = pair_settings(
-        target,
-        draft,
-        lengths=lengths,
-        configurations=configurations,
-        sampler=sampler or SamplerSettings(temperature=0),
-        dtype=dtype,
-        counts={"prompts": count, "new_tokens": tokens},
-        threads=threads,
-        gguf=gguf or Gguf(),
-    )
-    names = str(target), None if draft is None else str(draft)
-    return measure_any_pair(settings, names, prompts, prompt_tokens=prompt_tokens)
-
-
-def pair_settings(
-    target: str | Path,
-    draft: str | Path | None,
-    *,
-    lengths: Iterable[int],
-    configurations: Iterable[Configuration | Mapping[str, Any]],
-    sampler: SamplerSettings,
-    dtype: str,
-    counts: Mapping[str, Any],
-    fixed: Mapping[str, Any] | None = None,
-    device: str = "auto",
-    **engines: Any,
-) -> PairSettings:
-    """What `measure_any_pair` takes: the fixed `lengths`, with `fixed` as further keys of their configurations, and the
-    others; all are sampled where the sampler is not greedy. `counts` are keys of section speedup.
-
-    RecipeError for configurations that are not possible, or that would not be measured; lossy ones are named on stderr.
-    """
+    sampler = sampler or SamplerSettings(temperature=0)
     sampled = {"sampler": "recipe"} if sampler.temperature else {}
-    sweep = [parse_section(Configuration, {**(fixed or {}), **sampled, "length": length}) for length in lengths]
+    sweep = [parse_section(Configuration, {**sampled, "length": length}) for length in lengths]
     others = [
         one if isinstance(one, Configuration) else parse_section(Configuration, {**sampled, **one})
         for one in configurations
     ]
     every = (*sweep, *others)
+    counts = {"prompts": count, "new_tokens": tokens, "allow_lossy": allow_lossy}
     speedup = parse_section(Speedup, {**counts, "lengths": (), "configurations": every})
     drawn = next((one for one in every if one.sampler == "recipe" and not sampled), None)
     if drawn is not None:
-        raise RecipeError(f"`{drawn.title}` is sampled", "give a sampler (--temperature)")
+        raise RecipeError(f"`{drawn.title}` is sampled", "give a sampler (--sampler temperature=1)")
     for line in check_configurations(
         speedup, sampler, [one for one in every if not one.other_vocabulary], "the options"
     ):
         warn(line)
     big, small = pair_references(_reference(target), None if draft is None else _reference(draft), every)
-    return PairSettings(
+    if table is None and any(one.counts_ngrams for one in every):
+        note("no table of n-grams (--table): drafter table knows those of the text so far alone")
+    settings = PairSettings(
         target=settled_target(big, dtype, device),
         draft=small,
         sweep=() if sampled else tuple(sweep),
         others=every if sampled else tuple(others),
         speedup=speedup,
         sampler=sampler,
+        seed=seed,
         device=device,
-        **engines,
+        threads=threads,
+        gguf=gguf or Gguf(),
+        pytorch=pytorch or PyTorch(),
+    )
+    names = str(target), None if draft is None else str(draft)
+    return measure_any_pair(
+        settings,
+        names,
+        prompts,
+        prompt_tokens=prompt_tokens,
+        chat=chat,
+        table=table,
+        command=command,
     )
 
 

@@ -1,7 +1,7 @@
 """Write a larger Qwen2 folder with the same function, which decodes real text at the cost of a model of real size.
 
 python scripts/grow_target.py data/demo-target grown --tile 4 --layers 24
-distill speedup --target grown --draft runs/demo/draft --prompts FILE
+distill speedup grown runs/demo/draft --prompts FILE
 
 The hidden state is tiled r times. RMSNorm is unchanged (the mean square is the same); each linear layer that reads the
 state gets every value r times and divides by r; each that writes it writes r copies. Heads and MLP neurons are repeated

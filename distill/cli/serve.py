@@ -8,22 +8,21 @@ import math
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 from urllib.parse import urlsplit
 
 import typer
 
 from distill.cli import shared
-from distill.cli.shared import takes_gguf_options, takes_sampler
 from distill.errors import DataError, RecipeError, RunError, explain_write_fault, faults_explained
-from distill.files import read_result, require_path, write_result
+from distill.files import read_result, require_path
 from distill.machine import thread_count
 from distill.progress import command_line, note, warn
-from distill.recipe import Chat, Corpus, Gguf, SamplerSettings
+from distill.recipe import Chat, Corpus
 from distill.run import Run
 from distill.serving.results import ServeReport
 
@@ -48,16 +47,22 @@ class PairFiles:
     run: Run | None = None
 
 
-def pair_files(
-    name: str | None, runs: Path, target: Path | None, draft: Path | None, outtype: str | None, required: bool
-) -> PairFiles:
-    """The files of the pair; a run's own where none are named. RunError for a run without GGUF files."""
-    given = [None if one is None else Path(_gguf(one)) for one in (target, draft)]
-    if name is None and given[0] is not None and given[1] is not None:
-        return PairFiles(given[0], given[1])
+def pair_files(words: Sequence[str], runs: Path, outtype: str | None, required: bool, prompts: bool) -> PairFiles:
+    """RUN | TARGET DRAFT: the files of the pair; RunError for a run without GGUF files."""
+    models = shared.models_of(words, runs)
+    if not models:
+        return files_of_run(shared.find_run(words[0] if words else None, runs)[1], outtype, required)
+    if len(models) < 2:
+        raise RecipeError("a pair is TARGET and DRAFT", "give both, or a run")
+    if not prompts:
+        raise RecipeError("a pair without a run needs --prompts", "a file or a folder with prompts")
+    return PairFiles(_gguf(models[0]), _gguf(models[1]))
+
+
+def files_of_run(run: Run, outtype: str | None, required: bool) -> PairFiles:
+    """The GGUF files of a run's target and draft, of one type or the first written."""
     from distill.export import ExportReport
 
-    _, run = shared.find_run(name, runs)
     path = run.path("gguf", "export.json")
     if run.outdated("export") and required:
         state = "files of an earlier draft" if path.exists() else "no GGUF files yet"
@@ -70,20 +75,19 @@ def pair_files(
     if outtype is not None and files and "draft" not in own:
         kinds = ", ".join(dict.fromkeys(file.outtype for file in files))
         raise RecipeError(f"the run has no files of type {outtype}, but of {kinds}", "correct --outtype")
-    files_of = {role: one or own.get(role) for role, one in zip(("target", "draft"), given, strict=True)}
-    for role, one in files_of.items():
-        if one is None and required:
-            hint = f"name one: --{role}, or write it with `distill export-gguf`"
-            raise RunError(f"{run.folder} holds no GGUF file of its {role}", hint)
-    made = (own["target"], own["draft"]) if {"target", "draft"} <= own.keys() else None
-    return PairFiles(files_of["target"], files_of["draft"], made, run)
+    missing = [role for role in ("target", "draft") if role not in own]
+    if missing and required:
+        hint = "write it with `distill export-gguf`, or give both files: TARGET DRAFT --prompts FILE"
+        raise RunError(f"{run.folder} holds no GGUF file of its {missing[0]}", hint)
+    return PairFiles(own.get("target"), own.get("draft"), None if missing else (own["target"], own["draft"]), run)
 
 
-def _gguf(path: Path) -> str:
-    reference = shared.local_reference(str(path))
+def _gguf(reference: str) -> Path:
     if not reference.endswith(".gguf"):
-        raise RecipeError(f"{path} is not a GGUF file", "llama-server serves those: `distill export-gguf` writes them")
-    return reference
+        raise RecipeError(
+            f"{reference} is not a GGUF file", "llama-server serves those: `distill export-gguf` writes them"
+        )
+    return Path(reference)
 
 
 def template_of(target: Path | None, stack: ExitStack) -> ChatTemplate | None:
@@ -116,7 +120,7 @@ def prompts_of_files(files: PairFiles, paths: list[Path], count: int, size: int,
     from distill.data.prompts import read_user_prompts, sources_of
 
     if files.target is None:
-        raise RecipeError("--prompts are encoded with the target's tokenizer", "give its GGUF file: --target")
+        raise RecipeError("--prompts are encoded with the target's tokenizer", "give its GGUF file: TARGET DRAFT")
     read = read_user_prompts(str(files.target), Corpus(sources=sources_of(paths)), Chat(), count, spare, size, room)
     return read.measured, read.others, read.dropped
 
@@ -166,77 +170,63 @@ def arrivals(text: str) -> tuple[Load, ...]:
 
 # ── `distill serve-check` ──
 
-pair_option = functools.partial(typer.Option, rich_help_panel="A pair without a run, or other files than the run's")
-served_option = functools.partial(typer.Option, rich_help_panel="A server that runs already")
 USUAL_LENGTH = 4
-DRAWN = "Best tokens, or drawn: the default with --temperature if the server can. --url: as it was started."
+DRAWN = "Best tokens, or drawn: the default with --sampler if the server can. --url: as it was started."
 ENDED_EARLY = "the check ended before its last measurement: what is missing here was not measured"
 MAX_CHOOSING = 12  # validation prompts, on which settings are chosen
-# Options of llama-server that are options of this command.
+# Options of llama-server that are options or arguments of this command.
 RENAMED = {"--spec-draft-n-max": "--n-max", "--spec-draft-p-min": "--p-min", "--draft-p-min": "--p-min"}
-RENAMED |= {"--model": "--target", "-md": "--draft", "--spec-draft-model": "--draft", "--model-draft": "--draft"}
-RENAMED |= {"-m": "--target", "--spec-draft-sampling": "--draft-sampling", "-np": "--concurrency"}
-RENAMED |= {"--parallel": "--concurrency"}
+RENAMED |= {"--spec-draft-sampling": "--draft-sampling", "-np": "--concurrency", "--parallel": "--concurrency"}
+RENAMED |= {
+    "--model": "TARGET",
+    "-m": "TARGET",
+    "-md": "DRAFT",
+    "--spec-draft-model": "DRAFT",
+    "--model-draft": "DRAFT",
+}
+STARTED, RUNNING = "A server to start", "A server that runs already"
+start_option = functools.partial(typer.Option, rich_help_panel=STARTED)
+served_option = functools.partial(typer.Option, rich_help_panel=RUNNING)
 
 
-@takes_gguf_options("target", "draft")
-@takes_sampler()
 def serve_check(
-    context: typer.Context,
-    run: shared.RunArgument = None,
-    server: Annotated[Path | None, typer.Option(help="llama-server to start; its own arguments follow --.")] = None,
-    n_max: Annotated[int | None, typer.Option(min=1, max=64, help="Most tokens drafted: 4, or the server's.")] = None,
-    p_min: Annotated[
-        float | None, shared.number_option(min=0, max=1, help="Least probability of a draft token.")
-    ] = None,
-    draft_sampling: Annotated[Literal["greedy", "probabilistic"] | None, typer.Option(help=DRAWN)] = None,
-    choose: Annotated[bool, typer.Option(help="Find the fastest settings on validation prompts (--server).")] = True,
+    words: shared.PairArgument = None,
+    prompts: shared.PromptsOption = None,
     count: Annotated[int, shared.number_option(min=2, help="Maximum number of prompts.")] = 12,
+    prompt_tokens: Annotated[int, typer.Option(min=2, max=2**20, help="Tokens of a prompt cut from text.")] = 64,
     tokens: Annotated[int, shared.number_option(min=8, help="Maximum new tokens after each prompt.")] = 96,
+    repeats: Annotated[int, typer.Option(min=1, max=100, help="Replays of every prompt.")] = 3,
+    sampler: shared.SamplerOption = None,
+    n_max: Annotated[int | None, typer.Option(min=1, max=64, help="Most tokens drafted: 4, or the server's.")] = None,
+    draft_sampling: Annotated[Literal["greedy", "probabilistic"] | None, typer.Option(help=DRAWN)] = None,
     concurrency: Annotated[str, typer.Option(help="Requests at once, separated by commas; 1: no load.")] = "1,4,16",
     load: Annotated[str | None, typer.Option(help="Arriving requests a second, with commas; or a trace file.")] = None,
-    repeats: Annotated[int, typer.Option(min=1, max=100, help="Replays of every prompt.")] = 3,
+    wait: Annotated[float, shared.number_option(min=1, help="Most seconds to a healthy server, or a reply.")] = 300.0,
     outtype: Annotated[str | None, typer.Option(help="Of a run's files; by default the first written.")] = None,
-    start_seconds: Annotated[float, shared.number_option(min=1, help="Longest wait for a healthy server.")] = 300.0,
-    reply_seconds: Annotated[float, shared.number_option(min=1, help="Longest wait for a reply.")] = 300.0,
-    target: Annotated[Path | None, pair_option(help="The target's GGUF file.")] = None,
-    draft: Annotated[Path | None, pair_option(help="The draft's GGUF file.")] = None,
-    prompts: Annotated[list[Path] | None, pair_option(help="As of `distill speedup`; may be repeated.")] = None,
-    prompt_tokens: Annotated[int, pair_option(min=2, max=2**20, help="Tokens of a prompt cut from text.")] = 64,
-    url: Annotated[str | None, served_option(help="The server with the draft, such as http://127.0.0.1:8080.")] = None,
+    server: Annotated[Path | None, start_option(help="llama-server; its own arguments follow --.")] = None,
+    p_min: Annotated[
+        float | None,
+        shared.number_option(min=0, max=1, help="Least probability of a draft token.", rich_help_panel=STARTED),
+    ] = None,
+    choose: Annotated[bool, start_option(help="Find the fastest settings on validation prompts.")] = True,
+    url: Annotated[str | None, served_option(help="With the draft, such as http://127.0.0.1:8080.")] = None,
     plain_url: Annotated[str | None, served_option(help="The same without the draft.")] = None,
-    kind: Annotated[Literal["llama-server", "vllm"] | None, served_option(help="Detected by default.")] = None,
     key: Annotated[str | None, served_option(help="Environment variable that holds the servers' key.")] = None,
     model: Annotated[str | None, served_option(help="vLLM: the model's name, if it serves several.")] = None,
-    to: Annotated[Path | None, typer.Option(help="Also write all figures to this file, as JSON.")] = None,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
-    *,
-    sampler: SamplerSettings,
-    gguf: Gguf | None,
 ) -> None:
     """Test a pair on your llama-server or vLLM: speed, acceptance rate by its own counts, and causes of a shortfall."""
     if (server is None) == (url is None):
         raise RecipeError("serve-check needs a server: its program or its address", "give --server or --url")
-    further = list(context.args)
-    if run is not None and run.startswith("-"):  # behind --, without a run
-        further, run = [run, *further], None
-    shared.refuse_idle(
-        context,
-        (url, "p_min start_seconds", "is for a server that this command starts (--server)"),
-        (url and choose, "choose", "is for a server that this command starts (--server)"),
-        (server, "plain_url kind key model", "is for a server that runs already (--url)"),
-        (target and draft, "outtype", "is of a run's files"),
-        (target and draft and run is None, "runs", shared.NO_RUN),
-        (not prompts, "prompt_tokens", "is for --prompts"),
-        (url, "gguf", "is for a server that this command starts (--server): start yours with it"),
-    )
-    _check_options(context.params | {"run": run}, sampler.temperature > 0, further)
-    shared.require_place(to)
+    place = next((at for at, word in enumerate(words or []) if word.startswith("-")), len(words or []))
+    named, further = (words or [])[:place], (words or [])[place:]  # those of llama-server, behind --
+    drawn = shared.sampler_of(sampler)
+    _check_options(further, url, draft_sampling, drawn.temperature > 0)
     counts = sorted({1, *shared.numbers(concurrency, "--concurrency", int, "1,4,16", 1, 64)})
     arriving = () if load is None else arrivals(load)
-    files = pair_files(run, runs, target, draft, outtype, required=server is not None)
+    files = pair_files(named, runs, outtype, server is not None, bool(prompts))
     length = n_max or USUAL_LENGTH
     shared.prepare(threads)
     from distill.engines.server_commands import SAMPLING
@@ -244,7 +234,7 @@ def serve_check(
     from distill.serving.clients import Addresses
     from distill.serving.server import LlamaServer, require_binary
 
-    with ExitStack() as stack, _kept(to, output) as kept:
+    with ExitStack() as stack, _kept(output) as kept:
         room = room_of(files, tokens + 2 * length + 2)
         spare = MAX_CHOOSING if choose and url is None else 0
         if prompts:
@@ -255,21 +245,21 @@ def serve_check(
             prompts=measured,
             limit=tokens,
             repeats=repeats,
-            sampler=sampler,
+            sampler=drawn,
             concurrency=tuple(counts),
             arrivals=arriving,
             choosing=[one.prompt for one in choosing],
             made=files.made,
             predicted=predicted_acceptance(files.run, n_max if url is not None else length),
             template=template_of(files.target, stack),
-            seconds=(start_seconds, reply_seconds),
+            seconds=(wait, wait),
             left_out=left_out,
             command=command_line(sys.argv),
         )
         if url is not None:
             pair = None if files.target is None or files.draft is None else (files.target, files.draft)
-            drawn = draft_sampling == "probabilistic"
-            places = Addresses(url, plain_url, kind, key, model, pair, n_max, drawn, thread_count(threads))
+            probabilistic = draft_sampling == "probabilistic"
+            places = Addresses(url, plain_url, key, model, pair, n_max, probabilistic, thread_count(threads))
             report = check_addresses(settings, places, kept.append)
         else:
             assert server is not None and files.target is not None
@@ -280,53 +270,46 @@ def serve_check(
                 draft=files.draft,
                 n_max=length,
                 p_min=p_min,
-                gguf=gguf or Gguf(),
                 threads=thread_count(threads),
                 context=-(-(longest + tokens + max(length, 8) + 2) // 256) * 256,
                 further=tuple(further),
             )
             if draft_sampling == "probabilistic" or (
-                draft_sampling is None and sampler.temperature and started.has(SAMPLING)
+                draft_sampling is None and drawn.temperature and started.has(SAMPLING)
             ):
                 started = replace(started, probabilistic=True)
             report = check_started(settings, started, kept.append)
-    _show(report, to, output)
+    _show(report, output)
 
 
-def _show(report: ServeReport, to: Path | None, output: str) -> None:
+def _show(report: ServeReport, output: str) -> None:
     from distill.serving.findings import serving_blocks
 
-    if to is not None:
-        write_result(to, report)
     shared.print_blocks(serving_blocks(report), report, output)
 
 
 @contextmanager
-def _kept(to: Path | None, output: str) -> Iterator[list[ServeReport]]:
+def _kept(output: str) -> Iterator[list[ServeReport]]:
     """A list for the findings so far: the last of them are shown where Ctrl-C or a server's fault ends the check."""
     kept: list[ServeReport] = []
     try:
         yield kept
     except BaseException:
         if kept:
-            _show(replace(kept[-1], notes=[ENDED_EARLY, *kept[-1].notes]), to, output)
+            _show(replace(kept[-1], notes=[ENDED_EARLY, *kept[-1].notes]), output)
         raise
 
 
-def _check_options(given: Mapping[str, Any], sampled: bool, further: Sequence[str]) -> None:
+def _check_options(further: Sequence[str], url: str | None, draft_sampling: str | None, sampled: bool) -> None:
     """Refuse options that would do nothing, or contradict each other; `further` are llama-server's."""
-    if given["url"] is not None and further:
+    if url is not None and further:
         raise RecipeError("options of llama-server were given for a server that runs already", "start it with them")
-    if given["draft_sampling"] == "probabilistic" and not sampled:
-        raise RecipeError("greedy requests have no drafts to draw", "give --temperature, or --draft-sampling greedy")
+    if draft_sampling == "probabilistic" and not sampled:
+        raise RecipeError("greedy requests have no drafts to draw", "give --sampler, or --draft-sampling greedy")
     for one in further:
         name = one.partition("=")[0]
         if name in RENAMED:
             raise RecipeError(f"{name} is {RENAMED[name]} of this command", f"give {RENAMED[name]} in its place")
-    if given["run"] is None and (given["target"] is None) != (given["draft"] is None):
-        raise RecipeError("a pair without a run is --target and --draft", "give both, or a run")
-    if given["run"] is None and given["target"] is not None and not given["prompts"]:
-        raise RecipeError("a pair without a run needs --prompts", "a file or a folder with prompts")
 
 
 # ── `distill record` ──

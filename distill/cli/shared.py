@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-import functools
-import inspect
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 
 import typer
 
-from distill.errors import DataError, RecipeError, RunError
+from distill.errors import RecipeError, RunError
 from distill.files import LARGEST, as_json, require_path
 from distill.machine import thread_count
 from distill.progress import is_verbose, note
@@ -30,23 +29,69 @@ from distill.recipe import (
     parse_section,
     resolve_model,
 )
-from distill.recipe.measuring import SPELLINGS
+from distill.recipe.measuring import SHORT
+from distill.recipe.recipe import read_yaml
 from distill.run import Run
 from distill.tables import Block, records, rendered
 
 RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
 RunArgument = Annotated[str | None, typer.Argument(metavar="RUN", help="Name or folder; by default the newest.")]
+PairArgument = Annotated[
+    list[str] | None,
+    typer.Argument(
+        metavar="[RUN | TARGET [DRAFT]]",
+        help="A run (by default the newest), or models: Hugging Face folders, hub names or GGUF files.",
+    ),
+]
 FormatOption = Annotated[
     Literal["md", "json", "jsonl", "csv"], typer.Option("--output", "-o", help="Format of the results.")
 ]
-TextOption = Annotated[list[Path] | None, typer.Option("--text", help="Standalone pair: prompts (docs/prompts.md).")]
+PromptsOption = Annotated[
+    list[Path] | None,
+    typer.Option("--prompts", help="Text or records (docs/prompts.md); repeatable."),
+]
+SamplerOption = Annotated[
+    str | None,
+    typer.Option("--sampler", metavar="K=V,...", help="Of temperature, top_k, top_p, min_p; greedy if left out."),
+]
+PyTorchOption = Annotated[
+    str | None,
+    typer.Option("--pytorch", metavar="K=V,...", help="Folders: keys of the recipe's section pytorch: static=true."),
+]
+TableOption = Annotated[
+    Path | None, typer.Option("--table", help="For drafter table: a run, or a file, with n-grams of the target.")
+]
+LossyOption = Annotated[
+    bool, typer.Option("--allow-lossy", help="Allow what changes the target's distribution (labelled LOSSY).")
+]
+LLAMA = "llama.cpp's options, for GGUF files"
+LibraryOption = Annotated[
+    Literal["llama.cpp", "ik"] | None,
+    typer.Option("--library", help="What computes: llama.cpp, or ik: ik_llama.cpp.", rich_help_panel=LLAMA),
+]
+LayersOption = Annotated[
+    int | None, typer.Option("--n-gpu-layers", "-ngl", help="The target's layers on GPUs.", rich_help_panel=LLAMA)
+]
+DraftLayersOption = Annotated[
+    int | None, typer.Option("--n-gpu-layers-draft", "-ngld", help="The draft's.", rich_help_panel=LLAMA)
+]
+LlamaOption = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--llama",
+        metavar="K=V",
+        help="Any other: ctk=q8_0 (docs/recipes.md#gguf).",
+        rich_help_panel=LLAMA,
+    ),
+]
+LlamaDraftOption = Annotated[
+    list[str] | None, typer.Option("--llama-draft", metavar="K=V", help="The same of the draft.", rich_help_panel=LLAMA)
+]
 ThreadsOption = Annotated[
     int | None, typer.Option(min=1, max=4096, help="CPU threads; by default OMP_NUM_THREADS, or all cores.")
 ]
 DTYPE_HELP = "Type of folders: float32, bfloat16, float16, or auto: bfloat16 where the device has instructions for it."
 DEFAULT_RUNS = Path("runs")
-TYPES_OF_ITS_OWN = "is for folders; a GGUF file has types of its own"  # why --dtype does nothing
-NO_RUN = "is the folder of runs, and a pair of models is none"  # why --runs does nothing
 Number = TypeVar("Number", int, float, int | None, float | None)
 
 
@@ -78,17 +123,6 @@ def read_recipe(path: Path, overrides: Sequence[str], begun: Path | None = None)
     from distill.engines.torch.hugging_face import settle_types
 
     return settle_types(recipe, load_recipe(begun) if begun is not None and begun.is_file() else None)
-
-
-def pytorch_settings(settings: PyTorch, model: str, given: dict[str, Any]) -> PyTorch:
-    """The settings with what options say instead.
-
-    Raises RecipeError for settings that do not go together, and for any of a GGUF file, which they do not concern.
-    """
-    if given and model.endswith(".gguf"):
-        names = ", ".join("--" + name.replace("_", "-") for name in given)
-        raise RecipeError(f"{names}: {model} runs in llama.cpp, not in PyTorch", "leave them out, or give folders")
-    return parse_section(PyTorch, settings.model_dump() | given)
 
 
 def prepare(threads: int | None) -> None:
@@ -133,14 +167,6 @@ def run_until(recipe: Recipe, run: Run, stage: str, threads: int | None = None) 
         run_pipeline(recipe, run, until=stage)
     if threads is not None and before is not None and run.done(stage) == before:
         note(f"--threads: stage {stage} was done before, and this is what it found")
-
-
-def require_place(to: Path | None, where: str = "--to") -> None:
-    """Raise an error, which names `where`, for a file that cannot be written, before hours of measuring."""
-    if to is not None:
-        require_path(to, where)
-        if not to.resolve().parent.is_dir():
-            raise DataError(f"there is no folder {to.resolve().parent}", f"make it, or correct {where}")
 
 
 def print_blocks(blocks: Sequence[Block], result: Any, output: str) -> None:
@@ -197,34 +223,6 @@ def number_option(*names: str, **settings: Any) -> Any:
     return typer.Option(*names, callback=finite, **settings)
 
 
-def first_given(context: typer.Context, names: Iterable[str]) -> str | None:
-    """The first of these parameters that the command line gives, as it is spelt there; None where it gives none.
-
-    The name `gguf` stands for all of llama.cpp's options.
-    """
-    asked = {*names}
-    for parameter in context.command.params:
-        name = str(parameter.name)
-        source = context.get_parameter_source(name)
-        if source is None or source.name != "COMMANDLINE":
-            continue
-        if name in asked or ("gguf" in asked and name.startswith("gguf_")):
-            return (parameter.secondary_opts if context.params.get(name) is False else parameter.opts)[0]
-    return None
-
-
-def refuse_idle(context: typer.Context, *idle: tuple[object, str, str]) -> None:
-    """Raise RecipeError for an option of the command line that would do nothing.
-
-    Each of `idle` has a condition, the names of the parameters that do nothing where it holds, with spaces between
-    them, and why.
-    """
-    for condition, names, why in idle:
-        option = first_given(context, names.split()) if condition else None
-        if option is not None:
-            raise RecipeError(f"{option} {why}", "leave it out")
-
-
 def place_of_table(given: Path | None, run: Run | None) -> Path | None:
     """Where drafter table finds n-grams of the target: as `given`, or of the run; None, which stderr says, where there
     are none but the text's own."""
@@ -241,148 +239,110 @@ def local_reference(reference: str) -> str:
     return resolve_model(reference, Path.cwd())
 
 
-# ── Options that are keys of a recipe's section: name, kind and words are the key's, which is checked as a recipe's ──
+def is_run(word: str, runs: Path) -> bool:
+    """Whether a word of the command line is the name or folder of a run."""
+    return any((folder / "config.yaml").exists() for folder in (Path(word), runs / word))
 
 
-def section_options(
-    section: type[Section],
-    names: str,
-    *,
-    panel: str | None = None,
-    prefix: str = "",
-    suffix: str = "",
-    words: str = "",
-    short: Mapping[str, str] | None = None,
-    shown: bool = True,
-    defaults: bool = True,
-) -> list[inspect.Parameter]:
-    """Parameters of a command for these keys, with spaces between them; of a list, values separated by commas.
+def models_of(words: Sequence[str] | None, runs: Path, most: int = 2) -> list[str]:
+    """RUN | TARGET [DRAFT]: the references of the models; none of a run, which may be left out."""
+    words = words or []
+    for word in words:
+        require_path(word, "the run or model")
+    if len(words) > most:
+        raise RecipeError(f"{len(words)} models are named: {' '.join(words)}", "give RUN, or TARGET and DRAFT")
+    if len(words) < 2 and not any(_is_model(word) and not is_run(word, runs) for word in words):
+        return []
+    return [local_reference(word) for word in words]
 
-    `prefix` stands before the names of the parameters, `suffix` behind those of the options, `words` before their help;
-    `defaults` says whether a key's own default holds where the option is left out.
-    """
-    found = []
-    for name in names.split():
-        field = section.model_fields[name]
-        kinds = (field.annotation, *get_args(field.annotation))
-        spelt = f"--{name.replace('_', '-')}{suffix}"
-        listed = next((get_args(kind)[0] for kind in kinds if get_origin(kind) is tuple), None)
-        kind: Any = str if listed else next((kind for kind in (bool, int, float) if kind in kinds), str)
-        choices = next((get_args(one) for one in kinds if get_origin(one) is Literal), ())
-        text = _help(words + str(field.description), field.default if defaults else None)
-        info = typer.Option(
-            f"{spelt}/--no{spelt[1:]}" if kind is bool else spelt,
-            *filter(None, [(short or {}).get(name)]),
-            metavar="|".join(choices) or None,
-            help=text,
-            rich_help_panel=panel,
-            hidden=not shown,
-            callback=listed and _listed(spelt, listed),
-        )
-        keyword = inspect.Parameter.KEYWORD_ONLY
-        found.append(inspect.Parameter(prefix + name, keyword, default=None, annotation=Annotated[kind | None, info]))
+
+def _is_model(word: str) -> bool:
+    path = Path(word)
+    return path.suffix == ".gguf" or path.is_dir() or (HUB.fullmatch(word) is not None and not path.parent.is_dir())
+
+
+HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
+
+
+# ── Options that hold keys of a recipe's section: as KEY=VALUE,... or as a mapping in YAML ──
+
+NEXT = re.compile(r",(?=\s*[\w-]+\s*=)")
+
+
+def keys_of(
+    section: type[Section], text: str | None, option: str, short: Mapping[str, str] = MappingProxyType({})
+) -> dict[str, Any]:
+    """The keys of a section that an option gives, not yet checked; `short` are other names of keys."""
+    if text is None:
+        return {}
+    if text.lstrip().startswith("{"):
+        found = read_yaml(text, option)
+        return found if isinstance(found, dict) else {}
+    found = {}
+    for part in NEXT.split(text):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not name:
+            raise RecipeError(f"{option} {text}: expected KEY=VALUE,...", "docs/recipes.md lists the keys")
+        name = short.get(name, name.replace("-", "_"))
+        field = section.model_fields.get(name)
+        kinds = () if field is None else (field.annotation, *get_args(field.annotation))
+        listed = any(get_origin(kind) is tuple for kind in kinds) and not value.startswith("[")
+        found[name] = read_yaml(f"[{value}]" if listed else value, f"{option} {name}")
     return found
 
 
-LINK = re.compile(r" ?\(\[[^]]*]\([^)]*\)\)")  # to a page, as recipes' documents have them
+def sampler_of(text: str | None, temperature: float | None = None) -> SamplerSettings:
+    """The sampler of --sampler, and of --temperature in a command that has it; greedy without."""
+    own = {"temperature": 0.0 if temperature is None else temperature}
+    sampler = parse_section(SamplerSettings, own | keys_of(SamplerSettings, text, "--sampler"), "--sampler")
+    if text and not sampler.temperature:
+        raise RecipeError(f"--sampler {text} draws nothing", "give it a temperature, or leave it out for greedy")
+    return sampler
 
 
-def _help(text: str, default: Any) -> str:
-    """A key's description as the help of an option: sentences without links, and its default, if any."""
-    text = LINK.sub("", text).replace("null:", "if left out:").replace("[none]", "none").replace("[]:", "if left out:")
-    text = re.sub(r"(?<=[.] )i(?=f left out)", "I", text)
-    first = text.split(" ")[0].rstrip(":")
-    text = text if "_" in first else text[0].upper() + text[1:]
-    said = ("yes" if default else "no") if isinstance(default, bool) else default
-    shown = "" if said in (None, ()) else f" [default: {said}]"
-    return f"{text}.{shown}".replace("[", "\\[")
+def pytorch_of(text: str | None, own: PyTorch, models: Sequence[str | None]) -> PyTorch:
+    """A run's settings, or the defaults, with what --pytorch says instead; RecipeError for GGUF files, which it does
+    not concern."""
+    if text is not None and models and all(model is None or model.endswith(".gguf") for model in models):
+        raise RecipeError(f"--pytorch {text}: {models[0]} runs in llama.cpp, not in PyTorch", "leave it out")
+    return parse_section(PyTorch, own.model_dump() | keys_of(PyTorch, text, "--pytorch"), "--pytorch")
 
 
-def _listed(option: str, kind: type) -> Callable[[str | None], list[Any] | None]:
-    def split(value: str | None) -> list[Any] | None:
-        if value is None:
-            return None
-        return [part.strip() for part in value.split(",")] if kind is str else numbers(value, option, kind, "3,1")
-
-    return split
-
-
-def takes(
-    argument: str, options: Sequence[inspect.Parameter], collect: Callable[[dict[str, Any]], Any] = dict
-) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: the command takes these options, and gets as one argument what `collect` makes of those given."""
-
-    def decorate(command: Callable[..., None]) -> Callable[..., None]:
-        signature = inspect.signature(command, eval_str=True)
-        own = [parameter for parameter in signature.parameters.values() if parameter.name != argument]
-
-        @functools.wraps(command)
-        def wrapped(*args: Any, **values: Any) -> None:
-            found = {option.name: values.pop(option.name) for option in options}
-            given = {name: value for name, value in found.items() if value is not None}
-            return command(*args, **values, **{argument: collect(given)})
-
-        changed: Any = wrapped
-        changed.__signature__ = signature.replace(parameters=[*own, *options])
-        changed.__annotations__ = {each.name: each.annotation for each in (*own, *options)} | {"return": None}
-        return wrapped
-
-    return decorate
-
-
-def takes_sampler(panel: str | None = None) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: the command takes a sampler's options, and gets them as its argument `sampler`; greedy without
-    any. RecipeError for settings that do nothing, because nothing is sampled."""
-
-    def collected(given: dict[str, Any]) -> SamplerSettings:
-        sampler = parse_section(SamplerSettings, {"temperature": 0.0} | given)
-        idle = next((name for name in given if name != "temperature" and not sampler.temperature), None)
-        if idle is not None:
-            raise RecipeError(f"--{idle.replace('_', '-')} does nothing without --temperature", "give both, or neither")
-        return sampler
-
-    names, words = " ".join(SamplerSettings.model_fields), "of the sampler, greedy by default; "
-    options = section_options(SamplerSettings, names, panel=panel, words=words, defaults=False)
-    return takes("sampler", options, collected)
-
-
-def takes_gguf_options(*roles: str) -> Callable[[Callable[..., None]], Callable[..., None]]:
-    """A decorator: the command takes llama.cpp's options of these roles by its own names, `--NAME` for the target and
-    `--NAME-draft` for the draft, and gets them as its argument `gguf`.
-
-    The argument is a `distill.recipe.Gguf`, or None where none of the options was given.
-    """
-    panel = "llama.cpp's options, for GGUF files" + "; each is also --NAME-draft, for the draft" * ("draft" in roles)
-    names = " ".join(name for name in GgufOptions.model_fields if name != "threads")  # an option of the commands
-    short = {name: f"-{one.short}" for name, one in SPELLINGS.items()}
-    options = section_options(GgufOptions, names, panel=panel, prefix="gguf_target_", short=short)
-    if "draft" in roles:  # the same once more: not shown
-        every, of_draft = f"{names} threads", "gguf_draft_"
-        short = {name: f"-{one.short}d" for name, one in SPELLINGS.items() if one.of_draft}
-        options += section_options(GgufOptions, every, prefix=of_draft, suffix="-draft", short=short, shown=False)
-
-    def collected(given: dict[str, Any]) -> Gguf | None:
-        found: dict[str, dict[str, Any]] = {}
-        for name, value in given.items():
-            _, role, key = name.split("_", 2)
-            found.setdefault(role, {})[key] = value
-        return parse_section(Gguf, found, "the options of llama.cpp") if found else None
-
-    return takes("gguf", options, collected)
-
-
-def require_used(gguf: Gguf | None, target: str, draft: str | None) -> None:
-    """Raise RecipeError for options that would do nothing: PyTorch runs the models, or there is no draft."""
-    if gguf is None:
-        return
-    if not target.endswith(".gguf"):
-        raise RecipeError(f"options of llama.cpp: {gguf.described() or 'defaults'}, but PyTorch runs {target}")
-    if draft is None and gguf.draft.given():
+def gguf_of(
+    models: Sequence[str | None],
+    library: str | None,
+    layers: int | None,
+    draft_layers: int | None,
+    target: Sequence[str] | None,
+    draft: Sequence[str] | None,
+) -> Gguf | None:
+    """llama.cpp's options; None where none was given. RecipeError where PyTorch runs the models, or for options of a
+    draft where none is."""
+    short = {spelt: name for name, spelt in SHORT.items()}
+    found: dict[str, dict[str, Any]] = {}
+    for role, option, texts, own in (
+        ("target", "--llama", target, {"library": library, "n_gpu_layers": layers}),
+        ("draft", "--llama-draft", draft, {"n_gpu_layers": draft_layers}),
+    ):
+        given = {name: value for name, value in own.items() if value is not None}
+        for text in texts or ():
+            given |= keys_of(GgufOptions, text, option, short)
+        if given:
+            found[role] = given
+    if not found:
+        return None
+    gguf = parse_section(Gguf, found, "the options of llama.cpp")
+    if foreign := next((model for model in models if model is not None and not model.endswith(".gguf")), None):
+        raise RecipeError(f"options of llama.cpp: {gguf.described() or 'defaults'}, but PyTorch runs {foreign}")
+    if models and len(models) < 2 and gguf.draft.given():
         raise RecipeError(f"options of llama.cpp for the draft: {gguf.draft.described()}, but none is loaded")
+    return gguf
 
 
-def merged(recipe: Gguf, given: Gguf) -> Gguf:
+def merged(recipe: Gguf, given: Gguf | None) -> Gguf:
     """A recipe's options with those of the command line in their place; RecipeError where they do not go together."""
+    if given is None:
+        return recipe
     roles = {
         role: getattr(recipe, role).given() | getattr(given, role).model_dump(mode="json", exclude_unset=True)
         for role in ("target", "draft")

@@ -377,7 +377,7 @@ def require_drafts(target: str, draft: str, foreign: bool) -> tuple[str, str]:
     except PairError as error:
         if target.endswith(".gguf"):
             raise
-        hint = "draft text instead, which any tokenizer can: --drafter string; or transplant the vocabulary"
+        hint = "draft text instead, which any tokenizer can: drafter=string; or transplant the vocabulary"
         raise PairError(error.what, f"{hint} (`distill transplant`)") from None
     return one_engine(target, draft)
 
@@ -395,10 +395,13 @@ def pair_references(target: str, draft: str | None, configurations: Sequence[Con
         )
     if draft is None:
         if foreign or native:
-            raise RecipeError(f"`{(foreign or native)[0].title}` needs a draft", "give --draft, or --drafter lookup")
+            raise RecipeError(
+                f"`{(foreign or native)[0].title}` needs a draft",
+                "name one, or use drafter=lookup",
+            )
         return target, None
     if not foreign and not native:
-        raise RecipeError("no configuration asks the draft", "leave --draft out")
+        raise RecipeError("no configuration asks the draft", "leave the draft out")
     if foreign and target.endswith(".gguf"):
         raise DataError(f"drafter {foreign[0].drafter} reads both tokenizers from Hugging Face folders")
     return require_drafts(target, draft, bool(foreign))

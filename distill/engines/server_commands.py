@@ -15,12 +15,11 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from distill.errors import DistillError, RecipeError
+from distill.errors import DistillError
 from distill.files import read_object
 from distill.folders import present_files, read_header
 from distill.gguf.head import open_head
 from distill.recipe import is_path
-from distill.recipe.measuring import SPELLINGS, Gguf, GgufOptions
 
 LLAMA_SERVER = "the llama-server of llama-cpp-python 0.3.36's sources"  # the build on which these options were run
 VLLM = "0.32.0"  # the version on which these options were run, in its build for CPUs
@@ -46,32 +45,6 @@ def pair_arguments(
     floor = [] if p_min is None else [P_MIN, f"{p_min:g}"]
     drawn = [SAMPLING, "probabilistic"] if probabilistic else []
     return ["-m", target, "-md", draft, SPEC_TYPE, DRAFT_TYPE, N_MAX, str(n_max), *floor, *drawn]
-
-
-def option_arguments(gguf: Gguf, drafts: bool = True) -> list[str]:
-    """llama-server's arguments for llama.cpp's options of both models, without a draft the target's alone.
-
-    Raises RecipeError for those that the server has no option for.
-    """
-    target = {f"--{name.replace('_', '-')}": value for name, value in _given(gguf.target)}
-    draft = {}
-    for name, value in _given(gguf.draft) if drafts else ():
-        spelt = SPELLINGS[name].of_draft
-        if spelt:
-            draft[spelt] = value
-        elif getattr(gguf.draft, name) != getattr(gguf.target, name):
-            option = f"--{name.replace('_', '-')}-draft"
-            raise RecipeError(f"llama-server has no {option}: its draft takes the target's", "leave it out")
-    return [word for options in (target, draft) for pair in options.items() for word in pair]
-
-
-def _given(options: GgufOptions) -> list[tuple[str, str]]:
-    """The options that differ from their defaults, with their values in words; the library is the server's own."""
-    found = []
-    for name, value in options.given().items():
-        parts = value if isinstance(value, list) else [value]
-        found.append((name, ",".join(f"{item:g}" if isinstance(item, float) else str(item) for item in parts)))
-    return [(name, value) for name, value in found if name in SPELLINGS]
 
 
 def llama_server(target: str, draft: str | None, n_max: int, p_min: float | None = None) -> str:

@@ -242,7 +242,7 @@ def _evaluated_rounds(run: Run, prompts: Sequence[Sequence[int]], new_tokens: in
     return rounds
 
 
-# ── `distill speedup --target A --draft B`: any pair on the user's prompts, without a recipe's run ──
+# ── `distill speedup TARGET DRAFT`: any pair on the user's prompts, without a recipe's run ──
 
 CALIBRATION_PROMPTS = 8  # for configurations that read calibrations or measured costs
 LEAST = 8  # tokens of a prompt that a context must leave room for

@@ -147,7 +147,7 @@ def begin(
         if not request.lossy:
             require_lossless(drafter, rules)
     except ValueError as error:
-        hint = "choose another --drafter, --verifier or --temperature"
+        hint = "choose another drafter, verifier or temperature"
         raise DataError(f"this cannot be drafted: {error}", hint) from None
     rounds = partial(decode, pair.target, drafter, ids, room, rules, lossy=request.lossy)
     return Continuation(rules, bytes_of, rounds, reason)

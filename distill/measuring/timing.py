@@ -1,6 +1,6 @@
 """The measurement of one pair by one backend: plain against speculative decoding on the same prompts.
 
-Stage `speedup` makes it for each pair and backend of a run and `distill speedup --target A --draft B` for any two
+Stage `speedup` makes it for each pair and backend of a run and `distill speedup TARGET DRAFT` for any two
 models (speedup.py). Legend: γ drafted tokens of a round, T target.
 """
 

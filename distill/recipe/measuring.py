@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Literal, NamedTuple, get_args
+from typing import Annotated, Any, Literal, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -29,54 +29,45 @@ MOST_DEVICES = 16  # llama.cpp's LLAMA_MAX_DEVICES
 CHANGES_LOGITS = ("library", "flash_attn", "cache_type_k", "cache_type_v")
 
 
-class Spelling(NamedTuple):
-    """llama.cpp's short name of an option, without its dash (a draft's has a d behind it), and llama-server's option
-    for a draft; empty where a draft takes the target's."""
-
-    short: str
-    of_draft: str = ""
-
-
 class GgufOptions(Section):
     """Options of one model. Options that this build of llama.cpp lacks, or that would have no effect, are refused."""
 
-    # The one table of these options. llama.cpp's long name of each is its key with dashes.
+    # The one table of these options. llama.cpp's long name of each is its key with dashes; its short one stands
+    # with it.
 
     library: Literal["llama.cpp", "ik"] | None = Field(
         None,
         description="what computes: llama.cpp, or ik: ik_llama.cpp; null: llama.cpp, for a draft the target's",
     )
-    n_gpu_layers: Annotated[int | None, Spelling("ngl", "--spec-draft-ngl")] = Field(
+    n_gpu_layers: Annotated[int | None, "ngl"] = Field(
         None,
         ge=0,
         le=10_000,
         description="layers on GPUs, counting the head as one; null: all if llama.cpp was built for a GPU and "
         "`device` is not cpu, else none",
     )
-    device: Annotated[tuple[str, ...], Spelling("dev", "--spec-draft-device")] = Field(
+    device: Annotated[tuple[str, ...], "dev"] = Field(
         (), description="GPUs by llama.cpp's names, such as CUDA0; [none]: no GPU; []: all of them"
     )
-    tensor_split: Annotated[tuple[float, ...], Spelling("ts")] = Field(
+    tensor_split: Annotated[tuple[float, ...], "ts"] = Field(
         (), max_length=MOST_DEVICES, description="share of the layers on each GPU, in order; []: by free memory"
     )
-    flash_attn: Annotated[Literal["on", "off", "auto"], Spelling("fa")] = Field(
+    flash_attn: Annotated[Literal["on", "off", "auto"], "fa"] = Field(
         "off",
         description="off: logits do not depend on how tokens are grouped into steps of two or more; auto: on if the "
         "device supports it",
     )
-    cache_type_k: Annotated[CacheType, Spelling("ctk", "--spec-draft-type-k")] = Field(
-        "f16", description="type of the cached keys"
-    )
-    cache_type_v: Annotated[CacheType, Spelling("ctv", "--spec-draft-type-v")] = Field(
+    cache_type_k: Annotated[CacheType, "ctk"] = Field("f16", description="type of the cached keys")
+    cache_type_v: Annotated[CacheType, "ctv"] = Field(
         "f16", description="type of the cached values; quantised ones need flash_attn"
     )
-    threads: Annotated[int | None, Spelling("t", "--spec-draft-threads")] = Field(
+    threads: Annotated[int | None, "t"] = Field(
         None, ge=1, le=MOST_THREADS, description="CPU threads of a step; null: `threads`"
     )
-    threads_batch: Annotated[int | None, Spelling("tb", "--spec-draft-threads-batch")] = Field(
+    threads_batch: Annotated[int | None, "tb"] = Field(
         None, ge=1, le=MOST_THREADS, description="CPU threads of steps of several tokens; null: as `threads` here"
     )
-    ubatch_size: Annotated[int | None, Spelling("ub")] = Field(
+    ubatch_size: Annotated[int | None, "ub"] = Field(
         None,
         ge=1,
         le=65_536,
@@ -145,12 +136,9 @@ class GgufOptions(Section):
 
 
 ON_CPU = GgufOptions(device=(NO_DEVICE,))
-# By key: llama.cpp's other names of each of its options; `library` is ours.
-SPELLINGS: dict[str, Spelling] = {
-    name: spelling
-    for name, field in GgufOptions.model_fields.items()
-    for spelling in field.metadata
-    if isinstance(spelling, Spelling)
+# By key: llama.cpp's short name of each of its options, without its dash; `library` is ours.
+SHORT: dict[str, str] = {
+    name: one for name, field in GgufOptions.model_fields.items() for one in field.metadata if isinstance(one, str)
 }
 
 

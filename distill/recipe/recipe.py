@@ -344,7 +344,7 @@ def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Recipe:
     """
     require_path(path, "the recipe")
     if path.is_dir():
-        raise RecipeError(f"{path} is a folder, not a recipe", "give a .yaml file, or a pair: --target, --draft")
+        raise RecipeError(f"{path} is a folder, not a recipe", "give a .yaml file, or two models: TARGET DRAFT")
     if not path.exists():
         beside = {one.stem: one for one in path.parent.glob("*.yaml")}
         near = difflib.get_close_matches(path.stem, beside, n=1)

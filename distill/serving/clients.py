@@ -258,11 +258,9 @@ class VllmClient(Client):
         return self.totals() is not None
 
 
-def client_of(
-    http: Http, sampler: SamplerSettings = GREEDY, kind: str | None = None, model: str | None = None
-) -> Client:
-    """The client of a server that runs, of the kind that it is found to be unless one is named."""
-    if (kind or kind_of_server(http)) == "vllm":
+def client_of(http: Http, sampler: SamplerSettings = GREEDY, model: str | None = None) -> Client:
+    """The client of a server that runs, of the kind that it is found to be."""
+    if kind_of_server(http) == "vllm":
         return VllmClient(http, sampler, model)
     return LlamaClient(http, sampler)
 
@@ -275,7 +273,7 @@ def kind_of_server(http: Http) -> str:
     said = http.words(http.get("/props").content)
     raise ServingError(
         f"{http.url} is neither llama-server nor vLLM, by /props ({said}) and /version",
-        "name it: --kind, or correct --url",
+        "correct the address",
     )
 
 
@@ -284,13 +282,12 @@ def kind_of_server(http: Http) -> str:
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where servers run; `kind` None: asked of the server. `files` are target and draft as GGUF, for our decoder,
+    """Where servers run. `files` are target and draft as GGUF, for our decoder,
     `n_max` the draft length that the server was started with, None: found in its counters; `probabilistic`: it draws
     its drafts."""
 
     url: str
     plain: str | None = None
-    kind: str | None = None
     key: str | None = None
     model: str | None = None
     files: tuple[Path, Path] | None = None
@@ -339,7 +336,7 @@ def connected(
     for name, url in ((PLAIN, places.plain), (DRAFT, places.url)):
         if url is not None:
             http = stack.enter_context(contextlib.closing(Http(url, seconds, places.key)))
-            clients[name] = client_of(http, sampler, places.kind, places.model)
+            clients[name] = client_of(http, sampler, places.model)
     for name, client in clients.items():
         drafts = client.drafts()
         if name == PLAIN and drafts:

@@ -19,17 +19,16 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import httpx2
 
-from distill.engines.server_commands import option_arguments, pair_arguments
+from distill.engines.server_commands import pair_arguments
 from distill.errors import RecipeError, ServingError, server_words
 from distill.files import parse_object
-from distill.recipe import Gguf
-from distill.recipe.measuring import SPELLINGS
+from distill.recipe.measuring import SHORT
 from distill.serving.results import DraftSettings
 from distill.teacher.endpoint import secret
 
@@ -224,7 +223,6 @@ class LlamaServer:
     n_max: int = 4
     p_min: float | None = None
     probabilistic: bool = False
-    gguf: Gguf = field(default_factory=Gguf)
     threads: int | None = None
     parallel: int = 1
     context: int = 512
@@ -247,24 +245,24 @@ class LlamaServer:
 
     @property
     def served(self) -> list[str]:
-        """The arguments that matter to a user: models, drafting, llama.cpp's options."""
+        """The arguments that matter to a user: models, drafting, and their own options."""
         drafts = self.draft is not None
         draft = str(self.draft) if drafts else None
         pair = pair_arguments(str(self.target), draft, self.n_max, self.p_min, self.probabilistic)
         further = self.further if drafts else without_options(self.further, is_of_draft)
-        return [*pair, *option_arguments(self.gguf, drafts), *further]
+        return [*pair, *further]
 
     def command(self, port: int) -> list[str]:
         """The whole command line."""
         own = ["--host", HOST, "--port", str(port), "--parallel", str(self.parallel)]
         own += ["--ctx-size", str(self.context * self.parallel), "--metrics", "--no-ui", "--cache-ram", "0"]
         own += [UNIFIED] if self.parallel > 1 and self.has(UNIFIED) else []
-        if self.threads is not None and self.gguf.target.threads is None:
+        if self.threads is not None:
             own += ["--threads", str(self.threads)]
         return [str(self.binary), *own, *self.served]
 
 
-OF_DRAFT_SHORT = {"-md", "-otd", "-cmoed", "-ncmoed", *(f"-{one.short}d" for one in SPELLINGS.values() if one.of_draft)}
+OF_DRAFT_SHORT = {"-md", "-otd", "-cmoed", "-ncmoed", *(f"-{short}d" for short in SHORT.values())}
 
 
 def is_of_draft(option: str) -> bool:

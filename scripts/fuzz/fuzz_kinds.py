@@ -858,19 +858,14 @@ GIVEN = [
 
 
 USUAL = {  # valid values of arguments and options; of the others 3
-    **{
-        "RECIPE": "whole.yaml",
-        "RECIPE [a.b=c]... | TARGET [DRAFT]": "model",
-        "RUN": "tiny",
-        "MODEL": "model",
-        "DONOR": "model",
-        "TARGET": "model",
-    },
-    **{"OUT": "out", "--target": "model", "--draft": "model", "--text": "text.txt"},
-    **{"--runs": "runs", "--output": "json", "-o": "csv", "--run": "tiny", "--until": "eval", "--redo": "eval"},
-    **{"--acceptance": "0.9,0.5", "--outtype": "f16", "--depths": "64"},
-    **{"--drafter": "lookup", "--rule": "fixed", "--verifier": "greedy", "--delete": "tiny", "--grammar": "text.txt"},
-    **{"--json-schema": "text.txt", "--p-min": "0.5"},
+    **{"RECIPE": "whole.yaml", "RUN": "tiny", "MODEL": "model", "DONOR": "model", "TARGET": "model", "OUT": "out"},
+    **{"RECIPE [a.b=c]... | TARGET [DRAFT]": "model model", "RECIPE [a.b=c]... | TARGET DRAFT": "whole.yaml"},
+    **{"[RUN | TARGET [DRAFT]]": "model model", "[RUN | TARGET DRAFT...]": "tiny"},
+    **{"PROMPT [RUN | TARGET [DRAFT]]": "text model model", "--target": "model", "--text": "text.txt"},
+    **{"--runs": "runs", "--output": "json", "-o": "csv", "--until": "eval", "--redo": "eval"},
+    **{"--acceptance": "0.9,0.5", "--outtype": "f16", "--depths": "64", "--prompts": "text.txt"},
+    **{"--configuration": "drafter=lookup,length=3", "-C": "rule=p_min", "--sampler": "temperature=1,top_k=3"},
+    **{"--pytorch": "static=true", "--llama": "ub=8", "--delete": "tiny", "--grammar": "text.txt", "--p-min": "0.5"},
 }
 
 
@@ -895,7 +890,8 @@ def command_lines(world: World) -> Strategy:
             if not argument.required and draw(st.booleans()):
                 break
             given = USUAL.get(argument.metavar or "", "text")
-            found += [draw(weighted((3, st.just(given)), (1, plain)))] if draw(st.integers(0, 19)) else []
+            if draw(st.integers(0, 19)):
+                found += [draw(weighted((3, st.just(word)), (1, plain))) for word in given.split()]
         for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2, 4]))):
             option = draw(st.sampled_from(options))
             named = draw(st.sampled_from(option.opts + option.secondary_opts))

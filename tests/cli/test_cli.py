@@ -141,7 +141,7 @@ def test_runs_side_by_side(copied: Path, capsys: Capture) -> None:
 def test_other_commands_do_not_train_a_run(ready: Path, tmp_path: Path, capsys: Capture) -> None:
     run = shutil.copytree(ready, tmp_path / "tiny")
     commands = [(name, run) for name in ("report", "eval", "speedup", "export-gguf")]
-    for command in (*commands, ("generate", "x", "--run", run), ("speedup", run, "--prompts", __file__)):
+    for command in (*commands, ("generate", "x", run), ("speedup", run, "--prompts", __file__)):
         said = tiny.refused(capsys, *command)
         assert f"{run} has no trained draft yet\n" in said and f"distill train {run}/config.yaml --runs " in said
     (run / "checkpoints" / "step-000004").mkdir(parents=True)
@@ -165,11 +165,11 @@ def test_eval_of_gguf_files_is_that_of_their_folders(
     for folder in folders.values():
         assert tiny.call("export-gguf", folder, "--outtype", "f32", "--to", tmp_path) == 0
     files = {name: tmp_path / f"{folder.name}-f32.gguf" for name, folder in folders.items()}
-    text = [part for file in ("part2_0.py", "part2_1.py") for part in ("--text", world / "corpus" / "test" / file)]
-    more = ("--prompts", "4", "--temperature", "0", "--threads", "1", "-o", "json")
+    text = [part for file in ("part2_0.py", "part2_1.py") for part in ("--prompts", world / "corpus" / "test" / file)]
+    more = ("--count", "4", "--temperature", "0", "--threads", "1", "-o", "json")
 
     def evaluated(target: Path, draft: Path) -> Any:
-        return json.loads(tiny.shown(capsys, "eval", "--target", target, "--draft", draft, *text, *more))
+        return json.loads(tiny.shown(capsys, "eval", target, draft, *text, *more))
 
     found = [evaluated(pair["target"], pair["draft"]) for pair in (folders, files)]
     assert [set(one["domains"]) for one in found] == [{"answers", "files"}] * 2
@@ -185,7 +185,7 @@ def test_eval_of_gguf_files_is_that_of_their_folders(
     assert mixed["domains"] == found[0]["domains"] and mixed["positions"] == found[0]["positions"]
 
 
-PAIR = ["--target", "TARGET", "--draft", "DRAFT"]
+PAIR = ["TARGET", "DRAFT"]
 EMPTY = ["--runs", "EMPTY"]
 HOT = ["--temperature", "0.9"]
 
@@ -197,35 +197,32 @@ HOT = ["--temperature", "0.9"]
         (["runs", *EMPTY], "there are no runs in "),
         (["eval", *EMPTY], "there are no runs in "),
         (["eval", "nothing", *EMPTY], "there is no run at "),
-        (["generate", "", "--run", "RUN"], "the prompt is empty"),
+        (["generate", "", "RUN"], "the prompt is empty"),
         (["generate", "x", "--tokens", "many"], "an integer is needed (got 'many')"),
-        (["eval", *PAIR], "--text"),
-        (["eval", *PAIR, "--text", "RECIPE", "-ngl", "1"], "PyTorch runs"),
+        (["eval", *PAIR], "--prompts FILE"),
+        (["eval", *PAIR, "--prompts", "RECIPE", "-ngl", "1"], "PyTorch runs"),
         (["eval", "RUN", "-ngl", "1"], "a run is evaluated in PyTorch"),
-        (["eval", "--target", "./nowhere", "--draft", "DRAFT", "--text", "RECIPE"], "nowhere"),
-        (["eval", *PAIR, "--text", "./nothing.py"], "there is no file"),
-        (["generate", "x", "--run", "RUN", "--target", "TARGET"], "--run was given beside --target or --draft"),
-        (["generate", "x", "--run", "RUN", "--top-k", "4"], "--top-k does nothing without --temperature"),
-        (["generate", "x", "--run", "RUN", "--drafter", "tree", "--length", "0"], "--length 0 drafts nothing"),
+        (["eval", "./nowhere", "DRAFT", "--prompts", "RECIPE"], "nowhere"),
+        (["eval", *PAIR, "--prompts", "./nothing.py"], "there is no file"),
+        (["generate", "x", "TARGET", "DRAFT", "TARGET"], "3 models are named"),
+        (["generate", "x", "RUN", "--sampler", "top_k=4"], "draws nothing"),
+        (["generate", "x", "RUN", "-C", "drafter=tree,length=0"], "length: must be at least 1"),
         (["eval", "-o", "xml"], "'--output' / '-o': 'xml' is not one of 'md', 'json', 'jsonl', 'csv'."),
         (["train", "--nonsense"], "--nonsense"),
         (["train", "RECIPE", "--lengths", "2"], "changed by speedup.lengths=VALUE"),
         (["train", "RECIPE", "--seed", "2"], "by seed=VALUE"),
         (["trian"], "trian"),
-        (["generate", "a", "--run", "RUN", "--verifier", "greedy", *HOT], "would change the target's distribution"),
-        (["generate", "a", "--run", "RUN", "--verifier", "nonsense"], "there is no verifier 'nonsense'"),
-        (["generate", "a", "--run", "RUN", "--drafter", "tree", "--repetition-penalty", "1.2"], "repetition penalty"),
+        (["generate", "a", "RUN", "-C", "verifier=greedy", *HOT], "would change the target's distribution"),
+        (["generate", "a", "RUN", "-C", "verifier=nonsense"], "there is no verifier 'nonsense'"),
+        (["generate", "a", "RUN", "-C", "drafter=tree", "--repetition-penalty", "1.2"], "repetition penalty"),
         (["export-gguf", "TARGET", "--outtype", "q2", *EMPTY], "--outtype q2 is unknown"),
-        (["profile", "DRAFT", "--compile"], "set static, too"),
+        (["profile", "DRAFT", "--pytorch", "compile=true"], "set static, too"),
         (["profile", "DRAFT", "--dtype", "int8"], "there is no dtype 'int8'"),
-        (["profile", "nothing.gguf", "--static"], "runs in llama.cpp, not in PyTorch"),
+        (["profile", "nothing.gguf", "--pytorch", "static=true"], "runs in llama.cpp, not in PyTorch"),
         (["profile", "DRAFT", "--depths", "x"], "expected numbers separated by commas"),
         (["profile", "DRAFT", "--depths", "9999"], "no room"),
         (["profile", "nothing.gguf"], "there is no file"),
         (["profile", "nothing.gguf", "--types", "q8_9"], "--types q8_9 is unknown"),
-        (["profile", "nothing.gguf", "--types", "q8_0", "--depths", "8"], "--depths is for the curve of one model"),
-        (["profile", "nothing.gguf", "--types", "q8_0", "--static"], "--static is for PyTorch"),
-        (["profile", "nothing.gguf", "--most-kl", "0.1"], "--most-kl is for --types"),
         (["profile", "TARGET", "--depths", "0,8"], "at least 1"),
     ],
 )
@@ -251,8 +248,8 @@ def test_threads(world: Path, copied: Path, capsys: Capture, monkeypatch: Patch)
     asked: list[int] = []
     monkeypatch.setattr("torch.set_num_threads", asked.append)
     monkeypatch.setattr("distill.machine.usable_cores", lambda: 7)
-    prompt, run = ("def alpha(", "--tokens", 2), ("--run", "tiny", "--runs", copied.parent)
-    pair = ("--target", world / "target", "--draft", copied / "draft")
+    prompt, run = ("def alpha(", "--tokens", 2), ("tiny", "--runs", copied.parent)
+    pair = (world / "target", copied / "draft")
     for variable, arguments, wanted in (
         ("", pair, 7),
         ("4,2", pair, 4),
@@ -274,22 +271,22 @@ def test_threads(world: Path, copied: Path, capsys: Capture, monkeypatch: Patch)
 
 def test_generate(world: Path, finished: Path, capsys: Capture) -> None:
     """Greedy texts are equal whoever drafts, of a run and of its pair; a run drafts as was the fastest."""
-    run = ("--run", "tiny", "--runs", finished.parent)
-    pair = ("--target", world / "target", "--draft", finished / "draft")
+    run = ("tiny", "--runs", finished.parent)
+    pair = (world / "target", finished / "draft")
     command, begun, texts = ("generate", "def alpha(", "--tokens", 24), [], []
-    options = ((), ("--drafter", "tree"), ("--drafter", "lookup+draft"), ("--length", 4), ("--length", 0))
+    options = ((), *(("-C", one) for one in ("drafter=tree", "drafter=lookup+draft", "length=4", "length=0")))
     for where in (run, pair):
         for more in options:
             assert tiny.call(*command, *where, *more) == 0
             found = capsys.readouterr()
             texts.append(found.out)
             begun += re.findall(r"drafts (\d+) tokens? a round, the fastest", found.err)
-            assert "tok/s" in found.err and ("tokens/round" in found.err) == (more != ("--length", 0))
+            assert "tok/s" in found.err and ("tokens/round" in found.err) == (more != ("-C", "length=0"))
     assert len({*texts}) == 1 and texts[0].startswith("def alpha(") and len(texts[0]) > 30
     report = read_result(finished / "speedup.json", SpeedupReport)
     assert begun[:1] == [str(one.length) for one in report.fastest if one.backend == "pytorch"]
-    for more in (("--verifier", "block"), ("--verifier", "match"), ("--drafter", "tree")):
-        said = tiny.shown(capsys, *command, *run, "--temperature", 0.9, "--top-k", 50, *more)
+    for more in ("verifier=block", "verifier=match", "drafter=tree"):
+        said = tiny.shown(capsys, *command, *run, "--sampler", "temperature=.9,top_k=50", "-C", more)
         assert said.startswith("def alpha(")
     stop = texts[0][len("def alpha(") :].strip("\n")[3:6]
     said = tiny.shown(capsys, *command, *run, "--stop", stop)
@@ -302,7 +299,7 @@ def test_profile(copied: Path, tmp_path: Path, capsys: Capture) -> None:
     assert said.count("\n| 8 |") == 3 == said.count("\n| 16 |")
     saved = json.loads((tmp_path / "c.json").read_text())
     assert saved["depths"] == [8, 16] and len(saved["seconds"][0]) == 3
-    said = tiny.shown(capsys, "profile", copied / "draft", *options, "--static", "--dtype", "bfloat16")
+    said = tiny.shown(capsys, "profile", copied / "draft", *options, "--pytorch", "static=true", "--dtype", "bfloat16")
     assert "draft, static cache, bfloat16, pytorch" in said
 
 
@@ -319,13 +316,13 @@ def test_profile_of_types(gguf_toys: tuple[Path, Path], capsys: Capture) -> None
 
 def test_a_draft_of_another_vocabulary_as_it_is(world: Path, tmp_path: Path, capsys: Capture) -> None:
     tiny.build_model(tmp_path, layers=2, vocabulary=350, seeds=range(40, 60))
-    pair = ("--target", world / "target", "--draft", tmp_path, "--tokens", 10)
+    pair = (world / "target", tmp_path, "--tokens", 10)
     for temperature in (0, 0.8):
-        options = ("--drafter", "string", "--temperature", temperature)
+        options = ("-C", "drafter=string", "--temperature", temperature)
         assert tiny.shown(capsys, "generate", "def alpha(", *pair, *options).startswith("def alpha(")
     # A drafter that reads the draft's ids as the target's own.
-    assert "does not fit the target" in tiny.refused(capsys, "generate", "def alpha(", *pair, "--drafter", "draft")
-    assert "--drafter string" in tiny.refused(capsys, "generate", "def alpha(", *pair)
+    assert "does not fit the target" in tiny.refused(capsys, "generate", "def alpha(", *pair, "-C", "drafter=draft")
+    assert "drafter=string" in tiny.refused(capsys, "generate", "def alpha(", *pair)
 
 
 # ── what goes to stderr ──
@@ -349,7 +346,7 @@ def test_quiet_leaves_results_warnings_and_errors(world: Path, copied: Path, cap
 
 
 def test_verbose_adds_what_the_libraries_log(copied: Path, capsys: Capture) -> None:
-    command = ("generate", "def", "--target", copied / "gguf" / "target-f16.gguf", "--length", "0", "--tokens", "2")
+    command = ("generate", "def", copied / "gguf" / "target-f16.gguf", "-C", "length=0", "--tokens", "2")
     assert "llama.cpp:" not in tiny.told(capsys, *command)
     said = tiny.told(capsys, "-v", *command)
     assert "llama.cpp: " in said and "tok/s" in said

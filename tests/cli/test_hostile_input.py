@@ -198,10 +198,10 @@ def test_lists_of_numbers(text: str) -> None:
     "options",
     [
         ("generate", "x", "--temperature", "inf"),
-        ("generate", "x", "--top-p", "nan"),
+        ("generate", "x", "--sampler", "temperature=1,top_p=.nan"),
         ("generate", "x", "--seed", str(2**64)),
         ("generate", "x", "--repetition-penalty", "inf"),
-        ("plan", "x", "--draft-cost", "nan"),
+        ("plan", "x", "nan"),
         ("profile", "x", "--threads", "100000"),
         ("eval", "a" * 5000),
         ("generate", "\udcff"),

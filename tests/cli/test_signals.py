@@ -115,7 +115,7 @@ def test_commands_say_how_to_go_on(world: Path, copied: Path, tmp_path: Path) ->
     jobs: list[dict[str, object]] = [
         {"argv": ["generate", "def alpha", "--runs", str(runs), "--tokens", "400"], "after": "def alpha"},
         {"argv": ["eval", "--runs", str(runs)], "after": "the target continues"},
-        {"argv": ["eval", "--target", target, "--draft", str(copied / "draft"), "--text", text], "after": "round"},
+        {"argv": ["eval", target, str(copied / "draft"), "--prompts", text], "after": "round"},
         {"argv": ["cut", target, str(out / "cut"), "--text", text, "--layers", "2"], "after": "writing to"},
         {"argv": ["transplant", target, target, str(out / "transplant")], "after": "writing to"},
         {"argv": ["export-gguf", target, "--to", str(out / "gguf")], "after": "writing to"},
@@ -125,7 +125,7 @@ def test_commands_say_how_to_go_on(world: Path, copied: Path, tmp_path: Path) ->
     for job, outcome in zip(jobs, run_jobs(tmp_path, jobs), strict=True):
         said, argv = outcome["output"], job["argv"]
         assert isinstance(argv, list) and isinstance(job["signal"], int)
-        resumes = argv[0] == "eval" and "--target" not in argv
+        resumes = argv[0] == "eval" and "--prompts" not in argv
         how = "the same command resumes" if resumes else "nothing was left half-written; start the same command again"
         assert outcome["code"] == 128 + job["signal"], (job, said)
         assert said.endswith(f"\ndistill: interrupted; {how}\n") and said.count("distill: ") == 1, (job, said)

@@ -215,8 +215,8 @@ def test_lossy_configurations_are_refused_or_labelled(copied: Path, capsys: pyte
     assert "| LOSSY: " in out and "LOSSY configuration" in err
     assert tiny.call("report", "tiny", *runs) == 0
     assert all("LOSSY" in (copied / name).read_text() for name in ("report.html", "draft/README.md"))
-    generate = ("generate", "def alpha(", "--run", "tiny", *runs, "--tokens", 8)
-    hot = ("--temperature", 0.9, "--verifier", "greedy", "--allow-lossy")
+    generate = ("generate", "def alpha(", "tiny", *runs, "--tokens", 8)
+    hot = ("--temperature", 0.9, "-C", "verifier=greedy", "--allow-lossy")
     assert "LOSSY: this text does not follow" in tiny.told(capsys, *generate, *hot)
     # Greedy, nothing is.
-    assert "LOSSY" not in tiny.told(capsys, *generate, "--rule", "expected-value", "--allow-lossy")
+    assert "LOSSY" not in tiny.told(capsys, *generate, "-C", "rule=expected-value", "--allow-lossy")

@@ -507,7 +507,7 @@ def test_gguf_text(gguf_toys: tuple[Path, Path]) -> None:
 
 def test_the_command_names_mistakes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "schema.json").write_text("{}")
-    both = "--regex", "a", "--json-schema", tmp_path / "schema.json"
+    both = "--regex", "a", "--grammar", tmp_path / "schema.json"
     assert "given together" in tiny.refused(capsys, "generate", "x", *both)
     assert "cannot be read" in tiny.refused(capsys, "generate", "x", "--grammar", tmp_path / "none.gbnf")
 
@@ -517,13 +517,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     schema = {"type": "object", "properties": {"sizes": sizes}, "required": ["sizes"], "additionalProperties": False}
     (tmp_path / "schema.json").write_text(json.dumps(schema))
     (tmp_path / "list.gbnf").write_text('root ::= "- " [a-z]{3} "\\n"')
-    said, pair = "# An object: ", ("--target", DEMO, "--draft", DEMO)
+    said, pair = "# An object: ", (DEMO, DEMO)
     printed = tiny.shown(
-        capsys, "generate", said, *pair, "--drafter", "lookup+draft", "--json-schema", tmp_path / "schema.json"
+        capsys, "generate", said, *pair, "-C", "drafter=lookup+draft", "--grammar", tmp_path / "schema.json"
     )
     found = json.loads(printed.removeprefix(said))
     assert list(found) == ["sizes"] and len(found["sizes"]) <= 3 and set(found["sizes"]) <= set(range(100))
-    printed = tiny.shown(capsys, "generate", "# A list\n", *pair, "--length", 0, "--grammar", tmp_path / "list.gbnf")
+    printed = tiny.shown(capsys, "generate", "# A list\n", *pair, "-C", "length=0", "--grammar", tmp_path / "list.gbnf")
     assert re.fullmatch("# A list\n- [a-z]{3}\n\n", printed)
     warned = tiny.told(capsys, "generate", "# ", *pair, "--regex", "[0-9]{30}", "--tokens", 3)
     assert "before the grammar is satisfied" in warned

@@ -298,8 +298,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, GgufOpti
 def test_generate_and_profile_pass_the_options_on(
     files: dict[int, Path], opened: list[tuple[str, GgufOptions, int | None]], capsys: Capture
 ) -> None:
-    pair = ("--target", files[32], "--draft", files[32], "--tokens", 4, "--threads", 1)
-    options = ("-ctk", "q8_0", "--flash-attn-draft", "on", "-ctvd", "q4_0", "-ub", 32, "-td", 2)
+    pair = (files[32], files[32], "--tokens", 4, "--threads", 1)
+    options = ("--llama", "ctk=q8_0,ub=32", "--llama-draft", "fa=on,cache-type-v=q4_0", "--llama-draft", "t=2")
     tiny.shown(capsys, "generate", "def alpha", *pair, *options)
     assert opened == [
         ("32.gguf", GgufOptions(cache_type_k="q8_0", ubatch_size=32), 1),
@@ -307,7 +307,7 @@ def test_generate_and_profile_pass_the_options_on(
     ]
     opened.clear()
     sizes = ("--max-tokens", 2, "--repeats", 5, "--depths", 8)
-    tiny.shown(capsys, "profile", files[32], *sizes, "--threads-batch", 2)
+    tiny.shown(capsys, "profile", files[32], *sizes, "--llama", "threads_batch=2")
     assert opened == [("32.gguf", GgufOptions(threads_batch=2), None)]
 
 
@@ -316,22 +316,24 @@ def test_generate_and_profile_pass_the_options_on(
     ("options", "words"),
     [
         (("--n-gpu-layers-draft", 4), "n_gpu_layers 4: the installed llama.cpp"),
-        (("--tensor-split", "1,x"), "--tensor-split 1,x: expected numbers separated by commas"),
-        (("--cache-type-v", "q8_0"), "target: cache_type_v q8_0 needs flash attention"),
-        (("--drafter", "lookup", "--ubatch-size-draft", 8), "--draft is not asked by drafter lookup"),
+        (("--llama", "ts=1,x"), "tensor_split.1: a number is needed"),
+        (("--llama", "ctv=q8_0"), "target: cache_type_v q8_0 needs flash attention"),
+        (("-C", "drafter=lookup", "--llama-draft", "ub=8"), "for the draft: ubatch-size 8, but none is loaded"),
+        (("-ctk", "q8_0"), "llama.cpp's options are --llama cache_type_k=VALUE"),
+        (("--llama", "ctx=1"), "ctx"),
     ],
 )
 def test_generate_refuses(
     options: tuple[Any, ...], words: str, files: dict[int, Path], capsys: Capture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(library, "gpus", list)
-    assert words in tiny.refused(capsys, "generate", "def", "--target", files[32], "--draft", files[32], *options)
+    assert words in tiny.refused(capsys, "generate", "def", files[32], files[32], *options)
 
 
 def test_folders_take_no_options_of_llama_cpp(world: Path, capsys: Capture) -> None:
-    pair = ("--target", world / "target", "--draft", world / "target")
+    pair = (world / "target", world / "target")
     assert "target: n-gpu-layers 4" in tiny.refused(capsys, "generate", "def", *pair, "-ngl", 4)
-    assert "PyTorch runs" in tiny.refused(capsys, "profile", world / "target", "--ubatch-size", 8)
+    assert "PyTorch runs" in tiny.refused(capsys, "profile", world / "target", "--llama", "ub=8")
 
 
 def test_a_run_records_its_options(copied: Path, opened: list[tuple[str, GgufOptions, int | None]]) -> None:
@@ -362,4 +364,4 @@ def test_options_of_the_command_line_win_over_those_of_the_recipe(world: Path) -
 def test_a_run_without_gguf_files_takes_no_options(world: Path, capsys: Capture, tmp_path: Path) -> None:
     recipe = tiny_recipe(world, "speedup.backends=[pytorch]")
     (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
-    assert "this run measures no GGUF files" in tiny.refused(capsys, "speedup", tmp_path, "-ctk", "q8_0")
+    assert "this run measures no GGUF files" in tiny.refused(capsys, "speedup", tmp_path, "--llama", "ctk=q8_0")

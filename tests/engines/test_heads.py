@@ -86,7 +86,7 @@ def test_heads_of_files(tmp_path: Path) -> None:
 def test_check_and_plan_say_it(world: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     edit(target / "config.json", mtp_num_hidden_layers=1)
     assert "this copy lost it" in tiny.shown(capsys, "check", world / "recipe.yaml", f"target.model={target}")
-    assert "this copy lost it" in tiny.shown(capsys, "check", "--target", target, "--draft", world / "target")
+    assert "this copy lost it" in tiny.shown(capsys, "check", target, world / "target")
     planned = ("plan", target, "0.1", "--lengths", "1", "--depth", "8")
     assert "this copy lost it" in tiny.shown(capsys, *planned)
     assert json.loads(tiny.shown(capsys, *planned, "-o", "json"))["heads"]

@@ -295,9 +295,9 @@ def test_commands_refuse(world: Path, folder: Path, tmp_path: Path, capsys: Capt
     single_beside_index(folder)
     recipe = (world / "recipe.yaml", f"target.model={folder}")
     argv: tuple[object, ...] = {
-        "check": ("--target", world / "target", "--draft", folder),
+        "check": (world / "target", folder),
         "check RECIPE": recipe,
-        "eval": ("--target", world / "target", "--draft", folder, "--text", world / "corpus" / "test", "--kl"),
+        "eval": (world / "target", folder, "--prompts", world / "corpus" / "test", "--kl"),
         "export-gguf": (folder, "--to", tmp_path / "out", "--outtype", "f16"),
         "transplant": (folder, world / "target", tmp_path / "out"),
         "cut": (folder, tmp_path / "out", "--layers", 2, "--text", world / "corpus" / "test"),
@@ -390,7 +390,7 @@ def test_an_existing_folder_wins_over_a_hub_name(
     assert load_recipe(world / "recipe.yaml", ["target.model=target"]).target.model == place
     assert load_recipe(world / "recipe.yaml").cut.donor == "target", "the word, although a folder is called so"
     monkeypatch.chdir(world)
-    assert f"tensors of {place}: all" in tiny.shown(capsys, "check", "--target", "target", "--draft", "target")
+    assert f"tensors of {place}: all" in tiny.shown(capsys, "check", "target", "target")
 
 
 def test_offline_opens_no_connection(
@@ -398,7 +398,7 @@ def test_offline_opens_no_connection(
 ) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hub"))
     recipe, name = world / "recipe.yaml", "someone/nothing"
-    for arguments in (("--target", world / "target", "--draft", name), (recipe, f"target.model={name}")):
+    for arguments in ((world / "target", name), (recipe, f"target.model={name}")):
         assert f"not checked: model {name} (--offline)" in tiny.shown(capsys, "check", "--offline", *arguments)
     assert "check passed" in tiny.shown(capsys, "check", "--offline", recipe)
 

@@ -13,10 +13,8 @@ from typing import Any
 import pytest
 import tiny
 
-from distill.engines.server_commands import VLLM, llama_server, option_arguments, pair_arguments, transformers, vllm
-from distill.errors import RecipeError
+from distill.engines.server_commands import VLLM, llama_server, pair_arguments, transformers, vllm
 from distill.recipe import Gguf, parse_section
-from distill.recipe.measuring import SPELLINGS, GgufOptions
 
 
 def options(**roles: Any) -> Gguf:
@@ -29,32 +27,6 @@ def test_a_pair_is_served_as_a_plain_draft() -> None:
     )
     assert pair_arguments("t", "d", 3, 0.5)[-2:] == ["--spec-draft-p-min", "0.5"]
     assert pair_arguments("t", None, 3, 0.5) == ["-m", "t"]
-
-
-def test_every_option_of_ours_has_its_name_there_or_a_reason() -> None:
-    target = {"n_gpu_layers": 20, "device": ["CUDA0"], "tensor_split": [3, 1], "flash_attn": "on"}
-    target |= {"cache_type_k": "q8_0", "cache_type_v": "q8_0", "threads": 2, "threads_batch": 4, "ubatch_size": 64}
-    found = option_arguments(options(target=target))
-    assert dict(zip(found[::2], found[1::2], strict=True)) == {
-        **{"--n-gpu-layers": "20", "--device": "CUDA0", "--tensor-split": "3,1", "--flash-attn": "on"},
-        **{"--cache-type-k": "q8_0", "--cache-type-v": "q8_0", "--threads": "2", "--threads-batch": "4"},
-        "--ubatch-size": "64",
-    }
-    draft = {"n_gpu_layers": 0, "cache_type_k": "q4_0", "threads": 1, "threads_batch": 2}
-    assert option_arguments(options(draft=draft)) == [
-        *("--spec-draft-ngl", "0", "--spec-draft-type-k", "q4_0"),
-        *("--spec-draft-threads", "1", "--spec-draft-threads-batch", "2"),
-    ]
-    assert option_arguments(options(draft=draft), drafts=False) == []
-    assert {*SPELLINGS} == {*GgufOptions.model_fields} - {"library"}
-
-
-def test_a_draft_takes_from_its_target_what_it_has_no_option_for() -> None:
-    both = {"flash_attn": "on", "cache_type_v": "q4_0"}
-    assert option_arguments(options(target=both, draft=both))[-2:] == ["--spec-draft-type-v", "q4_0"]
-    for given in ({"flash_attn": "on"}, {"ubatch_size": 8}):
-        with pytest.raises(RecipeError, match=r"llama-server has no --[a-z-]+-draft"):
-            option_arguments(options(draft=given))
 
 
 @pytest.mark.parametrize(

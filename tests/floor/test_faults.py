@@ -106,7 +106,7 @@ def flip(path: Path) -> None:
 def test_a_flipped_bit_is_found(world: Path, copied: Path, capsys: Capture, name: str, stage: str) -> None:
     flip(copied / name)
     commands: dict[str, tuple[object, ...]] = {
-        "generate": ("generate", "def", "--run", copied, "--tokens", 2),
+        "generate": ("generate", "def", copied, "--tokens", 2),
         "export-gguf": ("export-gguf", copied, "--outtype", "f16"),
     }
     again = ("train", world / "recipe.yaml", "--runs", copied.parent, "--redo", stage, "--until", stage)

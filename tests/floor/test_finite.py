@@ -255,12 +255,17 @@ def test_commands_name_the_damaged_model(
     monkeypatch.setattr("distill.machine.usable_cores", lambda: 1)
     whole, broken = world / "target", spoiled(world / "target", "broken", NAN, tmp_path)
     for target, draft in ((broken, whole), (whole, broken)):
-        pair = ("--target", target, "--draft", draft)
-        for options in ((), ("--temperature", 0.8), ("--drafter", "tree"), ("--temperature", 1, "--verifier", "block")):
+        pair = (target, draft)
+        for options in (
+            (),
+            ("--temperature", 0.8),
+            ("-C", "drafter=tree"),
+            ("--temperature", 1, "-C", "verifier=block"),
+        ):
             told = tiny.refused(capsys, "generate", "def alpha(", *pair, "--tokens", 8, *options)
             assert "are not finite" in told and f"{broken} after " in told
         for options in (("--kl",), ("--acceptance",)):
-            text = ("--text", world / "corpus" / "test", "--prompts", 4)
+            text = ("--prompts", world / "corpus" / "test", "--count", 4)
             told = tiny.refused(capsys, "eval", *pair, *text, *options)
             assert "are not finite" in told and f"{broken} after " in told
 

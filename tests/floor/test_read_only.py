@@ -59,7 +59,7 @@ def test_finished_work_is_shown_and_other_work_refused_before_it_starts(
         ("report", "tiny", *runs): "report.html",
         ("runs", *runs): "finished",
         ("train", world / "recipe.yaml", *runs): "report.html",
-        ("generate", "def alpha", "--run", "tiny", *runs, "--tokens", "4"): "def alpha",
+        ("generate", "def alpha", "tiny", *runs, "--tokens", "4"): "def alpha",
     }
     refused: dict[tuple[object, ...], str] = {
         ("speedup", "half", *runs): "stage `speedup` would have to run",

@@ -243,7 +243,7 @@ def test_a_split_file_is_the_whole_model(
         with GgufModel(path, context=64, threads=1) as model:
             logits.append(model.extend([1, 2, 3]).full())
     assert torch.equal(*logits)
-    assert tiny.call("check", "--target", first, "--draft", whole) == 0
+    assert tiny.call("check", first, whole) == 0
     assert tiny.call("import-gguf", first, tmp_path / "out") == 0
     # Content and cache know a change in any part.
     before, folder = reference_digest(str(first)), folder_of(str(first))
@@ -301,10 +301,10 @@ def test_a_type_that_nothing_here_loads(
     path.write_bytes(content[:place] + number.to_bytes(4, "little") + content[place + 4 :])
     message = f"nothing here can load {name} (1 of 26 tensors, first blk.1.ffn_up.weight)"
     for arguments in (
-        ("check", "--target", path, "--draft", files["qwen2-tied"]),
-        ("check", "--target", path, "--draft", files["qwen2-tied"].with_suffix("") / "model"),
+        ("check", path, files["qwen2-tied"]),
+        ("check", path, files["qwen2-tied"].with_suffix("") / "model"),
         ("import-gguf", path, tmp_path / "out"),
-        ("speedup", "--target", path, "--draft", files["qwen2-tied"], "--prompts", __file__),
+        ("speedup", path, files["qwen2-tied"], "--prompts", __file__),
     ):
         assert tiny.call(*arguments) == 2, arguments
         printed = capsys.readouterr()

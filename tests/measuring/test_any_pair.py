@@ -35,10 +35,11 @@ from distill.measuring.speedup_results import (
     SpeedupReport,
     StepFigures,
 )
-from distill.measuring.speedup_tables import explain, verdict
+from distill.measuring.speedup_tables import explain, speedup_blocks, verdict
 from distill.recipe import Chat, Configuration, Corpus, load_recipe
 from distill.recipe.configuration import PLAIN
 from distill.run import Run
+from distill.tables import document
 
 # Steps and rounds by hand.
 
@@ -348,19 +349,21 @@ QUICK = ("--tokens", 12, "--prompt-tokens", 16, "--count", 4, "--threads", 1)
 
 
 def call(place: Path, capsys: Capture, target: str, draft: str, *arguments: Any) -> str:
-    pair = ["--target", place / target, *(["--draft", place / draft] if draft else [])]
+    pair = [place / target, *([place / draft] if draft else [])]
     with tiny.one_thread():
         return tiny.shown(capsys, "speedup", *pair, *QUICK, *arguments)
 
 
-@pytest.mark.parametrize("engine", [(), ("--static", "--draft-device", "cpu")])
+@pytest.mark.parametrize("engine", [(), ("--pytorch", "static=true,draft_device=cpu")])
 def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture, tmp_path: Path) -> None:
     """Also with static caches, whose rounds drive both models past `extend`."""
-    out = tmp_path / "measured.json"
-    more = ("--configuration", "{drafter: tree, nodes: 4, length: 2, calibration: none}", "--to", out)
+    more = ("--configuration", "{drafter: tree, nodes: 4, length: 2, calibration: none}")
     more = (*more, *engine)
-    text = call(place, capsys, "target", "draft", "--prompts", place / "texts.jsonl", "--lengths", "1,3", *more)
+    pair = ("target", "draft", "--prompts", place / "texts.jsonl", "--lengths", "1,3", *more)
+    out = tmp_path / "measured.json"
+    out.write_text(call(place, capsys, *pair, "-o", "json"))
     found = read_result(out, SpeedupReport)
+    text = document(speedup_blocks(found))
     (part,) = found.parts
     assert [row.configuration for row in found.measurements] == [
         *("plain", "draft, γ = 1", "draft, γ = 3", "tree of 4, depth ≤ 2, none")
@@ -390,7 +393,11 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
 
 @tiny.needs_llama
 def test_a_pair_of_gguf_files(place: Path, capsys: Capture) -> None:
-    options = ("--prompts", place / "chat.jsonl", *shlex.split("-ctk f32 --flash-attn-draft on --lengths 2 -o json"))
+    options = (
+        "--prompts",
+        place / "chat.jsonl",
+        *shlex.split("--llama ctk=f32 --llama-draft fa=on --lengths 2 -o json"),
+    )
     report = json.loads(call(place, capsys, "target.gguf", "draft.gguf", *options))
     (found,) = report["parts"]
     assert report["gguf"] == "target: cache-type-k f32; draft: flash-attn on"
@@ -417,7 +424,7 @@ def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Ca
 
 
 def test_sampled_texts_have_a_sampled_base(place: Path, capsys: Capture) -> None:
-    options = ("--temperature", 0.8, "--verifier", "block", "--lengths", 2, "-o", "jsonl")
+    options = ("--sampler", "temperature=0.8", "--lengths", 0, "-C", "verifier=block,length=2", "-o", "jsonl")
     text = call(place, capsys, "target", "draft", "--prompts", place / "plain.txt", *options)
     rows = [row for line in text.splitlines() if (row := json.loads(line))["table"] == "configurations"]
     titles = ["plain", "plain, sampled", "draft, γ = 2, verifier block, sampled"]
@@ -432,9 +439,9 @@ PRICED = "--lengths {0} --configuration '{{rule: expected-value, drafter: {1}, l
 @pytest.mark.parametrize(
     ("target", "draft", "options", "drafters"),
     [
-        ("target", "other", "--lengths 2 --drafter string", ["string"]),
+        ("target", "other", "--lengths 0 -C drafter=string,length=2", ["string"]),
         ("draft", "target", "--lengths 2", ["draft"]),  # larger than its target
-        ("target", "", "--lengths 4 --drafter lookup", ["lookup"]),
+        ("target", "", "--lengths 0 -C drafter=lookup,length=4", ["lookup"]),
         # Its costs are the target's steps, also where the context is as long as the texts.
         ("target.gguf", "", PRICED.format(0, "lookup", 8), ["lookup"]),
         # Texts that end before the longest draft, whose steps are timed in contexts that the texts do not need.
@@ -465,29 +472,31 @@ def test_drafts_of_other_kinds(
         (["--prompts", "{}/missing.jsonl"], "there is no file {}/missing.jsonl"),
         (["--prompts", "{}/short.txt"], "the files give 0 prompts"),
         (["--prompts", "{}/keys.jsonl"], "field `text` (it has: a)\n  records need a field text, prompt, "),
-        ([], "a pair without a run needs --prompts\n"),
-        (["--draft", "{}/other"], "--drafter string"),
-        (["--draft", "{}/nothing"], "nothing"),
-        (["--drafter", "lookup"], "no configuration asks the draft"),
+        ([], "--prompts is missing\n"),
+        (["{}/target", "{}/other"], "drafter=string"),
+        (["{}/target", "{}/nothing"], "nothing"),
+        (["--lengths", "0", "-C", "drafter=lookup,length=2"], "no configuration asks the draft"),
         (["--lengths", "0"], "nothing is measured but plain decoding"),
         (["--lengths", "64"], "length: must be at most 63"),
         (["--lengths", "2", "--configuration", "{length: 2}"], "is listed twice"),
-        (["--configuration", "p_min"], "not a mapping"),
+        (["--configuration", "p_min"], "expected KEY=VALUE"),
         (["--configuration", "{rule: pmin}"], "there is no rule 'pmin'"),
-        (["--configuration", "{sampler: recipe}"], "give a sampler (--temperature)"),
+        (["--configuration", "{sampler: recipe}"], "give a sampler (--sampler temperature=1)"),
         (["--configuration", "{drafter: string}"], "asks a draft of the target's vocabulary"),
-        (["--temperature", "1", "--verifier", "greedy"], "the options: `draft, γ = 1, verifier greedy, sampled` would"),
-        (["--verifier", "distinct"], "no verifier `distinct` for chains"),
-        (["--top-p", "0.5"], "--top-p does nothing without --temperature"),
+        (
+            ["--sampler", "temperature=1", "-C", "length=3,verifier=greedy"],
+            "the options: `draft, γ = 3, verifier greedy, sampled`",
+        ),
+        (["-C", "length=3,verifier=distinct"], "no verifier `distinct` for chains"),
+        (["--sampler", "top_p=0.5"], "draws nothing"),
         (["--tokens", "4000"], "of the context of 512 for a prompt"),
         (["--dtype", "int8"], "there is no dtype 'int8'"),
-        (["--to", "{}/nowhere/x.json"], "there is no folder {}/nowhere"),
         (["-ngl", "4"], "PyTorch runs {}/target"),
-        (["--compile"], "set static, too"),
-        (["--static", "--draft-device", "nowhere"], "device `nowhere` cannot be used"),
+        (["--pytorch", "compile=true"], "set static, too"),
+        (["--pytorch", "static=true,draft_device=nowhere"], "device `nowhere` cannot be used"),
         (
-            ["--target", "{}/target.gguf", "--draft", "{}/draft.gguf", "--static"],
-            "--static: {}/target.gguf runs in llama.cpp",
+            ["{}/target.gguf", "{}/draft.gguf", "--pytorch", "static=true"],
+            "--pytorch static=true: {}/target.gguf runs in llama.cpp",
         ),
     ],
 )
@@ -496,7 +505,7 @@ def test_what_cannot_be_measured_is_one_error(options: list[str], words: str, pl
     (place / "short.txt").write_text("alpha\n")
     (place / "keys.jsonl").write_text('{"a": 1}\n')
     filled = [option.replace("{}", str(place)) for option in options]
-    given = ["--target", place / "target", *([] if "--draft" in filled else ["--draft", place / "draft"])]
+    given = [] if filled and filled[0][0] == "/" else [place / "target", place / "draft"]
     given += ["--prompts", place / "texts.jsonl"] if options and "--prompts" not in filled else []
     assert words.replace("{}", str(place)) in tiny.refused(capsys, "speedup", *given, *QUICK, *filled)
 
@@ -504,7 +513,7 @@ def test_what_cannot_be_measured_is_one_error(options: list[str], words: str, pl
 def test_the_pair_of_a_run_on_other_prompts(place: Path, finished: Path, world: Path, capsys: Capture) -> None:
     """A run with prompts is its target and draft by name: the same prompts, texts and counts."""
     more = [*QUICK, "--prompts", place / "plain.txt", "--lengths", "2", "-o", "json"]
-    pair = ["--target", world / "target", "--draft", finished / "draft"]
+    pair = [world / "target", finished / "draft"]
     reports = []
     for named in (pair, ["tiny", "--runs", finished.parent]):
         with tiny.one_thread():
@@ -519,7 +528,7 @@ def test_the_settings_of_a_run_hold_on_other_prompts(place: Path, copied: Path, 
     """Its engine, threads and template, unless an option says otherwise."""
     import yaml
 
-    from distill.measuring import speedup as any_pair
+    from distill import api
 
     config = yaml.safe_load((copied / "config.yaml").read_text())
     changed = {"pytorch": {"prepack": True}, "threads": 1, "chat": {"system": ["Be brief."]}}
@@ -530,8 +539,8 @@ def test_the_settings_of_a_run_hold_on_other_prompts(place: Path, copied: Path, 
         seen.append((settings, chat))
         raise DataError("seen")
 
-    monkeypatch.setattr(any_pair, "measure_any_pair", noted)
-    for more in ((), ("--no-prepack",)):
+    monkeypatch.setattr(api, "measure_any_pair", noted)
+    for more in ((), ("--pytorch", "prepack=false")):
         assert tiny.call("speedup", copied, "--prompts", place / "plain.txt", *more) == 2
     (first, chat), (second, same) = seen
     assert first.pytorch.prepack and first.threads == 1 and chat.system == ("Be brief.",)

@@ -30,12 +30,13 @@ def test_drafts_are_paired_by_prompt(finished: Path, world: Path, capsys: Captur
     the same draft in another place."""
     before, after = finished / "cut", finished / "draft"
     again = shutil.copytree(before, tmp_path / "cut")
-    common = ["--target", world / "target", "--text", world / "corpus", "--prompts", 4]
-    report = measured(capsys, *common, "--draft", before, "--draft", after, "--draft", again)
+    text = ["--prompts", world / "corpus", "--count", 4]
+    common = [world / "target"]
+    report = measured(capsys, *common, before, after, again, *text)
     names = [str(before), str(after), str(again)]  # two have one short name
     assert [*report["pairs"]] == names and not report["positions"] and set(report["domains"]) == {"answers"}
     for name, draft in zip(names, (before, after), strict=False):
-        alone = measured(capsys, *common, "--draft", draft, "--kl")
+        alone = measured(capsys, *common, draft, "--kl", *text)
         assert report["domains"]["answers"][name] == alone["domains"]["answers"]["draft"]
         for one, own in zip(report["slices"], alone["slices"], strict=True):
             assert one["acceptance"][name] == own["acceptance"]["draft"]
@@ -48,8 +49,8 @@ def test_drafts_are_paired_by_prompt(finished: Path, world: Path, capsys: Captur
 
 def test_a_draft_on_several_targets(finished: Path, world: Path, capsys: Capture) -> None:
     """The draft itself as a target accepts all of it, the other target less; with --acceptance rounds are decoded."""
-    pair = ["--target", world / "target", "--target", finished / "draft", "--draft", finished / "draft"]
-    pair += ["--text", world / "corpus", "--prompts", 4]
+    pair = [world / "target", finished / "draft", "--target", finished / "draft"]
+    pair += ["--prompts", world / "corpus", "--count", 4]
     report = measured(capsys, *pair, "--kl", "--acceptance")
     assert acceptance(report)["draft for draft"] == pytest.approx(1, abs=1e-5)
     assert report["pairs"]["draft for draft"]["difference"]["low"] > 0
@@ -64,9 +65,9 @@ def test_a_draft_on_several_targets(finished: Path, world: Path, capsys: Capture
 def test_a_pair_in_several_types(world: Path, capsys: Capture) -> None:
     """The target as its own draft differs by its type and cache alone: not at all in f32, more in q4_0 than in q8_0.
     Predictions follow from the steps."""
-    kinds = [word for kind in ("f32", "q8_0", "q4_0") for word in ("--outtype", kind)]
-    pair = ["--target", world / "target", "--draft", world / "target", "--text", world / "corpus", "--prompts", 4]
-    report = measured(capsys, *pair, *kinds, "--target-outtype", "f32", "--cache-type", "f32", "--cache-type", "f16")
+    kinds = ("--types", "f32,q8_0,q4_0", "--target-types", "f32", "--cache-types", "f32,f16")
+    pair = [world / "target", world / "target", "--prompts", world / "corpus", "--count", 4]
+    report = measured(capsys, *pair, *kinds)
     assert len(report["pairs"]) == 6
     kl = {name: one["forward_kl"]["mean"] for name, one in report["domains"]["answers"].items()}
     accepted = acceptance(report)
@@ -89,29 +90,27 @@ def test_types_agree_with_the_evaluation_of_the_files(
     for name, folder in (("target", world / "target"), ("draft", finished / "draft")):
         assert tiny.call("export-gguf", folder, "--outtype", "f16", "--to", tmp_path / name) == 0
     files = [next((tmp_path / name).glob("*.gguf")) for name in ("target", "draft")]
-    text = ["--text", world / "corpus", "--prompts", 4]
-    pair = ["--target", files[0], "--draft", files[1], *text]
-    folders = ["--target", world / "target", "--draft", finished / "draft", *text]
+    text = ["--prompts", world / "corpus", "--count", 4]
+    pair = [files[0], files[1], *text]
+    folders = [world / "target", finished / "draft", *text]
     own = measured(capsys, *pair, "--kl")["domains"]["answers"]["draft"]
     for form in (pair, folders):
-        found = measured(capsys, *form, "--cache-type", "f16")["domains"]["answers"]["f16"]
+        found = measured(capsys, *form, "--cache-types", "f16")["domains"]["answers"]["f16"]
         assert found["tokens"] == own["tokens"]
         for name in ("forward_kl", "acceptance_sampling"):
             assert found[name]["mean"] == pytest.approx(own[name]["mean"], rel=1e-3)
-    again = measured(capsys, *pair, "--outtype", "f16", "--outtype", "q8_0")["domains"]["answers"]
+    again = measured(capsys, *pair, "--types", "f16,q8_0")["domains"]["answers"]
     assert [*again] == ["f16", "q8_0 (from f16)"] and again["f16"]["forward_kl"] == own["forward_kl"]
-    printed = tiny.shown(capsys, "eval", finished, "--outtype", "f16", "--outtype", "q8_0")
+    printed = tiny.shown(capsys, "eval", finished, "--types", "f16,q8_0")
     assert "speedup" in printed and "predicted from measured steps" in printed
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
-        (["--draft", "a", "--draft", "b"], "needs --target, --draft and --text"),
-        (["--outtype", "f16", "--target", "x"], "needs --target, --draft and --text"),
-        (["run", "--target", "a", "--draft", "b", "--text", "t"], "name a run alone"),
-        (["--outtype", "q9"], "--outtype q9 is unknown"),
-        (["--outtype", "f16", "--cache-type", "q2_k"], "--cache-type q2_k is unknown"),
+        (["a", "b"], "models need TARGET, DRAFT and --prompts FILE"),
+        (["--types", "q9"], "--types q9 is unknown"),
+        (["--types", "f16", "--cache-types", "q2_k"], "--cache-types q2_k is unknown"),
     ],
 )
 def test_mistakes(arguments: list[str], words: str, capsys: Capture) -> None:

@@ -88,7 +88,7 @@ def test_rare_labels_are_joined() -> None:
 
 def test_a_pair_by_slices(finished: Path, world: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Weighted by their shares, the means of a slice are the mean of all."""
-    pair = ["--target", world / "target", "--draft", finished / "draft", "--text", world / "corpus", "--prompts", 4]
+    pair = [world / "target", finished / "draft", "--prompts", world / "corpus", "--count", 4]
     report = json.loads(tiny.shown(capsys, "eval", *pair, "--kl", "-o", "json"))
     rows = report["slices"]
     assert {one["slice"] for one in rows} == {"depth"}  # random models repeat nothing

@@ -57,13 +57,11 @@ def test_answers_stand_behind_the_template(place: Path, capsys: pytest.CaptureFi
 
 
 def test_a_target_without_a_template_is_refused(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = tiny.refused(
-        capsys, "eval", "--target", place / "draft", "--draft", place / "draft", "--text", place / "chat.jsonl"
-    )
+    said = tiny.refused(capsys, "eval", place / "draft", place / "draft", "--prompts", place / "chat.jsonl")
     assert "need the target's chat template, and its tokenizer has none" in said
 
 
-@pytest.mark.parametrize("option", [("--temperature", 1), ("--prompts", 8), ("--text", "a.txt")])
+@pytest.mark.parametrize("option", [("--temperature", 1), ("--count", 8), ("--prompts", "a.txt")])
 def test_what_a_run_would_ignore_is_refused(
     option: tuple[str, object], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

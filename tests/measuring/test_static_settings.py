@@ -51,8 +51,8 @@ def test_the_size_comes_from_the_request(folders: Path) -> None:
 
 
 def test_options_and_keys_that_do_not_go_together(world: Path, folders: Path, tmp_path: Path, capsys: Capture) -> None:
-    pair = ("generate", "def f(", "--target", folders / "target", "--draft", folders / "draft", "--tokens", 5)
-    assert tiny.shown(capsys, *pair, "--static").startswith("def f(")
+    pair = ("generate", "def f(", folders / "target", folders / "draft", "--tokens", 5)
+    assert tiny.shown(capsys, *pair, "--pytorch", "static=true").startswith("def f(")
     with pytest.raises(RecipeError, match=r"settings of PyTorch"):
         load_pair(Target(model="a.gguf"), pytorch=STATIC)
     with pytest.raises(RecipeError, match="set static, too"):

@@ -162,7 +162,7 @@ def test_a_chat_model_is_asked(folders: Path, tmp_path: Path, capsys: Capture) -
     wanted = tokenizer.decode(model.generate(ids, max_new_tokens=12, do_sample=False)[0, ids.shape[1] :])
 
     def said(target: Path, *options: str) -> tuple[str, str]:
-        pair = ("--target", target, "--draft", folders / "draft")
+        pair = (target, folders / "draft")
         assert tiny.call("generate", "def f(", *pair, "--tokens", 12, "--threads", 1, *options) == 0
         found = capsys.readouterr()
         return found.out, found.err
@@ -173,7 +173,7 @@ def test_a_chat_model_is_asked(folders: Path, tmp_path: Path, capsys: Capture) -
         assert ("asked as a user's message" in notes) == (not options)
     continued_text = said(folders / "target")[0]
     assert continued_text.startswith("def f(") and said(tmp_path / "chat", "--no-chat")[0] == continued_text
-    pair = ("--target", folders / "target", "--draft", folders / "draft")
+    pair = (folders / "target", folders / "draft")
     assert "has no chat template" in tiny.refused(capsys, "generate", "def f(", *pair, "--chat")
 
 
@@ -250,9 +250,11 @@ def test_trees_are_drawn_by_widths(folders: Path, capsys: Capture) -> None:
         continued(*pair, asked(drafter="tree", widths=(2, 2, 1)), capsys)
     with pytest.raises(DataError, match="no verifier `block` for trees"):
         continued(*pair, asked(temperature=0.7, drafter="tree", widths=(2, 2, 1), verifier="block"), capsys)
-    drawn = ("generate", "x", "--widths", "2,1", "--drafter")
-    assert "widths is not read by drafter lookup" in tiny.refused(capsys, *drawn, "lookup")
-    assert "length is not read by drafter tree of widths" in tiny.refused(capsys, *drawn, "tree", "--length", 6)
+    drawn = ("generate", "x", "-C")
+    assert "widths is not read by drafter lookup" in tiny.refused(capsys, *drawn, "widths=[2,1],drafter=lookup")
+    assert "length is not read by drafter tree of widths" in tiny.refused(
+        capsys, *drawn, "widths=2,1,drafter=tree,length=6"
+    )
 
 
 @tiny.needs_llama
@@ -264,7 +266,7 @@ def test_gguf_pairs_that_cannot_be_used(folders: Path, capsys: Capture) -> None:
         continued(target, draft, PROMPT * 200, 9, asked(), capsys)
     with pytest.raises(DataError, match="reads both tokenizers from Hugging Face folders"):
         continued(target, draft, "def", 9, asked(drafter="string"), capsys)
-    pair = ("generate", "def", "--target", target, "--draft")
+    pair = ("generate", "def", target)
     assert tiny.call(*pair, folders / "draft", "--tokens", 5) == 0  # beside a folder: imported, in PyTorch
     printed = capsys.readouterr()
     assert printed.out.startswith("def") and "importing target.gguf" in printed.err

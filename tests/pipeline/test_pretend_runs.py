@@ -120,6 +120,6 @@ def test_memory_that_runs_out(
 
 
 def test_memory_that_runs_out_in_a_command(pretend: Any, finished: Path, world: Path, capsys: Any) -> None:
-    pair = ("speedup", "--target", world / "target", "--draft", finished / "draft", "--count", 4, "--tokens", 8)
+    pair = ("speedup", world / "target", finished / "draft", "--count", 4, "--tokens", 8)
     with pretend.memory(100_000):
         assert "memory ran out in this command" in tiny.refused(capsys, *pair, "--prompts", world / "corpus" / "test")

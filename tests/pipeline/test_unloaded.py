@@ -314,7 +314,7 @@ def test_no_command_loads_the_target(from_file: Path, place: Path, capsys: Captu
         (("speedup", from_file), f"{no_part}: the target's weights are not loaded"),
         (("train", recipe, "--runs", runs, "--until", "speedup"), no_part),
         (("train", recipe, "--runs", runs, "--redo", "speedup"), no_part),
-        (("generate", "def f(", "--run", from_file), "the recipe says never to (target.load: false)"),
+        (("generate", "def f(", from_file), "the recipe says never to (target.load: false)"),
     ):
         said = tiny.refused(capsys, *arguments)
         assert expected in said, (arguments, said)

@@ -33,16 +33,13 @@ from distill.data.samples import Sample
 from distill.data.traffic import Line, pin_of, read_lines
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.server_commands import (
-    OF_DRAFT,
-    OF_TARGET,
     SAMPLING,
     llama_server,
-    option_arguments,
     pair_arguments,
 )
 from distill.errors import ServingError
 from distill.gguf.library import GgufFile
-from distill.recipe import Gguf, SamplerSettings, parse_section
+from distill.recipe import SamplerSettings
 from distill.sampler import Sampler
 from distill.serving.check import CheckSettings, check_started
 from distill.serving.clients import LlamaClient, Reply, ServerRules, opened
@@ -318,15 +315,9 @@ def test_what_is_recorded_in_front_of_it(settings: LlamaServer, tmp_path: Path) 
 
 def test_every_printed_option_is_known_to_the_server(settings: LlamaServer) -> None:
     """Options are parsed before the model is looked for: a file that is not there is all that may be wrong."""
-    of_both = {"n_gpu_layers": 0, "flash_attn": "on", "threads": 1, "threads_batch": 1, "ubatch_size": 64}
-    caches = {
-        role: {"cache_type_k": kind, "cache_type_v": kind} for role, kind in (("target", "q8_0"), ("draft", "q4_0"))
-    }
-    gguf = parse_section(Gguf, {role: of_both | cache for role, cache in caches.items()})
-    of_pair = pair_arguments("none.gguf", "none.gguf", 4, 0.5) + option_arguments(gguf)
+    of_pair = pair_arguments("none.gguf", "none.gguf", 4, 0.5)
     alone = ["-m", "none.gguf", "--ctx-size", "512", "--load-mode", "none"]
     if settings.binary == BUILD:
-        of_pair += [OF_TARGET["device"], "none", OF_DRAFT["device"], "none", OF_TARGET["tensor_split"], "3,1"]
         alone += ["--spec-type", "none"]
     else:
         of_pair += ["--spec-draft-sampling", "probabilistic"]

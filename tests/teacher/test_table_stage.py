@@ -81,25 +81,22 @@ def test_its_speedup_is_measured_with_the_targets_own_texts(counted: Path) -> No
 def test_commands_draft_from_a_runs_table(counted: Path, world: Path, tmp_path: Path, capsys: Capture) -> None:
     target, prompt = str(world / "target"), "def alpha("
 
-    run = ("--run", counted.name, "--runs", counted.parent)
-    texts, alone = set(), ("--target", target, "--drafter", "table")
-    for options in ((*run, "--length", 0), (*run, "--drafter", "table"), alone, (*alone, "--table", counted)):
+    run = (counted.name, "--runs", counted.parent)
+    texts, alone = set(), (target, "-C", "drafter=table")
+    for options in ((*run, "-C", "length=0"), (*run, "-C", "drafter=table"), alone, (*alone, "--table", counted)):
         capsys.readouterr()
         assert tiny.call("generate", prompt, "--tokens", 12, *options) == 0
         said = capsys.readouterr()
         assert ("knows those of the text so far alone" in said.err) == (options == alone)
         texts.add(said.out)
     assert len(texts) == 1
-    assert "--table is for --drafter table" in tiny.refused(capsys, "generate", prompt, *run, "--table", counted)
-    pair = ("speedup", "--target", target, "--prompts", world / "corpus", "--count", 2, "--tokens", 8, "--lengths", 0)
+    pair = ("speedup", target, "--prompts", world / "corpus", "--count", 2, "--tokens", 8, "--lengths", 0)
     read = ("--configuration", "{drafter: table, nodes: 3}", "--table")
     report = json.loads(tiny.shown(capsys, *pair, *read, counted, "-o", "json"))
     assert report["parts"][0]["measurements"][1]["drafter"] == "table"
     tiny.build_model(tmp_path / "other", vocabulary=300)
-    refusal = tiny.refused(capsys, "speedup", "--target", tmp_path / "other", *pair[3:], *read, counted)
+    refusal = tiny.refused(capsys, "speedup", tmp_path / "other", *pair[2:], *read, counted)
     assert "another vocabulary" in refusal and str(world / "target") in refusal
     broken = tmp_path / "ngrams.safetensors"
     broken.write_bytes(counted.joinpath(*TABLE_FILE).read_bytes()[:-3])
     assert "cut short" in tiny.refused(capsys, *pair, *read, broken)
-    other = ("--configuration", "{drafter: lookup}", "--table", counted)
-    assert "is for configurations of drafter table" in tiny.refused(capsys, *pair, *other)
