@@ -1,5 +1,5 @@
 """The commands that serve a pair, for llama-server, vLLM and transformers: all that `distill` prints or runs; and the
-heads to draft with that a target ships.
+head to draft with that a target ships.
 
 tests/engines/test_server_commands.py holds the options to real servers, and vLLM's to its sources.
 """
@@ -7,19 +7,16 @@ tests/engines/test_server_commands.py holds the options to real servers, and vLL
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 from distill.errors import DistillError
 from distill.files import read_object
 from distill.folders import present_files, read_header
 from distill.gguf.head import open_head
-from distill.recipe import is_path
 
 LLAMA_SERVER = "the llama-server of llama-cpp-python 0.3.36's sources"  # the build on which these options were run
 VLLM = "0.32.0"  # the version on which these options were run, in its build for CPUs
@@ -138,79 +135,42 @@ def transformers(target: str, draft: str, length: int, same_vocabulary: bool) ->
     return "\n".join(lines)
 
 
-# ── What a target ships to draft with: heads inside it (multi-token prediction), and for it in files beside it ──
-# Names of keys and tensors: DeepSeek-V3, GLM-4.5, Qwen3.5, MiMo; of architectures: llama.cpp, SGLang, DFlash.
+# ── A head for multi-token prediction that a target ships, or a copy of it has lost ──
+# Names of keys and tensors: DeepSeek-V3, GLM-4.5, Qwen3.5, MiMo; nextn: llama.cpp.
 
 HEAD_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # of config.json
 HEAD_TENSORS = re.compile(r"(^|\.)(mtp|mtp_layers|nextn|eh_proj)\.")
-HEAD_KINDS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}  # as servers name them
-MOST_BESIDE = 64  # files or folders that are looked at
 MORE = "docs/choosing.md#drafts-of-other-kinds says when a plain draft still wins"
+OF_FILES, OF_FOLDERS = f"{SPEC_TYPE} draft-mtp {N_MAX} 3", {"method": "mtp", "num_speculative_tokens": 1}
 
 
 def shipped_heads(target: str) -> list[str]:
-    """A line for each head of a model folder, hub name or GGUF file: how to use it, or that this copy has lost it.
+    """Lines about the head of a model folder, hub name or GGUF file: how to use it, or that this copy has lost it.
 
     Nothing for a hub name whose files cannot be had; DataError for a damaged GGUF file or config.json.
     """
-    found = list(_heads_of_file(Path(target)) if target.endswith(".gguf") else _heads_of_folder(target))
-    return [*found, MORE] if found else []
-
-
-def _heads_of_file(path: Path) -> Iterator[str]:
-    head = open_head(path)
-    if layers := head.size("nextn_predict_layers", 0, 2**16):
-        use = f"measure it first: llama-server {SPEC_TYPE} draft-mtp {N_MAX} 3"
-        yield _inside(f"nextn_predict_layers {layers}", any(map(HEAD_TENSORS.search, head.shapes)), use)
-    others = sorted(one for one in path.parent.glob("*.gguf") if one != path)
-    for other in itertools.islice(others, MOST_BESIDE):
-        with contextlib.suppress(DistillError, OSError):
-            kind = open_head(other).text("general.architecture")
-            if kind in HEAD_KINDS:
-                use = f"llama-server -md {other.name} {SPEC_TYPE} draft-{kind}"
-                yield f"target: {other.name} beside it is for {HEAD_KINDS[kind]}; if it was made for this target: {use}"
-
-
-def _heads_of_folder(target: str) -> Iterator[str]:
     from distill.engines.torch.hugging_face import local_snapshot, text_folder
 
-    try:
-        folder = text_folder(target)
-    except DistillError:  # `plan` needs no more than a configuration
-        return
-    config = _language(read_object(folder / "config.json"))
-    stated = next(((key, config[key]) for key in HEAD_KEYS if config.get(key)), None)
-    if stated is not None:
-        whole, held = local_snapshot(target), True
+    if target.endswith(".gguf"):
+        head = open_head(Path(target))
+        stated, names = ("nextn_predict_layers", head.size("nextn_predict_layers", 0, 2**16)), list(head.shapes)
+        use = f"llama-server {OF_FILES}"
+    else:
+        try:
+            config = read_object(text_folder(target) / "config.json")
+        except DistillError:  # `plan` needs no more than a configuration
+            return []
+        inner = config.get("text_config")
+        config |= inner if isinstance(inner, dict) else {}
+        stated = next(((key, config[key]) for key in HEAD_KEYS if config.get(key)), ("", None))
+        use = f"vLLM, --speculative-config '{json.dumps(OF_FOLDERS)}'; its GGUF file, llama-server {OF_FILES}"
+        names, whole = ["mtp."], local_snapshot(target) if stated[1] else None
         if whole is not None:
             with contextlib.suppress(DistillError, OSError):  # without weights here, config.json is believed
-                held = any(HEAD_TENSORS.search(name) for file in present_files(whole) for name in read_header(file))
-        used = json.dumps({"method": "mtp", "num_speculative_tokens": 1})
-        use = (
-            f"measure it first: vLLM, --speculative-config '{used}'; its GGUF file, llama-server {SPEC_TYPE} draft-mtp"
-        )
-        yield _inside(f"{stated[0]} {stated[1]}", held, use)
-    places = [*folder.glob("*/config.json"), *folder.parent.glob("*/config.json")] if is_path(target) else []
-    for place in itertools.islice(sorted(places), MOST_BESIDE):
-        with contextlib.suppress(DistillError, OSError):
-            other = _language(read_object(place))
-            names = " ".join(map(str, other.get("architectures") or [])).lower()
-            kind = next((kind for kind in HEAD_KINDS if kind in names), None)
-            if kind is not None and other.get("hidden_size") == config.get("hidden_size"):
-                used = json.dumps({"method": kind, "model": str(place.parent), "num_speculative_tokens": 3})
-                use = f"vLLM, --speculative-config '{used}'"
-                yield f"target: {place.parent} has its width and is for {HEAD_KINDS[kind]}: {use}"
-
-
-def _language(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with that of its language model in front, where it is one of several parts."""
-    inner = config.get("text_config")
-    return config | inner if isinstance(inner, dict) else config
-
-
-def _inside(stated: str, held: bool, use: str) -> str:
-    if held:
-        return f"target: it has a head for multi-token prediction ({stated}); {use}"
-    return (
-        f"target: it states a head for multi-token prediction ({stated}) and holds no tensor of it: this copy lost it"
-    )
+                names = [name for file in present_files(whole) for name in read_header(file)]
+    if not stated[1]:
+        return []
+    about = f"a head for multi-token prediction ({stated[0]} {stated[1]})"
+    if any(map(HEAD_TENSORS.search, names)):
+        return [f"target: it has {about}; measure it first: {use}", MORE]
+    return [f"target: it states {about} and holds no tensor of it: this copy lost it", MORE]

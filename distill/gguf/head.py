@@ -231,26 +231,10 @@ def known_type(number: int) -> GGMLQuantizationType | None:
         return None
 
 
-# By number, as in ggml.h: types that llama.cpp removed or added since the gguf package, and ik_llama.cpp's own.
-OTHER_TYPES = {
-    **{31: "q4_0_4_4", 32: "q4_0_4_8", 33: "q4_0_8_8", 36: "i2_s", 37: "iq4_nl_4_8", 38: "iq4_nl_8_8", 42: "q2_0"},
-    **{97: "q8_0_x4", 98: "q8_1_x4", 99: "q8_2_x4", 133: "q6_0", 134: "iq1_bn", 135: "iq2_bn", 136: "q8_k64"},
-    **{137 + index: f"iq{bits}_k" for index, bits in enumerate((2, 3, 4, 5, 6))},
-    **{142: "iq2_tn", 143: "iq1_tn", 144: "iq4_ks", 145: "iq2_ks", 146: "iq4_kss", 147: "q8_k16", 148: "q8_k32"},
-    **{149: "q8_kr8", 150: "q8_k128", 151: "q8_kv", 152: "iq5_ks", 153: "iq2_kt", 154: "iq3_kt", 155: "iq4_kt"},
-    **{156: "iq3_ks", 157: "iq2_kl", 158: "iq1_kt", 202: "q4_0_r8", 208: "q8_0_r8", 223: "iq4_xs_r8"},
-    **{230: "bf16_r16", 233: "q6_0_r4", 353: "mxfp4_r8", 397: "q8_k_r16", 398: "q8_kv_r8", 399: "q8_k_r8"},
-}
-REPACKED = 200  # how far the numbers of types whose rows lie four together are from those of the same types in order
-
-
 def type_name(number: int) -> str:
-    """A type's name, such as q4_k, or its number where none is known."""
+    """A type's name, such as q4_k, or its number where none is known, as of ik_llama.cpp's own."""
     kind = known_type(number)
-    name = kind.name.lower() if kind is not None else OTHER_TYPES.get(number)
-    if name is None and number > REPACKED and not (plain := type_name(number - REPACKED)).startswith("type "):
-        name = f"{plain}_r4"
-    return name or f"type {number}"
+    return f"type {number}" if kind is None else kind.name.lower()
 
 
 def open_head(path: Path) -> FileHead:

@@ -291,7 +291,7 @@ def test_parts_that_do_not_make_up_a_model(parts: list[Path], files: dict[str, P
 # ── Types that nothing here knows ──
 
 
-@pytest.mark.parametrize(("number", "name"), [(139, "iq4_k"), (31, "q4_0_4_4"), (339, "iq4_k_r4"), (7777, "type 7777")])
+@pytest.mark.parametrize(("number", "name"), [(139, "type 139"), (7777, "type 7777")])
 def test_a_type_that_nothing_here_loads(
     number: int, name: str, files: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
