@@ -135,30 +135,6 @@ def test_saved_taken_and_joined(tmp_path: Path) -> None:
     assert torch.equal(taken.ids, both.ids[[3, 1]]) and taken.first is not None and taken.first.tolist() == [2, 0]
 
 
-@pytest.mark.parametrize("kind", ["qwen2", "qwen3", "llama", "mistral"])
-def test_packed_documents_do_not_see_each_other(kind: str) -> None:
-    model = toy(kind)
-    generator = torch.Generator().manual_seed(0)
-    sequences = [(torch.randint(0, 61, (n,), generator=generator).tolist(), 1) for n in (7, 3, 12, 1, 5, 20, 2)]
-    packed = pack(sequences, 24, split_long=False)
-    embedded = model.get_input_embeddings()(packed.ids.long()).detach().requires_grad_()
-    positions, mask = packed.positions.long(), attention_mask(packed.documents)
-    logits = model(inputs_embeds=embedded, position_ids=positions, attention_mask=mask, use_cache=False).logits
-    number = 0
-    for row, documents in enumerate(packed.documents):
-        for document in range(int(documents.max()) + 1):
-            here = documents == document
-            alone = model(input_ids=torch.tensor([sequences[number][0]]), use_cache=False).logits[0]
-            torch.testing.assert_close(logits[row][here], alone, rtol=1e-5, atol=1e-5)
-            gradient = torch.autograd.grad(logits[row][here].square().sum(), embedded, retain_graph=True)[0]
-            others = torch.ones(packed.ids.shape, dtype=torch.bool)
-            others[row] = ~here
-            assert float(gradient[others].abs().max()) == 0
-            assert float(gradient[row][here].abs().min(-1).values.max()) > 0
-            number += 1
-    assert number == len(sequences)
-
-
 @settings(max_examples=50, deadline=None)
 @given(st.integers(0, 300), st.integers(0, 2**40), st.integers(0, 1000))
 def test_epochs_are_permutations_that_can_be_seeked(count: int, seed: int, epoch: int) -> None:
@@ -294,33 +270,41 @@ def blocks(*lengths: int, width: int = 40) -> Packed:
     return pack(texts, width, split_long=False)
 
 
-def states(model: Any, packed: Packed, long: int, monkeypatch: Patch) -> tuple[Tensor, list[Tensor]]:
-    """Hidden states at all positions of documents, and the gradients of a function of them."""
-    monkeypatch.setattr(packing, "masked_below", lambda device: long)
-    given = separation(model, packed.documents, torch.device("cpu"))
-    first = next(iter(given.values())) if isinstance(given, dict) else given
-    assert (first.dtype == torch.int32) is (long == 1)
-    found = hidden_states(model, packed)[packed.documents >= 0]
-    model.zero_grad()
-    (found * torch.linspace(-1, 1, found.shape[-1])).sum().square().backward()
-    return found.detach(), [p.grad.clone() for p in model.parameters() if p.grad is not None]
+def alone(model: Any, packed: Packed) -> Tensor:
+    """The hidden states of all documents, each read by itself."""
+    rows = zip(packed.ids.long(), packed.documents, strict=True)
+    texts = [ids[documents == number] for ids, documents in rows for number in range(int(documents.max()) + 1)]
+    return torch.cat([model.base_model(input_ids=ids[None], use_cache=False).last_hidden_state[0] for ids in texts])
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize("kind", MODELS)
-def test_as_with_a_mask(kind: str, checkpointing: bool, monkeypatch: Patch) -> None:
-    """Documents shorter and longer than a window, of one token, and padding between two blocks."""
+def test_packed_documents_do_not_see_each_other(kind: str, checkpointing: bool, monkeypatch: Patch) -> None:
+    """States and gradients with masks, and document by document, are those of the documents alone; some are shorter and
+    some longer than a window, one has one token, and padding stands between two blocks."""
     model = toy(kind, **MODELS[kind])
     if checkpointing:
         recompute_activations(model)
         model.train()
     packed = blocks(7, 3, 12, 1, 5, 33, 2, 40, 21)
-    expected, gradients = states(model, packed, 10**6, monkeypatch)
-    found, own = states(model, packed, 1, monkeypatch)
-    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
-    assert len(own) == len(gradients) > 10
-    for one, other in zip(own, gradients, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
+
+    def gradients(found: Tensor) -> list[Tensor]:
+        model.zero_grad()
+        (found * torch.linspace(-1, 1, found.shape[-1])).sum().square().backward()
+        return [p.grad.clone() for p in model.parameters() if p.grad is not None]
+
+    expected = alone(model, packed)
+    wanted = gradients(expected)
+    for masked_below, kind_of_mask in ((10**6, torch.bool), (1, torch.int32)):
+        monkeypatch.setattr(packing, "masked_below", lambda device, long=masked_below: long)
+        given = separation(model, packed.documents, torch.device("cpu"))
+        assert (next(iter(given.values())) if isinstance(given, dict) else given).dtype == kind_of_mask
+        found = hidden_states(model, packed)[packed.documents >= 0]
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+        own = gradients(found)
+        assert len(own) == len(wanted) > 10
+        for one, other in zip(own, wanted, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4 * float(other.abs().max()))
 
 
 def test_segments() -> None:
