@@ -7,17 +7,15 @@ long run.
 
 from __future__ import annotations
 
-import heapq
 import sys
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from distill.decoding.calibration import Calibration, ExpectedValue, Recorded
+from distill.decoding.calibration import UNFITTED, Calibration, Recorded
 from distill.decoding.costs import StepCosts
-from distill.decoding.drafters import NOTHING, Drafter, FallbackDrafter, LookupDrafter, LookupPrice, ModelDrafter, Worth
+from distill.decoding.drafters import NOTHING, Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.lengths import (
-    ROOT,
     AcceptedRatio,
     BetaFilter,
     Features,
@@ -28,8 +26,9 @@ from distill.decoding.lengths import (
 )
 from distill.decoding.ngrams import ORDER, Guess, Mixture, NGramTable
 from distill.decoding.other_vocabulary import DraftReader, StringMatchDrafter
-from distill.decoding.trees import Leaves, Shape, TreeDrafter, calibrated
+from distill.decoding.trees import Choices, Shape, TreeDrafter, best_first, by_chance, calibrated
 from distill.decoding.verify import Random, refusal
+from distill.decoding.worth import ExpectedValue, Size, Worth
 from distill.engines.model import SPARE_NODES, Model, RecentContext
 from distill.engines.torch.hugging_face import load_config
 from distill.engines.torch.model import mask_refusal
@@ -74,30 +73,18 @@ def names_of_fits(sampled: bool) -> tuple[str, str]:
     return ("table, sampled", "table, others, sampled") if sampled else ("table", "table, others")
 
 
-class _Children(NamedTuple):
-    """The children of a node, best first, and what is needed to grow the tree below them."""
+class _Place(NamedTuple):
+    """Where a tree of a table has come: the last tokens, their place in the table, and how many nodes are above."""
 
-    parent: int  # the node's number in the tree
-    depth: int  # of the children
-    value: float  # the chance that the node and all above it are accepted
-    tokens: list[int]
-    chances: Sequence[float]
-    tail: tuple[int, ...]  # the last tokens before them
-    place: Sequence[int]  # theirs in the table
-
-    def entry(self, rank: int, number: int) -> _Entry:
-        return -self.value * self.chances[rank], rank, number, self
-
-
-# A node that may join the tree, best first: minus its value; its rank and the number of the entry break ties.
-_Entry = tuple[float, int, int, _Children]
+    tail: tuple[int, ...]
+    place: Sequence[int]
+    depth: int
 
 
 class TableDrafter:
     """The `nodes` likeliest nodes by a mixture of counts, at most `depth` deep.
 
-    With a `price` as many of them as are worth verifying: those of greatest E − λ·T(n + 1). `max_leaves` 1 makes
-    chains, for models that take no trees.
+    By its `worth` as many of them as are worth verifying. `max_leaves` 1 makes chains, for models that take no trees.
     """
 
     kind = "deterministic"
@@ -109,11 +96,11 @@ class TableDrafter:
         depth: int,
         *,
         calibration: TableCalibration | None = None,
-        price: LookupPrice | None = None,
+        worth: Worth | None = None,
         max_leaves: int = sys.maxsize,
     ) -> None:
         self.mixture, self.nodes, self.depth = Mixture(table), nodes, depth
-        self.calibration, self.price, self.max_leaves = calibration, price, max_leaves
+        self.calibration, self.worth, self.max_leaves = calibration, worth, max_leaves
         self.tree = max_leaves > 1
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -129,51 +116,32 @@ class TableDrafter:
         self.mixture.read(context)
         # The target holds a path of limit + 1 nodes and SPARE_NODES beside it; the context's last token is one of them.
         most = min(self.nodes, limit + SPARE_NODES - 2) if self.tree else min(self.nodes, limit)
-        if self.price is not None:
-            most = min(most, len(self.price.costs.target) - 1)
+        if self.worth is not None:
+            most = min(most, len(self.worth.costs.undrafted) - 1)
         depth = min(self.depth, limit)
         if most <= 0 or depth <= 0:
             return NOTHING
-        leaves, value = Leaves(self.max_leaves), Worth(self.price, most)
-        tokens, parents = list[int](), list[int]()
-        root = self._children(ROOT, 1, 1.0, self.mixture.tail, self.mixture.place)
-        pool, entries = [root.entry(0, 0)] if root.tokens else [], 1
-        while pool and len(tokens) < most and value.may_rise(len(tokens), -pool[0][0]):
-            loss, rank, _, among = heapq.heappop(pool)
-            if rank + 1 < len(among.tokens):
-                heapq.heappush(pool, among.entry(rank + 1, entries))
-                entries += 1
-            token = among.tokens[rank]
-            if not leaves.take(among.parent):
-                continue
-            tokens.append(token)
-            parents.append(among.parent)
-            value.add(len(tokens), -loss)
-            if len(tokens) == most or not value.may_rise(len(tokens), -loss):
-                break  # no node that is left has a better chance than this one
-            if among.depth < depth and token not in ends:
-                place = self.mixture.after(among.place, token)
-                below = (*among.tail, token)[-ORDER:]
-                children = self._children(len(tokens) - 1, among.depth + 1, -loss, below, place)
-                if children.tokens:
-                    heapq.heappush(pool, children.entry(0, entries))
-                    entries += 1
-        return Proposal(tokens[: value.count], parents[: value.count])
 
-    def _children(
-        self, parent: int, depth: int, value: float, tail: tuple[int, ...], place: Sequence[int]
-    ) -> _Children:
-        guess = self.mixture.guess(tail, place, BRANCHING)
-        tokens, chances = guess.tokens, guess.chances
-        if self.calibration is not None and tokens:
-            chances = self.calibration.chances(guess, depth - 1)
-            if chances[0] < max(chances):
-                ranks = sorted(range(len(tokens)), key=lambda rank: -chances[rank])
-                tokens, chances = [tokens[rank] for rank in ranks], [chances[rank] for rank in ranks]
-        return _Children(parent, depth, value, tokens, chances, tail, place)
+        def below(place: _Place, token: int) -> Choices:
+            if token in ends:
+                return Choices([], [])
+            tail = (*place.tail, token)[-ORDER:]
+            return self._choices(_Place(tail, self.mixture.after(place.place, token), place.depth + 1))
+
+        root = self._choices(_Place(self.mixture.tail, self.mixture.place, 0))
+        return best_first(root, below, most, depth, Size(self.worth, most), self.max_leaves).proposal()
+
+    def _choices(self, place: _Place) -> Choices:
+        guess = self.mixture.guess(place.tail, place.place, BRANCHING)
+        chances = guess.chances
+        if self.calibration is not None and guess.tokens:
+            chances = self.calibration.chances(guess, place.depth)
+        return by_chance(guess.tokens, chances, place)
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """The round's tokens are counted with the next proposal; what rounds give the price is told by its owner."""
+        """Learn what rounds give; their tokens are counted with the next proposal."""
+        if self.worth is not None:
+            self.worth.learn(count + 1, seconds)
 
 
 def guesses(
@@ -222,7 +190,7 @@ class Fitted:
 
     def calibration(self, configuration: Configuration) -> Calibration:
         """The calibration that a configuration names; q itself where it was not fitted."""
-        return self.calibrations.get(configuration.calibrated_by, Calibration())
+        return self.calibrations.get(configuration.calibrated_by, UNFITTED)
 
 
 NOT_FITTED = Fitted()
@@ -242,7 +210,7 @@ def table_calibration(calibrations: Mapping[str, Calibration], sampler: Sampler)
     return None
 
 
-def make_rule(configuration: Configuration, fitted: Fitted) -> LengthRule:
+def make_rule(configuration: Configuration, fitted: Fitted, worth: Worth | None = None) -> LengthRule:
     """The length rule in its first state; only the expected-value rule reads what was `fitted`."""
     rule, longest, n_min = configuration.length_rule, configuration.max_length, configuration.n_min or 0
     if rule == "p_min":
@@ -255,7 +223,8 @@ def make_rule(configuration: Configuration, fitted: Fitted) -> LengthRule:
     if rule == "beta":
         return BetaFilter(longest, configuration.setting("floor"), start=configuration.start, n_min=n_min)
     if rule == "expected-value":
-        return ExpectedValue(fitted.costs, fitted.calibration(configuration), longest=longest, n_min=n_min)
+        worth = worth or Worth(fitted.costs)
+        return ExpectedValue(worth, fitted.calibration(configuration), longest=longest, n_min=n_min)
     return Fixed(longest, n_min=n_min)
 
 
@@ -271,48 +240,53 @@ def make_drafter(
     A draft of another vocabulary is given as its `DraftReader`. A table of n-grams makes trees of at most the target's
     `max_leaves`, chains where it takes none. ValueError for a tree under a repetition penalty.
     """
-    price = LookupPrice(fitted.costs.without_draft()) if configuration.rule == "expected-value" else None
     if configuration.other_vocabulary:
         if configuration.length_rule != "fixed":
             raise ValueError("drafter string drafts fixed lengths only")
         assert isinstance(draft, DraftReader)
-        return StringMatchDrafter(
-            draft, configuration.max_length, sampler, random, configuration.verified_by == "match"
-        )
+        argmax = configuration.verified_by == "match"
+        return StringMatchDrafter(draft, configuration.max_length, sampler, random, argmax)
+    worth = Worth(fitted.costs) if configuration.needs_costs and fitted.costs is not NO_COSTS else None
+    if configuration.drafter == "lookup":
+        return LookupDrafter(configuration.max_length, worth=worth)
     if configuration.counts_ngrams:
-        counted = TableDrafter(
+        own: Drafter = TableDrafter(
             fitted.table,
             configuration.most_nodes,
             configuration.max_length,
             calibration=table_calibration(fitted.calibrations, sampler),
-            price=price,
+            worth=worth,
             max_leaves=max(fitted.max_leaves, 1),
         )
-        return FallbackDrafter(LookupDrafter(configuration.max_length, LOOKED_UP, price), counted)
-    if configuration.drafter.startswith("lookup"):
-        if configuration.drafter == "lookup":
-            return LookupDrafter(configuration.max_length, price=price)
-        chain = configuration.model_copy(update={"drafter": "draft"})
-        second = configuration.tree_alone if configuration.branches else chain
-        own = make_drafter(second, draft, sampler, random, fitted)
-        return FallbackDrafter(LookupDrafter(configuration.max_length, LOOKED_UP, price), own)
-    assert not isinstance(draft, DraftReader), f"`{configuration.title}` needs a draft of the target's vocabulary"
+    else:
+        assert not isinstance(draft, DraftReader), f"`{configuration.title}` needs a draft of the target's vocabulary"
+        own = _model_drafter(configuration, draft, sampler, random, fitted, worth)
+    if configuration.looks_up:
+        return FallbackDrafter(LookupDrafter(configuration.max_length, LOOKED_UP, worth), own)
+    return own
+
+
+def _model_drafter(
+    configuration: Configuration, draft: Model, sampler: Sampler, random: Random, fitted: Fitted, worth: Worth | None
+) -> TreeDrafter | ModelDrafter:
+    """The part of a drafter that asks a draft."""
     if configuration.widths is not None:
         shape = Shape.of_widths(configuration.widths)
         distinct = configuration.verified_by == "distinct"
         return TreeDrafter(draft, sampler, random, len(shape), shape=shape, distinct=distinct)
-    if configuration.drafter == "tree":
-        calibrates = configuration.needs_calibration and fitted.calibrations
-        calibration = fitted.calibration(configuration) if calibrates else None
-        nodes, depth = configuration.most_nodes, configuration.max_length
-        return TreeDrafter(draft, sampler, random, nodes, depth=depth, calibration=calibration)
-    assert configuration.drafter == "draft", f"`{configuration.title}` has no drafter of its own here"
+    calibration = fitted.calibration(configuration)
+    if configuration.branches:
+        depth = configuration.max_length
+        rule = None if worth is None else ExpectedValue(worth, calibration, longest=depth)
+        return TreeDrafter(
+            draft, sampler, random, configuration.most_nodes, depth=depth, calibration=calibration, rule=rule
+        )
     argmax = sampler.temperature == 0 or configuration.verified_by == "match"
     if configuration.draft_top_k is not None:
         sampler = Sampler(sampler.temperature, configuration.draft_top_k)
     if configuration.draft_context is not None and draft is not None:  # None: asked for its kind alone
         draft = RecentContext(draft, configuration.draft_context)
-    return ModelDrafter(draft, make_rule(configuration, fitted), sampler, random, argmax)
+    return ModelDrafter(draft, make_rule(configuration, fitted, worth), sampler, random, argmax)
 
 
 def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:

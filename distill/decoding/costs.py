@@ -111,9 +111,10 @@ class StepCosts:
         """These costs with what the target's next step computes again."""
         return replace(self, resent=partial(resent, target)) if getattr(target, "resends", False) else self
 
-    def without_draft(self) -> StepCosts:
-        """The costs of rounds whose tokens come from text or counts."""
-        return replace(self, target=self.alone, alone=()) if self.alone else self
+    @property
+    def undrafted(self) -> tuple[float, ...]:
+        """T(1..) in rounds whose tokens come from text or counts."""
+        return self.alone or self.target
 
     def again(self, drafted: int, expected: float, whole: float) -> float:
         """Seconds beyond T(n + 1) for tokens that are computed again, now and because of this round.
@@ -122,32 +123,17 @@ class StepCosts:
         its tokens are computed again: E + r − (n + 1 + r)·S in the mean, where r are computed again now. Each costs as
         much as a token more in a step.
         """
-        if self.resent is None or self.alone:
+        if self.resent is None:
             return 0.0
         now = self.resent()
         later = expected + now - (drafted + 1 + now) * whole
-        return (now + later) * (self.target[-1] - self.target[0]) / max(len(self.target) - 1, 1)
+        curve = self.undrafted
+        return (now + later) * (curve[-1] - curve[0]) / max(len(curve) - 1, 1)
 
 
 def range_start(depth: int, first: int) -> int:
     """Where the range of depths begins that a depth lies in: 0, then `first` or the next power of two after another."""
     return 0 if depth < first else 1 << (depth.bit_length() - 1)
-
-
-class Pace:
-    """λ, the tokens per second in the long run: a token counts half after `memory` more; it starts at 1/T(1)."""
-
-    def __init__(self, plain_step: float, memory: float = 400.0) -> None:
-        self._memory = memory
-        self._tokens, self._seconds = 16.0, 16.0 * plain_step
-        self.rate = self._tokens / self._seconds
-
-    def learn(self, tokens: int, seconds: float, weight: float = 1.0) -> None:
-        """So many tokens took so many seconds."""
-        keep = 0.5 ** (tokens / self._memory)
-        self._tokens = keep * self._tokens + weight * tokens
-        self._seconds = keep * self._seconds + weight * seconds
-        self.rate = self._tokens / self._seconds
 
 
 @dataclass(frozen=True)

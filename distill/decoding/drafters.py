@@ -1,8 +1,7 @@
 """Drafters of chains: a model (greedy or sampled), a lookup in the same text, or the lookup before another drafter.
 
 A drafter is asked once a round. Afterwards it learns how much of the context is committed and forgets the rest.
-Legend: V vocabulary, n tokens of a chain, m length of a match, E expected tokens of a round, T target, λ tokens per
-second in the long run.
+Legend: V vocabulary, n tokens of a chain, m length of a match, T target, λ tokens per second in the long run.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from distill.decoding.costs import Pace, StepCosts
 from distill.decoding.lengths import LONGEST, Features, LengthRule, NGramIndex, Proposal, features_of
 from distill.decoding.verify import Random, draw_token
+from distill.decoding.worth import Size, Worth
 from distill.engines.model import Model
 from distill.sampler import Sampler
 
@@ -134,6 +133,16 @@ def read_prompt(model: Model, prompt: Sequence[int], drafts: bool) -> None:
         model.extend(prompt[:-1], want=[len(prompt) - 2])
 
 
+def catch_up(model: Model, context: Sequence[int]) -> float:
+    """Let a draft read all but the last token of the context, where more than two are not read; the seconds of that."""
+    read = model.lengths[0]
+    if len(context) - read <= 2:
+        return 0.0
+    started = time.perf_counter()
+    model.extend(context[read:-1], want=[len(context) - read - 2])
+    return time.perf_counter() - started
+
+
 class ModelDrafter:
     """A model that continues the context for as long as its length rule allows.
 
@@ -210,11 +219,7 @@ class ModelDrafter:
 
     def catch_up(self, context: Sequence[int]) -> None:
         """Read all but the last token of the context, where more than two are not read: the rule has begun to draft."""
-        read = self.model.lengths[0]
-        if len(context) - read > 2:
-            started = time.perf_counter()
-            self.model.extend(context[read:-1], want=[len(context) - read - 2])
-            self._late = time.perf_counter() - started
+        self._late = catch_up(self.model, context)
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Forget the rejected tokens (the last drafted one was never read) and let the rule learn."""
@@ -293,95 +298,23 @@ WEIGHT = 8.0  # tokens that USUAL counts for, in addition to those of the text
 KEEP = 0.995  # of earlier counts, with each new one
 
 
-class LookupPrice:
-    """How many looked-up tokens are worth verifying: those of greatest E − λ·T(n + 1), from measured costs.
+class LookupDrafter:
+    """What followed the longest match before (Saxena 2023), at most `length` tokens after at least `shortest`; by its
+    `worth` as many as are worth verifying.
 
     The token after a match of m, if it is right, makes a match of m + 1. The probability of each length is counted in
-    this session, beginning with USUAL. `rival` is what the drafter gives in a mean round that is asked where this one
-    proposes nothing; plain decoding gives 1 − λ·T(1).
+    this session, beginning with USUAL. `rival`: mean net gain of a round of the fallback drafter; plain decoding gives
+    1 − λ·T(1).
     """
-
-    def __init__(self, costs: StepCosts) -> None:
-        self.costs = costs
-        self.rival = float("-inf")
-        self._right = [WEIGHT * usual for usual in USUAL]
-        self._judged = [WEIGHT] * len(USUAL)
-        self.pace = Pace(costs.target[0])
-
-    def chance(self, match: int) -> float:
-        """The probability that the token after a match of this length is right."""
-        place = min(match, len(USUAL)) - 1
-        return self._right[place] / self._judged[place]
-
-    def best(self, match: int, limit: int) -> int:
-        """How many of `limit` tokens after a match are verified; 0: none is worth it."""
-        worth, survival = Worth(self, limit, self.rival), 1.0
-        for n in range(1, min(limit, len(self.costs.target) - 1) + 1):
-            survival *= self.chance(match + n - 1)
-            worth.add(n, survival)
-        return worth.count
-
-    def observe(self, match: int, drafted: int, accepted: int, seconds: float) -> None:
-        """A round of this drafter."""
-        for place in range(min(drafted, accepted + 1)):
-            row = min(match + place, len(USUAL)) - 1
-            self._right[row] = KEEP * self._right[row] + (place < accepted)
-            self._judged[row] = KEEP * self._judged[row] + 1
-        self.pace.learn(accepted + 1, seconds)
-
-    def passed(self, accepted: int, seconds: float) -> None:
-        """A round of the other drafter."""
-        self.pace.learn(accepted + 1, seconds)
-        value = accepted + 1 - self.pace.rate * seconds
-        self.rival = value if self.rival == float("-inf") else self.rival + 0.05 * (value - self.rival)
-
-
-class Worth:
-    """How many of the nodes found so far are worth verifying: those of greatest E − λ·T(n + 1), where that is more than
-    what plain decoding and a `rival` give; without a price, all."""
-
-    def __init__(self, price: LookupPrice | None, most: int, rival: float = float("-inf")) -> None:
-        self._expected, self.count = 1.0, 0
-        self._price, self._best = price, rival
-        self._costs: list[float] = []  # λ·T(n + 1)
-        if price is not None:
-            rate = price.pace.rate
-            self._costs = [rate * seconds for seconds in price.costs.target[: most + 1]]
-            self._best = max(rival, 1 - self._costs[0] - rate * price.costs.again(0, 1.0, 1.0))
-
-    def may_rise(self, nodes: int, chance: float) -> bool:
-        """Whether more than `nodes` nodes could be worth more, if each had the chance of the next one."""
-        if self._price is None:
-            return True
-        expected = self._expected
-        for cost in self._costs[nodes + 1 :]:
-            expected += chance
-            if expected - cost > self._best:
-                return True
-        return False
-
-    def add(self, nodes: int, chance: float) -> None:
-        """Another node is there, `nodes` in all."""
-        self._expected += chance
-        if self._price is None:
-            self.count = nodes
-            return
-        # Only chains are computed again, and the chance of a chain's last node is that of the whole.
-        value = self._expected - self._costs[nodes]
-        value -= self._price.pace.rate * self._price.costs.again(nodes, self._expected, chance)
-        if value > self._best:
-            self._best, self.count = value, nodes
-
-
-class LookupDrafter:
-    """What followed the longest match before (Saxena 2023), at most `length` tokens after at least `shortest`; with a
-    `price` as many as are worth verifying."""
 
     kind = "deterministic"
     tree = False
 
-    def __init__(self, length: int = 8, shortest: int = 1, price: LookupPrice | None = None) -> None:
-        self.length, self.shortest, self.price = length, shortest, price
+    def __init__(self, length: int = 8, shortest: int = 1, worth: Worth | None = None) -> None:
+        self.length, self.shortest, self.worth = length, shortest, worth
+        self.rival = float("-inf")
+        self._right = [WEIGHT * usual for usual in USUAL]
+        self._judged = [WEIGHT] * len(USUAL)
         self._index = SuffixIndex()
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -397,16 +330,42 @@ class LookupDrafter:
         self._index.read(context)
         match = self._index.match
         count = min(limit, self.length) if match >= self.shortest else 0
-        if count > 0 and self.price is not None:
-            count = self.price.best(match, count)
+        if count > 0 and self.worth is not None:
+            count = self.best(match, count)
         tokens = self._index.continuation(count) if count > 0 else []
         stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
         return Proposal.chain(tokens[:stop])
 
+    def chance(self, match: int) -> float:
+        """The probability that the token after a match of this length is right."""
+        place = min(match, len(USUAL)) - 1
+        return self._right[place] / self._judged[place]
+
+    def best(self, match: int, limit: int) -> int:
+        """How many of `limit` tokens after a match are verified; 0: none is worth it."""
+        assert self.worth is not None
+        limit = min(limit, len(self.worth.costs.undrafted) - 1)
+        size, survival = Size(self.worth, limit, self.rival), 1.0
+        for n in range(1, limit + 1):
+            survival *= self.chance(match + n - 1)
+            size.add(n, survival)
+        return size.count
+
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Learn what rounds give; the index reads accepted tokens with the next proposal."""
-        if self.price is not None:
-            self.price.observe(self._index.match, len(proposal.tokens), count, seconds)
+        if self.worth is None:
+            return
+        for place in range(min(len(proposal.tokens), count + 1)):
+            row = min(self._index.match + place, len(USUAL)) - 1
+            self._right[row] = KEEP * self._right[row] + (place < count)
+            self._judged[row] = KEEP * self._judged[row] + 1
+        self.worth.learn(count + 1, seconds)
+
+    def passed(self, accepted: int, seconds: float) -> None:
+        """A round of the fallback drafter, which learns from it itself."""
+        if self.worth is not None:
+            value = self.worth.value(accepted + 1, seconds)
+            self.rival = value if self.rival == float("-inf") else self.rival + 0.05 * (value - self.rival)
 
 
 class FallbackDrafter:
@@ -444,5 +403,5 @@ class FallbackDrafter:
         """The drafter that proposed learns; the other reads the new tokens with its next proposal, and a lookup learns
         what the second one's rounds give."""
         self._last.accepted(proposal, count, length, seconds)
-        if self._last is self.second and self.first.price is not None:
-            self.first.price.passed(count, seconds)
+        if self._last is self.second:
+            self.first.passed(count, seconds)

@@ -45,14 +45,9 @@ class Features:
 
 def features_of(distribution: Tensor) -> Features:
     """Features of a distribution [V]."""
-    return features_from(distribution, best_tokens(distribution, 2)[1])
-
-
-def features_from(distribution: Tensor, best: Sequence[float]) -> Features:
-    """Features of a distribution [V] whose `best` probabilities, two or more, are known."""
-    entropy = entropies(distribution)
-    top, second = (*best[:2], 0.0, 0.0)[:2]  # none where an empty distribution is 0 everywhere
-    return Features(top, second, float(entropy))
+    ((_, best),) = best_tokens(distribution[None], 2)
+    top, second = (*best, 0.0, 0.0)[:2]  # none where an empty distribution is 0 everywhere
+    return Features(top, second, float(entropies(distribution)))
 
 
 def entropies(distributions: Tensor) -> Tensor:
@@ -60,8 +55,9 @@ def entropies(distributions: Tensor) -> Tensor:
     return -(distributions * distributions.clamp(min=torch.finfo(distributions.dtype).tiny).log()).sum(-1)
 
 
-def best_of_each(distributions: Tensor, count: int) -> list[tuple[list[int], list[float]]]:
-    """`best_tokens` of each distribution [m, V], by one transfer."""
+def best_tokens(distributions: Tensor, count: int) -> list[tuple[list[int], list[float]]]:
+    """Up to `count` possible tokens of each distribution [m, V] and their probabilities, by one transfer; best first,
+    smaller ids on ties."""
     values, ids = (part.tolist() for part in fetch(*distributions.topk(min(count + 1, distributions.shape[-1]))))
     best = []
     for row, chances in enumerate(values):
@@ -73,11 +69,6 @@ def best_of_each(distributions: Tensor, count: int) -> list[tuple[list[int], lis
         candidates = sorted(((p, i) for p, i in candidates if p > 0), key=lambda pair: (-pair[0], pair[1]))[:count]
         best.append(([i for _, i in candidates], [p for p, _ in candidates]))
     return best
-
-
-def best_tokens(distribution: Tensor, count: int) -> tuple[list[int], list[float]]:
-    """Up to `count` possible tokens of a distribution [V] and their probabilities; best first, smaller ids on ties."""
-    return best_of_each(distribution[None], count)[0]
 
 
 def children_of(parents: Sequence[int]) -> dict[int, list[int]]:

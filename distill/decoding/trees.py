@@ -1,4 +1,4 @@
-"""Trees of drafted tokens: grown best-first, or filled in a shape fixed beforehand.
+"""Trees of drafted tokens: grown best-first, or drawn in a shape fixed beforehand.
 
 There are two kinds of children. Deterministic ones are the best tokens of the draft's distribution; the choice of nodes
 to keep may depend on anything. Sampled ones are drawn from the distribution, in a shape that was fixed before the draw:
@@ -8,17 +8,21 @@ call, V vocabulary, k children.
 
 from __future__ import annotations
 
+import heapq
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import count, pairwise
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from distill.decoding.calibration import Calibration
-from distill.decoding.drafters import distribution_sampler, read_prompt
-from distill.decoding.lengths import ROOT, Features, Proposal, best_of_each, best_tokens, children_of, features_from
+from distill.decoding.calibration import UNFITTED, Calibration
+from distill.decoding.drafters import NOTHING, catch_up, distribution_sampler, read_prompt
+from distill.decoding.lengths import ROOT, Features, Proposal, best_tokens, children_of, entropies
 from distill.decoding.verify import Random, draw_token
+from distill.decoding.worth import ExpectedValue, Size
 from distill.engines.model import SPARE_NODES, Model
 from distill.engines.torch.model import for_sampler
 from distill.sampler import Logits, Sampler
@@ -80,20 +84,6 @@ class Shape:
 Expand = Callable[[list[int], list[int]], Tensor]
 
 
-@dataclass(frozen=True, order=True)
-class _Node:
-    """A node that could be in the tree, in order of preference: parents before their children, ties by rank."""
-
-    loss: float  # minus the product of probabilities down to it
-    depth: int
-    ranks: tuple[int, ...]  # of the nodes on the path to it among their siblings
-    token: int = field(compare=False)
-
-    @property
-    def parent(self) -> tuple[int, ...]:
-        return self.ranks[:-1]
-
-
 class Leaves:
     """The leaves of a tree that grows below `root`: at most `most`. Each child but a node's first makes one more."""
 
@@ -110,75 +100,147 @@ class Leaves:
         return True
 
 
-class _JoinedNodes:
-    """The nodes that joined a tree, parents first, with at most `max_leaves` leaves; () is the root."""
+class Choices(NamedTuple):
+    """What may follow a node: tokens and their chances, best first, and where their drafter finds the node again."""
 
-    def __init__(self, max_leaves: int) -> None:
-        self._leaves = Leaves(max_leaves, ())
-        self.numbers: dict[tuple[int, ...], int] = {(): ROOT}
+    tokens: Sequence[int]
+    chances: Sequence[float]
+    place: Any = ()
 
-    def join(self, node: _Node) -> bool:
-        """Add the node, unless its parent is missing or it makes a leaf too many."""
-        if node.parent not in self.numbers or not self._leaves.take(node.parent):
-            return False
-        self.numbers[node.ranks] = len(self.numbers) - 1
-        return True
+
+@dataclass
+class Grown:
+    """A tree of the nodes of greatest value, best first, of which the first `size.count` are proposed.
+
+    `chances` are their values: the chance that a node and all above it are accepted. Nothing is known of what follows
+    the nodes in `unread`.
+    """
+
+    size: Size
+    tokens: list[int] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    depths: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    unread: list[int] = field(default_factory=list)
+
+    def path(self, node: int) -> tuple[int, ...]:
+        """The tokens down to a node."""
+        return () if node == ROOT else (*self.path(self.parents[node]), self.tokens[node])
+
+    def proposal(self) -> Proposal:
+        """The nodes that are worth verifying."""
+        return Proposal(self.tokens[: self.size.count], self.parents[: self.size.count])
+
+
+# A node that may join the tree, best first: minus its value; its rank and the number of the entry break ties; then its
+# parent, the parent's value, and all choices below the parent.
+_Entry = tuple[float, int, int, int, float, Choices]
 
 
 def best_first(
+    root: Choices,
+    below: Callable[[Any, int], Choices | None],
+    nodes: int,
+    depth: int,
+    size: Size,
+    max_leaves: int = sys.maxsize,
+) -> Grown:
+    """The tree of at most `nodes` nodes with the largest sum of values, or of fewer where no other can be worth more.
+
+    `below` gives the choices after a token at a place, None where they are not known yet. The first nodes are always
+    the best tree of fewer. Where `max_leaves` binds, the tree is the greedy one, not the best.
+    """
+    grown, leaves, pool, numbers = Grown(size), Leaves(max_leaves), list[_Entry](), count()
+
+    def offer(rank: int, parent: int, value: float, choices: Choices) -> None:
+        if rank < len(choices.tokens):
+            heapq.heappush(pool, (-value * choices.chances[rank], rank, next(numbers), parent, value, choices))
+
+    offer(0, ROOT, 1.0, root)
+    while pool and len(grown.tokens) < nodes and size.may_rise(len(grown.tokens), -pool[0][0]):
+        loss, rank, _, parent, value, among = heapq.heappop(pool)
+        offer(rank + 1, parent, value, among)
+        if not leaves.take(parent):
+            continue
+        node, level = len(grown.tokens), 1 if parent == ROOT else grown.depths[parent] + 1
+        grown.tokens.append(among.tokens[rank])
+        grown.parents.append(parent)
+        grown.depths.append(level)
+        grown.chances.append(-loss)
+        size.add(node + 1, -loss)
+        # A node in the last place has no children in the tree: they would come after it.
+        if level < depth and node + 1 < nodes and size.may_rise(node + 1, -loss):
+            following = below(among.place, among.tokens[rank])
+            if following is None:
+                grown.unread.append(node)
+            else:
+                offer(0, node, -loss, following)
+    return grown
+
+
+def draft_tree(
     root: Tensor,
     expand: Expand,
     nodes: int,
     *,
     branching: int = 8,
     depth: int = 16,
-    calibration: Calibration | None = None,
+    calibration: Calibration = UNFITTED,
     max_leaves: int = sys.maxsize,
-) -> tuple[Proposal, list[float]]:
-    """The tree of at most `nodes` nodes with the largest sum of values, and the values, largest first.
+    rule: ExpectedValue | None = None,
+) -> Grown:
+    """The best-first tree of a draft, which is called once a level, and takes some nodes that the tree then leaves out.
 
-    A node's value is the product of its path's probabilities of acceptance: the draft's, or those that `calibration`
-    makes of them. `root` [V] is the distribution after the context; children are the `branching` best tokens. The first
-    nodes are always the best tree of fewer. The draft is called once per level, and takes some nodes that the tree then
-    leaves out. `max_leaves` bounds the branches of the tree and of the nodes that the draft takes; where it binds, the
-    tree is the greedy one, not the best.
+    A node's value is the product of its path's probabilities of acceptance: those that `calibration` makes of the
+    draft's. `root` [V] is the distribution after the context; children are the `branching` best tokens. `max_leaves`
+    bounds the branches of the tree and of the nodes that the draft takes. With a `rule` the tree gets as many nodes as
+    are worth verifying, and as many levels as may be worth their steps.
     """
-    if nodes <= 0 or depth <= 0 or branching <= 0:
-        return Proposal.chain([]), []
-    (pool,) = _children([None], root[None], branching, calibration)
-    drafted = _JoinedNodes(max_leaves)  # nodes that the draft took
-    tried: set[tuple[int, ...]] = set()
+    (first,) = _choices([()], root[None], branching, calibration)
+    known: dict[tuple[int, ...], Choices] = {(): first}
+    drafted: dict[tuple[int, ...], int] = {(): ROOT}  # numbers of the nodes that the draft took
+    leaves = Leaves(max_leaves, ())
+
+    def below(path: tuple[int, ...], token: int) -> Choices | None:
+        return known.get((*path, token))
+
     while True:
-        picked = _pick(pool, nodes, max_leaves)
-        # A node in the last place has no children in the tree: they would come after it.
-        open_nodes = [node for node in picked[: nodes - 1] if node.depth < depth and node.ranks not in tried]
-        if not open_nodes:
-            places = {node.ranks: place for place, node in enumerate(picked)}
-            parents = [places.get(node.parent, ROOT) for node in picked]
-            return Proposal([node.token for node in picked], parents), [-node.loss for node in picked]
-        level = min(node.depth for node in open_nodes)
-        open_nodes = [node for node in open_nodes if node.depth == level]
-        tried.update(node.ranks for node in open_nodes)
-        open_nodes = [node for node in open_nodes if drafted.join(node)]
-        if not open_nodes:
-            continue
-        above = [drafted.numbers[node.parent] for node in open_nodes]
-        distributions = expand([node.token for node in open_nodes], above)
-        for children in _children(open_nodes, distributions, branching, calibration):
-            pool += children
+        size = Size(None if rule is None else rule.worth, nodes, by_model=True)
+        grown = best_first(first, below, nodes, depth, size, max_leaves)
+        levels = [grown.depths[node] for node in grown.unread]
+        unread = [node for node, level in zip(grown.unread, levels, strict=True) if level == min(levels)]
+        paths = {node: grown.path(node) for node in unread}
+        taken = [node for node in unread if leaves.take(paths[node][:-1])]
+        known |= {paths[node]: Choices([], []) for node in unread if node not in taken}
+        if taken and (rule is None or rule.opens(size, grown.chances, taken, min(levels))):
+            above = [drafted[paths[node][:-1]] for node in taken]
+            distributions = expand([grown.tokens[node] for node in taken], above)
+            opened = [paths[node] for node in taken]
+            known |= zip(opened, _choices(opened, distributions, branching, calibration), strict=True)
+            drafted |= {path: len(drafted) - 1 + number for number, path in enumerate(opened)}
+        elif len(taken) == len(unread):
+            return grown
 
 
-def _children(
-    nodes: Sequence[_Node | None], distributions: Tensor, branching: int, calibration: Calibration | None
-) -> Iterator[list[_Node]]:
-    """The `branching` best children of each node (None: the root), with distributions [m, V]."""
-    best = best_of_each(distributions, max(branching, 2))
-    for node, distribution, (tokens, chances) in zip(nodes, distributions, best, strict=True):
-        value, depth, ranks = (1.0, 0, ()) if node is None else (-node.loss, node.depth, node.ranks)
-        if calibration is not None and tokens:
-            chances = calibrated(chances, features_from(distribution, chances), depth, calibration)
-        ranked = enumerate(zip(tokens[:branching], chances[:branching], strict=True))
-        yield [_Node(-value * chance, depth + 1, (*ranks, rank), token) for rank, (token, chance) in ranked]
+def _choices(
+    paths: Sequence[tuple[int, ...]], distributions: Tensor, branching: int, calibration: Calibration
+) -> Iterator[Choices]:
+    """The `branching` best tokens after each path, from the draft's distributions [m, V] there."""
+    asked = "entropy" in calibration.terms
+    every = entropies(distributions).tolist() if asked else [0.0] * len(distributions)
+    best = best_tokens(distributions, max(branching, 2))
+    for path, entropy, (tokens, found) in zip(paths, every, best, strict=True):
+        top, second = (*found[:2], 0.0, 0.0)[:2]
+        chances = calibrated(found, Features(top, second, entropy), len(path), calibration)
+        yield by_chance(tokens[:branching], chances[:branching], path)
+
+
+def by_chance(tokens: Sequence[int], chances: Sequence[float], place: Any) -> Choices:
+    """Choices in the order of their chances; calibrated ones may be in another."""
+    if any(after > before for before, after in pairwise(chances)):
+        ranks = sorted(range(len(tokens)), key=lambda rank: -chances[rank])
+        tokens, chances = [tokens[rank] for rank in ranks], [chances[rank] for rank in ranks]
+    return Choices(tokens, chances, place)
 
 
 def calibrated(chances: Sequence[float], features: Features, position: int, calibration: Calibration) -> list[float]:
@@ -186,33 +248,14 @@ def calibrated(chances: Sequence[float], features: Features, position: int, cali
 
     A chain's calibration tells that of the best child; the others share the rest as in the distribution.
     """
+    if not chances:
+        return []
     first = calibration.accept(position, features)
     scale = (1 - first) / (1 - features.top) if features.top < 1 else 0.0
     return [first, *[min(chance * scale, 1.0) for chance in chances[1:]]]
 
 
-def _pick(pool: Sequence[_Node], nodes: int, max_leaves: int) -> list[_Node]:
-    """The best `nodes` nodes of the pool that make a tree of at most `max_leaves` leaves."""
-    joined = _JoinedNodes(max_leaves)
-    return [node for node in sorted(pool) if len(joined.numbers) <= nodes and joined.join(node)]
-
-
-def top_tree(shape: Shape, root: Tensor, expand: Expand) -> Proposal:
-    """Fill a shape with the best tokens of the draft's distributions: a child of rank r is the (r + 1)-th best.
-
-    Children beyond a distribution's possible tokens are left out, with all nodes below them. `root` [V] is the
-    distribution after the context.
-    """
-
-    def best(distribution: Tensor, count: int) -> list[tuple[int, None]]:
-        return [(token, None) for token in best_tokens(distribution, count)[0]]
-
-    return _fill(shape, root, expand, best)
-
-
-def sampled_tree(
-    shape: Shape, root: Tensor, expand: Expand, random: Callable[[], float], replacement: bool
-) -> Proposal:
+def sampled_tree(shape: Shape, root: Tensor, expand: Expand, random: Random, replacement: bool) -> Proposal:
     """Fill a shape with draws from the draft's distributions, which the proposal holds.
 
     Without replacement a token is drawn from what the siblings before it left of the distribution, and no more children
@@ -220,32 +263,6 @@ def sampled_tree(
     With replacement siblings may be equal. `root` [V] is the distribution after the context.
     """
 
-    def draw(distribution: Tensor, count: int) -> list[tuple[int, Tensor]]:
-        drawn: list[tuple[int, Tensor]] = []
-        possible = int((distribution > 0).sum())
-        if not replacement or not possible:
-            count = min(count, possible)
-        for _ in range(count):
-            token = draw_token(distribution, random)
-            drawn.append((token, distribution))
-            if not replacement:
-                # Scaled by the mass left, not by 1 − q: that difference can round to 0.
-                distribution = distribution.double().clone()
-                distribution[token] = 0
-                distribution = distribution / distribution.sum().clamp(min=torch.finfo(distribution.dtype).tiny)
-        return drawn
-
-    return _fill(shape, root, expand, draw)
-
-
-def _fill(
-    shape: Shape, root: Tensor, expand: Expand, children: Callable[[Tensor, int], Sequence[tuple[int, Tensor | None]]]
-) -> Proposal:
-    """Fill a shape with one call of the draft per level.
-
-    `children` gives up to so many tokens below a distribution, each with the distribution that it was drawn from, None
-    where it was chosen without chance.
-    """
     below = children_of(shape.parents)
     tokens: list[int] = []
     parents: list[int] = []
@@ -255,12 +272,12 @@ def _fill(
     while level:
         made: list[tuple[int, int]] = []
         for node, place, distribution in level:
-            for child, (token, own) in zip(below[node], children(distribution, len(below[node])), strict=False):
+            drawn = _siblings(distribution, len(below[node]), random, replacement)
+            for child, (token, own) in zip(below[node], drawn, strict=False):
                 made.append((child, len(tokens)))
                 tokens.append(token)
                 parents.append(place)
-                if own is not None:
-                    distributions.append(own.double())
+                distributions.append(own.double())
         inner = [(child, place) for child, place in made if child in below]
         if not inner:
             break
@@ -271,11 +288,25 @@ def _fill(
     return Proposal(tokens, parents, torch.stack(distributions) if distributions else None)
 
 
+def _siblings(distribution: Tensor, count: int, random: Random, replacement: bool) -> Iterator[tuple[int, Tensor]]:
+    """Tokens drawn below a distribution [V], each with the distribution that it was drawn from."""
+    possible = int((distribution > 0).sum())
+    for _ in range(min(count, possible) if not replacement or not possible else count):
+        token = draw_token(distribution, random)
+        yield token, distribution
+        if not replacement:
+            # Scaled by the mass left, not by 1 − q: that difference can round to 0.
+            distribution = distribution.double().clone()
+            distribution[token] = 0
+            distribution = distribution / distribution.sum().clamp(min=torch.finfo(distribution.dtype).tiny)
+
+
 class TreeDrafter:
     """A model that proposes trees: of the nodes of greatest value, or in a fixed shape.
 
-    Without a `shape` the tree has the `nodes` nodes of greatest value (deterministic children). With one, children are
-    the best tokens where `best`, else drawn from the draft's distribution, without replacement where `distinct`.
+    Without a `shape` the tree has the `nodes` nodes of greatest value (deterministic children), with a `rule` as many
+    of them as are worth drafting and verifying. With a shape, children are drawn from the draft's distribution, without
+    replacement where `distinct`.
     """
 
     tree = True
@@ -288,24 +319,29 @@ class TreeDrafter:
         nodes: int,
         *,
         shape: Shape | None = None,
-        best: bool = False,
         distinct: bool = False,
         branching: int = 16,
         depth: int = 8,
-        calibration: Calibration | None = None,
+        calibration: Calibration = UNFITTED,
+        rule: ExpectedValue | None = None,
     ) -> None:
         if sampler.repetition_penalty != 1:
             raise ValueError("trees are not drafted under a repetition penalty: branches have different histories")
-        if shape is not None and not best and sampler.temperature == 0:
-            raise ValueError("a greedy sampler draws nothing: ask for trees of the best tokens")
+        if shape is not None and sampler.temperature == 0:
+            raise ValueError("a greedy sampler draws nothing: ask for a tree of the best tokens, without widths")
         self.model, self.sampler, self.random, self.nodes = model, distribution_sampler(sampler), random, nodes
-        self.shape, self.best, self.distinct = shape, best, distinct
-        self.kind = "deterministic" if shape is None or best else "distinct" if distinct else "sampled"
-        self.branching, self.depth, self.calibration = branching, depth, calibration
+        self.shape, self.distinct = shape, distinct
+        self.kind = "deterministic" if shape is None else "distinct" if distinct else "sampled"
+        self.branching, self.depth, self.calibration, self.rule = branching, depth, calibration, rule
+        self._late = 0.0  # seconds of this round in which the draft read what was decoded without it
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Read the prompt but for its last token; nothing where it has no room, or where no tree is worth its steps."""
-        read_prompt(self.model, prompt, self.nodes > 0)
+        read_prompt(self.model, prompt, self.nodes > 0 and self._starts())
+
+    def _starts(self) -> bool:
+        """Whether the draft's first step may be worth its time."""
+        return self.rule is None or (self.rule.limit() > 0 and self.rule.step_on(0))
 
     def room(self, length: int) -> int:
         """The room left in the draft's context, which holds every node that the draft takes."""
@@ -320,14 +356,15 @@ class TreeDrafter:
         if limit <= 0:
             return None, 0
         if shape is None:
-            return None, min(self.nodes, room)
+            known = room if self.rule is None else len(self.rule.costs.target) - 1
+            return None, min(self.nodes, room, known)
         return shape, len(shape) if len(shape) <= room else 0
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """A tree of at most `limit` levels, of `size`."""
         shape, nodes = self.size(limit)
-        if nodes == 0:
-            return Proposal.chain([])
+        if nodes == 0 or not self._starts():
+            return NOTHING
 
         def distributions(logits: Logits) -> Tensor:
             return self.sampler.probabilities(for_sampler(logits), place=logits.place, empty=True)
@@ -335,14 +372,12 @@ class TreeDrafter:
         def expand(tokens: list[int], parents: list[int]) -> Tensor:
             return distributions(self.model.extend(tokens, parents=parents))
 
+        self._late = catch_up(self.model, context)
         fresh = list(context[self.model.lengths[0] :])
         root = distributions(self.model.extend(fresh, want=[len(fresh) - 1]))[0]
-
-        if shape is not None and self.best:
-            return top_tree(shape, root, expand)
         if shape is not None:
             return sampled_tree(shape, root, expand, self.random, not self.distinct)
-        return best_first(
+        return draft_tree(
             root,
             expand,
             nodes,
@@ -350,8 +385,15 @@ class TreeDrafter:
             depth=min(self.depth, limit),
             calibration=self.calibration,
             max_leaves=self.model.max_leaves,
-        )[0]
+            rule=self.rule,
+        ).proposal()
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """Drop the tree; the accepted path is read again together with the next token."""
+        """Drop the tree, and let the rule learn; the accepted path is read again together with the next token."""
         self.model.rollback([min(self.model.lengths[0], length - 1)])
+        if self.rule is not None:
+            if self._late:
+                self.rule.caught_up(self._late)
+            levels = max(Shape(tuple(proposal.parents)).depths, default=0)
+            self.rule.observe(levels, count, (), seconds - self._late)
+        self._late = 0.0

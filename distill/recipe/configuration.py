@@ -32,7 +32,6 @@ DETERMINISTIC = ("lookup", *TREES, "table", "string")  # drafters whose tokens c
 # What a setting that is left out means, where something reads it.
 LENGTH, P_MIN, START, MORE, FLOOR = 8, 0.5, 0.5, 0.7, 0.3
 CALIBRATION: CalibrationName = "features"
-DEPTH = 1
 NODES, TABLE_NODES = 12, 15  # of the draft's trees, and of a table's
 
 
@@ -49,22 +48,19 @@ class Configuration(Section):
     rule: RuleName | None = Field(
         None,
         description="decides how many tokens are drafted ([decoding](decoding.md#how-many-tokens-are-drafted)); "
-        "null: fixed",
+        "null: fixed, for a tree that is not drawn expected-value",
     )
     length: int | None = Field(
         None,
         ge=1,
         le=63,
-        description=f"maximum tokens drafted (lookup+tree: by the lookup); for a tree, its depth; null: {LENGTH}",
-    )
-    depth: int | None = Field(
-        None, ge=1, le=63, description=f"lookup+tree: depth of the tree, one draft step per level; null: {DEPTH}"
+        description=f"maximum tokens drafted; of a tree, its depth; null: {LENGTH}",
     )
     nodes: int | None = Field(
         None,
         ge=1,
         le=63,
-        description=f"tree: tokens verified per round; null: {NODES}. table: at most so many; null: {TABLE_NODES}",
+        description=f"maximum tokens of a tree; null: {NODES}, of a table's {TABLE_NODES}",
     )
     widths: tuple[int, ...] | None = Field(
         None,
@@ -114,7 +110,7 @@ class Configuration(Section):
 
     @model_validator(mode="after")
     def _only_settings_that_are_read(self) -> Configuration:
-        priced = self.rule == "expected-value" and self.drafter in ("lookup", "lookup+tree", "table")
+        priced = self.rule == "expected-value" and (self.drafter in ("lookup", "table") or self._grows)
         if self.rule not in (None, "fixed") and self.drafter not in ("draft", "lookup+draft") and not priced:
             raise ValueError(f"rule {self.rule} asks a draft position by position; drafter {self.drafter} has none")
         read = self._read()
@@ -136,7 +132,7 @@ class Configuration(Section):
             return always
         always |= {"verifier"}
         if self.drafter == "lookup+tree":
-            return always | {"rule", "length", "depth", "nodes", "calibration"}
+            return always | {"rule", "length", "nodes", "calibration"}
         if self.drafter == "lookup":
             return always | {"length", "rule"}
         if self.drafter == "table":
@@ -163,7 +159,7 @@ class Configuration(Section):
     @property
     def length_rule(self) -> RuleName:
         """The length rule, the default spelled out."""
-        return self.rule or "fixed"
+        return self.rule or ("expected-value" if self._grows else "fixed")
 
     @property
     def max_length(self) -> int:
@@ -196,20 +192,22 @@ class Configuration(Section):
         return self.drafter in TREES
 
     @property
-    def tree_alone(self) -> Configuration:
-        """Its tree without the lookup before it; itself where there is none."""
-        if self.drafter != "lookup+tree":
-            return self
-        return self.model_copy(update={"drafter": "tree", "rule": None, "length": self.depth or DEPTH, "depth": None})
+    def _grows(self) -> bool:
+        """Whether it drafts trees of the draft's likeliest tokens."""
+        return self.branches and self.widths is None
+
+    @property
+    def looks_up(self) -> bool:
+        """Whether a lookup comes before another drafter."""
+        return self.counts_ngrams or self.drafter in ("lookup+draft", "lookup+tree")
 
     @property
     def needs_calibration(self) -> bool:
         """Whether it needs a calibration that is fitted first."""
         if self.counts_ngrams:
             return self.rule == "expected-value"
-        grown = self.branches and self.widths is None
         draft = self.rule == "expected-value" and self.drafter in ("draft", "lookup+draft")
-        return (draft or grown) and self.calibrated_by != "none"
+        return (draft or self._grows) and self.calibrated_by != "none"
 
     @property
     def counts_ngrams(self) -> bool:
@@ -233,13 +231,13 @@ class Configuration(Section):
     @property
     def needs_costs(self) -> bool:
         """Whether it needs the measured costs of steps and rounds."""
-        return self.rule == "expected-value"
+        return self.length_rule == "expected-value"
 
     @property
     def title(self) -> str:
         """Its name in tables; different configurations have different titles."""
         lookup = f"lookup{', expected value' if self.rule == 'expected-value' else ''}, ≤ {self.max_length}"
-        tree = f"tree of {self.most_nodes}"
+        tree = f"{'lookup + ' if self.looks_up else ''}tree {'≤' if self.needs_costs else 'of'} {self.most_nodes}"
         if self.drafter == "none":
             parts = ["plain"]
         elif self.drafter == "lookup":
@@ -249,10 +247,8 @@ class Configuration(Section):
         elif self.counts_ngrams:
             priced = ["expected value"] if self.rule == "expected-value" else []
             parts = ["table", *priced, f"≤ {self.most_nodes}", f"depth ≤ {self.max_length}"]
-        elif self.drafter == "tree":
+        elif self.branches:
             parts = [tree, f"depth ≤ {self.max_length}", self.calibrated_by]
-        elif self.drafter == "lookup+tree":
-            parts = [lookup, f"+ {tree}", f"depth ≤ {self.depth or DEPTH}", self.calibrated_by]
         elif self.length_rule == "fixed":
             parts = [self.drafter, f"γ = {self.max_length}"]
         else:

@@ -21,8 +21,9 @@ from distill.data.samples import read_answers
 from distill.decoding.calibration import TABLE_TERMS, fit_calibration
 from distill.decoding.configured import LOOKED_UP, TableCalibration, TableDrafter, guesses
 from distill.decoding.costs import StepCosts
-from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, LookupPrice
+from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter
 from distill.decoding.ngrams import ORDER, NGramTable, count_ngrams
+from distill.decoding.worth import Worth
 from distill.measuring.calibrate import follow
 from distill.recipe import load_recipe
 from distill.recipe.configuration import LENGTH, NODES
@@ -66,7 +67,7 @@ def main() -> None:
     held: list[Text] = [(one.prompt, one.answer[: given.tokens]) for one in answers[::5]]
     counted = [[*one.prompt[-ORDER:], *one.answer] for place, one in enumerate(answers) if place % 5]
     rows: list[Row] = [
-        ["lookup", *map(Cell, [None] * 2), *replay(LookupDrafter(LENGTH, price=LookupPrice(costs)), held[1::2], costs)]
+        ["lookup", *map(Cell, [None] * 2), *replay(LookupDrafter(LENGTH, worth=Worth(costs)), held[1::2], costs)]
     ]
     expected = [likely[id(one)] for place, one in enumerate(answers) if place % 5]
     for count, by_store in ((0, False), (50, False), (100, False), (len(counted), False), (len(counted), True)):
@@ -76,9 +77,9 @@ def main() -> None:
         fits = (
             fit_calibration([one for text in some for one in text], TABLE_TERMS) for some in zip(*known[0], strict=True)
         )
-        price = LookupPrice(costs)
-        own = TableDrafter(table, NODES, LENGTH, calibration=TableCalibration(*fits), price=price)
-        drafter = FallbackDrafter(LookupDrafter(LENGTH, LOOKED_UP, price), own)
+        worth = Worth(costs)
+        own = TableDrafter(table, NODES, LENGTH, calibration=TableCalibration(*fits), worth=worth)
+        drafter = FallbackDrafter(LookupDrafter(LENGTH, LOOKED_UP, worth), own)
         right = sum(one.accepted > 0 for text, _ in known[1] for one in text) / sum(len(new) for _, new in held[1::2])
         ngrams = 0 if table is None else sum(len(level.tokens) for level in table.levels)
         name = f"table of {count} answers" + (", by the teacher's probabilities" if by_store else "")

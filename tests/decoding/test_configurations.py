@@ -45,7 +45,7 @@ CONFIGURATIONS = [
     Configuration(drafter="tree", nodes=6, length=4),
     Configuration(drafter="tree", nodes=5, calibration="none"),
     Configuration(drafter="lookup+tree", nodes=4, length=6),
-    Configuration(drafter="lookup+tree", nodes=6, length=6, depth=3, calibration="none"),
+    Configuration(drafter="lookup+tree", nodes=6, rule="fixed", length=3, calibration="none"),
     Configuration(verifier="match"),
     Configuration(verifier="block", draft_context=64),
 ]
@@ -65,7 +65,7 @@ def settings_with(
         ({"drafter": "lookup", "rule": "beta"}, "drafter lookup has none"),
         ({"drafter": "draft", "nodes": 3}, "nodes is not read"),
         ({"drafter": "lookup+tree", "widths": [2]}, "widths is not read"),
-        ({"drafter": "tree", "depth": 2}, "depth is not read"),
+        ({"drafter": "tree", "rule": "p_min"}, "drafter tree has none"),
         ({"draft_top_k": 10}, "draft_top_k is not read"),
         ({"draft_top_k": 10, "sampler": "recipe", "verifier": "match"}, "draft_top_k is not read"),
         ({"draft_top_k": 10, "sampler": "recipe", "rule": "expected-value"}, "draft_top_k is not read"),

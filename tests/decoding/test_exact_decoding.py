@@ -205,7 +205,6 @@ COUNTED = NGramTable(
     ),
     {},
 )
-SEVEN = Shape((-1, -1, 0, 0, 1, 2, 2))
 
 
 def tree(nodes: int, **settings: Any) -> Make:
@@ -215,7 +214,6 @@ def tree(nodes: int, **settings: Any) -> Make:
 BEST: dict[str, Make] = {
     "best-first": tree(7, branching=3, depth=3),
     "best-first, calibrated": tree(7, branching=3, depth=4, calibration=Calibration(-0.5, (0.4,), ("margin",))),
-    "static": tree(7, shape=SEVEN, best=True),
     "table": lambda *_: TableDrafter(COUNTED, 7, 3),
 }
 FORKS: dict[str, tuple[int, Make]] = {
@@ -232,8 +230,7 @@ FORKS: dict[str, tuple[int, Make]] = {
     [
         ("best-first", "match", Sampler()),
         ("best-first, calibrated", "match", Sampler(0.8, 3, 0.9, 0.05)),
-        ("static", "match", Sampler(1.2, min_p=0.1)),
-        ("static", "token", Sampler()),
+        ("best-first", "token", Sampler(1.2, min_p=0.1)),
         ("best-first", "distinct", Sampler(1.3, top_p=0.9)),
         ("table", "match", Sampler(0.9, top_p=0.95)),
         ("table", "token", Sampler()),

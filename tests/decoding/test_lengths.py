@@ -9,9 +9,10 @@ from collections.abc import Iterator, Sequence
 
 import pytest
 
-from distill.decoding.calibration import Calibration, ExpectedValue
+from distill.decoding.calibration import Calibration
 from distill.decoding.costs import StepCosts
 from distill.decoding.lengths import AcceptedRatio, BetaFilter, Features, Fixed, LengthRule, ProbabilityFloor
+from distill.decoding.worth import ExpectedValue, Worth
 
 GLM = (1, 1.027, 0.712, 0.544, 0.459, 0.389, 0.347, 0.315, 0.281, 0.256, 0.233, 0.214, 0.199, 0.186, 0.178, 0.166)
 GLM_SECONDS = tuple(m * cost for m, cost in enumerate(GLM, start=1))
@@ -108,21 +109,21 @@ def test_drafting_stops_only_where_perfect_luck_would_not_pay(seed: int) -> None
     draw = random.Random(1000 + seed)
     costs = random_costs(draw, 9, 0.08)
     tops = [0.2 + 0.79 * draw.random() for _ in range(9)]
-    rule = ExpectedValue(costs, longest=9, optimism=1.0)
+    rule = ExpectedValue(Worth(costs), longest=9, optimism=1.0)
     stopped = draft(rule, tops)
     for n in range(10):  # before the first position where it stopped, perfect luck pays; there, it does not
-        known = values(costs, tops[:n], rule.pace.rate, sunk=True)
-        lucky = values(costs, [*tops[:n], *[1.0] * (9 - n)], rule.pace.rate, sunk=True)
-        later = [lucky[k] - rule.pace.rate * (k - n) * costs.draft for k in range(n + 1, 10)]
+        known = values(costs, tops[:n], rule.worth.rate, sunk=True)
+        lucky = values(costs, [*tops[:n], *[1.0] * (9 - n)], rule.worth.rate, sunk=True)
+        later = [lucky[k] - rule.worth.rate * (k - n) * costs.draft for k in range(n + 1, 10)]
         pays = bool(later) and max(later) > known[-1]
         if n < stopped:
             assert pays
     if stopped < 9:
         # Either the step was not begun, or its distribution showed that neither it nor luck after it pays.
-        known = values(costs, tops[:stopped], rule.pace.rate, sunk=True)
-        one = values(costs, tops[: stopped + 1], rule.pace.rate, sunk=True)
-        lucky = values(costs, [*tops[: stopped + 1], *[1.0] * (8 - stopped)], rule.pace.rate, sunk=True)
-        later = [lucky[k] - rule.pace.rate * (k - stopped - 1) * costs.draft for k in range(stopped + 2, 10)]
+        known = values(costs, tops[:stopped], rule.worth.rate, sunk=True)
+        one = values(costs, tops[: stopped + 1], rule.worth.rate, sunk=True)
+        lucky = values(costs, [*tops[: stopped + 1], *[1.0] * (8 - stopped)], rule.worth.rate, sunk=True)
+        later = [lucky[k] - rule.worth.rate * (k - stopped - 1) * costs.draft for k in range(stopped + 2, 10)]
         assert max([one[-1], *later]) <= known[-1] + 1e-12 or rule.step_on(stopped) is False
 
 
@@ -149,27 +150,27 @@ def test_published_speed_on_the_glm_curve(draft_cost: float, published: float) -
     costs = StepCosts(GLM_SECONDS, draft_cost, draft_cost)
     best = max(decode(Fixed(n), 0.8, costs, 20_000, 1)[0] for n in (11, 13))
     assert best == pytest.approx(published, rel=0.02)
-    found, used = decode(ExpectedValue(costs), 0.8, costs, 20_000, 2)
+    found, used = decode(ExpectedValue(Worth(costs)), 0.8, costs, 20_000, 2)
     assert found == pytest.approx(published, rel=0.02), used
-    myopic, lengths = decode(ExpectedValue(costs, look_ahead=0), 0.8, costs, 2_000, 2)
+    myopic, lengths = decode(ExpectedValue(Worth(costs), look_ahead=0), 0.8, costs, 2_000, 2)
     assert lengths == {0} and myopic == pytest.approx(1.0)
 
 
 def test_nothing_to_win_costs_little() -> None:
     costs = StepCosts(GLM_SECONDS, 0.1, 0.1)
     for alpha in (0.05, 0.3, 0.5):
-        assert decode(ExpectedValue(costs), alpha, costs, 8_000, 3)[0] > 0.97
+        assert decode(ExpectedValue(Worth(costs)), alpha, costs, 8_000, 3)[0] > 0.97
 
 
 def test_overconfident_draft_costs_little() -> None:
     """Its distribution says .95, a tenth is accepted: losses are noticed and bounded."""
     costs = StepCosts(GLM_SECONDS, 0.05, 0.05)
-    assert decode(ExpectedValue(costs), 0.1, costs, 20_000, 5, believed=0.95)[0] > 0.9
+    assert decode(ExpectedValue(Worth(costs)), 0.1, costs, 20_000, 5, believed=0.95)[0] > 0.9
 
 
 def test_plain_decoding_and_its_probes() -> None:
     costs = StepCosts((1.0, 1.1, 1.2), 0.1, 0.1)
-    rule = ExpectedValue(costs, patience=3, tries=1, probe=5)
+    rule = ExpectedValue(Worth(costs), patience=3, tries=1, probe=5)
 
     def nothing_worth_it() -> Iterator[int]:
         while True:
@@ -190,7 +191,7 @@ def test_plain_decoding_and_its_probes() -> None:
 
 def test_rested_tokens_count_as_rounds_of_one() -> None:
     def rested(told_once: bool) -> ExpectedValue:
-        rule = ExpectedValue(StepCosts((1.0, 1.1, 1.2), 0.1, 0.1), patience=1, probe=40, memory=30.0)
+        rule = ExpectedValue(Worth(StepCosts((1.0, 1.1, 1.2), 0.1, 0.1), 30.0), patience=1, probe=40)
         tell(rule, 0, 0, 1.1)
         assert rule.resting() == 40 and rule.limit() == 0
         if told_once:
@@ -204,15 +205,15 @@ def test_rested_tokens_count_as_rounds_of_one() -> None:
         assert rule.resting() == 0 and rule.limit() == 2
         return rule
 
-    assert rested(True).pace.rate == pytest.approx(rested(False).pace.rate, rel=1e-12)
+    assert rested(True).worth.rate == pytest.approx(rested(False).worth.rate, rel=1e-12)
     assert Fixed(0).resting() == 0  # a rule that never drafts has nothing to be told either
 
 
 def test_overhead_and_the_two_token_step_are_weighed_before_drafting() -> None:
     def starts(draft_two: float, overhead: float, whole: bool) -> bool:
-        rule = ExpectedValue(StepCosts((1.0, 1.5), 0.2, draft_two, overhead), optimism=1.0, memory=1e9)
+        rule = ExpectedValue(Worth(StepCosts((1.0, 1.5), 0.2, draft_two, overhead), 1e9), optimism=1.0)
         tell(rule, 1, 1 if whole else 0, 2.0 if whole else 1.0)  # leaves λ at 1
-        assert rule.pace.rate == pytest.approx(1.0)
+        assert rule.worth.rate == pytest.approx(1.0)
         return rule.step_on(0)
 
     # one lucky token brings 1 and costs .5 + .2
@@ -221,18 +222,18 @@ def test_overhead_and_the_two_token_step_are_weighed_before_drafting() -> None:
 
 
 def test_rate_is_a_moving_average() -> None:
-    rule = ExpectedValue(StepCosts((2.0, 2.0), 0.0, 0.0), memory=1e9)
-    assert rule.pace.rate == pytest.approx(0.5)
+    rule = ExpectedValue(Worth(StepCosts((2.0, 2.0), 0.0, 0.0), 1e9))
+    assert rule.worth.rate == pytest.approx(0.5)
     tell(rule, 1, 1, 1.0)
-    assert rule.pace.rate == pytest.approx((16 + 2) / (32 + 1))
-    short = ExpectedValue(StepCosts((2.0, 2.0), 0.0, 0.0), memory=1.0)
+    assert rule.worth.rate == pytest.approx((16 + 2) / (32 + 1))
+    short = ExpectedValue(Worth(StepCosts((2.0, 2.0), 0.0, 0.0), 1.0))
     for _ in range(40):
         tell(short, 1, 1, 1.0)
-    assert short.pace.rate == pytest.approx(2.0)
+    assert short.worth.rate == pytest.approx(2.0)
 
 
 def test_calibration_is_used() -> None:
     for bias, drafts in ((-1.0, True), (-9.0, False)):
-        rule = ExpectedValue(StepCosts((1.0, 1.05, 1.1, 1.15), 0.0, 0.0), Calibration(bias))
+        rule = ExpectedValue(Worth(StepCosts((1.0, 1.05, 1.1, 1.15), 0.0, 0.0)), Calibration(bias))
         rule.limit()
         assert rule.go_on(0, look(0.8)) == drafts

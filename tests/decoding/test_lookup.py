@@ -11,7 +11,9 @@ import random
 import pytest
 
 from distill.decoding.costs import StepCosts
-from distill.decoding.drafters import FallbackDrafter, LookupDrafter, LookupPrice, SuffixIndex
+from distill.decoding.drafters import FallbackDrafter, LookupDrafter, SuffixIndex
+from distill.decoding.lengths import Proposal
+from distill.decoding.worth import Worth
 
 
 def copied(text: list[int], place: int, count: int) -> list[int]:
@@ -62,43 +64,42 @@ def test_a_lookup_takes_constant_time_a_token() -> None:
 
 def test_a_lookup_learns_what_the_other_drafter_gives() -> None:
     costs = StepCosts(tuple(1 + 0.01 * m for m in range(9)), 0.0, 0.0)
-    lookup = LookupDrafter(4, 1, LookupPrice(costs))
+    lookup = LookupDrafter(4, 1, Worth(costs))
     other = FallbackDrafter(lookup, LookupDrafter(3))
-    assert lookup.price is not None
     other.begin([])
     seen = [1, 2, 3, 9, 9, 1, 2]
     assert other.propose(seen, 8, ()).tokens == [3, 9, 9, 1]  # its own: a match of two tokens pays at these costs
     other.accepted(other.propose(seen, 8, ()), 0, 8, 1.0)
-    assert lookup.price.rival == -math.inf
+    assert lookup.rival == -math.inf
     for _ in range(40):  # rounds of the other drafter that give four tokens in the time of one
         found = other.propose([4, 5, 6, 7, 8], 8, ())
         other.accepted(found, 3, 9, 1.0)
         other.begin([])
-    assert lookup.price.rival > 0 and other.propose(seen, 8, ()).tokens == [3, 9, 9]  # the other one's
+    assert lookup.rival > 0 and other.propose(seen, 8, ()).tokens == [3, 9, 9]  # the other one's
 
 
 def test_a_priced_lookup_drafts_what_pays() -> None:
     """Exact choices at given chances: by enumeration of every length."""
     flat, steep = StepCosts(tuple(1 + 0.01 * m for m in range(9)), 0.0, 0.0), StepCosts(tuple(range(1, 10)), 0.0, 0.0)
     for costs, rate in itertools.product((flat, steep), (0.5, 1.0, 1.4)):
-        price = LookupPrice(costs)
-        price.pace.rate = rate
+        lookup = LookupDrafter(worth=Worth(costs))
+        lookup.worth.rate = rate
         for match in (1, 2, 5, 12):
             values = [
                 1
-                + sum(math.prod(price.chance(match + j) for j in range(i + 1)) for i in range(n))
+                + sum(math.prod(lookup.chance(match + j) for j in range(i + 1)) for i in range(n))
                 - rate * costs.target[n]
                 for n in range(9)
             ]
-            assert price.best(match, 8) == values.index(max(values))
-            price.rival = max(values) + 0.1
-            assert price.best(match, 8) == 0  # the other drafter gives more
-            price.rival = -math.inf
-    price = LookupPrice(flat)
-    before = price.chance(3)
+            assert lookup.best(match, 8) == values.index(max(values))
+            lookup.rival = max(values) + 0.1
+            assert lookup.best(match, 8) == 0  # the other drafter gives more
+            lookup.rival = -math.inf
+    lookup = LookupDrafter(worth=Worth(flat))
+    before, lookup._index.match = lookup.chance(3), 3
     for _ in range(200):
-        price.observe(3, 2, 0, 1.0)
-    assert price.chance(3) < 0.05 < before and price.chance(4) == pytest.approx(0.59)  # never reached
+        lookup.accepted(Proposal.chain([1, 2]), 0, 9, 1.0)
+    assert lookup.chance(3) < 0.05 < before and lookup.chance(4) == pytest.approx(0.59)  # never reached
     assert (
-        price.pace.rate == pytest.approx(1.0, rel=0.01) and price.best(3, 1) == 1
+        lookup.worth.rate == pytest.approx(1.0, rel=0.01) and lookup.best(3, 1) == 1
     )  # a token of 1 % costs less than it gives

@@ -15,7 +15,6 @@ from scipy.optimize import isotonic_regression
 from table_model import TableModel
 from toys import speculative
 
-from distill.decoding.calibration import ExpectedValue
 from distill.decoding.configured import Fitted, make_drafter
 from distill.decoding.costs import accepted_by_position, measure_steps, rising, shorter_rounds
 from distill.decoding.decode import decode_text, plain
@@ -23,6 +22,7 @@ from distill.decoding.drafters import LookupDrafter, ModelDrafter
 from distill.decoding.lengths import Fixed, LengthRule
 from distill.decoding.round_costs import RoundCostMeter, measure_paid, prompts_as_long
 from distill.decoding.rules import GREEDY, Rules
+from distill.decoding.worth import ExpectedValue, Worth
 from distill.engines.model import AroundModel, Watch
 from distill.errors import DataError
 from distill.measuring.compare import TimedConfiguration, TimedText, time_texts, totals
@@ -279,17 +279,16 @@ def test_what_no_model_drafts_is_priced_without_the_draft(pair: tuple[Any, Any])
     assert costs.target == pytest.approx((10, 17.5, 19, 20.5)) and costs.alone == pytest.approx((10, 11.5, 13, 14.5))
     for drafter in ("lookup", "table"):
         asked = make_drafter(Configuration(drafter=drafter, rule="expected-value"), draft, GREEDY, float, Fitted(costs))
-        price = asked.price if isinstance(asked, LookupDrafter) else asked.first.price
-        assert price is not None and price.costs.target == costs.alone
-    again = replace(costs, resent=lambda: 2)
-    assert again.again(1, 1.5, 0.5) == 0 and again.without_draft().again(1, 1.5, 0.5) > 0
+        worth = asked.worth if isinstance(asked, LookupDrafter) else asked.first.worth
+        assert worth is not None and worth.costs.undrafted == costs.alone
+    assert replace(costs, resent=lambda: 2).again(1, 1.5, 0.5) == pytest.approx((2 + 1.5 + 2 - 4 * 0.5) * 1.5)
 
 
 def test_a_draft_that_is_not_asked_reads_nothing(pair: tuple[Any, Any]) -> None:
     """Where drafting costs more than it can bring, the draft takes no step; where it is asked late, it catches up."""
     target, draft = pair
     costs = measure_paid(target, draft, [[1, 2, 3]], range(1, 6), repeats=3).step_costs()
-    dear = ExpectedValue(costs=type(costs)(costs.target, 50.0, 50.0))
+    dear = ExpectedValue(Worth(type(costs)(costs.target, 50.0, 50.0)))
     draft.steps.clear()
     result = decode_text(target, ModelDrafter(draft, dear, Rules().sampler, Rules().random), [1, 2, 3], 40, Rules())
     assert not draft.steps and result.tokens == plain(target, [1, 2, 3], 40).tokens

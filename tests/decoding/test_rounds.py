@@ -23,12 +23,13 @@ from tables import accepted_counts, distance, distributions_after, number, targe
 from torch import Tensor
 
 from distill.decoding import drafters as draft_module
-from distill.decoding.calibration import CONTEXT_TERMS, Calibration, ExpectedValue
+from distill.decoding.calibration import CONTEXT_TERMS, Calibration
 from distill.decoding.configured import Fitted, make_rule
 from distill.decoding.costs import StepCosts
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, BetaFilter, Fixed, LengthRule, Proposal, features_of
 from distill.decoding.verify import CHAINS, refusal
+from distill.decoding.worth import ExpectedValue, Worth
 from distill.engines.torch.model import TorchLogits
 from distill.recipe import Configuration
 from distill.recipe.configuration import RULES
@@ -66,12 +67,12 @@ RECIPE: dict[str, Callable[[], LengthRule]] = {
 EAGER: dict[str, Callable[[], LengthRule]] = {
     "ratio, forgetting": lambda: AcceptedRatio(2, 0.3, 0.1, 0.1, 1, 3),
     "beta, forgetting": lambda: BetaFilter(3, 0.35, 4, 0.5, 0.2),
-    "expected-value, learning": lambda: ExpectedValue(COSTS, Calibration(-0.5), 3, 2, 0.4, memory=2.0),
+    "expected-value, learning": lambda: ExpectedValue(Worth(COSTS, 2.0), Calibration(-0.5), 3, 2, 0.4),
     "expected-value, tired": lambda: ExpectedValue(
-        COSTS, Calibration(-0.5), 3, patience=1, tries=1, probe=1, allowance=0.5
+        Worth(COSTS), Calibration(-0.5), 3, patience=1, tries=1, probe=1, allowance=0.5
     ),
     "expected-value, context": lambda: ExpectedValue(
-        COSTS, Calibration(-0.5, (0.5, 1.0, -1.0, 0.5, -0.5), ("margin", *CONTEXT_TERMS)), 3
+        Worth(COSTS), Calibration(-0.5, (0.5, 1.0, -1.0, 0.5, -0.5), ("margin", *CONTEXT_TERMS)), 3
     ),
 }
 LEARNING = {"ratio", *EAGER} - {"expected-value, context"}

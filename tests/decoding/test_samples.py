@@ -58,7 +58,6 @@ KINDS: dict[str, tuple[str, Make]] = {
     "tree of draws": ("token", tree(6, shape=SHAPE)),
     "tree of distinct": ("distinct", tree(6, shape=SHAPE, distinct=True)),
     "tree of the best": ("match", tree(5, branching=3)),
-    "static tree": ("token", tree(6, shape=SHAPE, best=True)),
 }
 BATCHES = {"batch, token": ("token", False), "batch, block": ("block", False), "batch, match": ("match", True)}
 SAMPLERS = {

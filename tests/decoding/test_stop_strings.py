@@ -25,7 +25,7 @@ from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor
 from distill.decoding.rules import Rules, Stopped, characters, stop_before, token_bytes
-from distill.decoding.trees import Shape, TreeDrafter
+from distill.decoding.trees import TreeDrafter
 from distill.errors import DataError
 from distill.measuring.stream import GREEN, RESET, _show
 from distill.sampler import Sampler
@@ -75,7 +75,6 @@ WAYS: dict[str, Make] = {
     "lookup": lambda d: LookupDrafter(6),
     "lookup, model": lambda d: FallbackDrafter(LookupDrafter(4), ModelDrafter(d, Fixed(4), GREEDY, zero)),
     "tree": lambda d: TreeDrafter(d, GREEDY, zero, 9, branching=3),
-    "shape": lambda d: TreeDrafter(d, GREEDY, zero, 6, shape=Shape.of_widths([2, 1, 1]), best=True),
 }
 
 

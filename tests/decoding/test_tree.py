@@ -1,7 +1,8 @@
-"""Tree shapes against brute force: best-first growth, the budget, the best static shapes, and how shapes are filled."""
+"""Trees against brute force: best-first growth, the budget, their worth, and how shapes are drawn."""
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 from collections import Counter
@@ -14,15 +15,17 @@ from hypothesis import strategies as st
 from table_model import TableModel
 
 from distill.decoding.calibration import Calibration
-from distill.decoding.lengths import ROOT, Features, Proposal, best_tokens, features_of
+from distill.decoding.costs import StepCosts
+from distill.decoding.drafters import ChainDraft
+from distill.decoding.lengths import ROOT, Features, NGramIndex, Proposal, best_tokens, features_of
 from distill.decoding.trees import (
     Shape,
-    best_first,
     calibrated,
+    draft_tree,
     sampled_tree,
-    top_tree,
 )
 from distill.decoding.verify import TREES, walk, walk_greedy
+from distill.decoding.worth import ExpectedValue, Worth
 
 torch.set_num_threads(1)
 
@@ -72,7 +75,8 @@ def test_best_first_takes_the_likeliest_nodes(
     """No node that could have been taken is likelier than one that was: no tree of as many nodes accepts more."""
     draft = Draft(seed, sharpness=sharpness)
     options = {"branching": branching, "depth": depth}
-    proposal, values = best_first(draft.root, draft.expand, nodes, **options)
+    grown = draft_tree(draft.root, draft.expand, nodes, **options)
+    proposal, values = grown.proposal(), grown.chances
     paths = paths_of(proposal)
     assert len(set(paths)) == len(paths) == min(nodes, sum(branching**d for d in range(1, depth + 1)))
     assert values == sorted(values, reverse=True)
@@ -84,7 +88,7 @@ def test_best_first_takes_the_likeliest_nodes(
     assert len(draft.calls) < depth and proposal.distributions is None
     # A smaller budget is a beginning of a larger one, so that it can be chosen afterwards.
     fewer = Draft(seed, sharpness=sharpness)
-    small, _ = best_first(fewer.root, fewer.expand, max(1, nodes // 2), **options)
+    small = draft_tree(fewer.root, fewer.expand, max(1, nodes // 2), **options).proposal()
     size = len(small.tokens)
     assert (proposal.tokens[:size], proposal.parents[:size]) == (small.tokens, small.parents)
 
@@ -95,7 +99,8 @@ SURE, LOST = Calibration(9.0), Calibration(-30.0, (0.0,))  # of every best token
 def test_best_first_with_calibration() -> None:
     """The calibration decides which nodes are worth having, not the draft's own probabilities."""
     draft = Draft(3)
-    shy, values = best_first(draft.root, draft.expand, 6, calibration=SURE)
+    grown = draft_tree(draft.root, draft.expand, 6, calibration=SURE)
+    shy, values = grown.proposal(), grown.chances
     assert shy.is_chain and len(shy.tokens) == 6
     chance, expected = 1.0, []
     for path in paths_of(shy):
@@ -103,8 +108,8 @@ def test_best_first_with_calibration() -> None:
         expected.append(chance)
     assert values == pytest.approx(expected)
     other = Draft(3)
-    flat, _ = best_first(other.root, other.expand, V, calibration=LOST)
-    assert flat.tokens[0] == best_tokens(other.root, 2)[0][1]  # the second best is the likeliest to be accepted
+    flat = draft_tree(other.root, other.expand, V, calibration=LOST).proposal()
+    assert flat.tokens[0] == best_tokens(other.root[None], 2)[0][0][1]  # the second best is likelier
     assert flat.parents.count(ROOT) > 1
     plainly, features = Calibration(), Features(0.6, 0.3, 0.9)
     assert calibrated([0.6, 0.3, 0.1], features, 0, plainly) == pytest.approx([0.6, 0.3, 0.1])
@@ -116,16 +121,56 @@ def test_best_first_with_calibration() -> None:
 def test_best_first_with_few_branches(seed: int, nodes: int, most: int) -> None:
     draft = Draft(seed)
     draft.model.max_leaves = most
-    proposal, _ = best_first(draft.root, draft.expand, nodes, branching=3, depth=5, max_leaves=most)
+    proposal = draft_tree(draft.root, draft.expand, nodes, branching=3, depth=5, max_leaves=most).proposal()
     assert leaves(proposal.parents) <= most and 1 <= len(proposal.tokens) <= nodes
     asked = [parent for _, parents in draft.calls for parent in parents]
     assert leaves(asked) <= most
     if most == 1:
         assert proposal.is_chain
     free = Draft(seed)
-    unlimited, _ = best_first(free.root, free.expand, nodes, branching=3, depth=5)
+    unlimited = draft_tree(free.root, free.expand, nodes, branching=3, depth=5).proposal()
     if leaves(unlimited.parents) <= most and leaves(asked) < most:
         assert proposal == unlimited
+
+
+FLAT, STEEP = [1 + 0.01 * m for m in range(21)], [1 + 0.4 * m for m in range(21)]
+UNEVEN = [1 + 0.3 * (m // 4) for m in range(21)]
+
+
+@pytest.mark.parametrize("target", [FLAT, STEEP, UNEVEN])
+@pytest.mark.parametrize("step", [0.0, 0.1, 0.4, 9.0])
+def test_a_tree_is_as_large_as_is_worth_it(target: list[float], step: float) -> None:
+    """The number of nodes of greatest E − λ·T(n + 1), of the likeliest nodes in the levels that were drafted; no level
+    where a step cannot be worth it, all where a step is free."""
+    for seed, rate in itertools.product(range(6), (0.6, 1.0, 1.5)):
+        draft, whole = Draft(seed), Draft(seed)
+        rule = ExpectedValue(Worth(StepCosts(tuple(target), step, step)), optimism=1.0, longest=5)
+        rule.worth.rate = rate
+        grown = draft_tree(draft.root, draft.expand, 20, depth=5, rule=rule)
+        reached = [1.0, *itertools.accumulate(grown.chances, initial=1.0)][1:]
+        worth = [expected - rate * target[n] for n, expected in enumerate(reached)]
+        count = len(grown.proposal().tokens)
+        assert worth[count] == pytest.approx(max(worth), abs=1e-12)
+        full = draft_tree(whole.root, whole.expand, 20, depth=len(draft.calls) + 1)
+        assert grown.chances == pytest.approx(full.chances[: len(grown.chances)], abs=1e-9)
+        if step == 9.0:
+            assert not draft.calls
+        if step == 0.0 and target is FLAT and rate < 1:
+            assert count == 20 and grown.proposal() == full.proposal()
+
+
+def test_a_tree_of_one_branch_is_the_chain() -> None:
+    """Of the draft's best tokens, as long as the chain is worth it."""
+    for seed in range(20):
+        draft, rule = Draft(seed, sharpness=4.0), ExpectedValue(Worth(StepCosts(tuple(FLAT), 0.1, 0.1)), longest=8)
+        found = draft_tree(draft.root, draft.expand, 8, depth=8, branching=1, rule=rule).proposal()
+        chain, path = ChainDraft(rule, random.random, True, 8, ()), list[int]()
+        index, known = NGramIndex(), [0, 1]
+        while chain.goes_on():
+            chain.add_from(draft.distribution(path), index, known)
+            path = chain.tokens
+        assert found.is_chain and found.tokens == chain.tokens[: len(found.tokens)]
+        assert len(chain.tokens) - len(found.tokens) <= 1  # the chain keeps what it drafted in hope
 
 
 def test_best_first_at_temperature_zero_is_a_chain() -> None:
@@ -134,14 +179,14 @@ def test_best_first_at_temperature_zero_is_a_chain() -> None:
     def greedy(distribution: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(distribution.argmax(-1), V).double()
 
-    proposal, values = best_first(greedy(draft.root), lambda t, p: greedy(draft.expand(t, p)), 7, depth=5)
-    assert proposal.is_chain and values == [1.0] * 5
-    assert best_first(draft.root, draft.expand, 0) == (Proposal.chain([]), [])
+    grown = draft_tree(greedy(draft.root), lambda t, p: greedy(draft.expand(t, p)), 7, depth=5)
+    assert grown.proposal().is_chain and grown.chances == pytest.approx([1.0] * 5, abs=1e-4)
+    assert draft_tree(draft.root, draft.expand, 0).tokens == []
 
 
 def test_best_tokens_by_hand() -> None:
     distribution = torch.tensor([0.0, 0.2, 0.4, 0.2, 0.2, 0.0])
-    assert [best_tokens(distribution, k)[0] for k in (1, 2, 3, 4, 6, 9)] == [
+    assert [best_tokens(distribution[None], k)[0][0] for k in (1, 2, 3, 4, 6, 9)] == [
         [2],
         [2, 1],
         [2, 1, 3],
@@ -167,28 +212,6 @@ def test_shapes_by_hand() -> None:
 
 def shapes(draws: random.Random) -> Shape:
     return Shape(tuple(draws.randrange(-1, node) for node in range(draws.randint(1, 12))))
-
-
-@settings(max_examples=40, deadline=None)
-@given(st.integers(0, 10**6))
-def test_top_tree(seed: int) -> None:
-    draws = random.Random(seed)
-    draft, shape = Draft(seed), shapes(draws)
-    proposal = top_tree(shape, draft.root, draft.expand)
-    expected = set()
-    named: dict[int, tuple[int, ...]] = {ROOT: ()}
-    for node, (parent, rank) in enumerate(zip(shape.parents, shape.ranks, strict=True)):
-        if parent in named and rank < V:
-            distribution = draft.distribution(named[parent])
-            named[node] = (*named[parent], int(distribution.argsort(descending=True)[rank]))
-            expected.add(named[node])
-    assert set(paths_of(proposal)) == expected and len(proposal.tokens) == len(expected)
-    assert proposal.distributions is None and len(draft.calls) < max(shape.depths)
-    for parent, below in proposal.children().items():
-        distribution = draft.distribution(() if parent == ROOT else paths_of(proposal)[parent])
-        assert [proposal.tokens[child] for child in below] == distribution.argsort(descending=True)[
-            : len(below)
-        ].tolist()
 
 
 @settings(max_examples=60, deadline=None)

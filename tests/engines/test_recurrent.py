@@ -21,9 +21,10 @@ from toys import blurred, toy, write_gguf
 from distill.data.packing import hidden_states, pack, packed_logits
 from distill.decoding.costs import NO_STEPS, PaidCosts, StepCosts
 from distill.decoding.decode import MOST_RESENT, decode_text, plain
-from distill.decoding.drafters import LookupDrafter, LookupPrice, ModelDrafter
+from distill.decoding.drafters import LookupDrafter, ModelDrafter
 from distill.decoding.lengths import Fixed, Proposal
 from distill.decoding.rules import GREEDY, Rules
+from distill.decoding.worth import Worth
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import BatchedTorchModel, growing_decoder, torch_decoder
 from distill.engines.model import SNAPSHOTS, resent
@@ -121,7 +122,8 @@ def test_prices_count_what_is_computed_again() -> None:
     # Of 1, 2 or 3 tokens with chances .2, .2, .6, and 4 before them, 5 or 6 or none are left.
     assert costs.again(2, 1 + 0.8 + 0.6, 0.6) == pytest.approx(0.4 + (0.2 * 5 + 0.2 * 6) / 10)
     steep = tuple(1 + m / 4 for m in range(9))
-    some = [LookupPrice(StepCosts(steep, 0.0, 0.0, resent=again)).best(2, 8) for again in (None, lambda: 0, lambda: 9)]
+    every = [StepCosts(steep, 0.0, 0.0, resent=again) for again in (None, lambda: 0, lambda: 9)]
+    some = [LookupDrafter(worth=Worth(one)).best(2, 8) for one in every]
     assert some[0] > some[1] > some[2] == 0
 
 

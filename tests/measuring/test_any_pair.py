@@ -411,7 +411,7 @@ def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Ca
         "{rule: expected-value, length: 3}",
         "{drafter: tree, length: 2}",
         "{drafter: lookup, length: 3}",
-        "{drafter: lookup+tree, length: 3, depth: 2}",
+        "{drafter: lookup+tree, length: 3}",
         "{drafter: lookup+draft, length: 3, rule: p_min, p_min: 0.01}",
     ]
     options: list[Any] = [part for one in more for part in ("--configuration", one)]
