@@ -26,9 +26,9 @@ from distill.errors import DataError
 from distill.gguf.head import open_head
 from distill.measuring.evaluation_results import (
     CalibrationError,
-    ClassResult,
     ComparedPair,
     EvaluationReport,
+    Group,
     PairCosts,
     StoredMeasures,
 )
@@ -76,13 +76,14 @@ def calibration_error(rounds: Sequence[Sequence[Recorded]]) -> CalibrationError 
 
 LONGEST = 8  # tokens drafted a round, at most, where steps are timed
 REPEATS = 7  # of timed steps
+NO_COSTS: Mapping[str, PairCosts] = {}
 
 
 @dataclass(frozen=True)
 class EvaluationOptions:
     """What is measured of every pair. `batch` prompts are continued at once in transformers; `prepack` says whether
-    decoders lay out their layers, `costs` whether steps are timed, `compared` whether pairs are compared, `acceptance`
-    whether rounds of a grid are decoded."""
+    decoders lay out their layers, `costs` whether steps are timed, `acceptance` whether rounds of a grid are decoded.
+    """
 
     sampler: Sampler
     settings: Evaluate
@@ -92,7 +93,6 @@ class EvaluationOptions:
     seed: int = 0
     batch: int = 32
     prepack: bool = True
-    compared: bool = True
     acceptance: bool = True
 
 
@@ -159,16 +159,11 @@ def evaluate_pairs(
         measured,
         decoded,
         options,
+        len(names),
         () if several else one.classes,
         sliced=None if several else next(iter(sliced.values()), None),
+        costs=costs,
     )
-    if options.compared and options.divergences and (costs or len(measured["answers"]) > 1):
-        # Each pair's acceptance beside that of the first, paired by prompt.
-        column, count = METRICS.index(measure), len(names)
-        (base, first_sums), *others = [(name, by_unit(own, column, count)) for name, own in measured["answers"].items()]
-        apart = {name: paired_ratio_interval(*first_sums, *sums) for name, sums in others}
-        pairs = {name: ComparedPair(apart.get(name), costs.get(name)) for name in (base, *apart)}
-        report = replace(report, pairs=pairs)
     return report, {name: own.rounds for name, own in decoded.items()}
 
 
@@ -226,16 +221,6 @@ def _continued(pair: LoadedPair, opened: TargetWithDrafts, options: EvaluationOp
     return texts
 
 
-# ── Pairs compared with the first ──
-
-
-def by_unit(measured: Measured, column: int, units: int) -> tuple[Any, Any]:
-    """Sums of a measure and counts [U] of all prompts, 0 for one whose text is empty."""
-    sums, counts = numpy.zeros(units), numpy.zeros(units)
-    sums[measured.units], counts[measured.units] = measured.least[:, column], measured.counts
-    return sums, counts
-
-
 # ── The report ──
 
 
@@ -243,14 +228,16 @@ def as_report(
     measured: Mapping[str, Mapping[str, Measured]],
     decoded: Mapping[str, DecodedRounds],
     options: EvaluationOptions,
+    prompts: int,
     classes: Sequence[str] = (),
     stored: StoredMeasures | None = None,
     sliced: SlicedValues | None = None,
+    costs: Mapping[str, PairCosts] = NO_COSTS,
 ) -> EvaluationReport:
     """The report of what was measured of each draft in each domain, and of the decoded rounds of each draft.
 
-    `classes` names that of each document of domain `answers`, which are the prompts of `decoded`; none, where they are
-    not distinguished. `sliced` has seen the values of domain `answers`.
+    `classes` names that of each document of domain `answers`, which are the `prompts` of `decoded`; none, where they
+    are not distinguished. `sliced` has seen the values of domain `answers`.
     """
     rounds = {name: own.rounds for name, own in decoded.items()}
     report = EvaluationReport(
@@ -267,11 +254,24 @@ def as_report(
         },
         stored=stored,
     )
-    if sliced is not None:
-        report = replace(report, slices=sliced.results(report.acceptance_measure))
-    if not classes or "answers" not in measured:
-        return report
-    return replace(report, classes=by_class(classes, measured["answers"], rounds, report.acceptance_measure))
+    answers, measure = measured.get("answers", {}), report.acceptance_measure
+    groups = by_class(classes, answers, rounds, measure) if classes and answers else []
+    groups += [] if sliced is None else sliced.results(measure)
+    pairs = {}
+    if costs or len(answers) > 1:
+        # Each draft's acceptance beside that of the first, paired by prompt.
+        (base, first_sums), *others = [(name, by_unit(own, measure, prompts)) for name, own in answers.items()]
+        apart = {name: paired_ratio_interval(*first_sums, *sums) for name, sums in others}
+        pairs = {name: ComparedPair(apart.get(name), costs.get(name)) for name in (base, *apart)}
+    return replace(report, groups=groups, pairs=pairs)
+
+
+def by_unit(measured: Measured, measure: str, units: int) -> tuple[Any, Any]:
+    """Sums of a measure, of bounds the middle, and counts [U] of all prompts, 0 for one whose text is empty."""
+    sums, counts, column = numpy.zeros(units), numpy.zeros(units), METRICS.index(measure)
+    sums[measured.units] = (measured.least[:, column] + measured.most[:, column]) / 2
+    counts[measured.units] = measured.counts
+    return sums, counts
 
 
 def by_class(
@@ -279,7 +279,7 @@ def by_class(
     answers: Mapping[str, Measured],
     rounds: Mapping[str, list[list[Round]]],
     measure: str,
-) -> list[ClassResult]:
+) -> list[Group]:
     """Acceptance and tokens per round of each class of documents, of `classes` by number; none where all are alike."""
     units = next(iter(answers.values())).units
     names = list(dict.fromkeys(classes[unit] for unit in units))
@@ -290,5 +290,5 @@ def by_class(
         tokens = next(iter(results.values())).tokens
         accepted = {draft: result.measure(measure) for draft, result in results.items()}
         decoded = {draft: tokens_per_round([one[units[row]] for row in rows]) for draft, one in rounds.items()}
-        found.append(ClassResult(name, len(rows), tokens, accepted, decoded))
+        found.append(Group("class", name, len(rows), tokens, accepted, decoded))
     return found

@@ -84,7 +84,6 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         seed=recipe.seed,
         batch=recipe.answers.batch,
         prepack=recipe.pytorch.prepack,
-        compared=False,
     )
     report, rounds = evaluate_pairs([opened], options)
     write_rounds(run.path("rounds.parquet"), rounds)
@@ -161,8 +160,6 @@ def stored_metrics(chunk: TeacherChunk, draft_logits: Tensor) -> tuple[Tensor, T
     found = {
         "forward_kl": kl,
         "reverse_kl": (unknown, unknown),
-        "total_variation": (1 - accepted[1], 1 - accepted[0]),
-        "top1_agreement": (agreement, agreement),
         "acceptance_sampling": accepted,
         "acceptance_drawn": bounded(divergences.acceptance_bounds, divergences.likeliest(draft_logits, DRAWN_AMONG)),
         "acceptance_match": bounded(divergences.acceptance_match_bounds, draft_logits),
@@ -231,7 +228,8 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
         left_out=left_out,
     )
     classes = [answer.kind for answer in texts.answers]
-    return as_report(measured, {}, EvaluationOptions(Sampler(), recipe.eval, run.command), classes, stored)
+    options = EvaluationOptions(Sampler(), recipe.eval, run.command)
+    return as_report(measured, {}, options, len(classes), classes, stored)
 
 
 def _source(origin: dict[str, Any]) -> str:

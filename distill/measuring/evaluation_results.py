@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 
 from distill.engines.server_commands import SAMPLING
 from distill.files import Figure
-from distill.tables import NOTHING, Block, Cell, Columns, Interval, Row, Table, Value, counted, known, table_of
+from distill.tables import Block, Cell, Columns, Interval, Row, Table, Value, counted, table_of
 
 CEILING = "acceptance_ceiling"  # shown of trimmed drafts only
 DRAWN = "acceptance_drawn"  # shown under a sampler only
@@ -18,18 +18,19 @@ DRAWN = "acceptance_drawn"  # shown under a sampler only
 MEASURES = {
     "forward_kl": "KL(target ‖ draft), nats",
     "reverse_kl": "KL(draft ‖ target), nats",
-    "total_variation": "total variation",
-    "top1_agreement": "top-1 agreement",
     "acceptance_sampling": "acceptance probability, rejection sampling",
     DRAWN: "acceptance probability, llama-server's probabilistic drafts",
     "acceptance_match": "acceptance probability, draft's argmax = sampled token",
     "acceptance_greedy": "acceptance probability, greedy",
     CEILING: "ceiling of the acceptance probability: the target's mass on tokens the draft can propose",
 }
-RATES = {"top1_agreement", "acceptance_sampling", DRAWN, "acceptance_match", "acceptance_greedy"}  # shown in per cent
+RATES = {"acceptance_sampling", DRAWN, "acceptance_match", "acceptance_greedy"}  # shown in per cent
 
-# The slices of positions by name, with what their tables are headed by.
+AGREEMENT = "top-1 agreement"  # label where it is no acceptance probability
+
+# What groups of positions share, by name: the class of their prompt, and slices; with what their rows begin.
 SLICES = {"depth": "tokens before it", "repetition": "in the text before"}
+GROUPS = {"class": "class", **SLICES}
 
 FEW_PROMPTS = 8  # an interval over fewer says nothing
 SIDES = ("before", "after")  # the drafts of a run: as cut, and as trained
@@ -46,8 +47,6 @@ class Divergences:
     prompts: int
     forward_kl: Interval
     reverse_kl: Interval
-    total_variation: Interval
-    top1_agreement: Interval
     acceptance_sampling: Interval
     acceptance_match: Interval
     acceptance_greedy: Interval
@@ -76,29 +75,16 @@ class PositionAcceptance:
 
 
 @dataclass(frozen=True)
-class ClassResult:
-    """The target's own text of one class of prompts: acceptance probability as served and tokens per round, by draft.
+class Group:
+    """Positions of domain `answers` that share a label `of` one of GROUPS: acceptance probability as served, and for a
+    class of prompts, such as `math, thinking`, tokens per round, by draft."""
 
-    `name` is the prompts' label and mode, such as `math, thinking`.
-    """
-
-    name: str
+    of: str
+    label: str
     prompts: int
     tokens: int
     acceptance: dict[str, Interval]
-    tokens_per_round: dict[str, Interval]
-
-
-@dataclass(frozen=True)
-class SliceResult:
-    """The positions of domain `answers` that share a label of one of SLICES: acceptance probability as
-    served, by draft; `share` is that of all positions."""
-
-    slice: str
-    label: str
-    tokens: int
-    share: float
-    acceptance: dict[str, Interval]
+    tokens_per_round: dict[str, Interval] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -216,9 +202,9 @@ class EvaluationReport:
     """eval.json. `length` is γ of the decoded rounds; the dictionaries without a domain are by draft.
 
     `domains` is empty where no divergences were asked for; `positions` and `tokens_per_round` where no rounds were;
-    `classes` where the prompts have no labels and modes, or all the same; `slices` where all positions are alike.
-    `stored` where the target was not loaded; `sampler` is then that of the stored distributions. `pairs` where several
-    were compared, or their steps timed; the names of drafts then name pairs.
+    `groups` has none where all prompts and positions are alike. `stored` where the target was not loaded; `sampler` is
+    then that of the stored distributions. `pairs` where several were compared, or their steps timed; the names of
+    drafts then name pairs.
     """
 
     command: str
@@ -227,9 +213,8 @@ class EvaluationReport:
     domains: dict[str, dict[str, Divergences]]
     positions: dict[str, list[PositionAcceptance]]
     tokens_per_round: dict[str, Interval]
-    classes: list[ClassResult] = field(default_factory=list)
     stored: StoredMeasures | None = None
-    slices: list[SliceResult] = field(default_factory=list)
+    groups: list[Group] = field(default_factory=list)
     calibration_error: dict[str, CalibrationError] = field(default_factory=dict)
     pairs: dict[str, ComparedPair] = field(default_factory=dict)
 
@@ -281,12 +266,11 @@ TRIMMED = "A trimmed draft: KL(target ‖ draft) is between the distributions ov
 
 
 def divergence_tables(report: EvaluationReport) -> list[Table]:
-    """Every measure by domain; of a store also its bounds; then the acceptance probability by class and by slice."""
+    """Every measure by domain; of a store also its bounds; then the acceptance probability by group."""
     tables = [_divergences(domain, drafts, report.command) for domain, drafts in report.domains.items()]
     if report.stored is not None:
         tables += _stored(report.stored, report.command)
-    tables += [_classes(report)] if report.classes else []
-    return tables + ([_slices(report)] if report.slices else [])
+    return tables + ([_groups(report)] if report.groups else [])
 
 
 def form_of(measure: str) -> str:
@@ -295,24 +279,15 @@ def form_of(measure: str) -> str:
 
 
 def _divergences(domain: str, drafts: dict[str, Divergences], command: str) -> Table:
-    """The drafts side by side; of a run also what the training changed."""
-    both = drafts.keys() >= {*SIDES}
-    rows: list[Row] = []
-    for name in shown_measures(drafts.values()):
-        measured = {draft: found.measure(name) for draft, found in drafts.items()}
-        change = [_change(name, *(measured[side] for side in SIDES))] if both else []
-        rows.append([MEASURES[name], *(Cell(one, form_of(name)) for one in measured.values()), *change])
+    """The drafts side by side."""
+    rows: list[Row] = [
+        [MEASURES[name], *(Cell(found.measure(name), form_of(name)) for found in drafts.values())]
+        for name in shown_measures(drafts.values())
+    ]
     counts = [f"{counted(one.tokens, 'token')}, {counted(one.prompts, 'prompt')}" for one in drafts.values()]
-    rows.append(["measured on", *counts, *[""] * both])
-    notes = [BEFORE] * both + [TRIMMED] * any(draft.trimmed for draft in drafts.values())
-    return Table(["", *drafts, *["change"] * both], rows, command, domain, " ".join(notes))
-
-
-def _change(measure: str, before: Interval, after: Interval) -> str:
-    rise = after.mean - before.mean
-    if not known(rise):
-        return NOTHING
-    return f"{100 * rise:+.1f} points" if measure in RATES else f"{rise:+.4f}"
+    rows.append(["measured on", *counts])
+    notes = [BEFORE] * (drafts.keys() >= {*SIDES}) + [TRIMMED] * any(draft.trimmed for draft in drafts.values())
+    return Table(["", *drafts], rows, command, domain, " ".join(notes))
 
 
 def pair_table(report: EvaluationReport) -> Table:
@@ -320,7 +295,7 @@ def pair_table(report: EvaluationReport) -> Table:
     answers, measure = report.domains["answers"], report.acceptance_measure
     costs = {name: one.costs for name, one in report.pairs.items() if one.costs is not None}
     columns: dict[str, Callable[[str], Cell | Value]] = {
-        "pair": lambda name: name,
+        "draft" if {*report.pairs} >= {*SIDES} else "pair": lambda name: name,
         "KL, nats": lambda name: Cell(answers[name].forward_kl, ".4f"),
         "acceptance probability": lambda name: Cell(answers[name].measure(measure), "%"),
         "difference to the first, by prompt": lambda name: Cell(report.pairs[name].difference, "+.4f"),
@@ -338,7 +313,7 @@ def pair_table(report: EvaluationReport) -> Table:
     fastest = max(costs, key=lambda name: costs[name].tokens_per_second, default=None)
     best = ["best" if name == fastest and costs[name].length else "" for name in report.pairs]
     note = f"Acceptance probability: {_of_acceptance(report)}{f' {PREDICTED}' if costs else ''}"
-    return table_of(report.pairs, columns, report.command, "all pairs", note, best)
+    return table_of(report.pairs, columns, report.command, "each beside the first", note, best)
 
 
 def _stored(stored: StoredMeasures, command: str) -> list[Table]:
@@ -360,43 +335,28 @@ def _of_acceptance(report: EvaluationReport) -> str:
     return f"{MEASURES[report.acceptance_measure]}, on the target's own text."
 
 
-def _classes(report: EvaluationReport) -> Table:
-    """Acceptance probability and tokens per round by class of prompt, intervals where a class has enough prompts."""
-    first = report.classes[0]
+def _groups(report: EvaluationReport) -> Table:
+    """Acceptance probability by group of positions, with intervals where these are of enough prompts."""
+    rounds = dict.fromkeys(draft for one in report.groups for draft in one.tokens_per_round)
 
-    def figure(one: ClassResult, found: Interval, form: str) -> Cell:
-        return Cell(found if one.prompts >= FEW_PROMPTS else found.mean, form)
+    def figure(one: Group, found: Interval | None, form: str) -> Cell:
+        return Cell(found if one.prompts >= FEW_PROMPTS or found is None else found.mean, form)
 
     rows: list[Row] = [
         [
-            one.name or "none",
+            f"{GROUPS[one.of]}: {one.label or 'none'}",
             one.prompts,
             one.tokens,
-            *(figure(one, one.acceptance[draft], "%") for draft in first.acceptance),
-            *(figure(one, one.tokens_per_round[draft], ".2f") for draft in first.tokens_per_round),
+            *(figure(one, found, "%") for found in one.acceptance.values()),
+            *(figure(one, one.tokens_per_round.get(draft), ".2f") for draft in rounds),
         ]
-        for one in report.classes
+        for one in report.groups
     ]
-    heads = ["class", "prompts", "tokens", *first.acceptance]
-    heads += [f"{draft}, tokens per round" for draft in first.tokens_per_round]
-    few = any(one.prompts < FEW_PROMPTS for one in report.classes)
-    note = f" Classes of fewer than {FEW_PROMPTS} prompts have no interval." if few else ""
-    return Table(heads, rows, report.command, "by class of prompt", _of_acceptance(report) + note)
-
-
-def _slices(report: EvaluationReport) -> Table:
-    """Acceptance probability by slice of positions."""
-    rows: list[Row] = [
-        [
-            f"{SLICES[one.slice]}: {one.label}",
-            one.tokens,
-            Cell(one.share, "%"),
-            *(Cell(found, "%") for found in one.acceptance.values()),
-        ]
-        for one in report.slices
-    ]
-    heads = ["positions", "tokens", "share", *report.slices[0].acceptance]
-    return Table(heads, rows, report.command, "by slice of positions", _of_acceptance(report))
+    heads = ["positions", "prompts", "tokens", *report.groups[0].acceptance]
+    heads += [f"{draft}, tokens per round" for draft in rounds]
+    few = any(one.prompts < FEW_PROMPTS for one in report.groups)
+    note = f" Those of fewer than {FEW_PROMPTS} prompts have no interval." if few else ""
+    return Table(heads, rows, report.command, "by group of positions", _of_acceptance(report) + note)
 
 
 def position_tables(report: EvaluationReport) -> list[Table]:

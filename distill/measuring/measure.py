@@ -36,7 +36,7 @@ from distill.engines.loaded import with_rows
 from distill.engines.model import Model
 from distill.engines.server_commands import DRAWN_AMONG
 from distill.engines.torch.model import model_name
-from distill.measuring.evaluation_results import MEASURES, SLICES, Divergences, PositionAcceptance, SliceResult
+from distill.measuring.evaluation_results import MEASURES, SLICES, Divergences, Group, PositionAcceptance
 from distill.progress import Progress
 from distill.recipe import Evaluate
 from distill.sampler import Sampler, place_of, require_finite
@@ -62,7 +62,7 @@ Values = tuple[str, int, Tensor, Tensor, int]
 def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampler, vocabulary: int) -> Tensor:
     """All METRICS per position [N, M] in fp32 from logits [N, V_target] and [N, V_draft].
 
-    Columns from `vocabulary` on are padding in both models and get no mass. KL and TV compare the untruncated
+    Columns from `vocabulary` on are padding in both models and get no mass. KL compares the untruncated
     distributions at temperature 1. The acceptances of rejection sampling and of the draft's argmax use the
     distributions after the served sampler; llama-server's probabilistic drafts are drawn from the draft's DRAWN_AMONG
     likeliest tokens at its temperature (NaN under a greedy sampler). Greedy acceptance is that of temperature 0, which
@@ -76,7 +76,6 @@ def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampl
     served_p, served_q = sampler.probabilities(target), sampler.probabilities(draft)
     absent = torch.isneginf(draft)
     shared_p = log_p.masked_fill(absent, -torch.inf).log_softmax(-1) if bool(absent.any()) else log_p
-    agreement = divergences.acceptance_greedy(target, draft)
     accepted = divergences.acceptance_sampling(served_p, served_q)
     drawn = torch.full_like(accepted, torch.nan)
     if sampler.temperature:
@@ -86,12 +85,10 @@ def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampl
         [
             divergences.forward_kl(shared_p, log_q),
             divergences.reverse_kl(log_p, log_q),
-            divergences.total_variation(log_p.exp(), log_q.exp()),
-            agreement,
             accepted,
             drawn,
             divergences.acceptance_match(served_p, draft),
-            agreement,
+            divergences.acceptance_greedy(target, draft),
             served_p.masked_fill(absent, 0).sum(-1),
         ],
         dim=-1,
@@ -140,11 +137,11 @@ def _finite_metrics(target: Tensor, draft: Tensor, sampler: Sampler) -> Tensor |
     agreement = agreement.float()
     # The log of a row's sum of exponentials, from its largest logit and that one's probability.
     constant = best - p.amax(-1).log() - (values[:, 0] - q.amax(-1).log())
-    accepted = torch.minimum(p, q).sum(-1)
-    served_p, shared = p, accepted
-    if sampler != Sampler():
+    if sampler == Sampler():
+        served_p, accepted = p, torch.minimum(p, q).sum(-1)
+    else:
         served_p = sampler.probabilities(target)
-        shared = divergences.acceptance_sampling(served_p, sampler.probabilities(draft))
+        accepted = divergences.acceptance_sampling(served_p, sampler.probabilities(draft))
     drawn = torch.full_like(accepted, torch.nan)
     if sampler.temperature:
         few = (values[:, :-1] / sampler.temperature).softmax(-1)
@@ -157,9 +154,7 @@ def _finite_metrics(target: Tensor, draft: Tensor, sampler: Sampler) -> Tensor |
         [
             expected[:, 0] - constant,
             expected[:, 1] + constant,
-            (1 - accepted).clamp(min=0),
-            agreement,
-            shared,
+            accepted,
             drawn,
             served_p.gather(-1, proposed[:, None])[:, 0],
             agreement,
@@ -355,7 +350,7 @@ class SlicedValues:
             self.values.setdefault(draft, {}).setdefault(number, []).append(doubled(least + most).cpu() / 2)
             yield draft, number, least, most, hits
 
-    def results(self, measure: str) -> list[SliceResult]:
+    def results(self, measure: str) -> list[Group]:
         """The mean of one of METRICS for each label of each slice, the most frequent first (depths in their order).
 
         A slice with a single label is left out; labels of less than RARE of the positions are joined as OTHER.
@@ -382,7 +377,8 @@ class SlicedValues:
                 for draft, own in values.items():
                     sums = numpy.bincount(units[here], own[here], len(self.labels)).astype(float)
                     acceptance[draft] = ratio_interval(sums, tokens)
-                found.append(SliceResult(name, label, counts[label], counts[label] / len(names), acceptance))
+                prompts = int((tokens > 0).sum())
+                found.append(Group(name, label, prompts, counts[label], acceptance))
         return found
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from distill.data.samples import AnswerTexts, AskedQuestions, CorpusTexts, QuestionTexts, SplitTexts, TextCount
 from distill.export import ExportedFile, ExportReport, Parity
 from distill.folders import ModelSizes
-from distill.measuring.evaluation_results import MEASURES, EvaluationReport, form_of
+from distill.measuring.evaluation_results import AGREEMENT, MEASURES, EvaluationReport, form_of
 from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.speedup_tables import speedup_of
 from distill.surgery.results import Change, SparsityReport
@@ -91,7 +91,7 @@ TRAINED: dict[str, Callable[[TrainingStep], float]] = {
     "loss": lambda step: step.loss,
     MEASURES["forward_kl"]: lambda step: step.forward_kl,
     "cross-entropy, nats": lambda step: step.cross_entropy,
-    MEASURES["top1_agreement"]: lambda step: step.agreement,
+    AGREEMENT: lambda step: step.agreement,
     "learning rate": lambda step: step.rate,
 }
 # Rows of the table of models: the label, and the size of a model.
@@ -227,7 +227,7 @@ def files(export: ExportReport) -> Table:
         "type": lambda one: one.outtype,
         "bytes": lambda one: Cell(one.bytes, "bytes"),
         "positions": of_parity(lambda parity: parity.positions),
-        MEASURES["top1_agreement"]: of_parity(lambda parity: parity.top1_agreement, "%"),
+        AGREEMENT: of_parity(lambda parity: parity.top1_agreement, "%"),
         "mean |Δ log p|": of_parity(lambda parity: parity.mean_abs_dlogprob, "significant"),
         "max |Δ log p|": of_parity(lambda parity: parity.max_abs_dlogprob, "significant"),
         "tokenizer texts": of_parity(lambda parity: parity.tokenizer_texts),

@@ -222,11 +222,11 @@ def test_questions_from_the_file_to_the_evaluation(tmp_path: Path, capsys: Captu
     report = read_result(run.path("eval.json"), EvaluationReport)
     own = report.domains["answers"]["after"]
     assert "files" not in report.domains, "a corpus of questions has no given text"
-    assert sum(one.prompts for one in report.classes) == own.prompts == 6
-    assert sum(one.tokens for one in report.classes) == own.tokens
-    mean = sum(one.tokens * one.acceptance["after"].mean for one in report.classes) / own.tokens
+    assert sum(one.prompts for one in report.groups if one.of == "class") == own.prompts == 6
+    assert sum(one.tokens for one in report.groups if one.of == "class") == own.tokens
+    mean = sum(one.tokens * one.acceptance["after"].mean for one in report.groups if one.of == "class") / own.tokens
     assert mean == pytest.approx(own.acceptance_sampling.mean)
-    assert "by class of prompt" in run.path("eval.md").read_text()
+    assert "class: " in run.path("eval.md").read_text()
 
 
 # ── every form of thinking and of tool calls ──

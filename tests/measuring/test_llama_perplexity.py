@@ -63,7 +63,7 @@ def ours(target: Path, draft: Path, base: Path) -> Figures:
         assert int(blocks.mask.sum()) == chunks * (window - 1 - window // 2)
         values = text_values(big, {"draft": small}, blocks, Sampler(), big.vocabulary_size, "windows")
         found = sum_by_document(values)["draft"].divergences()
-    return Figures(found.forward_kl.mean, found.top1_agreement.mean)
+    return Figures(found.forward_kl.mean, found.acceptance_greedy.mean)
 
 
 def compared(target: Path, draft: Path, text: Path, window: int, chunks: int, scratch: Path) -> tuple[Figures, Figures]:

@@ -28,7 +28,7 @@ torch.set_num_threads(1)
 
 
 def by_loops(target: list[float], draft: list[float], sampler: Sampler) -> list[float]:
-    """The eight metrics of one position with math only (truncation by top_k alone)."""
+    """The seven metrics of one position with math only (truncation by top_k alone)."""
 
     def distribution(logits: list[float], temperature: float = 1.0, top_k: int = 0) -> list[float]:
         kept = set(sorted(range(len(logits)), key=lambda i: -logits[i])[: top_k or None])
@@ -44,8 +44,6 @@ def by_loops(target: list[float], draft: list[float], sampler: Sampler) -> list[
     return [
         math.fsum(a * math.log(a / b) for a, b in zip(p, q, strict=True)),
         math.fsum(b * math.log(b / a) for a, b in zip(p, q, strict=True)),
-        math.fsum(max(a - b, 0) for a, b in zip(p, q, strict=True)),
-        same,
         math.fsum(min(a, b) for a, b in zip(*served, strict=True)),
         math.fsum(min(a, b) for a, b in zip(served[0], drawn, strict=True)),
         served[0][best],
@@ -64,15 +62,15 @@ def test_position_metrics(sampler: Sampler) -> None:
     assert got.shape == (40, len(METRICS)) and got.dtype == torch.float32
     expected = torch.tensor([by_loops(a, b, sampler) for a, b in zip(target.tolist(), draft.tolist(), strict=True)])
     torch.testing.assert_close(got, expected, rtol=1e-5, atol=1e-5)
-    assert 0 < float(got[:, 3].mean()) < 1
+    assert 0 < float(got[:, METRICS.index("acceptance_greedy")].mean()) < 1
 
 
 def test_greedy_sampler_makes_all_acceptances_one() -> None:
     generator = torch.Generator().manual_seed(2)
     target, draft = torch.randn(200, 5, generator=generator), torch.randn(200, 5, generator=generator)
     table = dict(zip(METRICS, position_metrics(target, draft, Sampler(0.0), 5).T, strict=True))
-    for name in ("acceptance_sampling", "acceptance_match", "acceptance_greedy"):
-        assert torch.equal(table[name], table["top1_agreement"])
+    for name in ("acceptance_sampling", "acceptance_match"):
+        assert torch.equal(table[name], table["acceptance_greedy"])
     assert bool(table["acceptance_drawn"].isnan().all())  # nothing is drawn
 
 
@@ -100,8 +98,8 @@ def test_blocks_are_measured_by_document() -> None:
     assert table.forward_kl.mean == pytest.approx(sums[:, 0].sum() / counts.sum())
     assert table.acceptance_ceiling.mean == pytest.approx(sums[:, -1].sum() / counts.sum())
     same = measure.sum_by_document(measure.block_values(target, {"d": target}, blocks, sampler, 61))["d"].least
-    assert same[:, :3] == pytest.approx(0, abs=1e-6)
-    assert same[:, [3, 4, 7]] == pytest.approx(numpy.stack([counts] * 3, 1))
+    assert same[:, :2] == pytest.approx(0, abs=1e-6)
+    assert same[:, [2, 5]] == pytest.approx(numpy.stack([counts] * 2, 1))
 
 
 def test_a_document_in_several_blocks_is_one_unit() -> None:
@@ -240,4 +238,4 @@ def test_fewer_passes_give_the_same_metrics(sampler: Sampler, monkeypatch: pytes
     assert found.shape == expected.shape == (40, len(METRICS))
     assert torch.allclose(found, expected, rtol=1e-4, atol=2e-5, equal_nan=True)
     same = found[5]
-    assert same[:3] == pytest.approx(0, abs=1e-5) and same[METRICS.index("acceptance_sampling")] == pytest.approx(1)
+    assert same[:2] == pytest.approx(0, abs=1e-5) and same[METRICS.index("acceptance_sampling")] == pytest.approx(1)

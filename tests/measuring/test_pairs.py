@@ -38,7 +38,7 @@ def test_drafts_are_paired_by_prompt(finished: Path, world: Path, capsys: Captur
     for name, draft in zip(names, (before, after), strict=False):
         alone = measured(capsys, *common, draft, "--kl", *text)
         assert report["domains"]["answers"][name] == alone["domains"]["answers"]["draft"]
-        for one, own in zip(report["slices"], alone["slices"], strict=True):
+        for one, own in zip(report["groups"], alone["groups"], strict=True):
             assert one["acceptance"][name] == own["acceptance"]["draft"]
     first, second, same = (report["pairs"][name] for name in names)
     gap, means = second["difference"], acceptance(report)
@@ -54,7 +54,7 @@ def test_a_draft_on_several_targets(finished: Path, world: Path, capsys: Capture
     report = measured(capsys, *pair, "--kl", "--acceptance")
     assert acceptance(report)["draft for draft"] == pytest.approx(1, abs=1e-5)
     assert report["pairs"]["draft for draft"]["difference"]["low"] > 0
-    assert [*report["positions"]] == ["draft for target", "draft for draft"] and not report["slices"]
+    assert [*report["positions"]] == ["draft for target", "draft for draft"] and not report["groups"]
     assert (
         report["tokens_per_round"]["draft for draft"]["mean"] > report["tokens_per_round"]["draft for target"]["mean"]
     )

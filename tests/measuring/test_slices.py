@@ -60,20 +60,19 @@ def test_sums_are_those_of_every_position() -> None:
         for cut in (slice(0, 7), slice(7, None)):
             values.append(("draft", number, least[cut], most[cut], 0))
         for row, place in enumerate(places):
-            middle = float(least[row, 4] + most[row, 4]) / 2
+            middle = float(least[row, 2] + most[row, 2]) / 2
             for name, labels in names.items():
                 expected.setdefault((name, labels[own.index(place) + 1]), []).append((number, middle))
     assert [*sliced.watch(values)] == values and len(blocks) == 2
     results = sliced.results("acceptance_sampling")
-    assert {one.slice for one in results} == {"depth", "repetition"}
+    assert {one.of for one in results} == {"depth", "repetition"}
     for one in results:
-        own = expected[one.slice, one.label]
+        own = expected[one.of, one.label]
         assert one.tokens == len(own) and one.acceptance["draft"].mean == pytest.approx(
             sum(v for _, v in own) / len(own)
         )
         assert one.acceptance["draft"].low <= one.acceptance["draft"].mean <= one.acceptance["draft"].high
-    for name in ("depth", "repetition"):
-        assert sum(one.share for one in results if one.slice == name) == pytest.approx(1)
+        assert one.prompts == len({number for number, _ in own})
 
 
 def test_rare_labels_are_joined() -> None:
@@ -81,7 +80,7 @@ def test_rare_labels_are_joined() -> None:
     sliced = measure.SlicedValues.of(blocks)
     values = torch.arange(259, dtype=torch.float64)[:, None].expand(-1, len(measure.METRICS))
     [*sliced.watch([("draft", 0, values, values, 0)])]
-    found = {one.label: one for one in sliced.results("acceptance_greedy") if one.slice == "repetition"}
+    found = {one.label: one for one in sliced.results("acceptance_greedy") if one.of == "repetition"}
     assert found["other"].tokens == 2 and found["other"].acceptance["draft"].mean == pytest.approx(257.5)
     assert [*found] == ["new", "other"]
 
@@ -90,10 +89,10 @@ def test_a_pair_by_slices(finished: Path, world: Path, capsys: pytest.CaptureFix
     """Weighted by their shares, the means of a slice are the mean of all."""
     pair = [world / "target", finished / "draft", "--prompts", world / "corpus", "--count", 4]
     report = json.loads(tiny.shown(capsys, "eval", *pair, "--kl", "-o", "json"))
-    rows = report["slices"]
-    assert {one["slice"] for one in rows} == {"depth"}  # random models repeat nothing
+    rows = report["groups"]
+    assert {one["of"] for one in rows} == {"depth"}  # random models repeat nothing
     for draft, every in report["domains"]["answers"].items():
         assert sum(one["tokens"] for one in rows) == every["tokens"]
-        mean = sum(one["share"] * one["acceptance"][draft]["mean"] for one in rows)
+        mean = sum(one["tokens"] * one["acceptance"][draft]["mean"] for one in rows) / every["tokens"]
         assert mean == pytest.approx(every["acceptance_sampling"]["mean"], abs=1e-6)
     assert "tokens before it: " in tiny.shown(capsys, "eval", *pair, "--kl")

@@ -49,10 +49,10 @@ def test_answers_stand_behind_the_template(place: Path, capsys: pytest.CaptureFi
     every = found["odd"] + found["even"]
     assert whole_result.tokens == len(every)
     assert whole_result.acceptance_greedy.mean == pytest.approx(sum(every) / len(every))
-    for own in report.classes:
-        assert own.tokens == len(found[own.name])
-        assert own.acceptance["draft"].mean == pytest.approx(sum(found[own.name]) / len(found[own.name]))
-    assert {own.name for own in report.classes} == {*found}
+    for own in (one for one in report.groups if one.of == "class"):
+        assert own.tokens == len(found[own.label])
+        assert own.acceptance["draft"].mean == pytest.approx(sum(found[own.label]) / len(found[own.label]))
+    assert {own.label for own in report.groups if own.of == "class"} == {*found}
     assert "1 left out: prompts of more than" in capsys.readouterr().err
 
 

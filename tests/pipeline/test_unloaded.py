@@ -112,7 +112,7 @@ def test_a_whole_run_without_weights(either: Path, capsys: Capture) -> None:
     assert "The stage `speedup` was not run: the target's weights" in card and measure in card
     for text in (page, card):
         assert "These distributions hold at temperature 1" in text and "sampled answers" in text
-    assert "No rounds were decoded" in page and "has not run" not in page
+    assert "no rounds were decoded" in page and "has not run" not in page
     best = read(run, "training.json")["best"]
     assert best["measure"] == measure and 0 < best["acceptance"] <= best["most"] <= 1
     evaluated = [line for line in opened(run)[1].metrics() if line["stage"] == "acceptance"]
@@ -120,8 +120,11 @@ def test_a_whole_run_without_weights(either: Path, capsys: Capture) -> None:
     assert best["acceptance"] == max(line["acceptance"] for line in evaluated)
     report = read(run, "eval.json")
     assert report["positions"] == {} and report["tokens_per_round"] == {}
-    assert {one["name"] for one in report["classes"]} == {"back", "front"}
-    assert sum(one["tokens"] for one in report["classes"]) == report["domains"]["answers"]["after"]["tokens"]
+    assert {one["label"] for one in report["groups"] if one["of"] == "class"} == {"back", "front"}
+    assert (
+        sum(one["tokens"] for one in report["groups"] if one["of"] == "class")
+        == report["domains"]["answers"]["after"]["tokens"]
+    )
     rows = tiny.shown(capsys, "eval", run, "-o", "csv")
     assert "sampled answers,share of the sampled answers' tokens that are the draft's argmax," in rows
     assert '"answers, bounds of the means","acceptance probability, rejection sampling",' in rows
@@ -172,7 +175,6 @@ def exact_means(target: Tensor, draft: Tensor) -> dict[str, float]:
     few = draft.masked_fill(draft < draft.sort(-1).values[:, -10:-9], -torch.inf).softmax(-1)
     found = {
         "forward_kl": (p * (p.log() - q.log())).sum(-1),
-        "total_variation": (p - q).abs().sum(-1) / 2,
         "acceptance_sampling": torch.minimum(p, q).sum(-1),
         "acceptance_drawn": torch.minimum(p, few).sum(-1),
         "acceptance_match": p.gather(-1, best.unsqueeze(-1)).squeeze(-1),
