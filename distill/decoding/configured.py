@@ -29,7 +29,7 @@ from distill.decoding.other_vocabulary import DraftReader, StringMatchDrafter
 from distill.decoding.trees import Choices, Shape, TreeDrafter, best_first, by_chance, calibrated
 from distill.decoding.verify import Random, refusal
 from distill.decoding.worth import ExpectedValue, Size, Worth
-from distill.engines.model import SPARE_NODES, Model, RecentContext
+from distill.engines.model import SPARE_NODES, Model
 from distill.engines.torch.hugging_face import load_config
 from distill.engines.torch.model import mask_refusal
 from distill.errors import DataError, RecipeError
@@ -284,8 +284,6 @@ def _model_drafter(
     argmax = sampler.temperature == 0 or configuration.verified_by == "match"
     if configuration.draft_top_k is not None:
         sampler = Sampler(sampler.temperature, configuration.draft_top_k)
-    if configuration.draft_context is not None and draft is not None:  # None: asked for its kind alone
-        draft = RecentContext(draft, configuration.draft_context)
     return ModelDrafter(draft, make_rule(configuration, fitted, worth), sampler, random, argmax)
 
 

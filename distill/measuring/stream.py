@@ -187,8 +187,6 @@ def _drafter(
     configuration, grammar = request.configuration, rules.constraint
     if reader is not None:
         return make_drafter(configuration, reader, rules.sampler, rules.random)
-    if grammar is not None and configuration.draft_context is not None:
-        raise DataError("a draft reads the whole text under a grammar", "leave draft_context out, or the grammar")
     priced = configuration.rule == "expected-value"
     costs = pair_costs(pair, ids, configuration.longest_round) if priced else NO_COSTS
     asked: Model = pair.draft if grammar is None else Constrained(pair.draft, grammar)

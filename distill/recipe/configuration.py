@@ -98,11 +98,6 @@ class Configuration(Section):
         description="draft, lookup+draft with rule fixed or p_min, verified by token or block: draw from this many "
         "likeliest tokens at the served temperature alone, as llama-server's probabilistic drafts do (10)",
     )
-    draft_context: int | None = Field(
-        None,
-        ge=64,
-        description="draft, lookup+draft: the draft reads at most so many of the text's last tokens; null: all",
-    )
     verifier: VerifierName | None = Field(
         None, description="null: greedy; when sampling, token, or match for a lookup and for trees that are not drawn"
     )
@@ -138,7 +133,7 @@ class Configuration(Section):
         if self.drafter == "table":
             return always | {"length", "rule", "nodes"}
         if self.drafter in ("draft", "lookup+draft"):
-            always |= {"n_min", "draft_context"} | ({"draft_top_k"} if self._draws else set())
+            always |= {"n_min"} | ({"draft_top_k"} if self._draws else set())
         if self.drafter != "tree":
             return always | {"length", "rule", *RULES[self.length_rule]}
         if self.widths is not None:
@@ -260,8 +255,6 @@ class Configuration(Section):
             parts.append(f"n_min {self.n_min}")
         if self.draft_top_k is not None:
             parts.append(f"drawn from {self.draft_top_k}")
-        if self.draft_context is not None:
-            parts.append(f"reads ≤ {self.draft_context}")
         return ", ".join(parts + (["sampled"] if self.sampler == "recipe" else []))
 
     def setting(self, name: str) -> Any:

@@ -47,7 +47,7 @@ CONFIGURATIONS = [
     Configuration(drafter="lookup+tree", nodes=4, length=6),
     Configuration(drafter="lookup+tree", nodes=6, rule="fixed", length=3, calibration="none"),
     Configuration(verifier="match"),
-    Configuration(verifier="block", draft_context=64),
+    Configuration(verifier="block"),
 ]
 HOT = SamplerSettings(temperature=0.8, top_k=4)
 
@@ -69,8 +69,6 @@ def settings_with(
         ({"draft_top_k": 10}, "draft_top_k is not read"),
         ({"draft_top_k": 10, "sampler": "recipe", "verifier": "match"}, "draft_top_k is not read"),
         ({"draft_top_k": 10, "sampler": "recipe", "rule": "expected-value"}, "draft_top_k is not read"),
-        ({"drafter": "lookup", "draft_context": 64}, "draft_context is not read"),
-        ({"draft_context": 63}, "greater than or equal to 64"),
         ({"n_min": 9}, "n_min 9 drops every draft of at most 8"),
         ({"drafter": "lookup", "n_min": 2}, "n_min is not read"),
         ({"rule": "nonsense"}, "Input should be"),

@@ -1,8 +1,7 @@
 """The Llama family in few operators with products of one's own, and products for CPUs, whose weights are laid out once.
 
 Around the products of a step of few tokens, transformers takes as long again in small operators, each of which a host
-has to launch. `Layer` and `_forward` compute the same with a third to half of them. Of other families an accelerator
-gets the norms alone.
+has to launch. `Layer` and `_forward` compute the same with a third to half of them.
 
 On a CPU torch's own product reads a weight [out, in] as it lies, and for 2 to 16 tokens that takes two to three times
 as long as the weight's bytes take to arrive: a step that verifies five tokens costs two of one. From the layout that
@@ -86,38 +85,13 @@ def hooked(module: torch.nn.Module) -> bool:
 
 
 def in_few_operators(model: Any) -> Any:
-    """A copy of a model on an accelerator with `Layer`s of `Linear` products; of other families, with `Norm`s alone.
+    """A copy of a model on an accelerator with `Layer`s of `Linear` products, or the model itself where there are none.
 
-    The copy shares all tensors with the model, which stays what it was. The model itself where neither is possible.
+    The copy shares all tensors with the model, which stays what it was.
     """
     layers = {name: module for name, module in model.named_modules() if type(module) is torch.nn.Linear}
     kinds = {(weight.device, weight.dtype) for weight in model.parameters() if weight.dim() > 1}
-    if len(kinds) > 1 or any(hooked(module) for module in model.modules()):
-        return model
-    if is_of_family(model, layers):
-        return with_layers(copy_of(model), model, Linear)
-    norms = {name: norm for name, module in model.named_modules() if (norm := _norm_of(module)) is not None}
-    copied = copy_of(model) if norms else model
-    for name, norm in norms.items():
-        copied.set_submodule(name, norm)
-    return copied
-
-
-def _norm_of(module: torch.nn.Module) -> Norm | None:
-    """The `Norm` that computes what this module of any family does, which one call of both shows; else None."""
-    if not type(module).__name__.endswith("RMSNorm") or len(inspect.signature(module.forward).parameters) != 1:
-        return None
-    weight: Any = getattr(module, "weight", None)
-    if weight is None or not (hasattr(module, "variance_epsilon") or hasattr(module, "eps")):
-        return None
-    x = torch.randn(4, len(weight), generator=torch.Generator().manual_seed(0)).to(weight)
-    for shifted in (False, True):
-        norm = Norm(module, shifted)
-        with torch.no_grad():
-            expected, found = module(x), norm(x)
-        if bool((found - expected).abs().amax() <= 4 * torch.finfo(x.dtype).eps * expected.abs().amax()):
-            return norm
-    return None
+    return model if len(kinds) > 1 or not is_of_family(model, layers) else with_layers(copy_of(model), model, Linear)
 
 
 def copy_of(model: Any) -> Any:
@@ -146,10 +120,9 @@ class Norm(torch.nn.Module):
     variance is x's.
     """
 
-    def __init__(self, norm: Any, shifted: bool | None = None) -> None:
+    def __init__(self, norm: Any) -> None:
         super().__init__()
-        # Gemma's norms multiply by 1 + w.
-        shifted = type(norm).__name__.startswith("Gemma") if shifted is None else shifted
+        shifted = type(norm).__name__.startswith("Gemma")  # which multiply by 1 + w
         self.epsilon, self.width = getattr(norm, "variance_epsilon", None) or norm.eps, len(norm.weight)
         self._of_torch = norm.weight.device.type != CPU
         weight = norm.weight.detach()
