@@ -1,20 +1,20 @@
 """The vocabulary of a draft: a donor is given that of the target, and trimmed to the tokens that the target writes.
 
-Transplant: folder to folder, without building the model. Tensors stream from one safetensors file to the next; only the
-embedding and the head are made anew. Legend: D donor rows, R rows written, P subtokens, H hidden; V vocabulary, K kept
-tokens. A domain is one source of the corpus; its counts [V] are of target-written tokens.
+Transplant: folder to folder, without building the model; only the embedding and the head are made anew. Legend: D
+donor rows, R rows written, P subtokens, H hidden; V vocabulary, K kept tokens. A domain is one source of the corpus;
+its counts [V] are of target-written tokens.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy
 import torch
+from huggingface_hub import save_torch_state_dict
 from numpy.typing import NDArray
 from torch import Tensor
 
@@ -23,8 +23,7 @@ from distill.devices import doubled
 from distill.engines.torch.hugging_face import load_config, local_folder, text_folder
 from distill.errors import DataError, RecipeError
 from distill.files import read_object, write_folder, write_json
-from distill.folders import ITEM_BYTES, NUMPY_FLOATS, Stored, copy_tokenizer, torch_type, write_header
-from distill.progress import Progress
+from distill.folders import copy_tokenizer
 from distill.surgery.layers import require_supported
 from distill.surgery.results import Change, Size, read_changes, record_change, sizes_by
 from distill.surgery.subtokens import (
@@ -41,24 +40,8 @@ from distill.vocabulary.vocabulary import Vocabulary
 
 # ── Transplant ──
 
-CHUNK_BYTES = 2**24
-CHUNK_ROWS = 2048
 SHARD_BYTES = 5 * 10**9
-WRITTEN = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-
-
-@dataclass(frozen=True)
-class Written:
-    """A tensor to be written: its type, its shape, and its values a part at a time."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    parts: Callable[[], Iterator[Tensor]]
-
-    @property
-    def bytes(self) -> int:
-        """Size in the file."""
-        return math.prod(self.shape) * ITEM_BYTES[self.dtype]
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def transplant(
@@ -77,23 +60,26 @@ def transplant(
     casts the weights (None: as stored). What stood there is replaced. Raises DataError before any work where the
     transplant is impossible.
     """
-    if dtype is not None and dtype not in WRITTEN:
-        raise DataError(f"dtype `{dtype}` cannot be written", f"choose {', '.join(WRITTEN)}")
+    if dtype is not None and dtype not in DTYPES:
+        raise DataError(f"dtype `{dtype}` cannot be written", f"choose {', '.join(DTYPES)}")
     inputs = check_transplant(donor, target, rows=rows, overrides=overrides)
     subtokens = map_subtokens(inputs.donor, inputs.target, overrides)
     details = describe_subtokens(subtokens, inputs.donor, inputs.target)
     mixtures = {EMBEDDING: subtokens.last(), HEAD: subtokens.mean()}
     same = inputs.donor.same_as(inputs.target)
     mixtures = {name: _with_padding(mixture, inputs, same) for name, mixture in mixtures.items()}
-    details |= {"padding_rows": inputs.rows - inputs.target.size, "same_vocabulary": same, "zero_rows": 0}
     tied = inputs.tied and mixtures[EMBEDDING].same_as(mixtures[HEAD])
-    outputs = _outputs(inputs, mixtures, tied, dtype, details)
+    tensors = _tensors(inputs, mixtures, tied, dtype)
+    written = {name: numpy.diff(mixture.offsets) > 0 for name, mixture in mixtures.items() if name in tensors}
+    zeros = [int((torch.from_numpy(used) & ~tensors[name].any(1)).sum()) for name, used in written.items()]
+    details |= {"padding_rows": inputs.rows - inputs.target.size, "same_vocabulary": same, "zero_rows": sum(zeros)}
     config = _new_config(inputs, tied, dtype)
-    before, after = _size(inputs.config, inputs.tensors, inputs.tied), _size(config, outputs, tied)
+    before = _size(inputs.config, {name: (t.numel, t.bytes) for name, t in inputs.tensors.items()}, inputs.tied)
+    after = _size(config, {name: (t.numel(), t.nbytes) for name, t in tensors.items()}, tied)
     before_this, done = read_changes(donor), Change("transplant", before, after, details=details)
 
     def save(folder: Path) -> None:
-        _write_tensors(folder, outputs)
+        save_torch_state_dict(tensors, folder, max_shard_size=SHARD_BYTES)
         write_json(folder / "config.json", config)
         copy_tokenizer(target, folder)
         write_json(folder / "generation_config.json", _generation(target, config))
@@ -146,68 +132,27 @@ def mixed_rows(matrix: Tensor, mixture: Mixture, first: int, last: int, dtype: t
     return rows
 
 
-def _outputs(
-    inputs: TransplantInputs, mixtures: Mapping[str, Mixture], tied: bool, dtype: str | None, details: dict[str, Any]
-) -> dict[str, Written]:
-    """Every tensor of the new model, in the order of its file."""
+def _tensors(
+    inputs: TransplantInputs, mixtures: Mapping[str, Mixture], tied: bool, dtype: str | None
+) -> dict[str, Tensor]:
+    """Every tensor of the new model; DataError for values that its type does not hold."""
 
-    def copied(tensor: Stored) -> Written:
-        kind = WRITTEN[dtype] if dtype is not None and tensor.dtype in NUMPY_FLOATS else tensor.dtype
-        step = CHUNK_BYTES // ITEM_BYTES[tensor.dtype]
+    def cast(name: str, tensor: Tensor) -> Tensor:
+        tensor = tensor.to(DTYPES[dtype]) if dtype is not None and tensor.is_floating_point() else tensor
+        if tensor.dtype == torch.float16 and not bool(tensor.isfinite().all()):
+            raise DataError(f"values of {name} do not fit float16", "write bfloat16 or float32")
+        return tensor
 
-        def parts() -> Iterator[Tensor]:
-            for first in range(0, tensor.numel, step):
-                yield tensor.read(first, min(step, tensor.numel - first)).to(torch_type(kind))
+    def mixed(name: str, source: str) -> Tensor:
+        matrix = inputs.tensors[source].read()
+        kind = matrix.dtype if dtype is None else DTYPES[dtype]
+        return cast(name, mixed_rows(matrix, mixtures[name], 0, inputs.rows, kind))
 
-        return Written(kind, tensor.shape, parts)
-
-    def mixed(tensor: Stored, mixture: Mixture) -> Written:
-        kind = tensor.dtype if dtype is None else WRITTEN[dtype]
-
-        def parts() -> Iterator[Tensor]:
-            matrix = tensor.read()
-            for first in range(0, inputs.rows, CHUNK_ROWS):
-                last = min(first + CHUNK_ROWS, inputs.rows)
-                rows = mixed_rows(matrix, mixture, first, last, torch_type(kind))
-                used = torch.from_numpy(numpy.diff(mixture.offsets[first : last + 1]) > 0)
-                details["zero_rows"] += int((used & ~rows.any(1)).sum())
-                yield rows
-
-        return Written(kind, (inputs.rows, tensor.shape[1]), parts)
-
-    new = {name: copied(t) for name, t in inputs.tensors.items() if name not in (EMBEDDING, HEAD)}
-    new[EMBEDDING] = mixed(inputs.tensors[EMBEDDING], mixtures[EMBEDDING])
+    new = {name: cast(name, t.read()) for name, t in inputs.tensors.items() if name not in (EMBEDDING, HEAD)}
+    new[EMBEDDING] = mixed(EMBEDDING, EMBEDDING)
     if not tied:
-        new[HEAD] = mixed(inputs.tensors[EMBEDDING if inputs.tied else HEAD], mixtures[HEAD])
-    # The format aligns values: wide types first.
-    return dict(sorted(new.items(), key=lambda item: (-ITEM_BYTES[item[1].dtype], item[0])))
-
-
-def _write_tensors(folder: Path, outputs: Mapping[str, Written]) -> None:
-    """Write tensors to safetensors files of about SHARD_BYTES each, with an index where there are several."""
-    shards: list[dict[str, Written]] = [{}]
-    for name, tensor in outputs.items():
-        if shards[-1] and sum(t.bytes for t in shards[-1].values()) + tensor.bytes > SHARD_BYTES:
-            shards.append({})
-        shards[-1][name] = tensor
-    progress = Progress("transplant: tensors", len(outputs))
-    weight_map: dict[str, str] = {}
-    for number, shard in enumerate(shards, 1):
-        single = len(shards) == 1
-        path = folder / ("model.safetensors" if single else f"model-{number:05d}-of-{len(shards):05d}.safetensors")
-        weight_map |= dict.fromkeys(shard, path.name)
-        with path.open("wb") as file:
-            write_header(file, {name: (tensor.dtype, tensor.shape) for name, tensor in shard.items()})
-            for name, tensor in shard.items():
-                for part in tensor.parts():
-                    if tensor.dtype == "F16" and not bool(part.isfinite().all()):
-                        raise DataError(f"values of {name} do not fit float16", "write bfloat16 or float32")
-                    file.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
-                progress.step()
-    if len(shards) > 1:
-        total = sum(tensor.bytes for tensor in outputs.values())
-        index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(weight_map.items()))}
-        write_json(folder / "model.safetensors.index.json", index)
+        new[HEAD] = mixed(HEAD, EMBEDDING if inputs.tied else HEAD)
+    return new
 
 
 def _new_config(inputs: TransplantInputs, tied: bool, dtype: str | None) -> dict[str, Any]:
@@ -230,11 +175,11 @@ def _generation(target: Path, config: Mapping[str, Any]) -> dict[str, Any]:
     return own | (read_object(path) if path.is_file() else {})
 
 
-def _size(config: Mapping[str, Any], tensors: Mapping[str, Stored] | Mapping[str, Written], tied: bool) -> Size:
-    """Sizes of a model from its config.json and its tensors."""
-    own = [t for name, t in tensors.items() if not name.endswith("inv_freq") and not (tied and name == HEAD)]
-    parameters, row = sum(math.prod(tensor.shape) for tensor in own), tensors[EMBEDDING].bytes // config["vocab_size"]
-    return sizes_by(config, parameters, sum(tensor.bytes for tensor in own), row, tied)
+def _size(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, int]], tied: bool) -> Size:
+    """Sizes of a model from its config.json and the values and bytes of its tensors."""
+    own = [size for name, size in tensors.items() if not name.endswith("inv_freq") and not (tied and name == HEAD)]
+    row = tensors[EMBEDDING][1] // config["vocab_size"]
+    return sizes_by(config, sum(values for values, _ in own), sum(size for _, size in own), row, tied)
 
 
 # ── Trim: the tokens that the target writes, and those that every text may need ──

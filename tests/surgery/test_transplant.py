@@ -79,19 +79,6 @@ def logits(folder: Path) -> torch.Tensor:
         return model(ids).logits
 
 
-def test_the_command_says_what_a_transplant_opens(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    donor = model_folder(save(byte_level({}), tmp_path / "donor", eos_token="a"))
-    target = model_folder(bytes_folder(tmp_path / "target"))
-    text = tmp_path / "text.txt"
-    text.write_text("b abcb ab")  # `b`, `Ġab`, `c`, `b`, `Ġab`
-    arguments = ("transplant", donor, target, tmp_path / "new", "--text")
-    said = tiny.shown(capsys, *arguments, text)
-    assert "of 5 tokens of the text, 40.0% are not in the donor's vocabulary" in said and "(' ab' 40.0%)" in said
-    assert "there is no file" in tiny.refused(
-        capsys, "transplant", donor, target, tmp_path / "newer", "--text", tmp_path / "nowhere"
-    )
-
-
 @pytest.mark.parametrize(
     "kind, tied, make",
     [
