@@ -108,13 +108,6 @@ class Train(Section):
         None,
         description="weights of the losses; null: by the protocol",
     )
-    temperature: float = Field(
-        1.0,
-        gt=0,
-        le=100,
-        description="of both distributions in forward_kl, reverse_kl and jsd; these losses are multiplied by its "
-        "square",
-    )
     chunk: int = Field(256, ge=1, description="positions per chunk of the head and its loss")
     save_every: int = Field(100, ge=1, description="steps between checkpoints")
     keep: int = Field(2, ge=1, description="checkpoints kept")

@@ -50,17 +50,15 @@ class TrainingStep:
 class EvaluatedWeights:
     """Weights whose drafts were measured on validation prompts, as `measure` names: DECODED or STORED.
 
-    Decoded: the conditional `acceptance`, accepted ÷ reached, in so many `rounds`, and `expected_acceptance` on
-    texts that are the same for all weights of a training, which compares them more sharply. Stored: Σ min(p, q) at
-    so many `positions` of the target's answers, at least `acceptance` and at most `most`, as a store holds likeliest
-    tokens alone.
+    Decoded: the conditional `acceptance`, accepted ÷ reached, in this many `rounds`. Stored: Σ min(p, q) at this many
+    `positions` of the target's answers, at least `acceptance` and at most `most`, as a store holds likeliest tokens
+    alone.
     """
 
     step: int
     acceptance: float
     tokens_per_round: Figure = math.nan
     rounds: int = 0
-    expected_acceptance: Figure = math.nan
     measure: str = DECODED
     positions: int = 0
     most: Figure = math.nan

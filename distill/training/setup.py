@@ -32,9 +32,9 @@ from distill.run import Run
 from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
 from distill.teacher.store import TeacherSource, open_teacher, read_manifest, require_fit
-from distill.training.losses import LossSettings
+from distill.training.losses import Weights
 from distill.training.saved import plain, present_weights, set_weights
-from distill.training.step import Columns, Learner, batch_blocks, loss_settings, make_optimizer, split_blocks, with_rate
+from distill.training.step import Columns, Learner, batch_blocks, loss_weights, make_optimizer, split_blocks, with_rate
 
 # ── Adapters ──
 
@@ -146,15 +146,13 @@ def merge(model: Any, init: Path | None = None) -> Any:
 
 ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"  # the variable that decides accelerate's device
 
-# The state before the first step. `tokens` counted in the loss; expected acceptance is measured on `texts`; `ended` is
-# the last step of a training that is over.
+# The state before the first step. `tokens` counted in the loss; `ended` is the last step of a training that is over.
 START: dict[str, Any] = {
     "step": 0,
     "best": None,
     "misses": 0,
     "sparsity": None,
     "tokens": 0,
-    "texts": None,
     "ended": None,
 }
 
@@ -166,7 +164,7 @@ class Training:
     recipe: Recipe
     run: Run
     accelerator: Any
-    loss: LossSettings
+    loss: Weights
     source: TeacherSource
     learner: Any
     optimizer: Any
@@ -380,7 +378,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     recipe = recipe.model_copy(update={"train": settings})
     accelerator = make_accelerator(recipe, run)
     device = accelerator.device
-    loss = loss_settings(settings, recipe.sampler.temperature)
+    loss = loss_weights(settings, recipe.sampler.temperature)
     trim = read_kept(run.path("cut"))
     require_fit(read_manifest(run), recipe)
     kept = trim["kept"] if trim else None

@@ -142,31 +142,6 @@ class ServedTarget:
         rows = [BatchedTorchModel(model, len(prompts), self.vocabulary) for model in (self.model, draft)]
         return decode(rows[0], rows[1], ids, randoms=randoms)
 
-    @torch.inference_mode()
-    def expected(self, draft: Any, prompts: Sequence[Sample], texts: Sequence[Sequence[int]]) -> list[float]:
-        """Sums [B] of the probability to be accepted at each position of these texts, which follow the prompts.
-
-        On the same texts at each call and without chance, so that two drafts are compared far more sharply than by
-        decoding as many tokens with each.
-        """
-        sums = []
-        for prompt, text in zip(prompts, texts, strict=True):
-            ids = torch.tensor([[*prompt.prompt, *text]], device=self.model.device)
-            own, drafts = (self._logits(model, ids, len(text)) for model in (self.model, draft))
-            if self.protocol == "greedy":
-                chances = divergences.acceptance_greedy(own, drafts)
-            elif self.protocol == "match":
-                chances = divergences.acceptance_match(self.sampler.probabilities(own), drafts)
-            else:
-                chances = divergences.acceptance_sampling(*map(self.sampler.probabilities, (own, drafts)))
-            sums.append(round(float(doubled(chances).sum()), 6))
-        return sums
-
-    def _logits(self, model: Any, ids: Tensor, count: int) -> Tensor:
-        """The logits [count, V] that predict the last `count` of ids [1, S]."""
-        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, -count - 1 : -1, : self.vocabulary]
-        return logits.float()
-
 
 def decoded_acceptance(texts: Sequence[Decoded]) -> dict[str, Any]:
     """Conditional acceptance (accepted ÷ reached) and tokens per round of some decoded texts.
@@ -238,34 +213,25 @@ def measure_acceptance(work: Training) -> dict[str, Any]:
     """The acceptance of the present weights in their served form on the validation prompts, computed by the main
     process and the same in every process; every process must call it.
 
-    Decoded with the target: the first texts, whose distribution is the target's alone, are kept, so that the expected
-    acceptance of all weights is measured on the same ones. Where the target is not loaded: its probability on stored
-    distributions.
+    Decoded with the target; where that is not loaded, its probability on stored distributions.
     """
     settings, recipe = work.settings.acceptance, work.recipe
     assert settings is not None
     protocol = protocol_of(work.settings, recipe.sampler.temperature)
 
-    def decoded(draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
+    def decoded(draft: Any) -> dict[str, Any]:
         ends = end_ids(recipe.target.model, load_tokenizer(recipe.target.model))
         sampler = Sampler.of(recipe.sampler)
         target = ServedTarget(work.loaded_target(), work.source.vocabulary, ends, sampler, protocol, recipe.seed)
         prompts = read_prompts(work.run, "validation")[: settings.prompts]
-        found = target.decode(draft, prompts, settings.new_tokens, settings.length)
-        texts = [text.tokens for text in found] if work.state["texts"] is None else work.state["texts"]
-        expected = sum(target.expected(draft, prompts, texts)) / max(1, sum(map(len, texts)))
-        return decoded_acceptance(found) | {"expected_acceptance": expected}, texts
+        return decoded_acceptance(target.decode(draft, prompts, settings.new_tokens, settings.length))
 
-    def stored(draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
-        return stored_acceptance(recipe, work.run, draft, protocol), None
-
-    measure, value, present = decoded if recipe.target.load else stored, None, work.draft()
+    figures, present = None, work.draft()
     if is_main():
         with served_form(present, work.kept) as draft, torch.compiler.set_stance("force_eager"):
-            value = measure(draft)
-    figures: dict[str, Any]
-    figures, work.state["texts"] = agree(value)
-    return figures
+            figures = decoded(draft) if recipe.target.load else stored_acceptance(recipe, work.run, draft, protocol)
+    found: dict[str, Any] = agree(figures)
+    return found
 
 
 # ── The choice of weights ──
