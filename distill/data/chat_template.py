@@ -16,13 +16,13 @@ from functools import cached_property
 from itertools import takewhile
 from typing import Any
 
-from distill.data.records import CLOSING, OPENING, THINKING, THOUGHT, normal
+from distill.data.records import CLOSING, OPENING, THINKING, THOUGHT
 from distill.data.samples import decoded
 from distill.engines.torch.hugging_face import encode, encode_text
 from distill.errors import DataError, RecipeError
 from distill.recipe import Chat
 
-Message = Mapping[str, Any]
+Message = Mapping[str, Any]  # as records.normal gives it
 # What opens a thinking in the prompts of a family, and what closes it.
 THOUGHTS = {
     OPENING: CLOSING,
@@ -34,7 +34,7 @@ THOUGHTS = {
 }
 MARKS = "MARKER of a message", "Other marker"  # in place of a user's message, to find what is written around it
 _TAG = re.compile(r"</?[a-z]+[1-6]?>")  # of HTML: some vocabularies, such as Gemma's, add them as tokens of plain text
-WORDS = "How", "What", "a", "1", "\u00e9", "\u4f60", "-", '"'  # beginnings of messages
+BEGINNINGS = "How", "What", "a", "1", "\u00e9", "\u4f60", "-", '"'  # of messages
 
 
 @dataclass(frozen=True)
@@ -98,9 +98,8 @@ class ChatTemplate:
 
         Raises ValueError, with the template's own reason, for messages that it refuses.
         """
-        own = [normal(message) for message in messages]
-        for one in own:  # under each name: a template reads one of them
-            one.update(dict.fromkeys(THINKING[:3], one[THOUGHT]) if THOUGHT in one else {})
+        # Thinking under each name: a template reads one of them.
+        own = [{**one, **(dict.fromkeys(THINKING[:3], one[THOUGHT]) if THOUGHT in one else {})} for one in messages]
         try:
             return self._applied(own, thinking, generate)
         except Exception as error:  # templates are foreign programs and raise any exception
@@ -161,9 +160,9 @@ class ChatTemplate:
 
     def _begun(self, header: str, opening: str) -> list[int]:
         """The ids of a header, with the opening that it ends with, that every message leaves as they are."""
-        texts = [header.rstrip(" "), *(header + word for word in WORDS)]
+        texts = [header.rstrip(" "), *(header + word for word in BEGINNINGS)]
         if opening:
-            texts = [header + word for word in WORDS[:2]] if opening[-1].isspace() else [header]
+            texts = [header + word for word in BEGINNINGS[:2]] if opening[-1].isspace() else [header]
         columns = zip(*(encode_text(self.tokenizer, text) for text in texts), strict=False)
         return [column[0] for column in takewhile(lambda column: len(set(column)) == 1, columns)]
 
@@ -200,8 +199,8 @@ class ChatTemplate:
 
         Raises ValueError where the template does not say how the answer was written.
         """
-        *before, last = messages
-        last, prompt = normal(last), self.text(before, thinking)
+        *before, last = map(dict, messages)
+        prompt = self.text(before, thinking)
         opening = next((one for one in THOUGHTS if prompt.rstrip().endswith(one)), "")
         if last.get("tool_calls") and not ended:
             raise ValueError("a tool call that was cut short")

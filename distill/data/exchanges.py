@@ -7,6 +7,7 @@ whatever the server calls it.
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -51,14 +52,12 @@ class Exchange:
 class Watcher:
     """Gives `take` each successful exchange, and `leave_out` the reason of each other one; raises nothing.
 
-    `sampled` decides whether an exchange is kept. Where h11 cannot read what passes (another protocol, several requests
-    at once), the watching ends, not the connection.
+    `sample` is the share of exchanges that are kept. Where h11 cannot read what passes (another protocol, several
+    requests at once), the watching ends, not the connection.
     """
 
-    def __init__(
-        self, take: Callable[[Exchange], None], leave_out: Callable[[str], None], sampled: Callable[[], bool]
-    ) -> None:
-        self._take, self._leave_out, self._sampled = take, leave_out, sampled
+    def __init__(self, take: Callable[[Exchange], None], leave_out: Callable[[str], None], sample: float = 1.0) -> None:
+        self._take, self._leave_out, self._sample = take, leave_out, sample
         self._exchange: Exchange | None = None
         self._lost = False
         self._await_request()
@@ -156,7 +155,7 @@ class Watcher:
             self._leave_out("other requests")
             return None
         asked = dict(request.headers).get(OPT_OUT, b"yes").strip().lower()
-        fault = "not to be recorded" if asked != b"yes" else "" if self._sampled() else "not sampled"
+        fault = "not to be recorded" if asked != b"yes" else "" if random.random() < self._sample else "not sampled"
         return Exchange(kind, fault)
 
 
@@ -173,7 +172,7 @@ def _sendable(event: Any) -> Any:
 
 # ── From bodies to lines ──
 
-MARK = "[redacted]"
+REDACTED = "[redacted]"
 OF_MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", *THINKING)  # what a template reads of a message
 OF_LINE = ("prompt", "messages", "answer", "finish_reason", "model", "chat_template_kwargs", "tools")
 OF_TOOLS = ("id", "type", "function", "arguments", "description", "parameters", "properties", "required")
@@ -214,8 +213,8 @@ def read_exchange(kind: str, request: bytes, reply: bytes) -> Iterator[dict[str,
 
 
 def redacted(value: Any, patterns: Sequence[re.Pattern[str]]) -> Any:
-    """A line with every text that a pattern matches replaced by MARK, one pattern after the other; a number that one
-    matches, too."""
+    """A line with every text that a pattern matches, and a number that one matches, replaced by REDACTED, one pattern
+    after the other."""
     if isinstance(value, dict):
         return {
             name if name in NAMES else redacted(name, patterns): one
@@ -229,7 +228,7 @@ def redacted(value: Any, patterns: Sequence[re.Pattern[str]]) -> Any:
         return value
     text = str(value)
     for pattern in patterns:
-        text = pattern.sub(MARK, text)
+        text = pattern.sub(REDACTED, text)
     return value if text == str(value) else text
 
 

@@ -272,30 +272,22 @@ def document_masks(model: Any, documents: Tensor) -> Any:
     which adds the mask to its scores, it is 0 there. Raises DataError for layers that no mask keeps apart (recurrent
     ones, chunks shorter than a block).
     """
-    config = model.config.get_text_config()
-    mask = attention_mask(documents)
-    masks = {kind: _shaped(model, _mask_of(kind, config, mask)) for kind in sorted(layer_kinds(config))}
+    config, whole = model.config.get_text_config(), attention_mask(documents)
+    places = torch.arange(documents.shape[1], device=documents.device)
+    masks = {}
+    for kind in sorted(layer_kinds(config)):
+        chunked = kind == "chunked_attention"
+        if kind not in KINDS and not (chunked and len(places) <= config.attention_chunk_size):
+            raise DataError(
+                f"documents packed into one block cannot be kept apart in the {kind} layers of {config.model_type}",
+                "lower corpus.block to the layers' chunk" if chunked else "choose another target",
+            )
+        mask = whole if chunked else whole & in_window(kind, config, places[:, None], places)
+        if model.config._attn_implementation == "eager":
+            added = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device)
+            mask = added.masked_fill_(~mask, torch.finfo(model.dtype).min)
+        masks[kind] = mask
     return masks if len(masks) > 1 else next(iter(masks.values()))
-
-
-def _mask_of(kind: str, config: Any, mask: Tensor) -> Tensor:
-    width = mask.shape[-1]
-    if kind in KINDS:
-        places = torch.arange(width, device=mask.device)
-        return mask & in_window(kind, config, places[:, None], places)
-    if kind == "chunked_attention" and width <= config.attention_chunk_size:
-        return mask
-    raise DataError(
-        f"documents packed into one block cannot be kept apart in the {kind} layers of {config.model_type}",
-        "lower corpus.block to the layers' chunk" if kind == "chunked_attention" else "choose another target",
-    )
-
-
-def _shaped(model: Any, mask: Tensor) -> Tensor:
-    if model.config._attn_implementation != "eager":
-        return mask
-    added = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device)
-    return added.masked_fill_(~mask, torch.finfo(model.dtype).min)
 
 
 def document_segments(documents: Tensor, window: int | None) -> Tensor:

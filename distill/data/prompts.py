@@ -34,7 +34,7 @@ def _rank(seed: int, *parts: object) -> bytes:
     return hashlib.sha256("/".join(str(part) for part in (seed, *parts)).encode()).digest()
 
 
-def _share(seed: int, *parts: object) -> float:
+def _drawn(seed: int, *parts: object) -> float:
     """A number from 0 to 1, drawn by the seed for these parts alone."""
     return int.from_bytes(_rank(seed, *parts)[:8], "big") / 2**64
 
@@ -121,12 +121,12 @@ class ChatPrompts:
 
     def draw(self, name: str, what: str, choices: Sequence[str]) -> str:
         """One of the texts, as the seed draws it for a name and a purpose."""
-        return choices[int(_share(self.seed, name, what) * len(choices))]
+        return choices[int(_drawn(self.seed, name, what) * len(choices))]
 
     def thinking(self, name: str) -> bool | None:
         """Whether the seed draws thinking for a name; None where the recipe leaves it to the template."""
         share = self.template.settings.thinking
-        return None if share is None else _share(self.seed, name, "thinking") < share
+        return None if share is None else _drawn(self.seed, name, "thinking") < share
 
 
 def cut_prompts(
@@ -194,7 +194,7 @@ def _mixed(candidates: list[Candidate], weights: Mapping[str, float]) -> list[Ca
 
 # ── Prompts that a user gives for a pair ──
 
-KINDS = {
+ENDINGS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     ".parquet": "parquet",
@@ -230,7 +230,7 @@ def sources_of(paths: Sequence[Path], option: str = "--prompts") -> tuple[Source
             continue
         if not path.stat().st_size:
             raise DataError(f"{path} is empty", "give a file with prompts: text, or jsonl, csv or parquet records")
-        kind: Any = KINDS.get(path.suffix.lower()) or ("jsonl" if holds_records(path) else "text")
+        kind: Any = ENDINGS.get(path.suffix.lower()) or ("jsonl" if holds_records(path) else "text")
         sources.append(Source(kind=kind, path=str(path.resolve()), split="test"))
     return tuple(sources)
 

@@ -13,7 +13,6 @@ import errno
 import json
 import os
 import pickle
-import random
 import re
 import signal
 import sys
@@ -166,7 +165,6 @@ class Proxy:
         self._written: Counter[str] = Counter()
         self._handed = 0
         self._open: dict[asyncio.Task[None], Watcher] = {}
-        self._random = random.Random()  # seeded by the operating system
 
     @property
     def counts(self) -> Counter[str]:
@@ -229,7 +227,7 @@ class Proxy:
     async def _connect(self, client_in: asyncio.StreamReader, client_out: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._open[task] = watcher = Watcher(self._take, self._leave_out, self._sampled)
+        self._open[task] = watcher = Watcher(self._take, self._leave_out, self.settings.sample)
         try:
             try:
                 server_in, server_out = await asyncio.open_connection(*self.settings.upstream)
@@ -266,9 +264,6 @@ class Proxy:
                     client_out.write_eof()
                     while await client_in.read(PIECE_BYTES):  # closed with unread bytes, the reply would be lost
                         pass
-
-    def _sampled(self) -> bool:
-        return self._random.random() < self.settings.sample
 
     def _leave_out(self, reason: str) -> None:
         self._own[reason] += 1

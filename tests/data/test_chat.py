@@ -63,7 +63,7 @@ def talk(style: str) -> list[dict[str, Any]]:
 
 def answered(template: ChatTemplate, messages: list[dict[str, Any]], thinking: bool | None = None) -> list[str]:
     """Prompt and answer as text."""
-    return [template.tokenizer.decode(ids) for ids in template.answered(messages, thinking)]
+    return [template.tokenizer.decode(ids) for ids in template.answered([*map(normal, messages)], thinking)]
 
 
 @pytest.mark.parametrize("style", ["llama-3", "mistral", "gemma"])
@@ -273,7 +273,7 @@ SPELLINGS = [
 
 def by_every_way(template: ChatTemplate, messages: list[dict[str, Any]], **more: Any) -> str:
     """The text of an answer, the same from a conversation and from a served line."""
-    ids = template.answered(messages)
+    ids = template.answered([*map(normal, messages)])
     line = parse_line(json.dumps({"messages": messages, **more}).encode(), 1)
     assert not isinstance(line, str), line
     assert encode_line(line, template.tokenizer, Chat()) == ids
@@ -295,13 +295,14 @@ def by_every_way(template: ChatTemplate, messages: list[dict[str, Any]], **more:
 )
 def test_thinking_is_one_thing(plain: Any, style: str, expected: str, message: dict[str, Any]) -> None:
     template = ChatTemplate(dressed(plain, style), Chat())
+    own = normal(message)
     if style == "llama-3":
         with pytest.raises(ValueError, match=expected):
-            template.answered([USER, message])
+            template.answered([USER, own])
         return
     assert by_every_way(template, [USER, message]) == expected
-    earlier = template.text([USER, message, USER])
-    assert earlier == template.text([USER, SPELLINGS[0], USER]) and (SUM in earlier) is (style == "channels")
+    earlier = template.text([USER, own, USER])
+    assert earlier == template.text([USER, normal(SPELLINGS[0]), USER]) and (SUM in earlier) is (style == "channels")
 
 
 @pytest.mark.parametrize(
@@ -347,7 +348,7 @@ def test_check_says_which_answers_are_left_out(tmp_path: Path, capsys: Capture) 
 
 def test_where_the_thinking_begins_and_ends(plain: Any) -> None:
     joined, qwen = (ChatTemplate(dressed(plain, style), Chat()) for style in ("joined", "qwen-3"))
-    thought = [USER, answer(reasoning=SUM)]
+    thought = [USER, normal(answer(reasoning=SUM))]
     on = joined.with_arguments({"thinking": True})
     assert joined.tokenizer.decode(on.answered(thought)[1]).startswith(f"{SUM}</think>4")
     with pytest.raises(ValueError, match=r"does not write the thinking|otherwise than it begins one"):
@@ -356,7 +357,7 @@ def test_where_the_thinking_begins_and_ends(plain: Any) -> None:
     closed = [USER, answer(content=f"{SUM}\n</think>\n\n4")]
     assert qwen.answered(closed) == qwen.answered(thought)
     # Cut short: within the thinking, and behind it.
-    cut = [USER, answer(content="", reasoning=SUM)]
+    cut = [USER, normal(answer(content="", reasoning=SUM))]
     assert qwen.tokenizer.decode(qwen.answered(cut, ended=False)[1]) == f"<think>\n{SUM}"
     r1 = ChatTemplate(dressed(plain, "r1"), Chat())
     assert r1.tokenizer.decode(r1.answered(cut, ended=False)[1]) == SUM
@@ -383,9 +384,9 @@ def test_arguments_of_calls_are_parsed(plain: Any, style: str, expected: str) ->
     if style == "qwen-3":
         assert by_every_way(template, both) == f"<think>\n{SUM}\n</think>\n\n{expected}"
     with pytest.raises(ValueError, match="cut short"):
-        template.answered(both, ended=False)
+        template.answered([*map(normal, both)], ended=False)
     with pytest.raises(ValueError, match="does not write the tool calls"):
-        ChatTemplate(dressed(plain, "gemma"), Chat()).answered(messages)
+        ChatTemplate(dressed(plain, "gemma"), Chat()).answered([*map(normal, messages)])
 
 
 def test_tools_of_a_served_line_are_offered(plain: Any) -> None:
@@ -395,8 +396,8 @@ def test_tools_of_a_served_line_are_offered(plain: Any) -> None:
     line = parse_line(json.dumps({"messages": messages, "tools": tools}).encode(), 1)
     assert not isinstance(line, str)
     own = ChatTemplate(tokenizer, Chat(tools=tuple(tools)))
-    assert encode_line(line, tokenizer, Chat()) == own.answered(messages)
-    assert "Tools: " in tokenizer.decode(own.answered(messages)[0])
+    expected = own.answered([*map(normal, messages)])
+    assert encode_line(line, tokenizer, Chat()) == expected and "Tools: " in tokenizer.decode(expected[0])
 
 
 @pytest.mark.parametrize(
