@@ -220,18 +220,21 @@ class Sorted:
     cut: int = 0
     lacking: Counter[str] = field(default_factory=Counter)
 
-    @property
-    def sentences(self) -> list[str]:
-        """What requests gave a chat template that the target's does not read."""
+    def told(self, pin: dict[str, Any]) -> list[str]:
+        """What became of the lines; the first says what is learnt from and measured."""
+        train, validation, test = map(len, self.samples.values())
+        unfinished = unfinished_line(pin)
         return [
-            f"template argument `{name}` of {count} request{'s' * (count > 1)}, which the target's template lacks"
-            for name, count in self.lacking.most_common(MOST_NAMES)
+            f"{train} answers to learn from, {validation} validation and {test} test prompts",
+            *([f"{len(self.bad)} bad lines left out, first {self.bad[0]}"] if self.bad else []),
+            *([f"{self.too_long} prompts left out, too long for corpus.block"] if self.too_long else []),
+            *([f"{self.cut} answers cut to fit corpus.block"] if self.cut else []),
+            *(
+                f"template argument `{name}` of {count} request{'s' * (count > 1)}, which the target's template lacks"
+                for name, count in self.lacking.most_common(MOST_NAMES)
+            ),
+            *([unfinished] if unfinished else []),
         ]
-
-    @property
-    def first_fault(self) -> str:
-        """The first bad line, for messages that count them."""
-        return f", first {self.bad[0]}" if self.bad else ""
 
 
 def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> Sorted:
@@ -295,30 +298,17 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
     counts = {split: len(own) for split, own in found.samples.items()}
     counts |= {"bad": len(found.bad), "too_long": found.too_long, "cut": found.cut}
     write_json(path, {**pin, **counts, "files": list(files)})
-    run.say(
-        f"  traffic, lines {pin['start_line'] + 1} to {pin['lines']}: {len(train)} answers to learn from, "
-        f"{counts['validation']} validation and {counts['test']} test prompts"
-    )
-    if found.too_long or found.cut:
-        run.say(f"  traffic: {found.too_long} prompts left out and {found.cut} answers cut to fit corpus.block")
-    if found.bad:
-        run.say(f"  traffic: {len(found.bad)} bad lines left out{found.first_fault}")
-    for sentence in found.sentences:
-        run.say(f"  traffic: {sentence}")
-    if unfinished := unfinished_line(pin):
-        run.say(f"  traffic: {unfinished}")
+    for sentence in found.told(pin):
+        run.say(f"  traffic, lines {pin['start_line'] + 1} to {pin['lines']}: {sentence}")
 
 
 def no_answers(found: Sorted, pin: dict[str, Any], again: str) -> DataError:
     """Why none of the pinned lines can be learnt from; the command `again` reads the file again."""
-    unfinished = "; the last line has no newline at its end and was not read" if unfinished_line(pin) else ""
-    if pin["lines"] == 0 and not unfinished:
+    if pin["lines"] == 0 and not unfinished_line(pin):
         empty = "its *.jsonl files are" if Path(pin["path"]).is_dir() else "the file is"
         return DataError(f"{pin['path']}: {empty} empty", f"correct answers.traffic.path; then {again} reads it again")
     return DataError(
-        f"{pin['path']} has no answer in lines {pin['start_line'] + 1} to {pin['lines']}: {len(found.bad)} bad "
-        f"lines{found.first_fault}; {found.too_long} too long for corpus.block; "
-        f"{sum(map(len, found.samples.values()))} prompts of other splits{unfinished}",
+        f"{pin['path']}, lines {pin['start_line'] + 1} to {pin['lines']}: {'; '.join(found.told(pin))}",
         f"correct the file; then {again} reads it again",
     )
 
@@ -340,12 +330,9 @@ def check_traffic(recipe: Recipe) -> list[str]:
         return []
     pin = pin_of(Path(settings.path))
     found = sort_lines(recipe, islice(read_lines(pin), MOST_LINES), load_tokenizer(recipe.target.model))
-    train = found.samples["train"]
-    if not train and pin["lines"] <= MOST_LINES:
+    if not found.samples["train"] and pin["lines"] <= MOST_LINES:
         raise no_answers(found, pin, "the same command")
-    return [
-        f"traffic {settings.path}: {pin['lines']} lines; of the first {min(MOST_LINES, pin['lines'])}, "
-        f"{len(train)} answers to learn from, {len(found.bad)} bad lines{found.first_fault}, "
-        f"{found.too_long} too long",
-        *(f"warning: {sentence}" for sentence in found.sentences),
-    ]
+    first, *rest = found.told(pin)
+    read = min(MOST_LINES, pin["lines"])
+    lines = [f"traffic {settings.path}: {pin['lines']} lines; of the first {read}, {first}"]
+    return lines + [f"warning: traffic: {sentence}" for sentence in rest]

@@ -235,7 +235,7 @@ def test_rotated_and_bad_files(world: Path, runs: Path, tmp_path: Path, capsys: 
     assert f"{path}: the file is empty" in tiny.refused(capsys, *call)
     path.write_text('{"prompt": 3, "answer": "a"}\n\n[1]\n')
     said = tiny.refused(capsys, *call)
-    assert "2 bad lines, first line 1: no text in field `prompt` (it has: prompt, answer)" in said
+    assert "2 bad lines left out, first line 1: no text in field `prompt` (it has: prompt, answer)" in said
     path.write_text(text_of(served(20, 5)))
 
     def rotated(*arguments: Any) -> None:  # between the key and the reading
