@@ -22,9 +22,8 @@ from distill.files import require_new_folder
 from distill.gguf.importing import Import, read_import, write_import
 from distill.gguf.writer import WrittenFile
 from distill.gguf.writer import export_gguf as write_gguf
-from distill.measuring.acceptance import EvaluationOptions
 from distill.measuring.compare import PairSettings
-from distill.measuring.evaluation import NO_TYPES, Grid, Types, evaluate_grid, prompts_of
+from distill.measuring.evaluation import NO_TYPES, EvaluationOptions, Grid, Types, evaluate_grid, prompts_of
 from distill.measuring.evaluation_results import EvaluationReport
 from distill.measuring.speedup import measure_any_pair
 from distill.measuring.speedup_results import SpeedupReport

@@ -11,7 +11,7 @@ from toys import random_prompts, speculative
 
 from distill.decoding.calibration import Recorded
 from distill.decoding.lengths import Features
-from distill.measuring.acceptance import calibration_error
+from distill.measuring.evaluation import calibration_error
 from distill.measuring.evaluation_results import CalibrationError
 from distill.measuring.measure import decode_rounds
 from distill.recipe import Evaluate
