@@ -40,6 +40,7 @@ LAYERS = (
         "divergences",
         "tables",
         "files",
+        "http",
         "machine",
         "devices",
         "progress",
