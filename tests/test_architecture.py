@@ -40,7 +40,6 @@ LAYERS = (
         "divergences",
         "tables",
         "files",
-        "http",
         "machine",
         "devices",
         "progress",

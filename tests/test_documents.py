@@ -92,12 +92,12 @@ def test_places_in_documents_that_recipes_and_messages_name() -> None:
 
 def measured(backend: str, speedup: float) -> SpeedupPart:
     where = ("draft + target", backend)
-    row = Measurement(
-        *(*where, "draft, expected value context, ≤ 8", None, "draft", "expected-value", "greedy", None),
-        *(1, 1.0, 1.0, 1.0, 1.0, 1.0, speedup, 1.0, 2.0, None, 3, 1, 0, None),
-    )
     unused: Any = None
-    return SpeedupPart(*where, [row], unused, unused, unused, unused)
+    row = Measurement(
+        *(*where, "draft, expected value context, ≤ 8", None, "draft", "expected-value", None),
+        *(1.0, 1.0, 1.0, 1.0, speedup, 1.0, 2.0, None, 3, 1, 0, None, 0.0, 0.1, unused),
+    )
+    return SpeedupPart(*where, [row], unused)
 
 
 def test_figures_find_their_place() -> None:

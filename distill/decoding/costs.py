@@ -230,27 +230,6 @@ def accepted_by_position(rounds: Sequence[tuple[int, int]]) -> list[float]:
     return rates
 
 
-def shorter_rounds(rounds: Sequence[tuple[int, int]], length: int) -> list[tuple[int, int]]:
-    """The rounds (drafted, accepted) of `length` tokens of a text whose greedy rounds, which drafted more, are given.
-
-    A greedy draft continues an accepted text as it did before, so that a round which begins inside an accepted stretch
-    is known: it accepts what is left of the stretch. Acceptance by position is not the same for all lengths: short
-    rounds begin more often inside such stretches, long ones after a token that the draft did not know. Where all that
-    was drafted is accepted, nothing is known of the token after it: such a round is taken to have drafted no more,
-    which says nothing of later positions (see `accepted_by_position`).
-    """
-    left: list[tuple[int, bool]] = []  # by place in the text: tokens of the stretch after it; whether a miss ends it
-    for drafted, accepted in rounds:
-        left += [(accepted - passed, accepted < drafted) for passed in range(accepted + 1)]
-    shorter, place = [], 0
-    while place < len(left):
-        stretch, missed = left[place]
-        accepted = min(stretch, length)
-        shorter.append((length if missed or stretch >= length else stretch, accepted))
-        place += accepted + 1
-    return shorter
-
-
 # ── Costs of rounds, measured inside them (round_costs.py) ──
 
 

@@ -177,13 +177,20 @@ def calibrate_run(
             made = calibrate_pair(pair, prompts, pair_settings, run.command, "validation", table)
         write_json(path, made)
     found: dict[str, Any] = read_json(path, FORM)
-    scores = {name: f"{fit['log_loss']:.3f}" for name, fit in found["fits"].items()}
-    if "uncalibrated" in found:
-        scores = {"uncalibrated": f"{found['uncalibrated']['log_loss']:.3f}", **scores}
-    line = "log loss " + ", ".join(f"{name} {loss}" for name, loss in scores.items()) if scores else "no calibration"
-    line += "".join(f"; {name} not fitted: {reason}" for name, reason in found["unfitted"].items())
-    run.say(f"  probabilities on {found['prompts']} validation texts, {found['rounds']} rounds of the draft: {line}")
+    run.say(f"  probabilities calibrated on {described(found)}")
     return found
+
+
+def described(table: Mapping[str, Any] | None) -> str:
+    """What was fitted on which texts, how well it does on text new to it, and what could not be; empty for None."""
+    if table is None:
+        return ""
+    scores = {name: f"{fit['log_loss']:.3f}" for name, fit in table["fits"].items()}
+    if "uncalibrated" in table:
+        scores = {"uncalibrated": f"{table['uncalibrated']['log_loss']:.3f}", **scores}
+    line = "log loss " + ", ".join(f"{name} {loss}" for name, loss in scores.items()) if scores else "no calibration"
+    line += "".join(f"; {name} not fitted: {reason}" for name, reason in table["unfitted"].items())
+    return f"{table['prompts']} texts of {table['split']}, {table['rounds']} rounds of the draft: {line}"
 
 
 def read_calibrations(table: Mapping[str, Any], source: str) -> dict[str, Calibration]:

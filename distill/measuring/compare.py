@@ -10,14 +10,14 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
 
 import numpy
 
 from distill.decoding.configured import Fitted, configured_sampler, lossy_reason, make_drafter
-from distill.decoding.costs import measure_steps, range_start
+from distill.decoding.costs import accepted_by_position, measure_steps, range_start, tokens_per_round
 from distill.decoding.decode import Decoded, Round, decode_text, plain, room_for
 from distill.decoding.drafters import Drafter
 from distill.decoding.other_vocabulary import DraftReader
@@ -28,7 +28,6 @@ from distill.errors import RecipeError
 from distill.measuring.identity import Identity, Rounding, judged
 from distill.measuring.speedup_results import (
     REPEATS,
-    ChosenLength,
     GroupFigures,
     Measurement,
     PairMeasured,
@@ -37,8 +36,7 @@ from distill.measuring.speedup_results import (
 )
 from distill.progress import Progress
 from distill.recipe import Configuration, Gguf, PyTorch, SamplerSettings, Speedup, Target
-from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, TREES, DrafterName
-from distill.sampler import Sampler
+from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
 from distill.tables import speed_ratio
 
 # ── A configuration made ready for one pair: the rules it decodes under, and its drafter ──
@@ -76,12 +74,28 @@ class PairSettings:
 
 
 @dataclass(frozen=True)
+class TimedText:
+    """One prompt decoded once; `seconds` are those of prompt and tokens together.
+
+    `target` and `draft` are the steps of both models behind the prompt, where they were watched.
+    """
+
+    prompt: int
+    seconds: float
+    decoded: Decoded
+    target: Sequence[Step] = ()
+    draft: Sequence[Step] = ()
+
+
+@dataclass(eq=False)
 class TimedConfiguration:
-    """A configuration with the rules it decodes under; `make` gives its drafter, None for plain decoding.
+    """A configuration with the rules it decodes under, and the texts it wrote; `make` gives its drafter, None for plain
+    decoding.
 
     The drafter is made as at the start of a session; what it learns it keeps from prompt to prompt. `lossy` is the
     reason why the text would not follow the target's distribution, None where it does. `length` is γ of a configuration
-    of the greedy sweep (0: plain), None for every other.
+    of the greedy sweep (0: plain), None for every other. `base` is plain decoding under the same sampler, over which
+    its speedup is; None where this is it. `texts` come in the order of the prompts.
     """
 
     configuration: Configuration
@@ -89,10 +103,12 @@ class TimedConfiguration:
     make: Callable[[], Drafter] | None
     lossy: str | None = None
     length: int | None = None
+    base: TimedConfiguration | None = None
+    texts: list[TimedText] = field(default_factory=list)
 
     @property
     def title(self) -> str:
-        """Its name in tables, and that of its texts."""
+        """Its name in tables."""
         return self.configuration.title
 
     @property
@@ -101,9 +117,14 @@ class TimedConfiguration:
         return self.rules.sampler.temperature > 0
 
     @property
-    def base(self) -> str:
-        """The title of plain decoding under the same sampler, over which its speedup is."""
-        return PLAIN_SAMPLED.title if self.sampled else PLAIN.title
+    def plain(self) -> TimedConfiguration:
+        """Plain decoding under the same sampler."""
+        return self.base or self
+
+    @property
+    def rounds(self) -> list[Round]:
+        """The rounds of all its texts."""
+        return [r for text in self.texts for r in text.decoded.rounds]
 
     def decode(self, target: Model, drafter: Drafter | None, prompt: Sequence[int], limit: int) -> Decoded:
         """Decode a prompt from cold caches, by a drafter that `make` gave; plainly without one."""
@@ -141,34 +162,21 @@ def prepare_all(
     change the target's distribution, unless the settings allow that.
     """
     ready = partial(prepare, settings, draft=draft, ends=ends, fitted=fitted)
-    lengths = [replace(ready(PLAIN), length=0), *(replace(ready(one), length=one.max_length) for one in settings.sweep)]
-    sampled = Sampler.of(settings.sampler).temperature > 0 and any(one.sampler == "recipe" for one in settings.others)
-    prepared = [*lengths, *map(ready, [*([PLAIN_SAMPLED] if sampled else []), *settings.others])]
+    greedy, drawn = replace(ready(PLAIN), length=0), ready(PLAIN_SAMPLED)
+    sweep = [replace(ready(one), length=one.max_length) for one in settings.sweep]
+    others = [*map(ready, settings.others)]
+    for one in (*sweep, *others):
+        one.base = drawn if one.sampled else greedy
+    prepared = [greedy, *sweep, *([drawn] if any(one.sampled for one in others) else []), *others]
     refused = next((one for one in prepared if one.lossy is not None and not settings.speedup.allow_lossy), None)
     if refused is not None:
-        title = refused.configuration.title
         raise RecipeError(
-            f"`{title}` would change the target's distribution: {refused.lossy}", "change it, or --allow-lossy"
+            f"`{refused.title}` would change the target's distribution: {refused.lossy}", "change it, or --allow-lossy"
         )
     return prepared
 
 
 # ── Plain against speculative decoding of one pair by one backend: interleaved, cold caches, distinct prompts ──
-
-
-@dataclass(frozen=True)
-class TimedText:
-    """One prompt decoded once by a configuration, given by title; `seconds` are those of prompt and tokens together.
-
-    `target` and `draft` are the steps of both models behind the prompt, where they were watched.
-    """
-
-    prompt: int
-    title: str
-    seconds: float
-    decoded: Decoded
-    target: Sequence[Step] = field(default=())
-    draft: Sequence[Step] = field(default=())
 
 
 def time_texts(
@@ -178,94 +186,41 @@ def time_texts(
     new_tokens: int,
     prepared: Sequence[TimedConfiguration],
     progress_title: str,
-    between: Callable[[], None] = lambda: None,
     watch: Watch | None = None,
-) -> list[TimedText]:
+) -> None:
     """Decode every prompt by every configuration; their order turns from prompt to prompt.
 
-    `between` is called before each prompt and after the last. `watch` has the steps of both models noted.
+    `watch` has the steps of both models noted.
     """
     watch = Watch() if watch is None else watch
     # One throw-away text each: lazily made buffers and kernels are not to be measured.
     for one in prepared:
         one.decode(target, one.make() if one.make else None, prompts[0], min(8, new_tokens))
     watch.take()
-    drafters = [one.make() if one.make else None for one in prepared]
-    order = list(zip(prepared, drafters, strict=True))
-    texts: list[TimedText] = []
+    order = [(one, one.make() if one.make else None) for one in prepared]
     progress = Progress(progress_title, len(prompts))
     for index, prompt in enumerate(prompts):
-        between()
         limit = room_for(target, draft, len(prompt), new_tokens)
         turn = index % len(order)
         for one, drafter in order[turn:] + order[:turn]:
             started = time.perf_counter()
             decoded = one.decode(target, drafter, prompt, limit)
             seconds = time.perf_counter() - started
-            texts.append(TimedText(index, one.title, seconds, decoded, *watch.take()))
+            one.texts.append(TimedText(index, seconds, decoded, *watch.take()))
         progress.step()
-    between()
-    return texts
 
 
 def judge_identity(
-    target: Model,
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[TimedText],
-    prepared: Sequence[TimedConfiguration],
-    rounding: Rounding,
-) -> dict[str, Identity]:
-    """For each greedy configuration that drafts, by title, how its texts stand to the plain ones."""
-    plain_texts = {text.prompt: text.decoded.tokens for text in texts if text.title == PLAIN.title}
-    counts = {one.title: Counter[str]() for one in prepared if not one.sampled and one.title != PLAIN.title}
-    for number, plain_text in plain_texts.items():
-        own = [text for text in texts if text.prompt == number and text.title in counts]
-        kinds = judged(target, prompts[number], plain_text, [text.decoded.tokens for text in own], rounding)
-        for text, kind in zip(own, kinds, strict=True):
-            counts[text.title][kind] += 1
-    return {title: Identity(**own) for title, own in counts.items()}
-
-
-def measurements(
-    texts: Sequence[TimedText],
-    prepared: Sequence[TimedConfiguration],
-    identities: Mapping[str, Identity],
-    pair: PairMeasured,
-) -> list[Measurement]:
-    """The measurement of each configuration, its speedup over the plain run of the same sampler."""
-    rows = []
-    for one in prepared:
-        tokens, seconds = totals(texts, one.title)
-        base_tokens, base_seconds = totals(texts, one.base)
-        each, accepted = accepted_per_drafted(rounds_of(texts, one.title))
-        ratio = speed_ratio(tokens, seconds, base_tokens, base_seconds)
-        identity = Identity(identical=len(tokens)) if one.title == PLAIN.title else identities.get(one.title)
-        counted = dict.fromkeys(("identical", "excused", "different")) if identity is None else asdict(identity)
-        configuration = one.configuration
-        row = Measurement(
-            **asdict(pair),
-            **counted,
-            configuration=one.title,
-            length=one.length,
-            drafter=configuration.drafter if configuration.drafts else None,
-            rule=configuration.length_rule if configuration.drafts else None,
-            verifier=configuration.verified_by if configuration.drafts else None,
-            sampler=one.rules.sampler.describe() if one.sampled else None,
-            tokens=int(tokens.sum()),
-            seconds=float(seconds.sum()),
-            tokens_per_second=float(tokens.sum() / seconds.sum()),
-            plain_tokens_per_second=float(base_tokens.sum() / base_seconds.sum()),
-            tokens_per_round=each,
-            acceptance=accepted,
-            speedup=ratio.mean,
-            speedup_low=ratio.low,
-            speedup_high=ratio.high,
-            predicted=None,
-            lossy=one.lossy,
-            repeated=repeated_share([text.decoded.tokens for text in texts if text.title == one.title]),
-        )
-        rows.append(row)
-    return rows
+    target: Model, prompts: Sequence[Sequence[int]], prepared: Sequence[TimedConfiguration], rounding: Rounding
+) -> list[Identity | None]:
+    """For each configuration how its texts stand to those of the first, plain greedy decoding; None: sampled texts."""
+    greedy = [one for one in prepared if not one.sampled]
+    counts = {id(one): Counter[str]() for one in greedy}
+    for number, prompt in enumerate(prompts):
+        texts = [one.texts[number].decoded.tokens for one in greedy]
+        for one, kind in zip(greedy, judged(target, prompt, texts[0], texts, rounding), strict=True):
+            counts[id(one)][kind] += 1
+    return [Identity(**counts[id(one)]) if id(one) in counts else None for one in prepared]
 
 
 def repeated_share(texts: Sequence[Sequence[int]]) -> float:
@@ -282,11 +237,6 @@ def repeated_share(texts: Sequence[Sequence[int]]) -> float:
     return repeated / total if total else 0.0
 
 
-def rounds_of(texts: Sequence[TimedText], title: str) -> list[Round]:
-    """All rounds of a configuration."""
-    return [r for text in texts if text.title == title for r in text.decoded.rounds]
-
-
 def accepted_per_drafted(rounds: Sequence[Round]) -> tuple[float | None, float | None]:
     """Tokens per round (accepted + 1), and accepted ÷ drafted; None where there is no round, or nothing was drafted."""
     drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
@@ -294,58 +244,90 @@ def accepted_per_drafted(rounds: Sequence[Round]) -> tuple[float | None, float |
     return each, accepted / drafted if drafted else None
 
 
-def totals(texts: Sequence[TimedText], title: str) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Tokens and seconds [prompts] that a configuration took for each prompt."""
-    count = 1 + max(text.prompt for text in texts)
-    tokens, seconds = numpy.zeros(count), numpy.zeros(count)
-    for text in texts:
-        if text.title == title:
-            tokens[text.prompt] += len(text.decoded.tokens)
-            seconds[text.prompt] += text.seconds
-    return tokens, seconds
+def totals(texts: Sequence[TimedText]) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Tokens and seconds [prompts] of each text."""
+    tokens = numpy.array([len(text.decoded.tokens) for text in texts], float)
+    return tokens, numpy.array([text.seconds for text in texts], float)
 
 
-def choose_length(texts: Sequence[TimedText], sweep: Sequence[Configuration]) -> ChosenLength:
-    """The better of plain and speculative: γ chosen on the even prompts, its figures on the odd ones.
-
-    `sweep` are the configurations of the lengths.
-    """
-    # Renumbered, so that no prompt is counted that has no text.
-    even, odd = ([replace(t, prompt=t.prompt // 2) for t in texts if t.prompt % 2 == side] for side in (0, 1))
-
-    def speed(configuration: Configuration) -> float:
-        tokens, seconds = totals(even, configuration.title)
-        return float(tokens.sum() / seconds.sum())
-
-    chosen = max((PLAIN, *sweep), key=speed)
-    tokens, seconds = totals(odd, chosen.title)
-    ratio = speed_ratio(tokens, seconds, *totals(odd, PLAIN.title))
-    length, rate = chosen.max_length if chosen.drafts else 0, float(tokens.sum() / seconds.sum())
-    return ChosenLength(length, ratio.mean, ratio.low, ratio.high, rate)
+def rate(texts: Sequence[TimedText]) -> float:
+    """Tokens per second of all texts."""
+    tokens, seconds = totals(texts)
+    return float(tokens.sum() / seconds.sum())
 
 
-# ── Figures of watched texts: where the seconds of a round go, and speeds per class of prompt and per depth ──
+# ── What a configuration gave: where the seconds of a round go, and speeds per class of prompt and per depth ──
 # Legend: m tokens of a step, n drafted tokens, T target, D draft, τ tokens of a round.
 
 FIRST_DEPTH = 128  # tokens at which the second range of depths begins; each later range is twice as long
 
 
-def by_class(
-    texts: Sequence[TimedText], prepared: Sequence[TimedConfiguration], classes: Sequence[str]
-) -> list[GroupFigures]:
-    """Every configuration on the prompts of each class; none where there is one class only."""
+def measurement(
+    one: TimedConfiguration,
+    identity: Identity | None,
+    steps: StepFigures,
+    pair: PairMeasured,
+    classes: Sequence[str] = (),
+    synchronous: bool = True,
+) -> Measurement:
+    """What a configuration gave on all prompts; its speedup is over the plain run of the same sampler."""
+    each, accepted = accepted_per_drafted(one.rounds)
+    ratio = speed_ratio(*totals(one.texts), *totals(one.plain.texts))
+    counted = dict.fromkeys(("identical", "excused", "different")) if identity is None else asdict(identity)
+    configuration = one.configuration
+    return Measurement(
+        **asdict(pair),
+        **counted,
+        configuration=one.title,
+        length=one.length,
+        drafter=configuration.drafter if configuration.drafts else None,
+        rule=configuration.length_rule if configuration.drafts else None,
+        sampler=one.rules.sampler.describe() if one.sampled else None,
+        tokens_per_second=rate(one.texts),
+        plain_tokens_per_second=rate(one.plain.texts),
+        tokens_per_round=each,
+        acceptance=accepted,
+        speedup=ratio.mean,
+        speedup_low=ratio.low,
+        speedup_high=ratio.high,
+        predicted=predicted_speedup(one, steps),
+        lossy=one.lossy,
+        repeated=repeated_share([text.decoded.tokens for text in one.texts]),
+        prompt_seconds=prompt_seconds(one),
+        rounds=round_figures(one, steps, synchronous),
+        by_class=by_class(one, classes),
+        by_depth=by_depth(one),
+    )
+
+
+def prompt_seconds(one: TimedConfiguration) -> float:
+    """The mean seconds of a prompt and its first token."""
+    return statistics.fmean(text.decoded.prefill_seconds for text in one.texts)
+
+
+def predicted_speedup(one: TimedConfiguration, steps: StepFigures) -> float | None:
+    """The speedup of a fixed length that drafts by the model, over whole requests, from T(m), D and the conditional
+    acceptance: behind the prompt, rounds of τ tokens take T(γ + 1) + γ·D (Leviathan et al. 2023, eq. 1)."""
+    length, chain = one.length or 0, one.configuration.drafter == "draft"
+    if not length or not chain or not steps.draft or length + 1 not in steps.target or not one.rounds:
+        return None
+    tokens = tokens_per_round(accepted_by_position([(r.drafted, r.accepted) for r in one.rounds])[:length])
+    behind = statistics.fmean(len(text.decoded.tokens) - 1 for text in one.plain.texts)
+    round_seconds = steps.target[length + 1] + length * steps.draft[1]
+    plain_seconds = prompt_seconds(one.plain) + behind * steps.target[1]
+    return plain_seconds / (prompt_seconds(one) + behind / tokens * round_seconds)
+
+
+def by_class(one: TimedConfiguration, classes: Sequence[str]) -> list[GroupFigures]:
+    """A configuration on the prompts of each class; none where there is one class only."""
     groups = []
     for name in dict.fromkeys(classes) if len(set(classes)) > 1 else ():
-        numbers = {number: place for place, number in enumerate(n for n, one in enumerate(classes) if one == name)}
-        own = [replace(t, prompt=numbers[t.prompt]) for t in texts if t.prompt in numbers]
-        for one in prepared:
-            tokens, seconds = totals(own, one.title)
-            ratio = speed_ratio(tokens, seconds, *totals(own, one.base))
-            if len(numbers) == 1:
-                ratio = replace(ratio, low=math.nan, high=math.nan)
-            accepted = accepted_per_drafted(rounds_of(own, one.title))
-            size = (len(numbers), int(tokens.sum()), float(tokens.sum() / seconds.sum()))
-            groups.append(GroupFigures(name, one.title, *size, *accepted, *astuple(ratio)))
+        own, base = ([t for t in of.texts if classes[t.prompt] == name] for of in (one, one.plain))
+        ratio = speed_ratio(*totals(own), *totals(base))
+        if len(own) == 1:
+            ratio = replace(ratio, low=math.nan, high=math.nan)
+        accepted = accepted_per_drafted([r for text in own for r in text.decoded.rounds])
+        groups.append(GroupFigures(name, len(own), rate(own), *accepted, *astuple(ratio)))
     return groups
 
 
@@ -361,29 +343,26 @@ def _step_seconds(text: TimedText) -> list[tuple[int, float]]:
     return [(step.depth, end - step.started) for step, end in zip(text.target, ends, strict=True)]
 
 
-def by_depth(texts: Sequence[TimedText], prepared: Sequence[TimedConfiguration]) -> list[GroupFigures]:
-    """Every configuration that drafts, on its rounds at each range of depths, against plain steps there."""
-    ranges = []
-    plain: dict[tuple[str, tuple[int, int]], list[float]] = {}
-    for text in texts:
-        for depth, seconds in () if text.decoded.rounds else _step_seconds(text):
-            plain.setdefault((text.title, _range(depth)), []).append(seconds)
-    for one in prepared:
-        rounds: dict[tuple[int, int], list[Round]] = {}
-        for r in rounds_of(texts, one.title):
-            rounds.setdefault(_range(r.depth), []).append(r)
-        for span, own in sorted(rounds.items()):
-            tokens, taken = sum(r.accepted + 1 for r in own), sum(r.seconds for r in own)
-            steps = plain.get((one.base, span))
-            gain = tokens / taken * statistics.fmean(steps) if steps else None
-            size = (len(own), tokens, tokens / taken)
-            group = f"{span[0]}–{span[1] - 1}"
-            ranges.append(GroupFigures(group, one.title, *size, *accepted_per_drafted(own), gain, math.nan, math.nan))
-    return sorted(ranges, key=lambda figures: int(figures.group.split("–")[0]))
+def by_depth(one: TimedConfiguration) -> list[GroupFigures]:
+    """A configuration that drafts, on its rounds at each range of depths, against plain steps there."""
+    rounds: dict[tuple[int, int], list[Round]] = {}
+    plain: dict[tuple[int, int], list[float]] = {}
+    for r in one.rounds:
+        rounds.setdefault(_range(r.depth), []).append(r)
+    for depth, seconds in [step for text in one.plain.texts for step in _step_seconds(text)] if rounds else ():
+        plain.setdefault(_range(depth), []).append(seconds)
+    found = []
+    for span, own in sorted(rounds.items()):
+        speed = sum(r.accepted + 1 for r in own) / sum(r.seconds for r in own)
+        gain = speed * statistics.fmean(plain[span]) if span in plain else None
+        group = f"{span[0]}–{span[1] - 1}"
+        found.append(GroupFigures(group, len(own), speed, *accepted_per_drafted(own), gain, math.nan, math.nan))
+    return found
 
 
-def time_steps(texts: Sequence[TimedText], target: Model, draft: Model | None, repeats: int) -> StepFigures:
+def time_steps(prepared: Sequence[TimedConfiguration], target: Model, draft: Model | None, repeats: int) -> StepFigures:
     """T(m) and D(m) with one model alone, for every m that the texts came to, at the median depth of their steps."""
+    texts = [text for one in prepared for text in one.texts]
     depths = [step.depth for text in texts for step in text.target]
     depth = int(statistics.median(depths)) if depths else 1
 
@@ -398,55 +377,28 @@ def time_steps(texts: Sequence[TimedText], target: Model, draft: Model | None, r
     )
 
 
-def round_figures(
-    one: TimedConfiguration, texts: Sequence[TimedText], steps: StepFigures, synchronous: bool
-) -> RoundFigures:
+def round_figures(one: TimedConfiguration, steps: StepFigures, synchronous: bool) -> RoundFigures:
     """Where the seconds of a configuration's rounds went, and how near it came to the bound of its steps.
 
     A chain's draft step after a whole accepted round takes two tokens; the bound counts it as D(1).
     """
-    drafter, texts = one.configuration.drafter, [text for text in texts if text.title == one.title]
-    rounds = [r for text in texts for r in text.decoded.rounds]
-    target = [step for text in texts for step in text.target]
-    draft = [step for text in texts for step in text.draft]
+    trees, rounds = one.configuration.branches, one.rounds
+    target = [step for text in one.texts for step in text.target]
+    draft = [step for text in one.texts for step in text.draft]
     if rounds:
         count, tokens, seconds = len(rounds), sum(r.accepted + 1 for r in rounds), sum(r.seconds for r in rounds)
     else:
         count = tokens = max(len(target), 1)
-        seconds = sum(second for text in texts for _, second in _step_seconds(text))
+        seconds = sum(second for text in one.texts for _, second in _step_seconds(text))
     alone = sum(steps.target[step.tokens] for step in target)
-    alone += sum(steps.draft[1 if step.tokens == 2 and drafter not in TREES else step.tokens] for step in draft)
-    paid = [sum(step.seconds for step in own) / count for own in (target, draft)]
-    measured, bound = tokens / seconds if seconds else math.nan, tokens / alone if alone else math.nan
+    alone += sum(steps.draft[1 if step.tokens == 2 and not trees else step.tokens] for step in draft)
+    paid = [sum(step.seconds for step in own) / count if synchronous else None for own in (target, draft)]
     return RoundFigures(
-        configuration=one.title,
-        rounds=count,
         tokens=tokens / count,
-        most=_all_accepted(rounds, len(draft), drafter),
         verified=sum(step.tokens for step in target) / count,
         draft_steps=len(draft) / count,
         seconds=seconds / count,
-        target_seconds=paid[0] if synchronous else None,
-        draft_seconds=paid[1] if synchronous else None,
-        overhead_seconds=seconds / count - sum(paid) if synchronous else None,
-        tokens_per_second=measured,
-        bound=bound,
-        attained=measured / bound,
+        target_seconds=paid[0],
+        draft_seconds=paid[1],
+        bound=tokens / alone if alone else math.nan,
     )
-
-
-def prompt_seconds(texts: Sequence[TimedText]) -> dict[str, float]:
-    """By configuration, the mean seconds of a prompt and its first token."""
-    seconds: dict[str, list[float]] = {}
-    for text in texts:
-        seconds.setdefault(text.title, []).append(text.decoded.prefill_seconds)
-    return {title: statistics.fmean(own) for title, own in seconds.items()}
-
-
-def _all_accepted(rounds: Sequence[Round], steps: int, drafter: DrafterName) -> float | None:
-    """Mean tokens of a round in which everything is accepted: of a tree, a node of each level, a draft step each."""
-    if not rounds:
-        return 1.0
-    if drafter in ("lookup+tree", "table"):
-        return None
-    return 1 + (steps if drafter == "tree" else sum(r.drafted for r in rounds)) / len(rounds)

@@ -44,7 +44,7 @@ from distill.engines.torch.hugging_face import (
     load_tokenizer,
 )
 from distill.errors import DataError
-from distill.files import write_atomically, write_result, write_text
+from distill.files import write_result, write_text
 from distill.gguf.head import open_head
 from distill.gguf.importing import file_type, is_gguf, one_engine
 from distill.measuring.evaluation_results import (
@@ -121,10 +121,8 @@ class TargetWithDrafts:
     writer: str = ""
 
 
-def evaluate_pairs(
-    targets: Iterable[TargetWithDrafts], options: EvaluationOptions
-) -> tuple[EvaluationReport, dict[str, list[list[Round]]]]:
-    """The report of all pairs, and the decoded rounds of each prompt by pair.
+def evaluate_pairs(targets: Iterable[TargetWithDrafts], options: EvaluationOptions) -> EvaluationReport:
+    """The report of all pairs.
 
     DataError for targets that have room for other prompts.
     """
@@ -174,7 +172,7 @@ def evaluate_pairs(
         sliced=None if several else next(iter(sliced.values()), None),
         costs=costs,
     )
-    return report, {name: own.rounds for name, own in decoded.items()}
+    return report
 
 
 def _values(pairs: Mapping[str, LoadedPair], blocks: Packed, sampler: Sampler, size: int, domain: str) -> Any:
@@ -330,25 +328,8 @@ def calibration_error(rounds: Sequence[Sequence[Recorded]]) -> CalibrationError 
 # ── Stage `eval` ──
 
 
-def write_rounds(path: Path, rounds: dict[str, list[list[Round]]]) -> None:
-    """rounds.parquet: one row per round (draft, prompt, depth, drafted, accepted, seconds)."""
-    import pyarrow
-    import pyarrow.parquet
-
-    rows = [
-        {"draft": name, "prompt": prompt, **r._asdict()}
-        for name, prompts in rounds.items()
-        for prompt, own in enumerate(prompts)
-        for r in own
-    ]
-    kinds = {"draft": pyarrow.string(), "prompt": pyarrow.int64()} | dict.fromkeys(Round._fields, pyarrow.int64())
-    # Named columns, so that a table without a round has them too.
-    table = pyarrow.Table.from_pylist(rows, pyarrow.schema(kinds | {"seconds": pyarrow.float64()}))
-    write_atomically(path, lambda temporary: pyarrow.parquet.write_table(table, temporary))
-
-
 def evaluate(recipe: Recipe, run: Run) -> list[Path]:
-    """Write eval.json, eval.md and rounds.parquet: the draft before (cut/) and after (draft/) training.
+    """Write eval.json and eval.md: the draft before (cut/) and after (draft/) training.
 
     Where the target is not loaded there are no rounds, and the rest is measured on its stored distributions.
     """
@@ -365,9 +346,7 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         batch=recipe.answers.batch,
         prepack=recipe.pytorch.prepack,
     )
-    report, rounds = evaluate_pairs([opened], options)
-    write_rounds(run.path("rounds.parquet"), rounds)
-    return [*_written(run, report), run.path("rounds.parquet")]
+    return _written(run, evaluate_pairs([opened], options))
 
 
 def open_run(recipe: Recipe, run: Run) -> TargetWithDrafts:
@@ -584,7 +563,7 @@ def evaluate_grid(grid: Grid, prompts: Prompts, options: EvaluationOptions) -> E
                 name = name if len(targets) == 1 else f"{name} for {label}"
                 groups.setdefault((writer, big), {})[name] = small, cache
         with closing(_opened(groups, grid, prompts, options)) as opened:
-            return evaluate_pairs(opened, options)[0]
+            return evaluate_pairs(opened, options)
 
 
 def _labelled(

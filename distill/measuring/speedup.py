@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -27,6 +26,7 @@ from distill.machine import machine
 from distill.measuring.calibrate import (
     calibrate_pair,
     calibrate_run,
+    described,
     need_calibration,
     read_calibrations,
     validation_prompts,
@@ -34,7 +34,7 @@ from distill.measuring.calibrate import (
 from distill.measuring.compare import PairSettings, TimedText, totals
 from distill.measuring.identity import OwnDistributions, files_in_types
 from distill.measuring.speedup_results import InTurns, PairMeasured, SpeedupPart, SpeedupReport
-from distill.measuring.speedup_tables import speedup_blocks
+from distill.measuring.speedup_tables import explain, speedup_blocks
 from distill.measuring.timing import PairTexts, measure_pair, time_again
 from distill.recipe import Chat, Configuration, Corpus, Gguf, Recipe, Target
 from distill.recipe.measuring import fixed_length
@@ -85,7 +85,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         sampler=Sampler.of(recipe.sampler).describe(),
         parts=[parts[backend] for backend in settings.backends],
         most_kl=settings.most_kl,
-        calibration=calibration,
+        calibration=described(calibration),
         gguf=recipe.gguf.described() if settings.files else "",
     )
     report = replace(report, in_turns=_in_turns(recipe, run, report, fits, table))
@@ -107,19 +107,15 @@ def _measure(
     fits: Mapping[str, Calibration],
     table: NGramTable | None,
 ) -> SpeedupPart:
-    """All measurements of the pair by one backend, on test prompts; their explanations are said, too."""
+    """All measurements of the pair by one backend, on test prompts; why it is faster or not is said, too."""
     prompts = _prompts(recipe, run)
     spare = validation_prompts(run, recipe.answers.prompt_tokens, PROMPTS)
     if not spare:
         run.say("    there is no validation text: costs are timed on the test prompts, which does not change them")
-    evaluated = _evaluated_rounds(run, prompts, recipe.speedup.new_tokens)
     written = load_tokenizer(recipe.target.model).decode
-    given = PairTexts(prompts, spare or prompts, fits, evaluated, written=written, table=table)
-    part = measure_pair(settings, pair, label, given)
-    explanations = [f"{label.pair}, {label.backend}: {sentence}" for sentence in part.explanations]
-    for sentence in explanations:
-        run.say(f"    {sentence}")
-    return replace(part, explanations=explanations)
+    part = measure_pair(settings, pair, label, PairTexts(prompts, spare or prompts, fits, written=written, table=table))
+    run.say(f"    {explain(part)}")
+    return part
 
 
 def _in_turns(
@@ -134,7 +130,9 @@ def _in_turns(
         return []
     ways = [*plain.values(), *(one for one in report.best if one.key in plain)]
     titles = {key: {one.configuration for one in ways if one.key == key} for key in plain}
-    texts: dict[tuple[str, str], list[TimedText]] = {key: [] for key in plain}
+    texts: dict[tuple[str, str], dict[str, list[TimedText]]] = {
+        key: {title: [] for title in own} for key, own in titles.items()
+    }
     run.say(f"  {len(plain)} engines in {turns} turns: plain decoding, and the fastest way of each")
     for turn in range(min(turns, len(prompts))):
         own = PairTexts(prompts[turn::turns], [], fits, table=table)
@@ -142,10 +140,10 @@ def _in_turns(
             if part.key in plain:
                 settings = _settings(recipe, run, backend)
                 with _load(recipe, settings, backend) as pair:
-                    timed = time_again(settings, pair, part, titles[part.key], own)
-                texts[part.key] += [replace(text, prompt=turn + turns * text.prompt) for text in timed]
+                    for title, timed in time_again(settings, pair, titles[part.key], own).items():
+                        texts[part.key][title] += timed
                 gc.collect()
-    columns = {(one.key, one.configuration): totals(texts[one.key], one.configuration) for one in ways}
+    columns = {(one.key, one.configuration): totals(texts[one.key][one.configuration]) for one in ways}
     rates = {way: float(tokens.sum() / seconds.sum()) for way, (tokens, seconds) in columns.items()}
     base = columns[max(((key, one.configuration) for key, one in plain.items()), key=lambda way: rates[way])]
     found = []
@@ -221,27 +219,6 @@ def _load(recipe: Recipe, settings: PairSettings, backend: str) -> LoadedPair:
     return replace(pair, ends=end_ids(recipe.target.model, load_tokenizer(recipe.target.model)))
 
 
-def _evaluated_rounds(run: Run, prompts: Sequence[Sequence[int]], new_tokens: int) -> list[list[tuple[int, int]]]:
-    """The evaluation's rounds (drafted, accepted) of each of the first test prompts, in order.
-
-    Its texts may be longer than those timed here, whose `new_tokens` alone count: acceptance differs by depth. Empty
-    before the evaluation has run.
-    """
-    path = run.path("rounds.parquet")
-    if not path.exists():
-        return []
-    import pyarrow.parquet
-
-    filters = [("draft", "=", "after"), ("prompt", "<", len(prompts))]
-    columns = ["prompt", "depth", "drafted", "accepted"]
-    rows = pyarrow.parquet.read_table(path, columns=columns, filters=filters).to_pylist()
-    rounds: list[list[tuple[int, int]]] = [[] for _ in prompts]
-    for r in sorted(rows, key=lambda r: (r["prompt"], r["depth"])):
-        if r["depth"] < len(prompts[r["prompt"]]) + new_tokens:
-            rounds[r["prompt"]].append((r["drafted"], r["accepted"]))
-    return rounds
-
-
 # ── `distill speedup TARGET DRAFT`: any pair on the user's prompts, without a recipe's run ──
 
 CALIBRATION_PROMPTS = 8  # for configurations that read calibrations or measured costs
@@ -297,12 +274,11 @@ def measure_any_pair(
             new_tokens=new_tokens,
             sampler=Sampler.of(settings.sampler).describe(),
             parts=[part],
-            calibration=calibration,
+            calibration=described(calibration),
             gguf=settings.gguf.described() if pair.backend != "pytorch" else "",
             pytorch=settings.pytorch.suffix.removeprefix(", "),
             target=names[0],
             draft=names[1],
-            classes=dict(Counter(given.classes)),
             dropped=prompts.dropped,
         )
 

@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-from distill.decoding.costs import PaidCosts
 from distill.files import Figure
 from distill.recipe.measuring import MOST_KL
 
@@ -35,26 +34,89 @@ REPEATS = 16  # tokens in a row that a text had before: they count as repeated
 
 
 @dataclass(frozen=True)
+class RoundFigures:
+    """Where the seconds of a configuration's rounds go, the prompt apart; of plain decoding, of its steps.
+
+    Of a round: its `tokens` (τ), mean tokens of the target's step (`verified`), draft steps and seconds;
+    `target_seconds` and `draft_seconds` as they were paid in all steps of each model, None where a device computes on
+    after a call returns. `bound` is τ ÷ (T(m) + Σ D), tokens per second, from steps timed with one model alone; NaN
+    where every text ended with its first token.
+    """
+
+    tokens: float
+    verified: float
+    draft_steps: float
+    seconds: float
+    target_seconds: float | None
+    draft_seconds: float | None
+    bound: Figure
+
+    @property
+    def overhead_seconds(self) -> float | None:
+        """What is spent in neither model."""
+        if self.target_seconds is None or self.draft_seconds is None:
+            return None
+        return self.seconds - self.target_seconds - self.draft_seconds
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens per second behind the prompt."""
+        return self.tokens / self.seconds if self.seconds else math.nan
+
+
+@dataclass(frozen=True)
+class GroupFigures:
+    """A configuration on the prompts of a class, or on its rounds at a range of depths.
+
+    `group` is the class, or the tokens in the context (`from`–`to`). Figures of a class include the prompts, those of
+    a depth do not. `count` is of prompts or rounds. The speedup is over plain decoding of the same prompts, or at the
+    same depths; None where plain decoding made no text there. The interval is by prompt, NaN where there is one.
+    """
+
+    group: str
+    count: int
+    tokens_per_second: float
+    tokens_per_round: float | None
+    acceptance: float | None
+    speedup: float | None
+    speedup_low: Figure
+    speedup_high: Figure
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A run of text: `kind` is `accepted` (drafted and accepted) or `target` (the target's own)."""
+
+    text: str
+    kind: str
+
+
+@dataclass(frozen=True)
+class Sample:
+    """A text that was decoded after a prompt."""
+
+    prompt: str
+    segments: list[Segment]
+
+
+@dataclass(frozen=True)
 class Measurement(PairMeasured):
     """What one configuration gave on all prompts, beside the plain run of the same sampler.
 
     `configuration` is its title. `length` is γ of the greedy sweep of fixed lengths (0: plain) and None for every other
-    configuration; `drafter`, `rule` and `verifier` are None where nothing is drafted. `sampler` is None for greedy.
+    configuration; `drafter` and `rule` are None where nothing is drafted. `sampler` is None for greedy.
     `identical`, `excused` and `different` count texts against the plain greedy run; None where texts are sampled.
     `lossy` is the reason why the text does not follow the target's distribution, None where it does.
-    `predicted` is the speedup expected from measured costs and acceptance.
+    `predicted` is the speedup expected from the costs of steps and the conditional acceptance.
     `repeated` is the share of the tokens that lie in REPEATS tokens which the same text had before: lookups profit from
-    these, and a degenerate text is full of them.
+    these, and a degenerate text is full of them. `prompt_seconds` are the mean seconds until the first token.
     """
 
     configuration: str
     length: int | None
     drafter: str | None
     rule: str | None
-    verifier: str | None
     sampler: dict[str, int | float] | None
-    tokens: int
-    seconds: float
     tokens_per_second: float
     plain_tokens_per_second: float
     tokens_per_round: float | None
@@ -67,7 +129,12 @@ class Measurement(PairMeasured):
     excused: int | None
     different: int | None
     lossy: str | None
-    repeated: float | None = None
+    repeated: float
+    prompt_seconds: float
+    rounds: RoundFigures
+    by_class: list[GroupFigures] = field(default_factory=list)
+    by_depth: list[GroupFigures] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list)
 
     @property
     def is_plain(self) -> bool:
@@ -101,17 +168,6 @@ class Measurement(PairMeasured):
 
 
 @dataclass(frozen=True)
-class ChosenLength:
-    """The better of plain (length 0) and speculative: chosen on the even prompts, these figures are of the odd ones."""
-
-    length: int
-    speedup: Figure
-    speedup_low: Figure
-    speedup_high: Figure
-    tokens_per_second: float
-
-
-@dataclass(frozen=True)
 class StepFigures:
     """Median seconds of a step of m tokens, with one model alone, at a depth: T(m) by m of the target, D(m)."""
 
@@ -126,92 +182,21 @@ class StepFigures:
 
 
 @dataclass(frozen=True)
-class RoundFigures:
-    """Where the seconds of a configuration's rounds go, the prompt apart; of plain decoding, of its steps.
-
-    `tokens` a round (τ), `most` of them if everything drafted were accepted (None where looked-up text and trees take
-    turns), mean tokens of the target's step (`verified`) and draft steps of a round; `target_seconds`,
-    `draft_seconds` and `overhead_seconds` of a round as they were paid: in the target, in all steps of the draft, and
-    in neither; None where a device computes on after a call returns. `bound` is τ ÷ (T(m) + Σ D), tokens per second,
-    from steps timed with one model alone; `attained` is the share of it that was measured. These three are NaN where
-    every text ended with its first token.
-    """
-
-    configuration: str
-    rounds: int
-    tokens: float
-    most: float | None
-    verified: float
-    draft_steps: float
-    seconds: float
-    target_seconds: float | None
-    draft_seconds: float | None
-    overhead_seconds: float | None
-    tokens_per_second: Figure
-    bound: Figure
-    attained: Figure
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A run of text: `kind` is `accepted` (drafted and accepted) or `target` (the target's own)."""
-
-    text: str
-    kind: str
-
-
-@dataclass(frozen=True)
-class Sample:
-    """A text that a configuration decoded after a prompt."""
-
-    configuration: str
-    prompt: str
-    segments: list[Segment]
-
-
-@dataclass(frozen=True)
-class GroupFigures:
-    """One configuration on the prompts of a class, or on the rounds at a range of depths.
-
-    `group` is the class, or the tokens in the context (`from`–`to`). Figures of a class include the prompts, those of
-    a depth do not. `count` is of prompts or rounds. The speedup is over plain decoding of the same prompts, or at the
-    same depths; None where plain decoding made no text there. The interval is by prompt, NaN where there is one.
-    """
-
-    group: str
-    configuration: str
-    count: int
-    tokens: int
-    tokens_per_second: float
-    tokens_per_round: float | None
-    acceptance: float | None
-    speedup: float | None
-    speedup_low: Figure
-    speedup_high: Figure
-
-
-@dataclass(frozen=True)
 class SpeedupPart(PairMeasured):
     """All that was measured of one pair by one backend.
 
-    `noise` is the rounding below which two logits count as tied. `chosen` is None where no lengths are swept, `costs`
-    where nothing reads them. `kl` is the mean KL in nats of the target's own distributions to those of this backend,
-    None where this is its own, or nothing was compared; `prompt_seconds` are the mean seconds until plain decoding has
-    a first token.
+    `kl` is the mean KL in nats of the target's own distributions to those of this backend, None where this is its own,
+    or nothing was compared.
     """
 
     measurements: list[Measurement]
-    chosen: ChosenLength | None
-    noise: float
-    costs: PaidCosts | None
     steps: StepFigures
-    rounds: list[RoundFigures] = field(default_factory=list)
-    explanations: list[str] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
-    by_class: list[GroupFigures] = field(default_factory=list)
-    by_depth: list[GroupFigures] = field(default_factory=list)
     kl: float | None = None
-    prompt_seconds: float | None = None
+
+    @property
+    def plain(self) -> Measurement:
+        """Plain greedy decoding."""
+        return self.measurements[0]
 
 
 @dataclass(frozen=True)
@@ -239,10 +224,10 @@ def _fastest(measurements: Iterable[Measurement]) -> list[Measurement]:
 class SpeedupReport:
     """speedup.json of a run, and what was measured of any two models: every part in order, the command, the machine.
 
-    `calibration` is as in calibration.json. `gguf` and `pytorch` name the engines' settings that are not the defaults.
-    Of any two models, `target` and `draft` are their names as they were given, `classes` counts their prompts by class,
-    and `dropped` the records that were left out, by reason. A backend whose KL is above `most_kl` is not the target's;
-    of all others, `in_turns` has plain decoding and the fastest way, the fastest first.
+    `calibration` says what was fitted on which other texts, empty where nothing was. `gguf` and `pytorch` name the
+    engines' settings that are not the defaults. Of any two models, `target` and `draft` are their names as they were
+    given, and `dropped` counts the records that were left out, by reason. A backend whose KL is above `most_kl` is not
+    the target's; of all others, `in_turns` has plain decoding and the fastest way, the fastest first.
     """
 
     command: str
@@ -251,14 +236,13 @@ class SpeedupReport:
     new_tokens: int
     sampler: dict[str, int | float]
     parts: list[SpeedupPart]
-    calibration: dict[str, Any] | None = None
+    calibration: str = ""
     in_turns: list[InTurns] = field(default_factory=list)
     most_kl: float = MOST_KL
     gguf: str = ""
     pytorch: str = ""
     target: str = ""
     draft: str | None = None
-    classes: dict[str, int] = field(default_factory=dict)
     dropped: dict[str, int] = field(default_factory=dict)
 
     @property
@@ -320,11 +304,6 @@ class SpeedupReport:
         return sorted(plain, key=lambda one: -one.tokens_per_second)
 
     @property
-    def explanations(self) -> list[str]:
+    def samples(self) -> list[tuple[Measurement, Sample]]:
         """Of all parts, in order."""
-        return [sentence for part in self.parts for sentence in part.explanations]
-
-    @property
-    def samples(self) -> list[tuple[SpeedupPart, Sample]]:
-        """Of all parts, in order."""
-        return [(part, sample) for part in self.parts for sample in part.samples]
+        return [(one, sample) for one in self.measurements for sample in one.samples]

@@ -3,20 +3,17 @@ faster than plain decoding or not, in sentences whose every number was measured.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import math
+from collections.abc import Iterable, Sequence
 
 from distill.measuring.speedup_results import (
     REPEATS,
-    ChosenLength,
     GroupFigures,
     InTurns,
     Measurement,
-    RoundFigures,
     SpeedupPart,
     SpeedupReport,
-    StepFigures,
 )
-from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
 from distill.recipe.measuring import engine_name
 from distill.tables import Block, Cell, Columns, Interval, Row, Table, Value, listed, shown, table_of
 
@@ -46,40 +43,38 @@ def measurement_table(rows: Sequence[Measurement], command: str, best: Iterable[
         "same text": lambda one: Cell(one.same_text, bad=bool(one.different)),
         "distribution": lambda one: Cell(one.distribution, bad=one.lossy is not None),
     }
-    chosen = {id(one) for one in best}
-    classes = ["best" if id(one) in chosen else "plain" if one.is_plain else "" for one in rows]
+    fastest = {id(one) for one in best}
+    classes = ["best" if id(one) in fastest else "plain" if one.is_plain else "" for one in rows]
     plain = {
-        f"{100 * one.repeated:.0f} % ({one.configuration}, {engine_name(one.backend)})"
-        for one in rows
-        if one.is_plain and one.repeated is not None
+        f"{100 * one.repeated:.0f} % ({one.configuration}, {engine_name(one.backend)})" for one in rows if one.is_plain
     }
     note = f"Of the texts, so much lies in {REPEATS} tokens that the same text had before: {', '.join(sorted(plain))}."
     return table_of(rows, columns, command, "configurations", note if plain else "", classes=classes)
 
 
-def round_table(rounds: Sequence[RoundFigures], command: str) -> Table:
+def round_table(rows: Sequence[Measurement], command: str) -> Table:
     """What a round of each configuration gives and costs."""
 
     def milliseconds(seconds: float | None) -> Cell:
         return Cell(None if seconds is None else seconds * 1e3, ".3f")
 
-    columns: Columns[RoundFigures] = {
+    columns: Columns[Measurement] = {
         "configuration": lambda one: one.configuration,
-        "tokens (τ)": lambda one: one.tokens,
-        "verified": lambda one: one.verified,
-        "draft steps": lambda one: one.draft_steps,
-        "ms": lambda one: milliseconds(one.seconds),
-        "target, ms": lambda one: milliseconds(one.target_seconds),
-        "draft, ms": lambda one: milliseconds(one.draft_seconds),
-        "the rest, ms": lambda one: milliseconds(one.overhead_seconds),
-        "tokens/s": lambda one: one.tokens_per_second,
-        "bound": lambda one: one.bound,
-        "attained": lambda one: Cell(one.attained, "%"),
+        "tokens (τ)": lambda one: one.rounds.tokens,
+        "verified": lambda one: one.rounds.verified,
+        "draft steps": lambda one: one.rounds.draft_steps,
+        "ms": lambda one: milliseconds(one.rounds.seconds),
+        "target, ms": lambda one: milliseconds(one.rounds.target_seconds),
+        "draft, ms": lambda one: milliseconds(one.rounds.draft_seconds),
+        "the rest, ms": lambda one: milliseconds(one.rounds.overhead_seconds),
+        "tokens/s": lambda one: one.rounds.tokens_per_second,
+        "bound": lambda one: one.rounds.bound,
+        "attained": lambda one: Cell(one.rounds.tokens_per_second / one.rounds.bound, "%"),
     }
     note = (
         "The prompt apart; of plain decoding, a step. Bound: τ ÷ the seconds of its steps, timed with one model alone."
     )
-    return table_of(rounds, columns, command, "a round", note)
+    return table_of(rows, columns, command, "a round", note)
 
 
 def step_table(parts: Sequence[SpeedupPart], command: str) -> Table:
@@ -100,18 +95,20 @@ def step_table(parts: Sequence[SpeedupPart], command: str) -> Table:
     return Table(heads, rows, command, "a step of m tokens, T(m), with one model alone")
 
 
-def group_table(groups: Sequence[GroupFigures], name: str, over: str, command: str) -> Table:
-    """Speeds by class of prompt or by depth, as `name` says."""
-    columns: Columns[GroupFigures] = {
-        name: lambda one: one.group,
-        "configuration": lambda one: one.configuration,
-        "of": lambda one: one.count,
-        "tokens/s": lambda one: one.tokens_per_second,
-        "tokens per round": lambda one: one.tokens_per_round,
-        "acceptance rate": lambda one: Cell(one.acceptance, "%"),
-        "speedup": lambda one: Cell(speedup_of(one), "×"),
+def group_table(rows: Sequence[tuple[Measurement, GroupFigures]], name: str, over: str, command: str) -> Table:
+    """Speeds by class of prompt or by depth, as `name` says; the groups in the order in which they first come."""
+    order = list(dict.fromkeys(group.group for _, group in rows))
+    columns: Columns[tuple[Measurement, GroupFigures]] = {
+        name: lambda one: one[1].group,
+        "configuration": lambda one: one[0].configuration,
+        "of": lambda one: one[1].count,
+        "tokens/s": lambda one: one[1].tokens_per_second,
+        "tokens per round": lambda one: one[1].tokens_per_round,
+        "acceptance rate": lambda one: Cell(one[1].acceptance, "%"),
+        "speedup": lambda one: Cell(speedup_of(one[1]), "×"),
     }
-    return table_of(groups, columns, command, f"by {name}, {over}")
+    by_group = sorted(rows, key=lambda one: order.index(one[1].group))
+    return table_of(by_group, columns, command, f"by {name}, {over}")
 
 
 def verdict(report: SpeedupReport) -> list[str]:
@@ -160,14 +157,13 @@ def engine_table(report: SpeedupReport) -> Table:
     best = {one.key: one for one in report.best}
     rows: list[Row] = []
     for part in report.parts:
-        plain = next(one for one in part.measurements if one.is_plain)
-        fastest = best.get(part.key, plain)
+        plain, fastest = part.plain, best.get(part.key, part.plain)
         rows.append(
             [
                 part.pair,
                 part.backend,
                 Cell(part.kl, ".4f"),
-                Cell(None if part.prompt_seconds is None else 1e3 * part.prompt_seconds, ".0f"),
+                Cell(1e3 * plain.prompt_seconds, ".0f"),
                 plain.tokens_per_second,
                 fastest.configuration,
                 fastest.tokens_per_second,
@@ -203,7 +199,7 @@ def speedup_blocks(report: SpeedupReport) -> list[Block]:
     ]
     if any(row.length and row.predicted is not None for row in report.measurements):
         blocks.append("Predicted, for fixed lengths: from costs and conditional acceptance (docs/decoding.md).")
-    blocks.append(report.explanations)
+    blocks.append(explanations(report))
     for part in report.parts:
         if len(report.parts) > 1:
             blocks.append(f"{part.pair}, {part.backend}:")
@@ -212,11 +208,14 @@ def speedup_blocks(report: SpeedupReport) -> list[Block]:
 
 
 def _part(part: SpeedupPart, command: str) -> list[Block]:
-    blocks: list[Block] = [round_table(part.rounds, command), step_table([part], command)]
-    if part.by_class:
-        blocks.append(group_table(part.by_class, "class of prompt", "with the prompts", command))
-    if part.by_depth:
-        blocks.append(group_table(part.by_depth, "tokens in the context", "rounds alone", command))
+    blocks: list[Block] = [round_table(part.measurements, command), step_table([part], command)]
+    by_class = [(row, group) for row in part.measurements for group in row.by_class]
+    by_depth = [(row, group) for row in part.measurements for group in row.by_depth]
+    by_depth.sort(key=lambda one: int(one[1].group.partition("–")[0]))
+    if by_class:
+        blocks.append(group_table(by_class, "class of prompt", "with the prompts", command))
+    if by_depth:
+        blocks.append(group_table(by_depth, "tokens in the context", "rounds alone", command))
     return blocks
 
 
@@ -231,183 +230,54 @@ def _head(report: SpeedupReport) -> list[str]:
         "llama.cpp's options, where they are not the defaults": report.gguf,
         "PyTorch's settings, where they are not the defaults": report.pytorch,
         "Left out of the files": listed(report.dropped),
+        "Calibrated on other texts": report.calibration,
     }
     lines += [f"{name}: {note}." for name, note in notes.items() if note]
-    if report.calibration:
-        none = "".join(f" No fit of {name}: {why}." for name, why in report.calibration["unfitted"].items())
-        where = f"{report.calibration['rounds']} rounds of {report.calibration['prompts']} other prompts"
-        lines.append(f"Draft probabilities were calibrated on {where}, costs measured on this machine.{none}")
     return lines
 
 
-# ── Why a pair is faster than plain decoding, or not, and what to change ──
-# Legend: a plain step is a token of plain decoding; what a round costs is told in plain steps.
+# ── Why a pair is faster than plain decoding, or not ──
 
 HARDLY_DRAFTS = 0.2  # verified tokens of a round, less the one that plain decoding has: below, hardly any is drafted
-LARGEST_ERROR = 1.25  # times the predicted speedup, or its inverse: predictions are within a tenth on a quiet machine
-LEAST_GAIN = 1.02  # a change that raises the speedup by less is no advice
-
-# What might change, what it would mean, and how to go about it.
-ADVICE = {
-    "acceptance": (
-        "with every drafted token accepted",
-        "train longer, or on answers to prompts like those that are served",
-    ),
-    "draft": (
-        "with a draft that costs nothing",
-        "take a smaller draft: fewer layers, q8_0 instead of f16, or, in PyTorch only, a trimmed head",
-    ),
-    "verification": (
-        "if verifying cost no more than a plain step",
-        "draft fewer tokens a round, or serve the target in a type or build whose steps over several tokens cost less "
-        "(`distill profile`)",
-    ),
-    "rest": (
-        "with nothing spent beside the models",
-        "take a larger target, or more prompts at once: these models are too small for what surrounds them",
-    ),
-}
 
 
-def explain(
-    steps: StepFigures,
-    rows: Sequence[Measurement],
-    rounds: Sequence[RoundFigures],
-    chosen: ChosenLength | None,
-    prompts: Mapping[str, float],
-) -> list[str]:
-    """Sentences about the fastest configuration that drafts, and about the length that was chosen.
+def explanations(report: SpeedupReport) -> list[str]:
+    """A sentence about each pair and backend."""
+    many = len(report.parts) > 1
+    return [(f"{part.pair}, {part.backend}: " if many else "") + explain(part) for part in report.parts]
 
-    `prompts` are the seconds of a prompt by configuration: a draft reads it too.
-    """
-    drafting = [row for row in rows if not row.is_plain]
+
+def explain(part: SpeedupPart) -> str:
+    """What a round of the fastest configuration that drafts gives and costs, in plain steps, which are tokens of plain
+    decoding; and why that is no gain, where it is none."""
+    drafting = [row for row in part.measurements if not row.is_plain and math.isfinite(row.speedup)]
     if not drafting:
-        return ["Nothing was drafted."]
-    by_title = {figures.configuration: figures for figures in rounds}
+        return "Nothing was drafted."
     best = max(drafting, key=lambda row: row.speedup)
-    base = PLAIN_SAMPLED if best.sampler is not None and PLAIN_SAMPLED.title in by_title else PLAIN
-    plain, figures = by_title[base.title].seconds, by_title[best.configuration]
-    sentences = ["The texts end with their first token: no round was timed."]
-    if plain and figures.seconds:
-        sentences = [
-            _costs(steps, best, figures, plain),
-            *_verdict(best, figures, plain, prompts),
-            *_advice(best, drafting, by_title, plain),
-        ]
-    if chosen is not None and chosen.length:
-        # Of a single odd prompt there is no interval.
-        interval = f" [{chosen.speedup_low:.2f}, {chosen.speedup_high:.2f}]"
-        sentences.append(
-            f"Cross-check: of the fixed lengths {chosen.length} is the fastest on every other prompt, and gives on the "
-            f"rest {chosen.speedup:.2f}×{interval if chosen.speedup_low < chosen.speedup_high else ''}."
-        )
-    elif chosen is not None:
-        sentences.append("Cross-check: plain decoding beats the fixed lengths on every other prompt.")
-    return sentences
-
-
-def _costs(steps: StepFigures, best: Measurement, figures: RoundFigures, plain: float) -> str:
-    """What a step of each model and a round of the fastest configuration cost, and what the round gives."""
-    alone, draft = steps.target[1], steps.draft.get(1)
-    head = f"One token takes the target {alone * 1e3:.2f} ms at depth {steps.depth}"
-    if draft is not None:
-        head += f", the draft {draft / alone:.2f} of that"
-    parts = "not told apart: the device computes on after a call returns"
-    if (measured := _parts(figures, plain)) is not None:
-        target, drafted, rest = measured
-        parts = (
-            f"the target's step over {figures.verified:.1f} tokens {target:.2f}, {figures.draft_steps:.1f} draft steps "
-            f"{drafted:.2f}, the rest {rest:.2f}"
-        )
+    base = next(row for row in part.measurements if row.is_plain and row.sampler == best.sampler)
+    rounds, plain = best.rounds, base.rounds.seconds
+    if not plain or not rounds.seconds:
+        return "The texts end with their first token: no round was timed."
+    cost, shares = rounds.seconds / plain, ""
+    if (big := rounds.target_seconds) is not None and (small := rounds.draft_seconds) is not None:
+        shares = f" ({big / plain:.2f} in the target, {small / plain:.2f} in the draft)"
     return (
-        f"{head}. Fastest: `{best.configuration}`, {best.speedup:.2f}× over the whole request. A round costs "
-        f"{figures.seconds / plain:.2f} plain steps ({parts}) and gives {figures.tokens:.2f} tokens."
+        f"Fastest: `{best.configuration}`, {best.speedup:.2f}× over the whole request: a round gives "
+        f"{rounds.tokens:.2f} tokens and costs {cost:.2f} plain steps{shares}{_cause(best, base, cost)}."
     )
 
 
-def _verdict(best: Measurement, figures: RoundFigures, plain: float, prompts: Mapping[str, float]) -> list[str]:
-    """Whether the speed is far from its prediction, and why it is no gain where it is none."""
-    sentences = []
-    if best.predicted is not None and not 1 / LARGEST_ERROR < best.speedup / best.predicted < LARGEST_ERROR:
-        sentences.append(
-            f"Costs and conditional acceptance predict {best.predicted:.2f}×, which is far from it: another program "
-            "used the machine (`distill doctor` shows the load), or the prompts are too few."
-        )
+def _cause(best: Measurement, base: Measurement, cost: float) -> str:
+    """Why a configuration whose rounds cost so many plain steps is no gain; empty where it is one."""
     if best.speedup_low > 1:
-        return sentences
-    paid = figures.tokens >= figures.seconds / plain
+        return ""
+    paid = best.rounds.tokens >= cost
     if paid and best.speedup >= 1:
-        why = "It is faster, but not by more than these prompts vary: measure more of them (--count; in a recipe, "
-        return [*sentences, why + "speedup.prompts)."]
-    if _hardly_drafts(figures):
-        rule = ": its rule expects no gain from more" if best.rule == "expected-value" else ""
-        why = f"it verifies {figures.verified:.2f} tokens a round, so it hardly drafts{rule}"
-    elif paid:
-        why = (
-            f"its rounds are fast enough, but reading the prompt takes {prompts[best.configuration] * 1e3:.1f} ms with "
-            f"the draft, {prompts[PLAIN.title] * 1e3:.1f} ms without"
-        )
-    else:
-        accepted = "" if best.acceptance is None else f" (acceptance rate {best.acceptance:.0%})"
-        why = f"a round gives fewer tokens than the plain steps that it costs{accepted}"
-    sentences.append(f"It is no faster than plain decoding: {why}.")
-    whole = _all_accepted(figures, plain)
-    if whole is not None and whole < 1 and not _hardly_drafts(figures):
-        sentences.append(f"With every drafted token accepted it would give {whole:.2f}×: no draft is good enough.")
-    return sentences
-
-
-def _all_accepted(figures: RoundFigures, plain: float) -> float | None:
-    """The speedup of the rounds if everything drafted were accepted; None where that is not known."""
-    return None if figures.most is None else max(figures.most, figures.tokens) / (figures.seconds / plain)
-
-
-def _parts(figures: RoundFigures, plain: float) -> tuple[float, float, float] | None:
-    """What a round costs in the target, in the draft and beside them, in plain steps; None where that was not timed."""
-    if figures.target_seconds is None:
-        return None
-    rest = figures.overhead_seconds or 0.0
-    return figures.target_seconds / plain, (figures.draft_seconds or 0.0) / plain, rest / plain
-
-
-def _hardly_drafts(figures: RoundFigures) -> bool:
-    return figures.verified < 1 + HARDLY_DRAFTS and (figures.most or 0) < 1 + HARDLY_DRAFTS
-
-
-def _advice(
-    best: Measurement, drafting: Sequence[Measurement], by_title: Mapping[str, RoundFigures], plain: float
-) -> list[str]:
-    """The one change that raises the speedup of rounds most: of the fastest configuration or, where that hardly drafts
-    and so has little to gain, of the fastest fixed length."""
-    fixed = [one for one in drafting if one.length and one.sampler == best.sampler]
-    hardly = _hardly_drafts(by_title[best.configuration])
-    subject = max(fixed, key=lambda one: one.speedup) if hardly and fixed else best
-    figures = by_title[subject.configuration]
-    changes = _changed(subject, figures, plain)
-    now = figures.tokens / (figures.seconds / plain) if figures.seconds else 0.0
-    name = max(changes, key=lambda name: changes[name], default="")
-    if not changes or changes[name] < LEAST_GAIN * now:
-        return []
-    change, todo = ADVICE[name]
-    gain = f"would give {changes[name]:.2f}× instead of {now:.2f}×"
-    if changes[name] < 1:
-        return [
-            f"No change of one thing makes drafting faster than plain decoding here. The most, {change}, {gain}. What "
-            "to do: decode plainly here; `distill plan` says what another type, build or machine would have to cost."
-        ]
-    return [f"What to change: {change}, the rounds of `{subject.configuration}` {gain}. So {todo}."]
-
-
-def _changed(measured: Measurement, figures: RoundFigures, plain: float) -> dict[str, float]:
-    """The speedup of the rounds with one thing changed: everything accepted, a draft at no cost, verifying as cheap as
-    a plain step, nothing spent beside the models. Without acceptance where tokens are looked up, which no training
-    changes; empty where the parts of a round were not timed."""
-    if (parts := _parts(figures, plain)) is None or sum(parts) <= 0:  # texts of one token have no rounds
-        return {}
-    (target, draft, rest), tokens, whole = parts, figures.tokens, _all_accepted(figures, plain)
-    cost = target + draft + rest
-    return ({} if whole is None or measured.drafter == "lookup" else {"acceptance": whole}) | {
-        "draft": tokens / (cost - draft),
-        "verification": tokens / (min(target, 1.0) + draft + rest),
-        "rest": tokens / (cost - max(rest, 0.0)),
-    }
+        return "; prompts vary by more than it gains: measure more of them (--count; in a recipe, speedup.prompts)"
+    if best.rounds.verified < 1 + HARDLY_DRAFTS:
+        return f"; it is no gain, because it hardly drafts: it verifies {best.rounds.verified:.2f} tokens a round"
+    if paid:
+        both, alone = 1e3 * best.prompt_seconds, 1e3 * base.prompt_seconds
+        return f"; it is no gain, because reading the prompt takes {both:.1f} ms with the draft, {alone:.1f} without"
+    accepted = "" if best.acceptance is None else f" (acceptance rate {best.acceptance:.0%})"
+    return f"; it is no gain, because a round gives fewer tokens than that{accepted}"

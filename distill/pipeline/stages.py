@@ -178,7 +178,7 @@ STAGES = (
         "measuring.evaluation:evaluate",
         f"seed eval sampler {TYPES} answers.batch",
         "cut:cut/* train:draft/* corpus:corpus/*-test.* answers:answers/prompts-test.arrow test:test/*",
-        "eval.json eval.md rounds.parquet",
+        "eval.json eval.md",
         "target",
     ),
     _stage("export", "export:export", "export", "train:draft/* corpus:corpus/documents-test.json", "gguf", "target"),
@@ -187,7 +187,7 @@ STAGES = (
         "measuring.speedup:speedup",
         f"speedup sampler seed threads device pytorch gguf {TYPES} answers.prompt_tokens",
         "train:draft/* corpus:corpus/text-validation.safetensors export:gguf/*.gguf corpus:corpus/prompts-test.arrow "
-        "answers:answers/prompts-test.arrow eval:rounds.parquet table:table/*",
+        "answers:answers/prompts-test.arrow table:table/*",
         "speedup speedup.json speedup.md",
         "target",
     ),

@@ -9,8 +9,8 @@ from distill.data.samples import QuestionTexts
 from distill.engines.server_commands import LLAMA_SERVER, VLLM, llama_server, transformers, vllm
 from distill.export import ExportReport
 from distill.measuring.evaluation_results import MEASURES, SIDES, EvaluationReport, evaluation_blocks
-from distill.measuring.speedup_results import FASTER, SLOWER, Measurement, Sample, SpeedupPart, SpeedupReport
-from distill.measuring.speedup_tables import speedup_blocks, speedup_of, verdict
+from distill.measuring.speedup_results import FASTER, SLOWER, Measurement, Sample, SpeedupReport
+from distill.measuring.speedup_tables import explanations, speedup_blocks, speedup_of, verdict
 from distill.recipe.measuring import engine_name
 from distill.recipe.recipe import REASON
 from distill.report import plots, tables
@@ -68,7 +68,7 @@ def _short(results: RunResults) -> list[Block]:
     warning = results.training.warning if results.training else None
     blocks: list[Block] = [_draft(results), *([f"{warning} What to do: {REMEDY}."] if warning else [])]
     if measured:
-        blocks += [*verdict(measured), _fastest(results, measured), measured.explanations]
+        blocks += [*verdict(measured), _fastest(results, measured), explanations(measured)]
     if evaluation and evaluation.domains:
         blocks.append(_accepted(evaluation))
     return blocks + [results.absence(name) for name, one in (("speedup", measured), ("eval", evaluation)) if not one]
@@ -234,15 +234,15 @@ def _files(export: ExportReport) -> list[Block]:
 def _samples(report: SpeedupReport) -> list[Block]:
     """Decoded texts, with the draft's tokens marked."""
     legend = "Marked: drafted and accepted. Unmarked: the target's own. Pale: the prompt."
-    return [legend, *(block for part, sample in report.samples for block in _sample(part, sample))]
+    return [legend, *(block for one, sample in report.samples for block in _sample(one, sample))]
 
 
-def _sample(part: SpeedupPart, sample: Sample) -> list[Block]:
+def _sample(one: Measurement, sample: Sample) -> list[Block]:
     accepted = sum(len(piece.text) for piece in sample.segments if piece.kind == "accepted")
     written = sum(len(piece.text) for piece in sample.segments)
     share = f"{percent(accepted / written)} of the characters from the draft" if written else "nothing written"
     pieces = [(piece.text, "mark" if piece.kind == "accepted" else "") for piece in sample.segments]
-    return [Heading(part.pair), f"{engine_name(part.backend)}, {share}", Code([(sample.prompt, "prompt"), *pieces])]
+    return [Heading(one.pair), f"{engine_name(one.backend)}, {share}", Code([(sample.prompt, "prompt"), *pieces])]
 
 
 # ── How a draft is used: one command for each server or library, and whether it pays there, as measured ──

@@ -21,12 +21,12 @@ from distill.decoding.rules import GREEDY, Rules
 from distill.errors import DataError, RecipeError
 from distill.files import write_json
 from distill.measuring.calibrate import calibrate, load_calibrations, record_rounds, write_texts
-from distill.measuring.compare import PairSettings, judge_identity, measurements, prepare_all, time_texts
+from distill.measuring.compare import PairSettings, judge_identity, measurement, prepare_all, time_texts
 from distill.measuring.identity import Identity, Rounding
-from distill.measuring.speedup_results import PairMeasured
+from distill.measuring.speedup_results import PairMeasured, StepFigures
 from distill.measuring.speedup_tables import measurement_table
 from distill.recipe import Configuration, SamplerSettings, Speedup, Target, dump_recipe, load_recipe
-from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, RULES
+from distill.recipe.configuration import PLAIN_SAMPLED, RULES
 from distill.recipe.measuring import fixed_length
 from distill.sampler import Sampler
 from distill.tables import records
@@ -50,6 +50,7 @@ CONFIGURATIONS = [
     Configuration(verifier="block"),
 ]
 HOT = SamplerSettings(temperature=0.8, top_k=4)
+LABEL, NOT_TIMED = PairMeasured("a pair", "pytorch"), StepFigures(1, {}, {})
 
 
 def settings_with(
@@ -118,21 +119,19 @@ def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableMode
     own = record_rounds(draft, [*zip(others, write_texts(target, others, 40, Rules()), strict=True)], ())
     rounds = [one for text in own for one in text]
     fitted = {name: fit_calibration(rounds, terms) for name, terms in FITTED.items()}
-    pair_measured = PairMeasured("a pair", "table")
     prepared = prepare_all(settings_with(CONFIGURATIONS), draft, (), Fitted(COSTS, fitted))
-    texts = time_texts(target, draft, prompts, 30, prepared, "prompts")
-    identities = judge_identity(target, prompts, texts, prepared, Rounding(0))
-    assert set(identities) == {"draft, γ = 2", *(one.title for one in CONFIGURATIONS)}
-    assert all(identity == Identity(identical=6) for identity in identities.values())
-    rows = {row.configuration: row for row in measurements(texts, prepared, identities, pair_measured)}
+    time_texts(target, draft, prompts, 30, prepared, "prompts")
+    assert [one.title for one in prepared] == ["plain", "draft, γ = 2", *(one.title for one in CONFIGURATIONS)]
+    assert judge_identity(target, prompts, prepared, Rounding(0)) == [Identity(identical=6)] * len(prepared)
+    rows = {one.title: measurement(one, None, NOT_TIMED, LABEL) for one in prepared}
     drafted = {title for title, row in rows.items() if (row.tokens_per_round or 0) > 1.05}
     assert drafted == set(rows) - {"plain"}  # each of them does draft, and is right now and then
     assert not any(row.lossy for row in rows.values())
     assert [row.length for row in rows.values()] == [0, 2, *[None] * len(CONFIGURATIONS)]
     # A decoder that is wrong is seen: another text in the place of one.
-    wrong = [text for text in texts if text.title in (PLAIN.title, "draft, γ = 2")]
-    wrong[1].decoded.tokens[5] ^= 1
-    assert judge_identity(target, prompts, wrong, prepared[:2], Rounding(0))["draft, γ = 2"].different >= 1
+    prepared[1].texts[0].decoded.tokens[5] ^= 1
+    _, identity = judge_identity(target, prompts, prepared[:2], Rounding(0))
+    assert identity is not None and identity.different == 1
 
 
 def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[TableModel, TableModel]) -> None:
@@ -145,8 +144,8 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
     others = prepared[2:]
     assert [one.title for one in others] == [PLAIN_SAMPLED.title, *(one.title for one in asked)]
     assert [one.lossy is not None for one in others] == [False, False, True]
-    texts = time_texts(target, draft, random_prompts(4, 12, 3), 16, prepared, "prompts")
-    rows = measurements(texts, prepared, {}, PairMeasured("a pair", "pytorch"))
+    time_texts(target, draft, random_prompts(4, 12, 3), 16, prepared, "prompts")
+    rows = [measurement(one, None, NOT_TIMED, LABEL) for one in prepared]
     *_, plain_row, lossless, lossy = rows
     assert plain_row.speedup == 1 and plain_row.tokens_per_round is None
     assert lossless.plain_tokens_per_second == plain_row.tokens_per_second and lossless.identical is None

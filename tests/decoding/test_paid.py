@@ -13,22 +13,22 @@ import pytest
 import torch
 from scipy.optimize import isotonic_regression
 from table_model import TableModel
+from test_configurations import settings_with
 from toys import speculative
 
 from distill.decoding.configured import Fitted, make_drafter
-from distill.decoding.costs import accepted_by_position, measure_steps, rising, shorter_rounds
+from distill.decoding.costs import accepted_by_position, measure_steps, rising
 from distill.decoding.decode import decode_text, plain
 from distill.decoding.drafters import LookupDrafter, ModelDrafter
-from distill.decoding.lengths import Fixed, LengthRule
+from distill.decoding.lengths import LengthRule
 from distill.decoding.round_costs import RoundCostMeter, measure_paid, prompts_as_long
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.worth import ExpectedValue, Worth
 from distill.engines.model import AroundModel, Watch
 from distill.errors import DataError
-from distill.measuring.compare import TimedConfiguration, TimedText, time_texts, totals
-from distill.measuring.timing import Predictions
+from distill.measuring.compare import predicted_speedup, prepare_all, time_steps, time_texts, totals
 from distill.recipe import Configuration
-from distill.recipe.configuration import PLAIN
+from distill.recipe.measuring import fixed_length
 
 CLOCKED = [f"decoding.{name}" for name in ("round_costs", "costs", "decode", "drafters")]
 CLOCKED += ["measuring.compare", "engines.model"]
@@ -125,43 +125,21 @@ def test_the_prediction_is_what_a_request_takes(pair: tuple[Any, Any], length: i
     assert paid.predicted_speedup(length, accepted, len(prompt), new) == pytest.approx(measured, rel=tolerance)
 
 
-def fixed(draft: Any, length: int) -> TimedConfiguration:
-    make = lambda: ModelDrafter(draft, Fixed(length), GREEDY, Rules().random)  # noqa: E731
-    return TimedConfiguration(Configuration(length=length), Rules(), make, length=length)
-
-
-def accepted_of(texts: Sequence[TimedText], one: TimedConfiguration) -> list[float]:
-    return accepted_by_position(
-        [(r.drafted, r.accepted) for text in texts if text.title == one.title for r in text.decoded.rounds]
-    )
-
-
-def test_texts_take_what_is_predicted_between_them(pair: tuple[Any, Any]) -> None:
+def test_fixed_lengths_are_predicted_by_steps_and_acceptance(pair: tuple[Any, Any]) -> None:
     """What is no chain of the sweep of lengths is not predicted."""
-    draws, watch = random.Random(1).random, Watch()
+    watch = Watch()
     target, draft = watch.models(*pair)
-    others = [Configuration(rule="p_min", length=3, p_min=0.5), Configuration(drafter="lookup", length=3)]
-    prepared = [
-        TimedConfiguration(
-            one,
-            Rules(random=draws),
-            (lambda: ModelDrafter(draft, Fixed(3), Rules().sampler, draws)) if one.drafts else None,
-            length=None if one.rule == "p_min" else one.max_length if one.drafts else 0,
-        )
-        for one in (PLAIN, Configuration(length=3), *others)
-    ]
+    lookup = Configuration(drafter="lookup", length=3)
+    settings = settings_with([Configuration(rule="p_min", length=3), lookup], [fixed_length(3)])
+    prepared = prepare_all(settings, draft, (), Fitted())
     prompts = [[2, 4, 6, 1, 3, 5], [1, 2, 3, 4, 5, 6], [3, 3, 3, 1, 1, 2]]
-    predictions = Predictions(*pair, prompts, prompts, 300, prepared)
-    texts = time_texts(target, draft, prompts, 300, prepared, "prompts", predictions.text, watch)
-    predictions.finish()
-    plainly, drafted = (totals(texts, one.title)[1].sum() for one in prepared[:2])
-    accepted = accepted_of(texts, prepared[1])
-    predicted = predictions.speedup(prepared[1].title, accepted, 300)
-    assert predicted == pytest.approx(plainly / drafted, rel=0.02)
-    assert [predictions.speedup(prepared[which].title, accepted, 300) for which in (0, 2, 3)] == [None, None, None]
-    plain_texts = [text for text in texts if text.title == PLAIN.title]
-    assert all(step.depth >= 6 for text in plain_texts for step in text.target)
-    assert len(plain_texts[0].target) == 299  # the steps between the texts are not theirs
+    time_texts(target, draft, prompts, 300, prepared, "prompts", watch)
+    assert all(step.depth >= 6 for text in prepared[0].texts for step in text.target)
+    steps = time_steps(prepared, *pair, 3)
+    assert steps.target[4] == pytest.approx(14.5) and steps.draft[1] == pytest.approx(2)
+    plainly, drafted = (totals(one.texts)[1].sum() for one in prepared[:2])
+    found = [predicted_speedup(one, steps) for one in prepared]
+    assert found == [None, pytest.approx(plainly / drafted, rel=0.02), None, None]
 
 
 def test_prompts_as_long() -> None:
@@ -170,59 +148,6 @@ def test_prompts_as_long() -> None:
     found = prompts_as_long(others, [9, 1, 5], 3)
     assert [len(one) for one in found] == [1, 5, 9]
     assert found == [[3], [5, 6, 1, 2, 3, 4][-5:], [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6][-9:]]
-
-
-def test_costs_are_those_of_the_prompts_depths(pair: tuple[Any, Any]) -> None:
-    """Where attention makes a step twice as dear, costs of short prompts would predict something else."""
-    pair[0].deeper, pair[1].deeper = 0.01, 0.02
-    draws = random.Random(2)
-    others, prompts = [[1, 2, 3]], [[draws.randrange(7) for _ in range(length)] for length in (120, 200)]
-    both = [TimedConfiguration(PLAIN, Rules(), None), fixed(pair[1], 3)]
-    predictions = Predictions(*pair, prompts, prompts_as_long(others, [120, 200]), 150, both)
-    texts = time_texts(*pair, prompts, 150, both, "prompts", predictions.text)
-    predictions.finish()
-    plainly, drafted = (totals(texts, one.title)[1].sum() for one in both)
-    measured = plainly / drafted
-    accepted = accepted_of(texts, both[1])
-    assert predictions.speedup(both[1].title, accepted, 150) == pytest.approx(measured, rel=0.03)
-    shallow = RoundCostMeter(*pair, others, [3], False, 150)
-    shallow.until(4)
-    assert shallow.costs().predicted_speedup(3, accepted, 160, 150) > 1.08 * measured
-
-
-def test_a_pair_without_room_is_not_predicted(pair: tuple[Any, Any]) -> None:
-    for model in pair:
-        model.capacity = 12
-    nine = fixed(pair[1], 9)
-    predictions = Predictions(*pair, [[1, 2]], [[1, 2]], 8, [nine])
-    predictions.text()
-    predictions.finish()
-    assert predictions.speedup(nine.title, [1.0], 8) is None
-    assert predictions.refused is not None and "no room to time rounds of 9" in predictions.refused
-
-
-@pytest.mark.parametrize("seed", range(6))
-@pytest.mark.parametrize("length", [1, 2, 3, 5, 8])
-def test_rounds_of_a_length_are_told_from_longer_ones(seed: int, length: int) -> None:
-    """Every round is the one that is decoded, up to where all of a longer round was accepted and no more is known."""
-    target = TableModel(7, seed=seed)
-    draft = target.near(0.3 + 0.2 * seed, seed=seed + 50)
-
-    def rounds(drafted: int) -> list[tuple[int, int]]:
-        return [(r.drafted, r.accepted) for r in speculative(target, draft, [1, 2, 3], 200, drafted).rounds]
-
-    known, real = shorter_rounds(rounds(8), length), rounds(length)
-    # The text's limit cuts the last real one.
-    compared, whole = (next((i for i, (n, _) in enumerate(of) if n < length), len(of)) for of in (known, real))
-    real, compared = real[:whole], min(compared, whole)
-    assert known[:compared] == real[:compared] and compared > (8 if seed == 0 else 0)
-    assert accepted_by_position(known)[0] == pytest.approx(accepted_by_position(real)[0], abs=0.05)
-
-
-def test_what_is_behind_a_whole_round_is_not_known() -> None:
-    assert shorter_rounds([(4, 4), (4, 1)], 3) == [(3, 3), (0, 0), (3, 1)]
-    assert shorter_rounds([(4, 2), (4, 0)], 1) == [(1, 1), (1, 0), (1, 0)]
-    assert shorter_rounds([(2, 2)], 4) == [(2, 2)] and shorter_rounds([], 3) == []
 
 
 def test_acceptance_is_counted_where_a_position_was_reached() -> None:

@@ -46,18 +46,18 @@ from distill.tables import document
 CHAIN = Configuration(length=2)
 
 
-def prepared(configuration: Configuration) -> TimedConfiguration:
-    return TimedConfiguration(configuration, Rules(), None if configuration is PLAIN else lambda: None)  # type: ignore[arg-type, return-value]
+def made(configuration: Configuration, *texts: TimedText, base: TimedConfiguration | None = None) -> TimedConfiguration:
+    return TimedConfiguration(configuration, Rules(), None, None, None, base, [*texts])
 
 
 def steps_at(depths: Sequence[int], tokens: Sequence[int], seconds: float, gap: float) -> list[Step]:
     return [Step(d, m, i * (seconds + gap), seconds) for i, (d, m) in enumerate(zip(depths, tokens, strict=True))]
 
 
-PLAIN_TEXT = TimedText(0, "plain", 2.5, Decoded(tokens=[1] * 4), steps_at([126, 127, 128], [1, 1, 1], 0.5, 0.25))
+PLAIN_TEXT = TimedText(0, 2.5, Decoded(tokens=[1] * 4), steps_at([126, 127, 128], [1, 1, 1], 0.5, 0.25))
 # Two rounds: 2 drafted and both accepted, then 2 drafted and none; the second begins with two tokens.
 DRAFTED = TimedText(
-    *(0, CHAIN.title, 3.0),
+    *(0, 3.0),
     Decoded(tokens=[1] * 5, rounds=[Round(126, 2, 2, 2.0), Round(129, 2, 0, 1.0)]),
     steps_at([126, 129], [3, 3], 0.75, 0.0),
     steps_at([126, 127, 128, 130], [1, 1, 2, 1], 0.125, 0.0),
@@ -66,133 +66,89 @@ ALONE = StepFigures(100, {1: 0.5, 3: 0.625}, {1: 0.0625, 2: 0.09375})
 
 
 def test_the_seconds_of_a_round() -> None:
-    found = round_figures(prepared(CHAIN), [PLAIN_TEXT, DRAFTED], ALONE, synchronous=True)
-    assert (found.rounds, found.tokens, found.most, found.verified, found.draft_steps) == (2, 2.0, 3.0, 3.0, 2.0)
-    assert (found.seconds, found.target_seconds, found.draft_seconds) == (1.5, 0.75, 0.25)
-    assert found.overhead_seconds == 0.5
+    found = round_figures(made(CHAIN, DRAFTED), ALONE, synchronous=True)
+    assert (found.tokens, found.verified, found.draft_steps) == (2.0, 3.0, 2.0)
+    assert (found.seconds, found.target_seconds, found.draft_seconds, found.overhead_seconds) == (1.5, 0.75, 0.25, 0.5)
     # τ ÷ (T(3) + 2 D(1)): the step of two tokens counts as one.
     assert found.bound == pytest.approx(2 / (0.625 + 2 * 0.0625))
-    assert found.tokens_per_second == pytest.approx(4 / 3) and found.attained == pytest.approx(0.5)
-    drawn = prepared(Configuration(drafter="tree", nodes=2))
-    tree = round_figures(drawn, [replace(DRAFTED, title=drawn.title)], ALONE, synchronous=False)
+    assert found.tokens_per_second == pytest.approx(4 / 3)
+    tree = round_figures(made(Configuration(drafter="tree", nodes=2), DRAFTED), ALONE, synchronous=False)
     assert tree.bound == pytest.approx(4 / (2 * 0.625 + 3 * 0.0625 + 0.09375))  # of a tree two nodes are two nodes
     assert tree.target_seconds is tree.draft_seconds is tree.overhead_seconds is None
 
 
 def test_the_seconds_of_a_plain_step_run_to_the_next_one() -> None:
-    found = round_figures(prepared(PLAIN), [PLAIN_TEXT, DRAFTED], ALONE, synchronous=True)
-    assert (found.rounds, found.tokens) == (3, 1.0)
+    found = round_figures(made(PLAIN, PLAIN_TEXT), ALONE, synchronous=True)
+    assert found.tokens == 1.0
     assert found.seconds == pytest.approx((0.75 + 0.75 + 0.5) / 3)  # what comes after the last step is not known
-    assert found.target_seconds == pytest.approx(0.5) and found.attained == pytest.approx(0.5 / found.seconds)
+    assert found.target_seconds == pytest.approx(0.5) and found.bound == pytest.approx(2)
 
 
 def test_figures_by_depth() -> None:
-    one = prepared(CHAIN)
-    found = by_depth([PLAIN_TEXT, DRAFTED], [prepared(PLAIN), one])
-    assert [(figures.group, figures.count, figures.tokens) for figures in found] == [("0–127", 1, 3), ("128–255", 1, 1)]
+    found = by_depth(made(CHAIN, DRAFTED, base=made(PLAIN, PLAIN_TEXT)))
+    assert [(figures.group, figures.count) for figures in found] == [("0–127", 1), ("128–255", 1)]
     assert [figures.acceptance for figures in found] == [1.0, 0.0]
     assert found[0].speedup == pytest.approx(3 / 2.0 * 0.75)  # plain steps at 126 and 127 took .75 s each
     assert found[1].speedup == pytest.approx(1 / 1.0 * 0.5)
 
 
 def test_figures_by_class() -> None:
-    one = prepared(CHAIN)
-    seconds = {"plain": [2.0, 4.0, 6.0], one.title: [1.0, 4.0, 3.0]}
-    texts = []
-    for title, own in seconds.items():
-        for prompt, taken in enumerate(own):
-            rounds = [Round(3, 2, prompt, taken)] * (title != "plain")
-            texts.append(TimedText(prompt, title, taken, Decoded(tokens=[1] * 6, rounds=rounds)))
-    found = by_class(texts, [prepared(PLAIN), one], ["code", "chat", "code"])
-    groups = [(figures.group, figures.configuration, figures.count) for figures in found]
-    assert groups == [(group, title, count) for group, count in (("code", 2), ("chat", 1)) for title in seconds]
-    assert [figures.speedup for figures in found] == pytest.approx([1, 2, 1, 1])
-    assert found[1].acceptance == 0.5 and found[1].speedup_low == pytest.approx(2)  # both prompts take half the time
-    assert math.isnan(found[3].speedup_low)
-    assert by_class(texts, [prepared(PLAIN), one], ["code"] * 3) == []
+    def texts(seconds: Sequence[float], rounds: bool) -> list[TimedText]:
+        own = [[Round(3, 2, prompt, taken)] * rounds for prompt, taken in enumerate(seconds)]
+        return [TimedText(i, s, Decoded(tokens=[1] * 6, rounds=own[i])) for i, s in enumerate(seconds)]
+
+    one = made(CHAIN, *texts([1.0, 3.0, 1.0], True), base=made(PLAIN, *texts([2.0, 3.0, 2.0], False)))
+    found = by_class(one, ["code", "chat", "code"])
+    assert [(figures.group, figures.count) for figures in found] == [("code", 2), ("chat", 1)]
+    assert [figures.speedup for figures in found] == pytest.approx([2, 1])
+    assert found[0].acceptance == 0.5 and found[0].speedup_low == pytest.approx(2)  # both prompts take half the time
+    assert math.isnan(found[1].speedup_low)
+    assert by_class(one, ["code"] * 3) == []
 
 
-def measured(configuration: Configuration, speedup: float, low: float, acceptance: float | None) -> Measurement:
-    drafts = configuration.drafts
+PLAINLY = RoundFigures(1, 1, 0, 0.5, 0.5, 0, 2)
+
+
+def measured(
+    configuration: Configuration,
+    speedup: float,
+    low: float,
+    acceptance: float | None,
+    rounds: RoundFigures = PLAINLY,
+) -> Measurement:
+    drafter = configuration.drafter if configuration.drafts else None
     return Measurement(
-        *("p", "b", configuration.title, None, configuration.drafter if drafts else None, None, None, None),
-        *(8, 1.0, 8.0, 8.0, None, acceptance, speedup, low, speedup + (speedup - low), None, 1, 0, 0, None),
+        *("p", "b", configuration.title, None, drafter, None, None, 8.0, 8.0, None, acceptance),
+        *(speedup, low, speedup + (speedup - low), None, 1, 0, 0, None, 0.0),
+        *(0.018 if drafter else 0.010, rounds),
     )
 
 
-PLAINLY = RoundFigures("plain", 9, 1, 1, 1, 0, 0.5, 0.5, 0, 0, 2, 2, 1)
-
-
-def costing(title: str, tokens: float, most: float, steps: float, costs: Sequence[float]) -> RoundFigures:
-    """Rounds that cost so much in target, draft and beside them, in plain steps."""
-    return RoundFigures(title, 9, tokens, most, most, steps, sum(costs) / 2, *(part / 2 for part in costs), 1, 1, 1)
-
-
-def told(rows: Sequence[Measurement], rounds: Sequence[RoundFigures], draft: float = 0.1) -> str:
-    """The sentences about these configurations beside plain decoding, with a draft step of so many plain ones."""
-    prompts = {"plain": 0.010} | {one.configuration: 0.018 for one in rounds}
-    steps = StepFigures(64, {1: 0.5, 3: 0.75, 5: 0.6}, {1: draft / 2})
-    return " ".join(explain(steps, [measured(PLAIN, 1, 1, None), *rows], [PLAINLY, *rounds], None, prompts))
-
-
-def chain(speedup: float, low: float, costs: Sequence[float], tokens: float, *draft: float) -> str:
-    """The sentences about a chain of 4 whose rounds give so many tokens."""
-    one = Configuration(length=4)
-    row = measured(one, speedup, low, (tokens - 1) / 4)
-    return told([row], [costing(one.title, tokens, 5, 4, costs)], *draft)
-
-
-def test_a_rule_that_hardly_drafts_is_told_from_a_pair_that_cannot_pay() -> None:
-    """The fastest is one that verifies 1.1 tokens a round; why its sibling of a fixed length does not pay is told."""
-    sparing, fixed = Configuration(rule="expected-value", length=4, calibration="none"), Configuration(length=2)
-    row, other = (measured(one, 0.95, 0.9, 0.3) for one in (sparing, fixed))
-    rows = [replace(row, rule="expected-value"), replace(other, speedup=0.75, length=2)]
-    rounds = [costing(sparing.title, 1.05, 1.1, 0.5, (1, 0.05, 0.05)), costing(fixed.title, 1.5, 3, 2, (1.5, 0.4, 0.1))]
-    said = told(rows, rounds)
-    assert "no faster than plain decoding: it verifies 1.10 tokens a round, so it hardly drafts: its rule" in said
-    assert f"with every drafted token accepted, the rounds of `{fixed.title}` would give 1.50× instead of 0.75×" in said
-    rows[0] = replace(rows[0], drafter="lookup", rule=None)
-    assert "hardly drafts. What to change" in told(rows, rounds)  # no rule decided it
-
-
-# What stands in the sentences about a speedup, its lower end, and rounds of these costs that give so many tokens.
-TOLD: dict[str, tuple[Any, ...]] = {
-    "A round costs 1.70 plain steps (the target's step over 5.0 tokens 1.20, 4.0": (2.0, 1.8, (1.2, 0.4, 0.1), 3.4),
-    "accepted, the rounds of `draft, γ = 4` would give 2.94× instead of 2.00×": (2.0, 1.8, (1.2, 0.4, 0.1), 3.4),
-    "with a draft that costs nothing, the rounds": (0.6, 0.5, (1.2, 6.0, 0.1), 4.0, 1.5),
-    "if verifying cost no more than a plain step, the rounds": (0.6, 0.5, (4.0, 1.0, 0.2), 4.0),
-    "with nothing spent beside the models, the rounds": (0.6, 0.5, (1.2, 0.9, 5.0), 4.0),
-    "No change of one thing makes drafting faster than plain decoding here. The most, with a": (
-        *(0.2, 0.1, (4.0, 4.0, 4.0), 4.0),
+# What stands in the sentence about a chain of this speedup and its lower end, whose rounds give and verify so many
+# tokens and cost so much in target, draft and beside them, in plain steps.
+TOLD: dict[str, tuple[float, float, float, float, Sequence[float]]] = {
+    "a round gives 3.40 tokens and costs 1.70 plain steps (1.20 in the target, 0.40 in the draft).": (
+        *(2.0, 1.8, 3.4, 5),
+        (1.2, 0.4, 0.1),
     ),
-    "With every drafted token accepted it would give 0.42×: no draft is good enough.": (0.2, 0.1, (4.0, 4.0, 4.0), 4.0),
-    "fewer tokens than the plain steps that it costs (acceptance rate 20%)": (0.9, 0.8, (1.5, 0.4, 0.1), 1.8),
-    "the prompt takes 18.0 ms with the draft, 10.0 ms without": (0.95, 0.9, (1.5, 0.4, 0.1), 2.1),
-    "not by more than these prompts vary": (1.05, 0.9, (1.5, 0.4, 0.1), 2.2),
+    "no gain, because a round gives fewer tokens than that (acceptance rate 20%).": (
+        *(0.9, 0.8, 1.8, 5),
+        (1.5, 0.4, 0.1),
+    ),
+    "no gain, because it hardly drafts: it verifies 1.10 tokens": (0.95, 0.9, 1.05, 1.1, (1, 0.05, 0.05)),
+    "reading the prompt takes 18.0 ms with the draft, 10.0 without.": (0.95, 0.9, 2.1, 5, (1.5, 0.4, 0.1)),
+    "prompts vary by more than it gains": (1.05, 0.9, 2.2, 5, (1.5, 0.4, 0.1)),
 }
 
 
 @pytest.mark.parametrize("words", TOLD)
 def test_what_is_told_about_a_speedup(words: str) -> None:
-    sentences = chain(*TOLD[words])
-    assert words in sentences and ("no faster than plain decoding" in sentences) is (TOLD[words][0] < 1)
-    speedup, _, costs, *_ = TOLD[words]
-    assert ("no draft is good enough" in sentences) is (speedup < 1 and sum(costs) > 5)
-
-
-def test_training_changes_no_lookup_and_where_nothing_is_left_to_gain_nothing_is_advised() -> None:
-    one = Configuration(drafter="lookup", length=4)
-    rows, found = [measured(one, 1.4, 1.3, 0.2)], costing(one.title, 2, 5, 0, (1.2, 0, 0.2))
-    assert "if verifying cost no more" in told(rows, [found])
-    assert "What to change" not in told(rows, [costing(one.title, 2, 2, 0, (1, 0, 0.0002))])
-
-
-def test_a_speed_far_from_its_prediction_is_doubted() -> None:
-    one = Configuration(length=4)
-    for predicted, doubted in ((0.69, True), (1.0, False), (1.23, False), (1.6, True), (None, False)):
-        rows = [replace(measured(one, 1.23, 0.61, 0.3), predicted=predicted)]
-        sentences = told(rows, [costing(one.title, 2.2, 5, 4, (1.5, 0.4, 0.1))])
-        assert ("another program used the machine" in sentences) is doubted
+    speedup, low, tokens, verified, (target, draft, rest) = TOLD[words]
+    rounds = RoundFigures(tokens, verified, 4, (target + draft + rest) / 2, target / 2, draft / 2, 1)
+    rows = [measured(PLAIN, 1, 1, None), measured(Configuration(length=4), speedup, low, (tokens - 1) / 4, rounds)]
+    sentence = explain(SpeedupPart("p", "b", rows, ALONE))
+    assert words in sentence and ("no gain" in sentence) is (speedup < 1)
+    assert sentence.startswith(f"Fastest: `draft, γ = 4`, {speedup:.2f}× over the whole request: a round gives ")
 
 
 def test_the_fastest_way_over_all_engines_comes_first() -> None:
@@ -206,7 +162,7 @@ def test_the_fastest_way_over_all_engines_comes_first() -> None:
             replace(row, pair="pair", backend=backend, tokens_per_second=rate, plain_tokens_per_second=plain)
             for row, rate in zip(rows, rates, strict=True)
         ]
-        return SpeedupPart("pair", backend, own, None, 0.0, None, ALONE)
+        return SpeedupPart("pair", backend, own, ALONE)
 
     def said(*parts: SpeedupPart, **more: Any) -> list[str]:
         return verdict(SpeedupReport("command", {}, 8, 16, {}, [*parts], **more))
@@ -369,22 +325,20 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
         *("plain", "draft, γ = 1", "draft, γ = 3", "tree of 4, depth ≤ 2, none")
     ]
     assert all(row.different == 0 and (row.identical or 0) + (row.excused or 0) == 4 for row in found.measurements)
-    assert found.classes == {"even": found.classes["even"], "odd": 4 - found.classes["even"]}
-    for row, one in zip(found.measurements, part.rounds, strict=True):
-        assert row.configuration == one.configuration
+    for row in found.measurements:
+        one = row.rounds
         assert row.tokens_per_round is None or one.tokens == pytest.approx(row.tokens_per_round)
         assert one.target_seconds is not None and one.draft_seconds is not None and one.overhead_seconds is not None
-        assert one.target_seconds + one.draft_seconds + one.overhead_seconds == pytest.approx(one.seconds)
-        assert one.overhead_seconds > 0 and one.attained == pytest.approx(one.tokens_per_second / one.bound)
-    chain = part.rounds[2]
-    bound = chain.tokens * chain.rounds
+        assert one.overhead_seconds > 0
+        assert {group.group for group in row.by_class} == {"even", "odd"} and bool(row.by_depth) != row.is_plain
+    chain = found.measurements[2].rounds
     assert chain.verified <= 4 and {1, 4} <= set(part.steps.target) and 1 in part.steps.draft
-    assert chain.bound >= bound / (chain.rounds * (max(part.steps.target.values()) + 3 * part.steps.draft[1]))
+    assert chain.bound >= chain.tokens / (max(part.steps.target.values()) + 3 * part.steps.draft[1])
     assert "| even | draft, γ = 3 |" in text
-    assert "| attained |" in text and "A round costs" in text and f"`{found.command}`" in text
+    assert "| attained |" in text and "a round gives" in text and f"`{found.command}`" in text
     assert ("PyTorch's settings" in text) == bool(engine)
     assert found.pytorch == ("static cache, draft on cpu" if engine else "")
-    assert not list(tmp_path.glob("runs")) and found.calibration is None
+    assert not list(tmp_path.glob("runs")) and found.calibration == ""
     # Fixed lengths are predicted in both caches.
     assert [row.predicted is not None for row in found.measurements] == [False, True, True, False]
     assert all((row.predicted or 1) > 0 for row in found.measurements)
@@ -403,7 +357,6 @@ def test_a_pair_of_gguf_files(place: Path, capsys: Capture) -> None:
     assert report["gguf"] == "target: cache-type-k f32; draft: flash-attn on"
     row = found["measurements"][1]
     assert row["backend"] == "gguf" and row["different"] == 0 and row["tokens_per_round"] >= 1 and row["predicted"] > 0
-    assert found["chosen"]["length"] in (0, 2)
 
 
 def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Capture) -> None:
@@ -418,8 +371,7 @@ def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Ca
     options += ["--prompts", place / "texts.jsonl", "--lengths", "0", "-o", "json"]
     report = json.loads(call(place, capsys, "target", "draft", *options))
     (found,) = report["parts"]
-    assert report["calibration"]["prompts"] == 8 and report["prompts"] == 4 and found["chosen"] is None
-    assert [*found["costs"]["verify"]][:3] == ["1", "2", "3"]
+    assert report["calibration"].startswith("8 texts of prompts of the same files") and report["prompts"] == 4
     assert len(found["measurements"]) == 6 and all(row["different"] == 0 for row in found["measurements"])
 
 
@@ -461,7 +413,7 @@ def test_drafts_of_other_kinds(
     (found,) = report["parts"]
     assert [row["drafter"] for row in found["measurements"]] == [None, *drafters]
     assert all(row["different"] == 0 for row in found["measurements"])
-    asked = found["steps"]["draft"], found["rounds"][1]["draft_steps"], report["draft"]
+    asked = found["steps"]["draft"], found["measurements"][1]["rounds"]["draft_steps"], report["draft"]
     assert [bool(one) for one in asked] == [bool(draft)] * 3
 
 
@@ -519,7 +471,7 @@ def test_the_pair_of_a_run_on_other_prompts(place: Path, finished: Path, world: 
         with tiny.one_thread():
             assert tiny.call("speedup", *named, *more) == 0
         reports.append(json.loads(capsys.readouterr().out))
-    keys = ("configuration", "tokens", "acceptance", "identical")
+    keys = ("configuration", "tokens_per_round", "acceptance", "identical")
     wanted, other = ([[row[key] for key in keys] for row in one["parts"][0]["measurements"]] for one in reports)
     assert wanted == other and len(wanted) == 2
 

@@ -1,13 +1,11 @@
-"""Plain beside speculative: interleaved texts, speedups with paired intervals, chosen lengths, and greedy identity."""
+"""Plain beside speculative: interleaved texts, speedups with paired intervals, and greedy identity."""
 
 from __future__ import annotations
 
-import itertools
 import math
 import random
 from collections import Counter
-from pathlib import Path
-from types import SimpleNamespace
+from functools import partial
 from typing import Any
 
 import numpy
@@ -24,18 +22,15 @@ from distill.decoding.configured import Fitted
 from distill.decoding.decode import Decoded, Round, plain
 from distill.decoding.rules import Rules
 from distill.engines.torch.model import TorchLogits, TorchModel
-from distill.measuring import speedup
 from distill.measuring.compare import (
     TimedConfiguration,
     TimedText,
-    choose_length,
     judge_identity,
-    measurements,
+    measurement,
     prepare_all,
     repeated_share,
     time_texts,
 )
-from distill.measuring.evaluation import write_rounds
 from distill.measuring.identity import (
     TORCH_NOISE,
     Identity,
@@ -45,32 +40,32 @@ from distill.measuring.identity import (
     measured_rounding,
     ties,
 )
-from distill.measuring.speedup_results import PairMeasured
+from distill.measuring.speedup_results import PairMeasured, StepFigures
 from distill.measuring.timing import _others_drafted
 from distill.recipe import Configuration, Target
 from distill.recipe.measuring import fixed_length
 from distill.tables import speed_ratio
 
-PAIR = PairMeasured("a pair", "pytorch")
-PLAIN, TWO, THREE, FIVE = (TimedConfiguration(fixed_length(n), Rules(), None, None, n) for n in (0, 2, 3, 5))
+PAIR, NOT_TIMED = PairMeasured("a pair", "pytorch"), StepFigures(1, {}, {})
 
 
-def timed(prompt: int, length: int, tokens: int, seconds: float, rounds: list[Round] | None = None) -> TimedText:
-    decoded = Decoded(list(range(tokens)), [False] * tokens, rounds or [])
-    return TimedText(prompt, fixed_length(length).title, seconds, decoded)
+def timed(tokens: int, seconds: float, rounds: list[Round] | None = None, prompt: int = 0) -> TimedText:
+    return TimedText(prompt, seconds, Decoded(list(range(tokens)), [False] * tokens, rounds or []))
+
+
+def fixed(length: int, *texts: TimedText, base: TimedConfiguration | None = None) -> TimedConfiguration:
+    """A fixed length that wrote these texts, beside plain decoding."""
+    return TimedConfiguration(fixed_length(length), Rules(), None, None, length, base, [*texts])
 
 
 def test_measurements_by_hand() -> None:
-    texts = [
-        timed(0, 0, 10, 2.0),
-        timed(1, 0, 30, 4.0),
-        timed(0, 2, 10, 1.0, rounds_of((2, 2), (2, 1))),
-        timed(1, 2, 30, 3.0, rounds_of((2, 0), (1, 1))),
-        timed(0, 5, 10, 4.0, rounds_of((0, 0))),
-        timed(1, 5, 30, 8.0, rounds_of((0, 0))),
+    plainly = fixed(0, timed(10, 2.0), timed(30, 4.0))
+    both = [
+        fixed(2, timed(10, 1.0, rounds_of((2, 2), (2, 1))), timed(30, 3.0, rounds_of((2, 0), (1, 1))), base=plainly),
+        fixed(5, timed(10, 4.0, rounds_of((0, 0))), timed(30, 8.0, rounds_of((0, 0))), base=plainly),
     ]
-    plain_row, two, five = measurements(texts, [PLAIN, TWO, FIVE], {}, PAIR)
-    assert (plain_row.length, plain_row.tokens, plain_row.seconds) == (0, 40, 6.0)
+    plain_row, two, five = (measurement(one, None, NOT_TIMED, PAIR) for one in (plainly, *both))
+    assert plain_row.length == 0 and plain_row.tokens_per_second == pytest.approx(40 / 6)
     assert plain_row.tokens_per_round is None and plain_row.acceptance is None
     assert (plain_row.speedup, plain_row.speedup_low, plain_row.speedup_high) == (1, 1, 1)
     assert two.tokens_per_second == 10 and two.speedup == pytest.approx(1.5)
@@ -106,21 +101,6 @@ def test_speed_ratio_is_paired() -> None:
     assert math.isnan(speed_ratio([], [], [], []).mean)
 
 
-def test_length_is_chosen_on_even_prompts_and_reported_on_odd_ones() -> None:
-    seconds = {0: (1.0, 1.0), 2: (0.5, 0.8), 4: (0.6, 0.1)}  # of even prompts and of odd ones, by length
-    texts = [timed(prompt, n, 10, of[prompt % 2]) for prompt in range(8) for n, of in seconds.items()]
-    sweep = [fixed_length(2), fixed_length(4)]
-    found = choose_length(texts, sweep)
-    assert found.length == 2 and found.speedup == pytest.approx(1.25)
-    assert found.speedup_low == pytest.approx(1.25) == found.speedup_high
-    slow = [TimedText(t.prompt, t.title, t.seconds * (1 if t.title == PLAIN.title else 3), t.decoded) for t in texts]
-    found = choose_length(slow, sweep)
-    assert (found.length, found.speedup) == (0, 1)
-    # Uneven prompts only: no resample may be made of prompts that have no text.
-    for count in (2, 3, 4, 5):
-        assert choose_length([t for t in texts if t.prompt < count], sweep).length == 2
-
-
 @pytest.mark.parametrize(
     ("left", "right", "where"),
     [([1, 2, 3], [1, 2, 3], None), ([1, 2, 3], [1, 5, 3], 1), ([1, 2], [1, 2, 3], 2), ([], [], None), ([], [4], 0)],
@@ -135,22 +115,22 @@ def test_verdicts_on_texts() -> None:
     prompts = random_prompts(2, 61, seed=8)
     texts = [plain(target, p, 12).tokens for p in prompts]
     wrong = [*texts[0][:5], (texts[0][5] + 1) % 61, *texts[0][6:]]
-    decoded = [TimedText(i, PLAIN.title, 1.0, Decoded(texts[i])) for i in range(2)]
-    decoded += [TimedText(0, THREE.title, 1.0, Decoded(wrong)), TimedText(1, THREE.title, 1.0, Decoded(texts[1]))]
+    plainly = fixed(0, *(TimedText(i, 1.0, Decoded(text)) for i, text in enumerate(texts)))
+    three = fixed(3, TimedText(0, 1.0, Decoded(wrong)), TimedText(1, 1.0, Decoded(texts[1])), base=plainly)
     with torch.inference_mode():
         best = target.model(torch.tensor([[*prompts[0], *texts[0][:5]]])).logits[0, -1].topk(2).values
     gap = float(best[0] - best[1])
     assert gap > 1e-3
 
-    def judged(noise: float, sizes: tuple[int, ...] = ()) -> dict[str, Identity]:
-        return judge_identity(target, prompts, decoded, [PLAIN, THREE], Rounding(noise, sizes))
+    def judged(noise: float, sizes: tuple[int, ...] = ()) -> Identity | None:
+        return judge_identity(target, prompts, [plainly, three], Rounding(noise, sizes))[1]
 
-    assert judged(gap * 0.9) == {THREE.title: Identity(1, 0, 1)}
+    assert judged(gap * 0.9) == Identity(1, 0, 1)
     # Taken in other pieces the fp32 target says the same: that excuses nothing.
-    assert judged(gap * 0.9, (2, 3, 4)) == {THREE.title: Identity(1, 0, 1)}
+    assert judged(gap * 0.9, (2, 3, 4)) == Identity(1, 0, 1)
     pieces = Rounding(gap * 0.9, (2, 3, 4))
     assert ties(target, prompts[0], wrong, [(texts[0], 5)], pieces) == [False]  # nor a text that is not the plain one
-    assert judged(gap * 1.1) == {THREE.title: Identity(1, 1, 0)}
+    assert judged(gap * 1.1) == Identity(1, 1, 0)
 
 
 def reordered(logits: Any, shift: Any) -> TorchLogits:
@@ -240,32 +220,25 @@ def test_ties_are_judged_by_the_sizes_of_all_greedy_configurations() -> None:
     assert fp32 == Rounding(TORCH_NOISE)
 
 
+def noted(written: list[Any], one: Any, decode: Any, *arguments: Any) -> Decoded:
+    written.append(one)
+    found: Decoded = decode(*arguments)
+    return found
+
+
 def test_every_configuration_decodes_every_prompt() -> None:
     target, draft = Scripted(counting, 40, 10), Scripted(counting, 30, 10)
     prompts = [[1, 2], [3], [4, 5, 6] * 8]
     prepared = prepare_all(settings_with((), (fixed_length(1), fixed_length(4))), draft, (), Fitted())
-    texts = time_texts(target, draft, prompts, 9, prepared, "x")
-    titles = [one.title for one in prepared]
-    assert sorted((t.prompt, t.title) for t in texts) == sorted(itertools.product(range(3), titles))
-    assert [t.title for t in texts if t.prompt == 1] == [*titles[1:], titles[0]]  # the order turns
-    for t in texts:
+    written: list[TimedConfiguration] = []
+    for one in prepared:
+        one.decode = partial(noted, written, one, one.decode)  # type: ignore[method-assign]
+    time_texts(target, draft, prompts, 9, prepared, "x")
+    assert written[6:9] == [*prepared[1:], prepared[0]]  # after a text each, and the first prompt: the order turns
+    assert [[t.prompt for t in one.texts] for one in prepared] == [[0, 1, 2]] * 3
+    for t in (text for one in prepared for text in one.texts):
         room = min(9, 30 - len(prompts[t.prompt]))
         assert t.decoded.tokens == [(prompts[t.prompt][-1] + 1 + i) % 10 for i in range(room)] and t.seconds > 0
-
-
-def test_acceptance_is_that_of_the_texts_that_are_timed(tmp_path: Path) -> None:
-    """Of the trained draft, of the prompts that are timed, and no deeper than they go."""
-    rounds = [
-        [Round(3, 2, 2, 0.1), Round(6, 2, 0, 0.1), Round(7, 2, 0, 0.1)],  # a prompt of 2: 5 new tokens end before 7
-        [Round(5, 2, 1, 0.1), Round(7, 1, 1, 0.1)],  # a prompt of 4
-        [Round(2, 2, 2, 0.1)] * 9,  # a prompt that is not timed
-    ]
-    write_rounds(tmp_path / "rounds.parquet", {"before": [[Round(3, 2, 2, 0.1)]], "after": rounds})
-    run: Any = SimpleNamespace(path=tmp_path.joinpath)
-    assert speedup._evaluated_rounds(run, [[1, 2], [1, 2, 3, 4]], 5) == [[(2, 2), (2, 0)], [(2, 1), (1, 1)]]
-    assert speedup._evaluated_rounds(run, [[1, 2]], 9) == [[(2, 2), (2, 0), (2, 0)]]
-    write_rounds(tmp_path / "rounds.parquet", {"before": [[]], "after": [[]]})  # texts that ended at once
-    assert speedup._evaluated_rounds(run, [[1, 2]], 9) == [[]]
 
 
 def test_the_kl_of_another_engine_is_that_of_the_tokens_it_would_choose_after() -> None:

@@ -388,7 +388,7 @@ def test_sentencepiece_keeps_its_spaces(tmp_path: Path, capsys: Capture, monkeyp
 def test_samples_of_a_report_keep_their_spaces() -> None:
     pieces = [b" The", b" \xc3", b"\xa9t", b"\xc3\xa9", b" fin"]
     decoded = Decoded([0, 1, 2, 3, 4, 1], [False, True, False, True, True, False])
-    text = TimedText(0, "draft, γ = 3", 1.0, decoded)
+    text = TimedText(0, 1.0, decoded)
     found = sample_texts(lambda ids: "p", lambda token: pieces[token], [[1]], [text])[0].segments
     assert [part.text for part in found] == [" The", " ", "ét", "é fin", " \ufffd"]
     assert [part.kind for part in found] == ["target", "accepted", "target", "accepted", "target"]

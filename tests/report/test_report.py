@@ -88,14 +88,16 @@ def results(of_run: dict[str, Any]) -> dict[str, Any]:
     for part, pair, peak in zip(
         found["speedup"]["parts"], ("small", LARGE, "small"), (1.374, 1.912, 0.843), strict=True
     ):
-        part |= {"pair": pair, "explanations": ["no draft can win"]}
+        part["pair"] = pair
         part["measurements"] = [row | {"pair": pair} for row in part["measurements"] if row["length"] is not None]
         for row in part["measurements"]:
             speed = {0: 1.0, 1: peak - 0.2, 3: peak}[row["length"]]
             row |= {"speedup": speed, "speedup_low": speed - 0.07, "speedup_high": speed + 0.06}
             row |= {"tokens_per_second": 40 * speed, "plain_tokens_per_second": 40.0}
     hostile = [{"text": EVIL, "kind": kind} for kind in ("accepted", "target")]
-    found["speedup"]["parts"][1]["samples"] = [small["samples"][0] | {"prompt": EVIL, "segments": hostile}]
+    for row in (row for part in found["speedup"]["parts"] for row in part["measurements"]):
+        row["samples"] = row["samples"][:1]
+    found["speedup"]["parts"][1]["measurements"][1]["samples"] = [{"prompt": EVIL, "segments": hostile}]
     return found
 
 
@@ -174,7 +176,7 @@ def test_page_holds_the_numbers(results: dict[str, Any]) -> None:
     )
     for figure in (
         *(f"{results[role][name]:,}" for role in ("target", "draft") for name in ("parameters", "bytes")),
-        *("1.91×", "[1.84, 1.97]", "1.37×", "0.84×", "faster than plain", "slower than plain", "no draft can win"),
+        *("1.91×", "[1.84, 1.97]", "1.37×", "0.84×", "faster than plain", "slower than plain", "a round gives"),
         *(in_words(Interval(**one["acceptance_sampling"]), "%") for one in answers.values()),
         *(in_words(Interval(**one["forward_kl"]), ".4f") for one in answers.values()),
         *(f"{answers['after']['tokens']:,}", f"{file['bytes']:,}", in_words(file["parity"]["top1_agreement"], "%")),
@@ -183,7 +185,7 @@ def test_page_holds_the_numbers(results: dict[str, Any]) -> None:
         assert figure in words, figure
     sections = re.findall("<section.*?</section>", page, flags=re.S)
     assert all(("<table>" in part) == ('<p class="command">distill ' in part) for part in sections)
-    assert all(part.count("big target ×4 &amp; &lt;draft&gt;") == 1 for part in (sections[0], sections[-2]))
+    assert all("big target ×4 &amp; &lt;draft&gt;" in part for part in (sections[0], sections[-2]))
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -209,7 +211,6 @@ def test_a_training_that_did_not_help_is_named(
 def test_hostile_text_stays_text(results: dict[str, Any]) -> None:
     results["name"] = results["command"] = results["draft"]["path"] = results["machine"]["cpu"] = EVIL
     part = results["speedup"]["parts"][0]
-    part["explanations"] = [EVIL]
     part["measurements"][1]["pair"] = "_$x_{" + EVIL
     part["measurements"].append(other(part["measurements"][1], EVIL, "lookup", lossy=EVIL))
     part["pair"] = "$" + EVIL
@@ -240,7 +241,8 @@ def test_figures_that_were_not_measured_are_dashes(results: dict[str, Any]) -> N
     row = {"position": 1, "drafted": 0, "accepted": 0, "rate": unknown}
     evaluation["positions"] = {"before": [], "after": [row]}
     results["export"]["files"][0]["parity"] = None
-    part["samples"], part["explanations"] = [], []
+    for row in part["measurements"]:
+        row["samples"] = []
     part["measurements"][1] |= {"speedup": None, "speedup_low": None, "speedup_high": None}
     results["steps"] = training_steps([{"stage": "train", **results["steps"][0]}, {"stage": "export", "step": 1}])
     page = build_page(results)
@@ -368,7 +370,6 @@ def test_every_configuration_shows_its_distribution(results: dict[str, Any]) -> 
     """And the first section the fastest lossless greedy way of all that was tried on a pair and backend."""
     part = results["speedup"]["parts"][0]
     rows, tried = part["measurements"], len(part["measurements"]) - 1
-    part["explanations"] = ["What to change: `this`."]
     sampled = {"sampler": {"temperature": 0.8}, "identical": None, "excused": None, "different": None}
     fast = {"speedup": 9.0, "speedup_low": 8.5, "speedup_high": 9.5}
     rows += [
@@ -385,7 +386,7 @@ def test_every_configuration_shows_its_distribution(results: dict[str, Any]) -> 
     first = re.split("<h2>", build_page(results))[1]
     assert f">a tree</td><td>{tried + 1}</td>" in first and "4.25×" in first
     assert "A draft of 0.1 million parameters, 2 of 3 layers of" in first
-    assert "What to change: <code>this</code>." in first
+    assert "Fastest: <code>" in first and "a round gives" in first
 
 
 def page_words(results: dict[str, Any]) -> str:
