@@ -65,7 +65,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         _require_prompts(recipe, split, prompts, counts[split])
         write_samples(folder / f"prompts-{split}.arrow", prompts)
         total = sum(tokens.total() for tokens in given.values())
-        asked = count_texts((one.label, one.mode, len(one.prompt)) for one in prompts)
+        asked = count_texts((one.label, one.prompt) for one in prompts)
         kept = {name: dict(tokens) for name, tokens in given.items()}
         summary[split] = SplitTexts(len(own), total, len(packed), len(prompts), kept, asked)
         short = f" of {counts[split]} asked for" if len(prompts) < counts[split] else ""

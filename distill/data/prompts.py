@@ -75,8 +75,9 @@ class ChatPrompts:
         if len(turns) < settings.turns - 1 and any(one["role"] == "user" for one in rest[len(before_tools) :]):
             self.dropped["turns of conversations after a tool's result"] += 1
         chat = {"messages": head, "turns": turns, "thinking": thinking, "arguments": template.arguments(thinking)}
-        mode: Any = {None: "", True: "thinking", False: "no thinking"}[thinking]
-        return Sample(document.name, ids, [], document.split, document.source, document.label, mode, chat=chat)
+        mode = {None: "", True: "thinking", False: "no thinking"}[thinking]
+        label = ", ".join(filter(None, (document.label, mode)))
+        return Sample(document.name, ids, [], document.split, document.source, label, chat=chat)
 
     def given(self, document: Document) -> Iterator[tuple[list[int], list[int]]]:
         """Prompt and answer of each of a conversation's answers, as token ids; of held-out text the last one alone,

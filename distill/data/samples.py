@@ -24,8 +24,8 @@ class Sample:
     """One text to learn from or to measure: the token ids of a prompt, and of the target's answer to it.
 
     `id` is the prompt's origin (`name@character`), `source` the corpus source's name, `label` the class of text that
-    reports show, `mode` whether the template was told to think. `ended`: the target ended the answer, by an end token
-    or a stop string; else it was cut short. `dropped` is the reason for which the answer is not learnt from, `number`
+    reports show, with thinking on or off where the template was told. `ended`: the target ended the answer, by an end
+    token or a stop string; else it was cut short. `dropped` is the reason for which the answer is not learnt from, `number`
     the place in the list of prompts, None for served ones. Of a conversation, `chat` has what renders its further
     turns (see data/chat_template.py).
     """
@@ -36,16 +36,10 @@ class Sample:
     split: Split = "train"
     source: str = ""
     label: str = ""
-    mode: Literal["", "thinking", "no thinking"] = ""
     ended: bool = True
     dropped: str = ""
     number: int | None = None
     chat: dict[str, Any] | None = None
-
-    @property
-    def kind(self) -> str:
-        """Label and mode, for tables; empty where it has neither."""
-        return ", ".join(filter(None, (self.label, self.mode)))
 
 
 @dataclass(frozen=True)
@@ -102,12 +96,12 @@ def is_looping(ids: Sequence[int]) -> bool:
     return False
 
 
-def count_texts(texts: Iterable[tuple[str, str, int]]) -> list[TextCount]:
-    """Texts and their tokens by label and mode, from (label, mode, tokens) of each, in the order of their first."""
-    found: dict[tuple[str, str], list[int]] = {}
-    for label, mode, tokens in texts:
-        found.setdefault((label, mode), []).append(tokens)
-    return [TextCount(*kind, len(own), sum(own)) for kind, own in found.items()]
+def count_texts(texts: Iterable[tuple[str, Sequence[int]]]) -> dict[str, TextCount]:
+    """Texts and their tokens by label, from the label and the ids of each, in the order of their first."""
+    found: dict[str, list[int]] = {}
+    for label, ids in texts:
+        found.setdefault(label, []).append(len(ids))
+    return {label: TextCount(len(own), sum(own)) for label, own in found.items()}
 
 
 def lacking_classes(learnt: Mapping[str, int], asked: Mapping[str, int]) -> list[str]:
@@ -208,10 +202,8 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 
 @dataclass(frozen=True)
 class TextCount:
-    """Texts of one class and mode, and their tokens."""
+    """The number of some texts, and of their tokens."""
 
-    label: str
-    mode: str
     texts: int
     tokens: int
 
@@ -225,7 +217,7 @@ class SplitTexts:
     blocks: int
     prompts: int
     given: dict[str, dict[str, int]] = field(default_factory=dict)
-    asked: list[TextCount] = field(default_factory=list)
+    asked: dict[str, TextCount] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -283,4 +275,4 @@ class AnswerTexts:
     not_ended: int = 0
     writer: str = ""
     dropped: dict[str, int] = field(default_factory=dict)
-    by_class: list[TextCount] = field(default_factory=list)
+    by_class: dict[str, TextCount] = field(default_factory=dict)

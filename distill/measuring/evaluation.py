@@ -365,7 +365,7 @@ def open_run(recipe: Recipe, run: Run) -> TargetWithDrafts:
         },
         prompts,
         recipe.corpus.block,
-        [prompt.kind for prompt in prompts],
+        [prompt.label for prompt in prompts],
         Packed.load(run.path("corpus", "text-test.safetensors")).take(slice(0, recipe.eval.file_blocks)),
         ["after"],  # almost nothing of an untrained cut is accepted: decoding with it would take minutes
     )
@@ -486,7 +486,7 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
         sampled={name: ratio_interval(found.hits, found.counts) for name, found in measured["answers"].items()},
         left_out=left_out,
     )
-    classes = [answer.kind for answer in texts.answers]
+    classes = [answer.label for answer in texts.answers]
     options = EvaluationOptions(Sampler(), recipe.eval, run.command)
     return as_report(measured, {}, options, len(classes), classes, stored)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -167,7 +167,7 @@ def ends(steps: list[TrainingStep], command: str) -> Table:
 
 
 def texts(results: RunResults) -> list[Table]:
-    """The splits of the corpus, and the prompts and answers by class and mode."""
+    """The splits of the corpus, and the prompts and answers by class."""
     corpus, answers = results.corpus, results.answers
     assert corpus is not None
     columns: Columns[tuple[str, SplitTexts]] = {
@@ -177,16 +177,12 @@ def texts(results: RunResults) -> list[Table]:
         "prompts": lambda one: one[1].prompts,
     }
     splits = [("train", corpus.train), ("validation", corpus.validation), ("test", corpus.test)]
-    asked, own = _by_class(corpus.train.asked), {} if answers is None else _by_class(answers.by_class)
+    asked, own = corpus.train.asked, {} if answers is None else answers.by_class
     rows: list[Row] = [
-        [name, *_counted(asked.get(name)), *_counted(own.get(name))] for name in dict.fromkeys([*asked, *own])
+        [name or "all", *_counted(asked.get(name)), *_counted(own.get(name))] for name in dict.fromkeys([*asked, *own])
     ]
     heads = ["train prompts", "prompts", "tokens of prompts", "answers kept", "tokens of answers"]
     return [table_of(splits, columns, results.command), *([Table(heads, rows, results.command)] if rows else [])]
-
-
-def _by_class(counts: Iterable[TextCount]) -> dict[str, TextCount]:
-    return {", ".join(part for part in (one.label, one.mode) if part) or "all": one for one in counts}
 
 
 def _counted(count: TextCount | None) -> list[Value]:

@@ -399,7 +399,7 @@ def interleaved(
 
 def by_class(prompts: Sequence[Sample], texts: Sequence[Counts], replayed: Mapping[str, Replayed]) -> list[ServedClass]:
     """The figures of each class of prompts, where there are several; without intervals for a class of one prompt."""
-    names = [prompt.kind or prompt.source or "prompts" for prompt in prompts]
+    names = [prompt.label or prompt.source or "prompts" for prompt in prompts]
     classes = []
     for name in dict.fromkeys(names) if len(set(names)) > 1 else ():
         places = [place for place, other in enumerate(names) if other == name]

@@ -370,7 +370,7 @@ def _write_manifest(recipe: Recipe, run: Run, groups: int) -> None:
         not_ended=sum(not one.ended and one.dropped in ("", *TEXT_FAULTS) for one in answers),
         writer=writer_kind(recipe),
         dropped=dict(sorted(dropped.items())),
-        by_class=count_texts((one.label, one.mode, len(one.answer)) for one in answers if not one.dropped),
+        by_class=count_texts((one.label, one.answer) for one in answers if not one.dropped),
     )
     reasons = "".join(f", {count} dropped: {reason}" for reason, count in found.dropped.items())
     run.say(
@@ -409,7 +409,7 @@ def _hold_out(recipe: Recipe, run: Run, split: Split) -> list[Path]:
     )
     write_store(recipe, run, texts.blocks, (0, 1), split, all_entries=True)
     not_ended = sum(not one.ended for one in texts.answers)
-    by_class = count_texts((one.label, one.mode, len(one.answer)) for one in texts.answers)
+    by_class = count_texts((one.label, one.answer) for one in texts.answers)
     summary = AnswerTexts(len(texts.answers), tokens, not_ended, writer_kind(recipe), texts.dropped, by_class)
     write_result(run.path(split, "summary.json"), summary)
     return [run.path(split)]

@@ -340,9 +340,8 @@ def penalty_of(model: Any, settings: Train) -> Penalty | None:
 
 def warn_missing_classes(run: Run) -> None:
     """Warn of classes of prompts that acceptance is measured on and the answers hardly have."""
-    learnt: Counter[str] = Counter()
-    for one in read_result(run.path("answers", "manifest.json"), AnswerTexts).by_class:
-        learnt[one.label] += one.tokens
+    answers = read_result(run.path("answers", "manifest.json"), AnswerTexts)
+    learnt = Counter({label: one.tokens for label, one in answers.by_class.items()})
     asked = Counter(prompt.label for split in ("validation", "test") for prompt in read_prompts(run, split))
     if lacking := lacking_classes(learnt, asked):
         shares = (

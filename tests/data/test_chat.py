@@ -210,15 +210,17 @@ def test_questions_from_the_file_to_the_evaluation(tmp_path: Path, capsys: Captu
     for prompt in found:
         assert prompt.chat is not None
         own, more = written[prompt.id], written.get(f"{prompt.id}/1")
-        assert (own.label, own.mode, own.prompt) == (prompt.label, prompt.mode, prompt.prompt)
+        assert (own.label, own.prompt) == (prompt.label, prompt.prompt)
         if more is not None:  # the target ended its first answer, and was asked the second question
             assert prompt.chat["turns"] and own.ended and more.prompt[:4] == prompt.prompt[:4]
     manifest = json.loads(run.path("answers", "manifest.json").read_text())
-    assert sum(one["texts"] for one in manifest["by_class"]) == len(written) - sum(manifest["dropped"].values())
-    assert {one.mode for one in found} == {"thinking", "no thinking"}
+    assert sum(one["texts"] for one in manifest["by_class"].values()) == len(written) - sum(
+        manifest["dropped"].values()
+    )
+    assert {one.label.rpartition(", ")[2] for one in found} == {"thinking", "no thinking"}
     asked = json.loads(run.path("corpus", "summary.json").read_text())["train"]["asked"]
-    assert sum(one["texts"] for one in asked) == 12
-    assert sum(one["tokens"] for one in asked) == sum(len(one.prompt) for one in found)
+    assert sum(one["texts"] for one in asked.values()) == 12
+    assert sum(one["tokens"] for one in asked.values()) == sum(len(one.prompt) for one in found)
     report = read_result(run.path("eval.json"), EvaluationReport)
     own = report.domains["answers"]["after"]
     assert "files" not in report.domains, "a corpus of questions has no given text"

@@ -168,7 +168,7 @@ def test_tools_documents_and_arguments_reach_the_template(plain: Any, tmp_path: 
     offered: Any = {"tools": [TOOL], "documents": [{"text": "a book"}], "enable_thinking": False}
     wanted = tokenizer.apply_chat_template([Q], **offered, add_generation_prompt=True, tokenize=False)
     prompt = chat.prompt(document)
-    assert prompt is not None and prompt.chat is not None and prompt.mode == "no thinking"
+    assert prompt is not None and prompt.chat is not None and prompt.label == "no thinking"
     assert tokenizer.decode(prompt.prompt) == wanted and '"add"' in wanted and "[a book]" in wanted
     assert next(chat.given(document))[0] == prompt.prompt
     further = tokenizer.decode(next_prompt(chat.template, prompt.chat, ["say"]) or [])

@@ -144,7 +144,7 @@ def test_held_out_tokens_add_up(from_file: Path) -> None:
         tokens = sum(len(line.answer) for line in lines)
         summary, manifest = read(from_file, split, "summary.json"), read(from_file, split, "manifest.json")
         assert summary["answer_tokens"] == tokens == int(texts.own.mask.sum())
-        assert sum(one["tokens"] for one in summary["by_class"]) == tokens
+        assert sum(one["tokens"] for one in summary["by_class"].values()) == tokens
         assert manifest["scored_positions"] == tokens + int(texts.given.mask.sum())
         assert manifest["k"] == 200 and manifest["mass"] is None, "every entry, also where fewer hold teacher.mass"
         assert not {tuple(line.prompt + line.answer) for line in lines} & learnt

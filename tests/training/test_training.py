@@ -653,7 +653,7 @@ def test_classes_that_answers_lack(learnt: dict[str, int], asked: dict[str, int]
 
 
 def test_a_training_says_what_its_answers_lack(train: Trainer, monkeypatch: Patch, capsys: Capture) -> None:
-    counted = AnswerTexts(by_class=[TextCount("code", "", 3, 99)])
+    counted = AnswerTexts(by_class={"code": TextCount(3, 99)})
     prompts = [Sample(f"t@{place}", [1, 2], label="code" if place else "sums") for place in range(4)]
     monkeypatch.setattr("distill.training.setup.read_result", lambda *_: counted)
     monkeypatch.setattr("distill.training.setup.read_prompts", lambda *_: prompts)
