@@ -25,9 +25,9 @@ class Sample:
 
     `id` is the prompt's origin (`name@character`), `source` the corpus source's name, `label` the class of text that
     reports show, with thinking on or off where the template was told. `ended`: the target ended the answer, by an end
-    token or a stop string; else it was cut short. `dropped` is the reason for which the answer is not learnt from, `number`
-    the place in the list of prompts, None for served ones. Of a conversation, `chat` has what renders its further
-    turns (see data/chat_template.py).
+    token or a stop string; else it was cut short. `dropped` is the reason for which the answer is not learnt from,
+    `number` the place in the list of prompts, None for served ones. Of a conversation, `chat` has what renders its
+    further turns (see data/chat_template.py).
     """
 
     id: str
