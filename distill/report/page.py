@@ -29,53 +29,32 @@ from distill.tables import (
 # ── The look of the report page: one style sheet, no fonts or pictures from elsewhere ──
 
 CSS = """
-:root { color-scheme: light dark; --paper: #f6f7f9; --card: #ffffff; --ink: #1b1f24; --soft: #59626e; --line: #dde1e7;
-  --accent: #1f6fc5; --bad: #b3363e; --mark: #c9efd9; --mark-line: #2f9e77;
-  --code: #eef0f4; }
-@media (prefers-color-scheme: dark) {
-  :root { --paper: #111418; --card: #1a1f25; --ink: #e4e8ee; --soft: #a0a9b5; --line: #303843; --accent: #74b3f2;
-    --bad: #f0868c; --mark: #17492f; --mark-line: #4cc48d; --code: #242b33; }
-}
+:root { color-scheme: light dark; --line: color-mix(in srgb, CanvasText 18%, Canvas);
+  --soft: color-mix(in srgb, CanvasText 65%, Canvas); --code: color-mix(in srgb, CanvasText 7%, Canvas); }
 * { box-sizing: border-box; }
-body { margin: 0; background: var(--paper); color: var(--ink); font: 16px/1.5 system-ui, sans-serif; }
-main, header, footer { max-width: 72rem; margin: 0 auto; padding: 0 1.25rem; }
-header { padding-top: 2.2rem; }
-h1 { font-size: 1.9rem; line-height: 1.2; margin: 0 0 .3rem; overflow-wrap: anywhere; }
-h2 { font-size: 1.25rem; margin: 0 0 .7rem; }
-h3 { font-size: 1rem; margin: 1.2rem 0 .4rem; }
-a { color: var(--accent); }
-.soft, figcaption, .command { color: var(--soft); }
-nav { display: flex; flex-wrap: wrap; gap: .35rem .9rem; margin: 1rem 0 0; font-size: .92rem; }
-section { background: var(--card); border: 1px solid var(--line); border-radius: 12px; padding: 1.2rem;
-  margin: 1.1rem 0; }
-code, pre, .command { font-family: ui-monospace, monospace; }
-code { background: var(--code); border-radius: 4px; padding: .08em .35em; font-size: .88em; overflow-wrap: anywhere; }
-pre { background: var(--code); border-radius: 8px; padding: .8rem 1rem; margin: .5rem 0; font-size: .82rem;
-  white-space: pre-wrap; overflow-wrap: anywhere; }
-figcaption { margin: .2rem 0 0; font-size: .9rem; }
-.bad { color: var(--bad); }
+body { max-width: 72rem; margin: 0 auto; padding: 2rem 1rem; background: Canvas; color: CanvasText;
+  font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
+h1, h2, h3 { line-height: 1.25; margin: 1.2rem 0 .4rem; }
+h3 { font-size: 1rem; }
+nav { display: flex; flex-wrap: wrap; gap: .35rem .9rem; }
+section { border-top: 1px solid var(--line); margin: 1.5rem 0; }
+figcaption, .command, footer, .prompt, th, tr.plain td { color: var(--soft); }
+code, pre, .command { font-family: ui-monospace, monospace; font-size: .85em; }
+code, pre { background: var(--code); border-radius: 4px; padding: .1em .35em; }
+pre { padding: .8rem 1rem; white-space: pre-wrap; }
+.command::before { content: "$ "; }
+.bad { color: color-mix(in srgb, red 65%, CanvasText); }
+.mark { background: color-mix(in srgb, green 30%, Canvas); border-bottom: 2px solid green; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)); gap: 1rem; }
 figure { margin: 0; max-width: 40rem; min-width: 0; }
-figure svg { display: block; width: 100%; height: auto; color: var(--ink); }
+figure svg { display: block; width: 100%; height: auto; color: CanvasText; }
 figure svg text { font-family: inherit !important; }
-.scroll { overflow-x: auto; margin: .6rem 0 .2rem; }
-table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; min-width: 100%; }
-th, td { text-align: right; padding: .38rem .7rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+.scroll { overflow-x: auto; }
+table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
+th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th, td:first-child { white-space: normal; min-width: 3.4rem; }
-th { color: var(--soft); font-weight: 600; vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; padding-left: 0; }
-td.text, th.text { text-align: left; }
-tr.plain td { color: var(--soft); }
+th:first-child, td:first-child, .text { text-align: left; }
 tr.best td { font-weight: 650; }
-.command { font-size: .78rem; margin: .2rem 0 1rem; overflow-wrap: anywhere; }
-.command::before { content: "$ "; }
-details { margin: .6rem 0; } summary { cursor: pointer; color: var(--accent); }
-.mark { background: var(--mark); border-bottom: 2px solid var(--mark-line); border-radius: 2px; }
-.prompt { opacity: .65; }
-footer { color: var(--soft); font-size: .85rem; padding-bottom: 2.5rem; }
-@media (max-width: 40rem) {
-  main, header, footer { padding-left: .7rem; padding-right: .7rem; } th, td { padding: .35rem .4rem; }
-}
 """
 
 
@@ -98,7 +77,7 @@ def build_page(results: RunResults) -> str:
 <style>{CSS}</style>
 </head>
 <body>
-<header><h1>{name}</h1><p class="soft">Draft model for speculative decoding, {as_text(results.date)}</p>
+<header><h1>{name}</h1><p>Draft model for speculative decoding, {as_text(results.date)}</p>
 <nav aria-label="Sections">{links}</nav></header>
 <main>
 {body}

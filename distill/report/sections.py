@@ -337,11 +337,6 @@ def limits(results: RunResults) -> list[str]:
     ]
     if not machine["gpu"]:
         sentences.append("No GPU took part: nothing here shows how the pair behaves on one.")
-    missing = results.stages_not_run
-    if missing:
-        sentences.append(f"These stages have not run, so the report makes no claim about them: {', '.join(missing)}.")
-    for stage, reason in results.left_out.items():
-        sentences.append(f"Stage {stage} was not run: {reason}.")
     if results.speedup:
         sentences += _speedup_limits(results.speedup)
     if results.evaluation:
@@ -356,8 +351,6 @@ def _speedup_limits(speedup: SpeedupReport) -> list[str]:
         f"Speedups come from {number(speedup.prompts)} prompts of up to {number(speedup.new_tokens)} new tokens each. "
         "The best draft length of a pair is read off the same runs, and its interval does not cover that choice."
     ]
-    if speedup.gguf:
-        sentences.append(f"GGUF files were decoded with these options of llama.cpp: {speedup.gguf}.")
     for best in speedup.best:
         if best.speedup_high > WIDE * best.speedup_low:
             sentences.append(
@@ -365,23 +358,11 @@ def _speedup_limits(speedup: SpeedupReport) -> list[str]:
                 f"{best.speedup_high:.2f}×, which is wide: other programs took part of the machine, or "
                 f"{number(speedup.prompts)} prompts are too few (speedup.prompts)."
             )
-    for one in speedup.measurements:
-        if not one.is_plain and one.acceptance is None and known(one.speedup):
-            sentences.append(
-                f"{one.configuration} ({one.pair}, {one.backend}) drafted nothing: its {one.speedup:.2f}× shows how "
-                "much these timings vary."
-            )
     different = sum(one.different or 0 for one in speedup.sweep)
-    excused = sum(one.excused or 0 for one in speedup.sweep)
     if different:
         sentences.append(
             f"{different} outputs differ from the plain run without a rounding tie that would explain it: treat this "
             "pair as not shown to be lossless."
-        )
-    if excused:
-        sentences.append(
-            f"{excused} outputs diverge from the plain run at a rounding tie, where the logits of two tokens are equal "
-            "within rounding; they count as excused, not as identical."
         )
     return sentences
 

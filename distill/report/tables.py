@@ -60,12 +60,6 @@ class RunResults:
     left_out: dict[str, str] = field(default_factory=dict)
     held_out: dict[str, AnswerTexts] = field(default_factory=dict)
 
-    @property
-    def stages_not_run(self) -> list[str]:
-        """The measuring stages that have not run, and `train` where no step is recorded; none of `left_out`."""
-        stages = {"train": self.steps, "eval": self.evaluation, "export": self.export, "speedup": self.speedup}
-        return [name for name, there in stages.items() if not there and name not in self.left_out]
-
     def absence(self, stage: str) -> str:
         """Why there are no results of a stage."""
         reason = self.left_out.get(stage)

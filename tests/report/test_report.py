@@ -279,13 +279,9 @@ def test_plots_take_the_page_colour_and_are_the_same_each_time(results: dict[str
 @pytest.mark.usefixtures("without_pictures")
 def test_limits_and_doubts_follow_the_results(results: dict[str, Any]) -> None:
     page, measurements = build_page(results), results["speedup"]["parts"][0]["measurements"]
-    doubts = (
-        "drafted nothing: its 1.15× shows how much",
-        "not shown to be lossless",
-        "3 outputs differ from the plain",
-    )
+    doubts = ("not shown to be lossless", "3 outputs differ from the plain")
     assert not any(words in page for words in (*doubts, "which is wide"))
-    measurements[1] |= {"different": 3, "acceptance": None, "speedup": 1.15}
+    measurements[1] |= {"different": 3}
     results["machine"]["gpu"] = "NVIDIA H100"
     measurements[2] |= {"speedup_low": 1.17, "speedup_high": 1.75}
     assert "which is wide" not in build_page(results)  # not yet: 1.4957 times its lower end
