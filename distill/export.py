@@ -3,7 +3,7 @@ importance matrices, by which llama.cpp's quantiser weighs the columns of a matr
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -19,7 +19,7 @@ from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.torch.hugging_face import encode_text, load_model, load_tokenizer, local_folder
 from distill.engines.torch.model import model_name
 from distill.errors import DataError, DistillError
-from distill.files import read_json, read_result, read_utf8, write_result
+from distill.files import read_json, read_utf8, write_result
 from distill.folders import Floats
 from distill.gguf.fields import Origin, Shape, read_shape
 from distill.gguf.head import open_head
@@ -66,9 +66,7 @@ class Parity:
 @dataclass(frozen=True)
 class ExportedFile:
     """One GGUF file: `path` within the run (elsewhere: absolute), `model` draft or target, tensors that another type
-    holds because theirs did not fit.
-
-    `parity` is None for a file that was not checked (--no-check); `faults` is what the check found wrong.
+    holds because theirs did not fit; `faults` is what the comparison found wrong.
     """
 
     path: str
@@ -76,13 +74,13 @@ class ExportedFile:
     outtype: str
     bytes: int
     fallback_tensors: int
-    parity: Parity | None
+    parity: Parity
     faults: list[str] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class ExportReport:
-    """gguf/export.json, and gguf/extra/export.json for the files of `distill export-gguf RUN`."""
+    """gguf/export.json."""
 
     command: str
     files: list[ExportedFile]
@@ -103,21 +101,6 @@ yellowed and the keeper had taken up bees. "What happened that day?" the inspect
 "and there was nothing to write down." They drank tea. The inspector's report, which ran to four pages, recommended a
 new lens, a second chair and, in a footnote that his superiors crossed out, a holiday.
 """
-CODE = '''def moving_average(values: list[float], width: int) -> list[float]:
-    """The mean of each window of `width` values."""
-    if width < 1 or width > len(values):
-        raise ValueError(f"width must lie between 1 and {len(values)}, got {width}")
-    total = sum(values[:width])
-    result = [total / width]
-    for old, new in zip(values, values[width:]):
-        total += new - old
-        result.append(total / width)
-    return result
-
-
-for index, mean in enumerate(moving_average([1.0, 2.5, 4.0, 8.25], 2)):
-    print(index, round(mean, 2))  # 1.75, 3.25, 6.12
-'''
 NASTY = (
     "  ",
     "   leading, and trailing   ",
@@ -185,19 +168,6 @@ def compare(source: Source, gguf: Path, texts: list[str], positions: int) -> Par
     )
 
 
-def compared(
-    report: WrittenFile, name: str, run: Run | None, source: Source | None, texts: list[str], positions: int
-) -> ExportedFile:
-    """A file of the model `name`, by its place in the run where it lies there, with what the comparison with its source
-    found; without one it is not compared."""
-    place = report.path.resolve()
-    if run is not None and place.is_relative_to(run.folder.resolve()):
-        place = place.relative_to(run.folder.resolve())
-    parity = None if source is None else compare(source, report.path, texts, positions)
-    faults = [] if parity is None else faults_of(parity, report.outtype)
-    return ExportedFile(str(place), name, report.outtype, report.bytes, report.fallback_tensors, parity, faults)
-
-
 def faults_of(parity: Parity, outtype: str) -> list[str]:
     """What is wrong with a file of this type: texts with other ids, a KL or an agreement beyond the type's limits."""
     faults = []
@@ -253,9 +223,9 @@ def _log_probabilities(model: Any, quantised: GgufModel, part: list[int]) -> tup
 
 
 def check_texts(folder: Path) -> list[str]:
-    """Prose, code and the nasty texts, then every added token of the folder's tokenizer by itself."""
+    """Prose and the nasty texts, then every added token of the folder's tokenizer by itself."""
     added = tokenizer_content(folder / "tokenizer.json").get("added_tokens") or []
-    return [PROSE, CODE, *PROBE, *NASTY, *(token["content"] for token in added[:MAX_SPECIAL])]
+    return [PROSE, *PROBE, *NASTY, *(token["content"] for token in added[:MAX_SPECIAL])]
 
 
 # ── Where the models of a run come from, for the head of their GGUF files ──
@@ -321,26 +291,17 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
             reports = export_files(folder_of_model, outputs, origin_of[name])
         source = Source.open(folder_of_model)
         for report in reports:
-            file = compared(report, name, run, source, texts, POSITIONS)
-            assert file.parity is not None
-            run.say(f"  {report.path.name}: {report.bytes / 1e6:.1f} MB, {file.parity.words}")
-            for fault in (*report.notes, *file.faults):
+            parity, place = compare(source, report.path, texts, POSITIONS), report.path.resolve()
+            faults = faults_of(parity, report.outtype)
+            run.say(f"  {report.path.name}: {report.bytes / 1e6:.1f} MB, {parity.words}")
+            for fault in (*report.notes, *faults):
                 run.say(f"  {report.path.name}: {fault}", warning=True)
-            files.append(file)
+            if place.is_relative_to(run.folder.resolve()):
+                place = place.relative_to(run.folder.resolve())
+            kept = str(place), name, report.outtype, report.bytes, report.fallback_tensors
+            files.append(ExportedFile(*kept, parity, faults))
     write_result(folder / "export.json", ExportReport(run.command, files))
     return [folder]
-
-
-def record_extra(run: Run, files: Sequence[ExportedFile]) -> Path:
-    """Add the files of `distill export-gguf RUN` to gguf/extra/export.json, in place of earlier ones at their paths.
-
-    gguf/export.json is an artifact of the stage and stays as it is.
-    """
-    path = run.path("gguf", "extra", "export.json")
-    new = {file.path for file in files}
-    old = read_result(path, ExportReport).files if path.exists() else []
-    write_result(path, ExportReport(run.command, [*(file for file in old if file.path not in new), *files]))
-    return path
 
 
 # ── Importance matrices ──

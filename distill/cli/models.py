@@ -15,7 +15,6 @@ from distill.files import read_utf8, require_new_folder
 from distill.progress import announce, is_verbose, note, warn
 from distill.recipe.measuring import OUTTYPES, UNQUANTISED
 from distill.recipe.recipe import REASON
-from distill.run import Run
 
 if TYPE_CHECKING:
     from distill.export import Parity
@@ -125,50 +124,46 @@ def export_gguf(
     shared.require_known("--outtype", kinds, OUTTYPES)
     overrides = tuple(_override(value) for value in tensor_type or ())
     unweighed = [] if imatrix is None or overrides else [kind for kind in kinds if kind in UNWEIGHED]
-    from distill.export import Source, check_texts, compared, importance_of, record_extra
+    from distill.export import Source, check_texts, compare, faults_of, importance_of
     from distill.gguf.writer import export_files
 
     if unweighed:
         warn(f"--imatrix changes nothing in {' and '.join(unweighed)}")
-    sources, place, run = _find(model, runs)
+    sources, place = _find(model, runs)
     place = folder or place
     outputs = {name: {place / f"{name}-{kind}.gguf": kind for kind in kinds} for name in sources}
     there = [path for paths in outputs.values() for path in paths if path.exists()]
     if there and not overwrite:
         raise DataError(f"{there[0]} exists already", "--overwrite replaces it; --to FOLDER writes elsewhere")
     announce(place)
-    files, faults = [], []
+    faults: list[str] = []
     for name, (source, origin) in sources.items():
         importance = None if imatrix is None else importance_of(imatrix, source)
         reports = export_files(source, outputs[name], origin, overrides, importance)
-        texts, opened = list[str](), None
-        if check:
-            texts = check_texts(source) if text is None else [read_utf8(text)]
-            opened = Source.open(source)
+        texts = check_texts(source) if text is None else [read_utf8(text)]
+        opened = Source.open(source) if check else None
         for report in reports:
-            file = compared(report, name, run, opened, texts, POSITIONS)
-            _print(report, file.parity)
-            faults += [f"{report.path}: {fault}" for fault in file.faults]
+            parity = None if opened is None else compare(opened, report.path, texts, POSITIONS)
+            _print(report, parity)
+            if parity is not None:
+                faults += [f"{report.path}: {fault}" for fault in faults_of(parity, report.outtype)]
             if target is not None and name != "target":
                 faults += _served(target, report.path)
-            files.append(file)
-    if run is not None:
-        note(f"recorded in {record_extra(run, files)}")
     if faults:
         raise DataError("; ".join(faults), "the file was written; do not use it for what it does not pass")
 
 
-def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]], Path, Run | None]:
-    """What to export, by name, the place for the files, and the run: of a Hugging Face folder, or of draft and target
-    of a run with a trained draft."""
+def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]], Path]:
+    """What to export, by name, and the place for the files: of a Hugging Face folder, or of draft and target of a run
+    with a trained draft."""
     from distill.engines.torch.hugging_face import local_folder
     from distill.gguf.fields import PLAIN
     from distill.gguf.importing import is_gguf
 
     if model is not None and (Path(model) / "config.json").exists():
-        return {Path(model).resolve().name: (Path(model), PLAIN)}, Path("."), None
+        return {Path(model).resolve().name: (Path(model), PLAIN)}, Path(".")
     if model is not None and is_gguf(model):
-        return {Path(model).stem: (local_folder(shared.local_reference(model)), PLAIN)}, Path("."), None
+        return {Path(model).stem: (local_folder(shared.local_reference(model)), PLAIN)}, Path(".")
     from distill.export import origins
 
     recipe, run = shared.find_run(model, runs)
@@ -182,7 +177,7 @@ def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]]
         sources["target"] = (local_folder(recipe.target.model), known["target"])
     else:
         print(f"no file of the target is written: {REASON}", file=sys.stderr)
-    return sources, run.path("gguf", "extra"), run
+    return sources, run.path("gguf", "extra")
 
 
 def _print(report: WrittenFile, parity: Parity | None) -> None:

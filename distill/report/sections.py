@@ -225,7 +225,7 @@ def _files(export: ExportReport) -> list[Block]:
     mismatches = [
         f"{file.path}: text {text}, first different token {token}"
         for file in export.files
-        for text, token in (file.parity.tokenizer_mismatches if file.parity else [])
+        for text, token in file.parity.tokenizer_mismatches
     ]
     wrong = Code([("\n".join(mismatches), "")], folded="Tokenizer mismatches")
     return [tables.files(export), *([wrong] if mismatches else [])]

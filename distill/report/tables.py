@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distill.data.samples import AnswerTexts, AskedQuestions, CorpusTexts, QuestionTexts, SplitTexts, TextCount
-from distill.export import ExportedFile, ExportReport, Parity
+from distill.export import ExportedFile, ExportReport
 from distill.folders import ModelSizes
 from distill.measuring.evaluation_results import AGREEMENT, MEASURES, EvaluationReport, form_of
 from distill.measuring.speedup_results import SpeedupReport
@@ -204,11 +204,8 @@ def questions(sources: list[AskedQuestions], command: str) -> Table:
 def files(export: ExportReport) -> Table:
     """The GGUF files, and how closely llama.cpp reproduces their models' distributions and tokens."""
 
-    def of_parity(of: Callable[[Parity], Value], form: str = "") -> Callable[[ExportedFile], Cell]:
-        return lambda one: Cell(None if one.parity is None else of(one.parity), form)
-
     def mismatches(one: ExportedFile) -> Cell:
-        wrong = None if one.parity is None else len(one.parity.tokenizer_mismatches)
+        wrong = len(one.parity.tokenizer_mismatches)
         return Cell(wrong, bad=bool(wrong))
 
     columns: Columns[ExportedFile] = {
@@ -216,11 +213,11 @@ def files(export: ExportReport) -> Table:
         "model": lambda one: one.model,
         "type": lambda one: one.outtype,
         "bytes": lambda one: Cell(one.bytes, "bytes"),
-        "positions": of_parity(lambda parity: parity.positions),
-        AGREEMENT: of_parity(lambda parity: parity.top1_agreement, "%"),
-        "mean |Δ log p|": of_parity(lambda parity: parity.mean_abs_dlogprob, "significant"),
-        "max |Δ log p|": of_parity(lambda parity: parity.max_abs_dlogprob, "significant"),
-        "tokenizer texts": of_parity(lambda parity: parity.tokenizer_texts),
+        "positions": lambda one: one.parity.positions,
+        AGREEMENT: lambda one: Cell(one.parity.top1_agreement, "%"),
+        "mean |Δ log p|": lambda one: Cell(one.parity.mean_abs_dlogprob, "significant"),
+        "max |Δ log p|": lambda one: Cell(one.parity.max_abs_dlogprob, "significant"),
+        "tokenizer texts": lambda one: one.parity.tokenizer_texts,
         "mismatches": mismatches,
     }
     note = "Each file in llama.cpp against its Hugging Face model on the same positions."

@@ -102,7 +102,7 @@ def test_what_it_cannot_do_is_refused(files: dict[str, Path], monkeypatch: pytes
     ],
 )
 def test_no_more_tokens_are_computed_at_once_than_are_sound(kl: dict[int, float], largest: int | None) -> None:
-    assert BatchCheck("llama.cpp", 1, kl, 0.0).largest == largest
+    assert BatchCheck("llama.cpp", kl, 0.0).largest == largest
 
 
 def test_trees_whose_gaps_hide_tokens_are_found_and_not_used(
@@ -145,7 +145,7 @@ def test_a_wrong_kernel_is_found_kept_in_mind_and_worked_around(
     monkeypatch.setattr(batches, "_rows", kernel)
     with GgufModel(files["f32"], context=256, options=IK) as model:
         assert model.batches is not None
-        assert (model.batches.equal, model.batches.largest) == (31, 31)
+        assert model.batches.largest == 31
         assert model._context._library.llama_n_ubatch(model._context._context) == 31
         long = list(range(5, 45))
         together = model.extend(long).full()
@@ -168,6 +168,6 @@ def test_a_wrong_kernel_is_found_kept_in_mind_and_worked_around(
     with GgufModel(files["f32"], context=256, options=IK):
         assert calls, "a damaged record is measured again"
 
-    write_result(kept, BatchCheck("ik_llama.cpp", 1, {2: 1.9}, 0.0))
+    write_result(kept, BatchCheck("ik_llama.cpp", {2: 1.9}, 0.0))
     with pytest.raises(DataError, match=r"computes 2 tokens at once otherwise than one by one \(KL 1.9 nats\)"):
         GgufModel(files["f32"], context=256, options=IK)

@@ -37,12 +37,11 @@ TEXT = (
 class BatchCheck:
     """What a library makes of a file's tokens in batches of each size.
 
-    `kl` is the mean KL in nats (one by one ‖ together), `equal` the largest size up to which the logits are equal bit
-    for bit, 1 where none is; `trees` is the mean KL where the text is a path through trees, None for a recurrent model.
+    `kl` is the mean KL in nats (one by one ‖ together); `trees` is the mean KL where the text is a path through trees,
+    None for a recurrent model.
     """
 
     library: str
-    equal: int
     kl: dict[int, float]
     trees: float | None
 
@@ -58,18 +57,16 @@ class BatchCheck:
         return self.trees is not None and self.trees <= MOST_KL
 
     def describe(self) -> str:
-        """What was found, in a sentence."""
-        worst = max(self.kl, key=lambda size: self.kl[size])
-        equal = f"up to {self.equal} tokens at once give the logits of single ones bit for bit"
-        rest = f"{worst} differ by a KL of {self.kl[worst]:.2g}"
-        wrong = (
-            "" if self.trees is None or self.takes_trees else f"; trees are wrong (KL {self.trees:.2g}) and not used"
-        )
-        if self.equal == max(self.kl):
-            return f"{self.library}: {equal}{wrong}"
-        found = f"{equal}; {rest}" if self.equal > 1 else f"tokens computed at once differ from single ones: {rest}"
-        parts = "" if self.largest is None else f", so that no more than {self.largest} are computed at once"
-        return f"{self.library}: {found}{parts}{wrong}"
+        """What is wrong, and what follows from it, in a sentence."""
+        faults, worst = [], max(self.kl, key=lambda size: self.kl[size])
+        if self.largest is not None:
+            faults.append(
+                f"{worst} tokens at once differ from single ones by a KL of {self.kl[worst]:.2g}, so that no more than "
+                f"{self.largest} are computed at once"
+            )
+        if self.trees is not None and not self.takes_trees:
+            faults.append(f"trees are wrong (KL {self.trees:.2g}) and not used")
+        return f"{self.library}: {'; '.join(faults)}"
 
 
 def checked_batches(file: GgufFile, options: GgufOptions) -> BatchCheck | None:
@@ -108,7 +105,7 @@ def _measure(file: GgufFile, library: str, options: GgufOptions, sizes: list[int
                 states[place] = context.state()
             rows.append(_rows(context, ids[place : place + 1], place))
         single = np.concatenate(rows)
-        equal, kl = 1, {}
+        kl = {}
         for size in sizes:  # ascending: each removes what the one before it decoded
             if count - size in states:
                 context.restore(states[count - size], count - size)
@@ -116,11 +113,9 @@ def _measure(file: GgufFile, library: str, options: GgufOptions, sizes: list[int
                 context.remove(0, count - size)
             together = _rows(context, ids[count - size :], count - size)
             kl[size] = _mean_kl(single[count - size :], together)
-            if equal == max([1, *(smaller for smaller in sizes if smaller < size)]):
-                equal = size if np.array_equal(single[count - size :], together) else equal
     finally:
         context.close()
-    return BatchCheck(library, equal, kl, None if file.recurrent else _kl_of_trees(file, options, ids, single))
+    return BatchCheck(library, kl, None if file.recurrent else _kl_of_trees(file, options, ids, single))
 
 
 def _kl_of_trees(file: GgufFile, options: GgufOptions, ids: NDArray[np.int64], single: NDArray[np.float32]) -> float:
