@@ -13,7 +13,6 @@ import pytest
 import tiny
 from question_worlds import build_instruct
 from tiny import Capture
-from transformers import AutoTokenizer
 
 from distill.data.chat_template import ChatTemplate, PlainTexts, next_prompt
 from distill.data.corpus import pack_given
@@ -29,8 +28,6 @@ from distill.measuring.evaluation_results import EvaluationReport
 from distill.recipe import Chat, load_recipe
 from distill.run import Run
 
-SHARED = tiny.ROOT.parent / "shared"
-needs_shared = pytest.mark.skipif(not SHARED.is_dir(), reason="the shared tokenizers are not here")
 QUESTIONS = tiny.ROOT / "data" / "questions.jsonl"
 TALK = [
     {"role": "system", "content": "Be short."},
@@ -80,18 +77,6 @@ def test_scored_tokens_are_those_that_the_template_marks(plain: Any, style: str)
             assert ids == whole["input_ids"][: len(ids)] and end == len(ids)
             assert all(whole["assistant_masks"][len(prompt) : end])
             assert not whole["assistant_masks"][len(prompt) - 1]
-
-
-@needs_shared
-def test_qwen_2_5() -> None:
-    tokenizer = AutoTokenizer.from_pretrained(SHARED / "tokenizers" / "qwen2.5")
-    template = ChatTemplate(tokenizer, Chat())
-    whole = tokenizer.apply_chat_template(TALK, tokenize=False)
-    for count in (3, 5):
-        prompt, answer = answered(template, TALK[:count])
-        assert whole.startswith(prompt + answer) and answer == str(TALK[count - 1]["content"]) + "<|im_end|>"
-    prompt, _ = answered(template, TALK[1:3])
-    assert prompt.startswith("<|im_start|>system\nYou are a helpful assistant<|im_end|>")
 
 
 @pytest.mark.parametrize("style", list(chat_templates.STYLES))

@@ -353,30 +353,3 @@ def test_masks_stay_where_they_are_cheap_or_needed() -> None:
     compiled = toy("qwen2")
     compiled.model._compiled_call_impl = hidden_states  # as Module.compile sets it
     assert separation(compiled, long, cpu).dtype == torch.bool
-
-
-def saved_bytes(model: Any, packed: Packed) -> int:
-    """Bytes that a forward pass keeps for the backward pass, beside the weights; each storage once."""
-    kept: dict[int, int] = {}
-    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
-
-    def pack_hook(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage.data_ptr() not in weights:
-            kept[storage.data_ptr()] = storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack_hook, lambda tensor: tensor):
-        output = hidden_states(model, packed)
-        found = sum(kept.values())
-    assert output.requires_grad
-    return found
-
-
-def test_memory_grows_with_the_block(monkeypatch: Patch) -> None:
-    """Per token, eight times the block takes no more; with a mask it takes several times as much."""
-    model = toy("qwen2", max_position_embeddings=4096)
-    for long, least, most in ((1, 0.9, 1.02), (10**6, 1.5, 100)):
-        monkeypatch.setattr(packing, "masked_below", lambda device, long=long: long)
-        small, large = (blocks(width // 2, width // 4, width // 4, width=width) for width in (256, 2048))
-        assert least < saved_bytes(model, large) / saved_bytes(model, small) / 8 < most
