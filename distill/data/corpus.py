@@ -55,7 +55,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         own = [document for document in documents if document.split == split]
         random.Random(recipe.seed).shuffle(own)
         around = opening_of(tokenizer), ends[:1]
-        packed, given = pack_given(own, recipe.corpus.block, limits[split], to_ids, around, chat, dropped)
+        packed, total = pack_given(own, recipe.corpus.block, limits[split], to_ids, around, chat, dropped)
         # Intervals are by document, so the reported text numbers its documents across blocks.
         save = functools.partial(packed.save, numbered=split == "test")
         write_atomically(folder / f"text-{split}.safetensors", save)
@@ -64,10 +64,8 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         prompts = cut_prompts(own, to_ids, counts[split], length, stride, recipe.seed, chat, weights)
         _require_prompts(recipe, split, prompts, counts[split])
         write_samples(folder / f"prompts-{split}.arrow", prompts)
-        total = sum(tokens.total() for tokens in given.values())
         asked = count_texts((one.label, one.prompt) for one in prompts)
-        kept = {name: dict(tokens) for name, tokens in given.items()}
-        summary[split] = SplitTexts(len(own), total, len(packed), len(prompts), kept, asked)
+        summary[split] = SplitTexts(len(own), total, len(prompts), asked)
         short = f" of {counts[split]} asked for" if len(prompts) < counts[split] else ""
         run.say(f"  {split}: {len(own)} documents, {total} tokens kept, {len(prompts)} prompts{short}")
     write_json(folder / "documents-test.json", [one.plain_text for one in documents if one.split == "test"])
@@ -116,26 +114,23 @@ def pack_given(
     around: tuple[list[int], list[int]],
     chat: ChatPrompts | None,
     dropped: Counter[str],
-) -> tuple[Packed, dict[str, Counter[str]]]:
-    """The given text in blocks of `block`, up to `limit` tokens in the order of the documents; the tokens by class.
+) -> tuple[Packed, int]:
+    """The given text in blocks of `block`, up to `limit` tokens in the order of the documents; the number of tokens.
 
     A text is scored whole. Of a conversation each answer is a sample of its own, which alone is scored, after its
     prompt as the template writes it. `around` are the ids before and after a text: `encode` has put the first ones in.
-    The counts are of all tokens, by label and by `text`, `prompt` and `answer`.
     """
     texts: list[tuple[list[int], int]] = []
     samples: list[tuple[list[int], int]] = []
-    counts: dict[str, Counter[str]] = {}
+    total = 0
     for document in documents:
-        total = sum(count.total() for count in counts.values())
         if total >= limit:
             break
-        count = counts.setdefault(document.label, Counter())
         if document.messages is None:
             # The target's own text was cut at its limit, not ended.
             ids = (encode(document.text) + ([] if document.own else around[1]))[: limit - total]
             texts.append((ids, 1))
-            count["text"] += len(ids)
+            total += len(ids)
             continue
         assert chat is not None
         for prompt, answer in chat.given(document):
@@ -144,10 +139,9 @@ def pack_given(
                 continue
             answer = answer[: block - len(prompt)]
             samples.append((prompt + answer, len(prompt)))
-            count["prompt"] += len(prompt)
-            count["answer"] += len(answer)
+            total += len(prompt) + len(answer)
     parts = [pack(texts, block, True, around[0]), pack(samples, block, False)]
-    return concatenate([part for part in parts if len(part)] or parts[:1]), {k: v for k, v in counts.items() if v}
+    return concatenate([part for part in parts if len(part)] or parts[:1]), total
 
 
 # ── Checks before the first stage ──
@@ -186,24 +180,22 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], l
 
 
 def _few_documents(recipe: Recipe, documents: list[Document]) -> list[str]:
-    """A warning for each split with too few documents; those from the target's questions, which a hash divides, are
-    estimated."""
+    """A warning for each split with too few documents: the test split, or, where the target's questions, which a hash
+    divides, are estimated, any."""
     corpus = recipe.corpus
     shares = {"train": 1 - corpus.validation - corpus.test, "validation": corpus.validation, "test": corpus.test}
     counts = {split: float(sum(document.split == split for document in documents)) for split in shares}
-    if not corpus.asked:
-        few = f"warning: the test split has {counts['test']:.0f} documents; intervals over fewer than {FEW_DOCUMENTS}"
-        return [] if counts["test"] >= FEW_DOCUMENTS else [Caution(f"{few} are too narrow to be believed")]
     for source in corpus.asked:
         for split in source.keep:
             share = shares[split] if source.split == "by-name" else source.split == split
             counts[split] += (source.questions or 0) * share
+    about = "about " if corpus.asked else ""
     return [
         Caution(
-            f"warning: about {counts[split]:.1f} documents go to the {split} split; raise questions"
-            + (f", or corpus.{split}" if split != "train" else "")
+            f"warning: {about}{counts[split]:.0f} documents go to the {split} split, intervals need {FEW_DOCUMENTS}: "
+            "add documents or questions" + (f", or raise corpus.{split}" if split != "train" else "")
         )
-        for split in shares
+        for split in (shares if corpus.asked else ("test",))
         if counts[split] < FEW_DOCUMENTS
     ]
 

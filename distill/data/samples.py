@@ -210,13 +210,11 @@ class TextCount:
 
 @dataclass(frozen=True)
 class SplitTexts:
-    """A split of the corpus: documents, tokens of given text kept (by class and by text, prompt or answer), prompts."""
+    """A split of the corpus: documents, tokens of given text kept, prompts, and those that are asked by class."""
 
     documents: int
     tokens: int
-    blocks: int
     prompts: int
-    given: dict[str, dict[str, int]] = field(default_factory=dict)
     asked: dict[str, TextCount] = field(default_factory=dict)
 
 

@@ -308,7 +308,7 @@ def no_answers(found: Sorted, pin: dict[str, Any], again: str) -> DataError:
         empty = "its *.jsonl files are" if Path(pin["path"]).is_dir() else "the file is"
         return DataError(f"{pin['path']}: {empty} empty", f"correct answers.traffic.path; then {again} reads it again")
     return DataError(
-        f"{pin['path']}, lines {pin['start_line'] + 1} to {pin['lines']}: {'; '.join(found.told(pin))}",
+        f"{pin['path']} has no answer in lines {pin['start_line'] + 1} to {pin['lines']}: {'; '.join(found.told(pin))}",
         f"correct the file; then {again} reads it again",
     )
 

@@ -127,7 +127,7 @@ def test_what_a_check_says_of_the_corpus(world: Path, tmp_path: Path, capsys: Ca
     ]
     found = preflight.preflight(load_recipe(world / "recipe.yaml", [f"corpus.sources={json.dumps(few)}"]))
     assert len(found.lines) > 5, "of which a training shows the warning alone"
-    assert [line.partition(";")[0] for line in found.warnings] == ["warning: the test split has 1 documents"]
+    assert [line.partition(",")[0] for line in found.warnings] == ["warning: 1 documents go to the test split"]
 
 
 def test_a_store_that_a_run_holds_needs_no_room_again(world: Path, tmp_path: Path, monkeypatch: Patch) -> None:

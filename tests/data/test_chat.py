@@ -162,13 +162,13 @@ def test_only_answers_are_scored(plain: Any) -> None:
     documents = [document("d", TALK), Document("t", "train", "plain text", "t"), document("long", TALK[1:3])]
     dropped: Counter[str] = Counter()
     rest: Any = (160, 10_000, lambda text: encode(tokenizer, text), ([], [0]), chat, dropped)
-    packed, counts = pack_given(documents, *rest)
+    packed, total = pack_given(documents, *rest)
     scored = packed.labels()[packed.mask].tolist()
     text = [*encode(tokenizer, "plain text")[1:], 0]
     own = [str(one["content"]) for one in TALK if one["role"] == "assistant"]
     answers = [encode(tokenizer, content) + chat.template.end for content in own]
     assert scored == text + answers[0] + answers[1] + answers[0]
-    assert sum(sum(count.values()) for count in counts.values()) == int((packed.documents >= 0).sum())
+    assert total == int((packed.documents >= 0).sum())
     assert packed.first is not None and packed.first.tolist()[0] == 0
     held_out, _ = pack_given([document("d", TALK, split="test")], *rest)
     assert held_out.labels()[held_out.mask].tolist() == answers[1], "one answer of a conversation is independent"
