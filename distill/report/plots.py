@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from distill.errors import DataError
 from distill.machine import install_extra
 from distill.measuring.evaluation_results import MEASURES
-from distill.measuring.speedup_results import Measurement, SpeedupPart
+from distill.measuring.speedup_results import Measurement
 from distill.report.tables import TRAINED
 from distill.tables import Interval, clean, known, ratio_interval
 from distill.training.saved import STORED, Evaluation, TrainingStep
@@ -80,23 +80,6 @@ def block_length(steps: Sequence[TrainingStep]) -> int:
     return max(1, -(-len(steps) // POINTS))
 
 
-def cost_curves(part: SpeedupPart) -> str:
-    """T(m) of both models by one backend, in milliseconds."""
-    slug = f"plot-cost-{_slug(part.pair)}-{_slug(part.backend)}"
-    with _figure(slug, f"Milliseconds for m tokens, {part.backend}") as (axes, done):
-        values: list[float] = []
-        for index, (model, steps) in enumerate(part.steps.by_model.items()):
-            values += (middle := [1000.0 * at for at in steps.values()])
-            axes.plot([*steps], middle, color=COLOURS[index], marker=MARKERS[index], label=_label(model))
-        axes.set(xlabel="tokens in one step, m", ylabel="T(m), ms")
-        if values and min(values) > 0 and max(values) > 8 * min(values):
-            _plain_log_scale(axes)
-        else:
-            _from_zero(axes)
-        _whole_ticks(axes)
-    return done[0]
-
-
 def speedup_by_length(sweep: Sequence[Measurement], backend: str) -> str:
     """Speedup over plain decoding by draft length γ, one line per pair: measured, and predicted dashed."""
     drafted = [one for one in sweep if one.backend == backend and one.length and known(one.speedup)]
@@ -152,15 +135,6 @@ def _whole_ticks(axes: Axes) -> None:
 def _from_zero(axes: Axes) -> None:
     """A scale from 0 with room above: the usual margin is a share of the spread, which may be small."""
     axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
-
-
-def _plain_log_scale(axes: Axes) -> None:
-    from matplotlib.ticker import LogLocator
-
-    axes.set_yscale("log")
-    axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-    axes.yaxis.set_major_formatter("{x:g}")
-    axes.minorticks_off()
 
 
 @contextmanager

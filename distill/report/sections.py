@@ -203,19 +203,11 @@ def _outcome(training: TrainingSummary) -> list[str]:
 
 
 def _speedup(report: SpeedupReport) -> list[Block]:
-    """Speculative beside plain decoding, and seconds of a step of both models."""
+    """Speculative beside plain decoding."""
     caption = "measured with intervals, predicted dashed; 1 is plain decoding of the same target."
     drawn: list[Block] = [
         Plot(partial(plots.speedup_by_length, report.sweep, backend), f"{backend}: {caption}")
         for backend in dict.fromkeys(one.backend for one in report.sweep if one.length)
-    ]
-    drawn += [
-        Plot(
-            partial(plots.cost_curves, part),
-            f"{part.backend}: median time of one step of m tokens, with {part.steps.depth} in the cache. The "
-            "flatter the curve, the more drafting pays.",
-        )
-        for part in report.parts
     ]
     return [*drawn, *speedup_blocks(report)]
 

@@ -19,7 +19,6 @@ import yaml
 from distill.cli.runs import say_outcome
 from distill.errors import DataError
 from distill.files import from_json, write_result
-from distill.measuring import speedup_results
 from distill.recipe import Recipe, load_recipe
 from distill.report import card as cards
 from distill.report import page as pages
@@ -159,8 +158,8 @@ def test_page_is_whole_fetches_nothing_and_changes_no_result(results: dict[str, 
     before = copy.deepcopy(whole)
     checker = checked(pages.build_page(whole))
     assert cards.build_card(whole) and whole == before
-    # Two of training, costs of each of three pairs, a speedup for each backend.
-    assert checker.tags["svg"] == 7
+    # Two of training, a speedup for each backend.
+    assert checker.tags["svg"] == 4
     assert checker.tags["h1"] == 1 and checker.tags["h2"] == 11
 
 
@@ -240,7 +239,6 @@ def test_figures_that_were_not_measured_are_dashes(results: dict[str, Any]) -> N
     evaluation["domains"]["files"]["after"]["acceptance_match"] = unknown
     row = {"position": 1, "drafted": 0, "accepted": 0, "rate": unknown}
     evaluation["positions"] = {"before": [], "after": [row]}
-    results["export"]["files"][0]["parity"] = None
     for row in part["measurements"]:
         row["samples"] = []
     part["measurements"][1] |= {"speedup": None, "speedup_low": None, "speedup_high": None}
@@ -271,8 +269,8 @@ def test_a_repeated_step_counts_once_and_long_runs_are_averaged(results: dict[st
 def test_plots_take_the_page_colour_and_are_the_same_each_time(results: dict[str, Any]) -> None:
     measured = as_results(results).speedup
     assert measured is not None
-    drawn = plots.cost_curves(measured.parts[0])
-    assert drawn == plots.cost_curves(measured.parts[0])
+    drawn = plots.speedup_by_length(measured.sweep, "pytorch")
+    assert drawn == plots.speedup_by_length(measured.sweep, "pytorch")
     assert "currentColor" in drawn and plots.INK not in drawn and drawn.startswith("<svg ") and drawn.endswith("</svg>")
 
 
@@ -396,14 +394,9 @@ def test_a_figure_of_one_text_has_no_bounds() -> None:
     assert [counted(count, "prompt") for count in (0, 1, 2043)] == ["0 prompts", "1 prompt", "2,043 prompts"]
 
 
-def test_curves_have_room_above_and_steps_are_whole(results: dict[str, Any]) -> None:
-    """A curve whose values lie close together is not drawn along the edge, and no step is 2.5."""
-    whole = as_results(results)
-    assert whole.speedup is not None
-    part = replace(whole.speedup.parts[0], steps=speedup_results.StepFigures(64, {1: 0.01, 2: 0.0101}, {}))
-    heights = [float(y) for y in re.findall(r'<use xlink:href="#[^"]*" x="[^"]*" y="([^"]*)"', plots.cost_curves(part))]
-    assert heights and min(heights) > 10
-    labels = re.findall(r"<text[^>]*>([^<]+)</text>", plots.training_curve(whole.steps))
+def test_steps_are_whole(results: dict[str, Any]) -> None:
+    drawn = plots.training_curve(as_results(results).steps)
+    labels = re.findall(r"<text[^>]*>([^<]+)</text>", drawn)
     assert all(label.isdigit() for label in labels[: labels.index("step")])
 
 
