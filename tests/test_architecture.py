@@ -12,8 +12,14 @@ from collections import Counter
 from collections.abc import Iterator
 from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
+from typing import Any, get_args
 
 import pytest
+from pydantic import BaseModel
+from typer.main import get_command
+
+from distill.cli.app import app as cli
+from distill.recipe import Recipe
 
 ROOT = Path(__file__).resolve().parent.parent
 # Downward: each room may import those below its own line. Floor modules may import each other.
@@ -165,6 +171,36 @@ def test_no_constant_takes_the_place_of_another() -> None:
     """As where modules become one: the linter sees functions and imports of one name, and no constants."""
     found = {str(path.relative_to(ROOT)): Counter(names_given(parsed(path))).most_common(1) for path in FILES}
     assert not {path: names for path, names in found.items() if names and names[0][1] > 1}
+
+
+# ── what a user has to learn ──
+
+MOST_OPTIONS, MOST_KEYS = 210, 150
+
+
+def sections(section: type[BaseModel]) -> set[type[BaseModel]]:
+    """A section of the recipe and all below it."""
+    kinds = [field.annotation for field in section.model_fields.values()]
+    for kind in kinds:
+        kinds += get_args(kind)
+    below = {kind for kind in kinds if isinstance(kind, type) and issubclass(kind, BaseModel)}
+    return {section}.union(*map(sections, below))
+
+
+def test_options_and_keys_are_few() -> None:
+    """Options of all commands; keys of a recipe that hold a value, each once wherever its section stands."""
+    app: Any = get_command(cli)
+    params = [one for command in (app, *app.commands.values()) for one in command.params]
+    options = [one for one in params if one.param_type_name == "option" and one.name != "help"]
+    assert len(options) <= MOST_OPTIONS and all(one.help for one in options)
+    every = sections(Recipe)
+    keys = {
+        (next(base for base in section.__mro__ if name in base.__annotations__), name)
+        for section in every
+        for name, field in section.model_fields.items()
+        if not any(kind in every for kind in (field.annotation, *get_args(field.annotation))) and name != "sources"
+    }
+    assert len(keys) <= MOST_KEYS
 
 
 # ── circles ──

@@ -31,7 +31,7 @@ from distill.measuring.calibrate import load_calibrations
 from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
 from distill.pipeline.running import plan_refresh
 from distill.planning.cases import import_curve
-from distill.recipe import Traffic, load_recipe
+from distill.recipe import load_recipe
 from distill.report.card import gather
 from distill.run import Run
 from distill.surgery.results import read_changes
@@ -319,7 +319,7 @@ def test_a_run_that_never_started_has_a_report(copied: Path, world: Path) -> Non
 
 def test_a_record_with_another_pin(copied: Path, world: Path, tmp_path: Path) -> None:
     recipe = load_recipe(world / "recipe.yaml")
-    served = recipe.answers.model_copy(update={"traffic": Traffic(path=str(tmp_path / "served.jsonl"))})
+    served = recipe.answers.model_copy(update={"traffic": str(tmp_path / "served.jsonl")})
     path = copied / "stages" / "answers.json"
     edit(path, inputs={"traffic (content)": {"path": 3}})
     with pytest.raises(DataError, match=r"answers\.json is damaged"):

@@ -111,8 +111,7 @@ def recipe_values(world: Path, elsewhere: bool = False) -> dict[str, Any]:
             "rate": 1e-3,
             "optimizer": "adamw",  # Muon computes in bf16, which would hide what more than rounding changes
             "save_every": 2,
-            "keep": 2,
-            "acceptance": {"every": 4, "prompts": 2, "new_tokens": 8, "length": 2},
+            "acceptance": {"every": 4, "prompts": 2, "new_tokens": 8},
         },
         "eval": {"prompts": 6, "new_tokens": 12, "file_blocks": 4, "length": 3},
         "export": {"outtypes": ["f16"]},
@@ -123,7 +122,6 @@ def recipe_values(world: Path, elsewhere: bool = False) -> dict[str, Any]:
             "new_tokens": 12,
             "calibration_prompts": 6,
             "repeats": 5,
-            "depth": 16,
         },
     }
 

@@ -317,7 +317,7 @@ def _check_options(further: Sequence[str], url: str | None, draft_sampling: str 
 
 def record(
     upstream: Annotated[str, typer.Option(help="Your server, such as http://127.0.0.1:8000.")],
-    to: Annotated[Path, typer.Option(help="Folder for the files; answers.traffic.path of a recipe.")] = Path("traffic"),
+    to: Annotated[Path, typer.Option(help="Folder for the files; answers.traffic of a recipe.")] = Path("traffic"),
     host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")] = 8100,
     redact: Annotated[list[str] | None, typer.Option(help="Regular expression to black out; repeatable.")] = None,

@@ -139,7 +139,7 @@ MOST_FIELDS = 20  # that are named; hostile records have a new one each
 
 def known_names(source: Source) -> set[str]:
     """The fields of a source's records that are read as a text, a prompt or messages."""
-    names = {"text", source.field, *PROMPTS, *(name for known in LISTS.values() for name in known)}
+    names = {"text", *PROMPTS, *(name for known in LISTS.values() for name in known)}
     return names | set(source.fields.values())
 
 
@@ -152,7 +152,7 @@ def form_of(record: Mapping[str, Any], source: Source) -> str | None:
         found = fields.first(form, known)
         if isinstance(found, list) or (isinstance(found, str) and found.lstrip()[:1] == "["):
             return form
-    if isinstance(record.get(source.field), str) and "prompt" not in source.fields:
+    if isinstance(record.get(source.fields.get("text", "text")), str) and "prompt" not in source.fields:
         return "text"
     return "prompt" if fields.first("prompt", PROMPTS) is not None else None
 

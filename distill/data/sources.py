@@ -184,13 +184,14 @@ def _file(corpus: Corpus, source: Source, name: str, text: str) -> Document:
 def _records(corpus: Corpus, source: Source, records: Iterable[Record], dropped: Counter[str]) -> Iterator[Document]:
     """Records as texts or conversations; those that are neither are counted in `dropped`."""
     origin, named = Path(source.path).name, source.fields.get("label", "category")
+    field = source.fields.get("text", "text")
     for place, record in records:
         form = form_of(record, source)
         label = source.label or record.get(named)
         more: dict[str, Any] = {"label": label if isinstance(label, str) else ""}
-        if form == "text" and isinstance(record.get(source.field), str):
-            text = record[source.field]
-            aside = {source.field, *([named] if isinstance(record.get(named), str) else [])}
+        if form == "text" and isinstance(record.get(field), str):
+            text = record[field]
+            aside = {field, *([named] if isinstance(record.get(named), str) else [])}
             count_fields(unread_fields(record, aside), "records", dropped)
         elif form not in (None, "text"):
             try:
@@ -203,7 +204,7 @@ def _records(corpus: Corpus, source: Source, records: Iterable[Record], dropped:
             more |= {"messages": messages, "arguments": arguments}
         else:
             raise DataError(
-                f"{source.path}: {place} has no text in field `{source.field}` (it has: {names_of(record)})",
+                f"{source.path}: {place} has no text in field `{field}` (it has: {names_of(record)})",
                 _way_to_text(record, form, source),
             )
         # Named by its content, so that a growing or reordered file keeps every document in its split.
@@ -214,8 +215,8 @@ def _way_to_text(record: Mapping[str, Any], form: str | None, source: Source) ->
     """The next step for a record without a text; of one with a single field of text, the line that names it."""
     names = [name for name, value in record.items() if isinstance(value, str)]
     if len(names) != 1:
-        return "set `field` or `form` and `fields` of this corpus source"
-    ways = [f"`field: {names[0]}` for text"] if form == "text" or "prompt" not in source.fields else []
+        return "set `fields` or `form` of this corpus source"
+    ways = [f"`fields: {{text: {names[0]}}}` for text"] if form == "text" or "prompt" not in source.fields else []
     ways += [f"`fields: {{prompt: {names[0]}}}` for prompts"] if form is None else []
     return f"write {' or '.join(ways)} into this corpus source"
 

@@ -59,7 +59,7 @@ def pin_traffic(recipe: Recipe, run: Run) -> dict[str, Any] | None:
     """
     if recipe.answers.traffic is None:
         return None
-    return pin_of(Path(recipe.answers.traffic.path), (run.parent() or {}).get("traffic"))
+    return pin_of(Path(recipe.answers.traffic), (run.parent() or {}).get("traffic"))
 
 
 def pin_of(path: Path, read: dict[str, Any] | None = None) -> dict[str, Any]:
@@ -80,7 +80,7 @@ def _files_of(path: Path) -> list[Path]:
     """The file, or those of a folder; raises DataError for a folder without any."""
     files = sorted(path.glob("*.jsonl")) if path.is_dir() else [path]
     if not files:
-        raise DataError(f"traffic folder {path} has no *.jsonl file", "correct answers.traffic.path")
+        raise DataError(f"traffic folder {path} has no *.jsonl file", "correct answers.traffic")
     return files
 
 
@@ -306,7 +306,7 @@ def no_answers(found: Sorted, pin: dict[str, Any], again: str) -> DataError:
     """Why none of the pinned lines can be learnt from; the command `again` reads the file again."""
     if pin["lines"] == 0 and not unfinished_line(pin):
         empty = "its *.jsonl files are" if Path(pin["path"]).is_dir() else "the file is"
-        return DataError(f"{pin['path']}: {empty} empty", f"correct answers.traffic.path; then {again} reads it again")
+        return DataError(f"{pin['path']}: {empty} empty", f"correct answers.traffic; then {again} reads it again")
     return DataError(
         f"{pin['path']} has no answer in lines {pin['start_line'] + 1} to {pin['lines']}: {'; '.join(found.told(pin))}",
         f"correct the file; then {again} reads it again",
@@ -328,11 +328,11 @@ def check_traffic(recipe: Recipe) -> list[str]:
     settings = recipe.answers.traffic
     if settings is None:
         return []
-    pin = pin_of(Path(settings.path))
+    pin = pin_of(Path(settings))
     found = sort_lines(recipe, islice(read_lines(pin), MOST_LINES), load_tokenizer(recipe.target.model))
     if not found.samples["train"] and pin["lines"] <= MOST_LINES:
         raise no_answers(found, pin, "the same command")
     first, *rest = found.told(pin)
     read = min(MOST_LINES, pin["lines"])
-    lines = [f"traffic {settings.path}: {pin['lines']} lines; of the first {read}, {first}"]
+    lines = [f"traffic {settings}: {pin['lines']} lines; of the first {read}, {first}"]
     return lines + [f"warning: traffic: {sentence}" for sentence in rest]

@@ -84,7 +84,6 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         new_tokens=settings.new_tokens,
         sampler=Sampler.of(recipe.sampler).describe(),
         parts=[parts[backend] for backend in settings.backends],
-        most_kl=settings.most_kl,
         calibration=described(calibration),
         gguf=recipe.gguf.described() if settings.files else "",
     )

@@ -139,7 +139,7 @@ def verdict(report: SpeedupReport) -> list[str]:
         )
     lines += [
         f"{part.pair}, {engine_name(part.backend)}, does not count: its distributions are {part.kl:.2g} nats of KL "
-        f"from the target's own, and speedup.most_kl accepts {report.most_kl:g}."
+        f"from the target's own, and {report.most_kl:g} is accepted."
         for part in report.parts
         if (part.kl or 0) > report.most_kl
     ]

@@ -324,7 +324,11 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
         "name": name,
         "corpus": _shortened_corpus(recipe),
         "answers.prompts": min(PROMPTS, recipe.answers.prompts),
-        "answers.traffic.path": str((runs / name / "traffic.jsonl").resolve()),
+        **(
+            {}
+            if recipe.answers.traffic is None
+            else {"answers.traffic": str((runs / name / "traffic.jsonl").resolve())}
+        ),
         "cut.score_blocks": min(2, recipe.cut.score_blocks),
         "speedup.repeats": 5,
         "train.steps": steps,
@@ -381,9 +385,9 @@ def rehearse(recipe: Recipe, short: Recipe, run: Run) -> str:
     forget_begun(run)  # what is left of such a stage would be taken for the whole of it
     write_result(path, Rehearsal(recipe.name, config, done, []))
     traffic, own = recipe.answers.traffic, short.answers.traffic
-    if traffic is not None and own is not None and not Path(own.path).exists():
-        lines = first_lines(Path(traffic.path), LINES)
-        write_atomically(Path(own.path), lambda place: place.write_bytes(lines))
+    if traffic is not None and own is not None and not Path(own).exists():
+        lines = first_lines(Path(traffic), LINES)
+        write_atomically(Path(own), lambda place: place.write_bytes(lines))
     with MemoryWatch() as memory, watched() as loops:
 
         def record(stage: str) -> None:

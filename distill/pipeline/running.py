@@ -412,7 +412,7 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
     read = (run.done("answers") or {"inputs": {}})["inputs"].get(PIN)
     if read is not None and not has_form(read, READ):
         raise DataError(f"{run.done_path('answers')} is damaged: {PIN} is of another kind", "copy the run again")
-    require_growth(Path(settings.path), read)
+    require_growth(Path(settings), read)
     before = run.parent()
     number = 1
     while run.folder.with_name(f"{run.folder.name}.{number}").exists():
@@ -440,7 +440,7 @@ def require_growth(path: Path, read: dict[str, Any] | None) -> None:
             raise RunError(
                 f"{part['path']} no longer begins with the {before['lines']} lines that were read from it; "
                 "was it rotated?",
-                "put the new lines into their own file: answers.traffic.path=…",
+                "put the new lines into their own file: answers.traffic=…",
             )
     found = list(read_lines(now))
     if not found:

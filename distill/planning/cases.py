@@ -86,6 +86,7 @@ class LayerSwap:
 
 # ── Costs for a plan: of a pair that is here, and of saved curves ──
 
+PROMPT = 128  # tokens before those that are timed
 TIMINGS = 3  # of every round; a plan shows their spread
 TIMED = 48  # new tokens of a text that is timed
 UNSTEADY = 1.25  # a ratio of plain steps that shows other work
@@ -109,7 +110,8 @@ class PlanRequest:
     @classmethod
     def of(cls, recipe: Recipe) -> PlanRequest:
         """The draft that a recipe cuts, for texts as it times them."""
-        prompt, new = recipe.speedup.depth, recipe.speedup.new_tokens
+        new = recipe.speedup.new_tokens
+        prompt = max(1, min(PROMPT, recipe.corpus.block - new))
         return cls(recipe.target, None, None, recipe, prompt=prompt, new=new)
 
 
@@ -157,7 +159,7 @@ def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
     if room < prompt:
         raise DataError(
             f"{title}: the context has no room for {new} tokens after {prompt}",
-            "plan for fewer tokens: --depth, --tokens; of a recipe speedup.depth, speedup.new_tokens",
+            "plan for fewer tokens: --depth, --tokens; of a recipe speedup.new_tokens",
         )
     progress = Progress(f"{title}: timings", TIMINGS)
     size, timings = pair.target.vocabulary_size, []
@@ -197,8 +199,8 @@ def load_planned(recipe: Recipe, backend: str, scratch: Path) -> LoadedPair:
         model = AutoModelForCausalLM.from_config(planned_config(recipe))
         model.save_pretrained(folder)
         copy_tokenizer(text_folder(recipe.target.model), folder)
-        if recipe.cut.trim is not None and recipe.cut.trim.size is not None:
-            write_kept(folder, list(range(recipe.cut.trim.size)), model.config.vocab_size, {})
+        if recipe.cut.trim_size is not None:
+            write_kept(folder, list(range(recipe.cut.trim_size)), model.config.vocab_size, {})
     if backend == "pytorch":
         return load_pair(recipe.target, str(folder), device=recipe.device, pytorch=recipe.pytorch)
     kind, options = recipe.speedup.files[backend], recipe.gguf_pair(backend)

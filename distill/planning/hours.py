@@ -17,7 +17,7 @@ from distill.recipe import Recipe
 from distill.recipe.target import TYPE_BYTES
 from distill.run import Run
 from distill.tables import Cell, Columns, Table, table_of
-from distill.training.saved import ACCEPTANCE_STAGE
+from distill.training.saved import ACCEPTANCE_STAGE, KEPT
 
 
 @dataclass(frozen=True)
@@ -102,7 +102,7 @@ def _rehearsed(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> Sta
         more = rows * _row_bytes(recipe)
         memory, device = (memory, device + more) if device else (memory + more, device)
     if stage.stage == "train":
-        disk = stage.disk_bytes * (1 + recipe.train.keep) // 2
+        disk = stage.disk_bytes * (1 + KEPT) // 2
     else:
         counted = stage.stage in ("questions", "corpus", "answers", "teacher", "table")
         growth = _ratio(*counts) if counted else 1.0
@@ -159,7 +159,7 @@ def _positions(recipe: Recipe, run: Run) -> float:
         lengths = [len(one.prompt) + len(one.answer) for one in answers if (one.source == SOURCE) == served]
         count = recipe.answers.prompts
         if served:
-            count = 0 if traffic is None else pin_of(Path(traffic.path))["lines"]
+            count = 0 if traffic is None else pin_of(Path(traffic))["lines"]
         total += count * fmean(lengths) if lengths else 0
     return total
 

@@ -22,7 +22,7 @@ from distill.recipe.target import HOTTEST, Section
 
 # The keys that sources of kind target alone have, and those that they lack.
 OF_TARGET = ("questions", "openings", "tokens", "temperature", "top_p")
-OF_FILES = ("path", "pattern", "form", "field", "fields", "given", "subset", "hub_split", "exclude")
+OF_FILES = ("path", "pattern", "form", "fields", "given", "subset", "hub_split", "exclude")
 
 
 class Source(Section):
@@ -64,9 +64,8 @@ class Source(Section):
         description="what a record holds ([prompts](prompts.md#sources)); auto: decided by its fields. For tree and "
         "text, prompt makes every file a user message",
     )
-    field: str = Field("text", description="records: field that holds the text")
     fields: dict[
-        Literal["prompt", "context", "answer", "messages", "conversations", "turns", "system", "label"], str
+        Literal["text", "prompt", "context", "answer", "messages", "conversations", "turns", "system", "label"], str
     ] = Field({}, description="records: names of these fields, where they differ")
     given: bool = Field(
         True,

@@ -198,11 +198,6 @@ class Speedup(Section):
         "with both models in another type of file",
     )
     outtype: OutType = Field("f16", description="GGUF type of both models; a target that is a GGUF file keeps its own")
-    most_kl: float = Field(
-        MOST_KL,
-        gt=0,
-        description="mean KL in nats to the target's own file up to which a decoder can be the fastest",
-    )
     lengths: tuple[int, ...] = Field(
         (1, 2, 4, 6, 8), description="fixed draft lengths to measure, greedily; [] for a target that is only sampled"
     )
@@ -230,7 +225,6 @@ class Speedup(Section):
         description="timed repeats of a step or round; the median is used. Stage speedup stops at 3 where it lies "
         "within 5 % of the fastest",
     )
-    depth: int = Field(128, ge=1, description="tokens in the cache where cuts and plans time steps")
     allow_lossy: bool = Field(
         False, description="also run configurations that change the target's distribution, labelled LOSSY"
     )

@@ -257,7 +257,7 @@ def resolve_model(reference: str, base: Path, where: str = "the model") -> str:
 # The keys that hold a path or a model, and how each is resolved.
 PATHS = {
     **dict.fromkeys(("target.model", "cut.donor"), resolve_model),
-    **dict.fromkeys(("answers.traffic.path", "answers.writer.gguf", "teacher.gguf"), _absolute),
+    **dict.fromkeys(("answers.traffic", "answers.writer.gguf", "teacher.gguf"), _absolute),
 }
 
 

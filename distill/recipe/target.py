@@ -307,18 +307,6 @@ class SamplerSettings(Section):
     min_p: float = Field(0.0, ge=0, lt=1, description="0: off")
 
 
-class Traffic(Section):
-    """Served prompts with the target's answers: a jsonl file, which may still be growing, or a folder of such files.
-
-    `distill record` writes them (docs/serving.md). A line is `{"prompt": …, "answer": …}` or `{"messages": […]}`, the
-    last message being the answer. The target's chat template receives `chat.arguments` and the line's own
-    `chat_template_kwargs`. An answer ends with the target's end token, unless the line has a `finish_reason` other than
-    `stop`. A hash of the prompt decides its split, by the shares of the corpus.
-    """
-
-    path: str = Field(description="the jsonl file or folder")
-
-
 class Answers(Section):
     """The target's own text: its continuations of train prompts."""
 
@@ -341,7 +329,11 @@ class Answers(Section):
     repetition_penalty: float = Field(
         1.0, gt=0, le=100, description="as in transformers and llama.cpp, applied to prompt and answer; 1: off"
     )
-    traffic: Traffic | None = Field(None, description="served answers, used in addition to the generated ones")
+    traffic: str | None = Field(
+        None,
+        description="a jsonl file of served prompts with the target's answers, or a folder of them, used in addition "
+        "([record](serving.md#record-your-own-traffic))",
+    )
 
     @property
     def group_size(self) -> int:
@@ -377,9 +369,6 @@ class TeacherStore(Section):
         lt=1,
         description="compact: store as few entries as hold this mass on average; null: store `top_k`",
     )
-    dtype: Literal["float32", "bfloat16", "float16"] | None = Field(
-        None, description="exact: number type of the stored hidden states; null: the target's"
-    )
     shard_blocks: int = Field(64, ge=1, description="blocks per shard, the unit of resuming")
     batch: int = Field(8, ge=1, description="blocks per forward pass")
     gguf: str | None = Field(
@@ -392,7 +381,7 @@ class TeacherStore(Section):
 
     @model_validator(mode="after")
     def _settings_of_other_kinds(self) -> TeacherStore:
-        for name, kind in (("mass", "compact"), ("dtype", "exact")):
+        for name, kind in (("mass", "compact"),):
             if self.kind != kind and getattr(self, name) not in (None, type(self).model_fields[name].default):
                 raise ValueError(f"{name} is a setting of kind {kind}, but kind is {self.kind}")
         for name in ("gguf", "server"):

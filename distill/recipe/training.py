@@ -16,8 +16,9 @@ class Adapter(Section):
     quantisation error of the base.
     """
 
-    rank: int = Field(16, ge=1, description="r, for the two matrices [out, r] and [r, in] added to each layer")
-    alpha: float = Field(32.0, gt=0, le=1e6, description="the product of the two is multiplied by alpha / rank")
+    rank: int = Field(
+        16, ge=1, description="r, for the two matrices [out, r] and [r, in] added to each layer, as twice their product"
+    )
     base: Literal["int8", "int4"] | None = Field(
         None, description="QLoRA: bitsandbytes keeps the frozen weights in 8 or 4 bits (NF4); null: not quantised"
     )
@@ -66,7 +67,6 @@ class Acceptance(Section):
     every: int = Field(100, ge=1, description="steps between evaluations; the last step is always evaluated")
     prompts: int = Field(16, ge=2, description="validation prompts, decoded as one batch")
     new_tokens: int = Field(48, ge=8, description="tokens decoded per prompt")
-    length: int = Field(4, ge=1, description="draft length")
     patience: int | None = Field(
         None, ge=1, description="stop after this many evaluations without improvement; null: never"
     )
@@ -108,9 +108,7 @@ class Train(Section):
         None,
         description="weights of the losses; null: by the protocol",
     )
-    chunk: int = Field(256, ge=1, description="positions per chunk of the head and its loss")
-    save_every: int = Field(100, ge=1, description="steps between checkpoints")
-    keep: int = Field(2, ge=1, description="checkpoints kept")
+    save_every: int = Field(100, ge=1, description="steps between checkpoints, of which two are kept")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "float32", description="autocast type; the weights stay float32; auto: as for target.dtype"
     )
@@ -148,34 +146,17 @@ class Train(Section):
 # ── The donor and its cuts ──
 
 
-class Transplant(Section):
-    """Give the donor the target's vocabulary, byte for byte."""
-
-    overrides: dict[str, str] = Field(
-        {}, description="for target tokens such as turn markers: text whose donor tokens initialise them"
-    )
-
-
-class Trim(Section):
-    """Restrict the draft to tokens the target writes often; distill's decoders compute only their logits."""
-
-    size: int | None = Field(None, ge=256, description="tokens to keep; null: the fewest that cover `mass`")
-    mass: float = Field(0.995, gt=0, le=1, description="share of the target's written tokens to cover in every domain")
-
-    @model_validator(mode="after")
-    def _only_what_decides_is_given(self) -> Trim:
-        if self.size is not None and self.mass != type(self).model_fields["mass"].default:
-            raise ValueError("size is the number of tokens: leave mass out")
-        return self
-
-
 class Cut(Section):
     """The donor and how it is cut, in this order: transplant, layers, widths, head."""
 
     donor: str = Field(
         "target", description="`target` for the target itself, or another model, given as target.model is"
     )
-    transplant: Transplant | None = Field(None, description="needed if the donor has another vocabulary")
+    transplant: dict[str, str] | None = Field(
+        None,
+        description="give the donor the target's vocabulary, byte for byte, needed if it has another; `{}`, or for "
+        "target tokens such as turn markers the text whose donor tokens initialise them",
+    )
     layers: int | None = Field(None, ge=1, description="layers to keep; null: all")
     layer_rule: Literal["auto", "greedy", "influence"] = Field(
         "auto",
@@ -192,14 +173,26 @@ class Cut(Section):
     mlp_width: int | None = Field(
         None, ge=32, description="MLP neurons to keep per layer, those that add most to the residual stream; null: all"
     )
-    trim: Trim | None = Field(None, description="restrict the head to frequent tokens")
+    trim: float | None = Field(
+        None,
+        gt=0,
+        description="restrict the head to tokens that the target writes often (distill's decoders compute only their "
+        "logits): their number, or the share of the target's tokens to cover in every domain, such as 0.995",
+    )
     allow_full_size: bool = Field(
         False, description="allow a draft as costly as its target, such as one without any cut"
     )
     score_blocks: int = Field(16, ge=1, description="blocks on which cuts are scored and measured")
 
+    @property
+    def trim_size(self) -> int | None:
+        """The number of tokens that a trim keeps; None where it covers a share."""
+        return None if self.trim is None or self.trim <= 1 else round(self.trim)
+
     @model_validator(mode="after")
     def _layers_are_given_once(self) -> Cut:
+        if self.trim is not None and self.trim > 1 and (self.trim < 256 or self.trim != round(self.trim)):
+            raise ValueError("trim is a share up to 1, or a number of tokens from 256 on")
         if self.drop_layers is not None and self.layers is not None:
             raise ValueError("drop_layers names the layers; leave layers out")
         if self.layer_rule != "auto" and self.layers is None:

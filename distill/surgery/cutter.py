@@ -270,7 +270,7 @@ def check_cut(recipe: Recipe) -> list[str]:
     require_supported(config)
     lines = []
     if settings.transplant is not None:
-        check_transplant(local_folder(donor), text_folder(recipe.target.model), settings.transplant.overrides)
+        check_transplant(local_folder(donor), text_folder(recipe.target.model), settings.transplant)
         lines.append(f"transplant: {donor} gets the vocabulary of {recipe.target.model}")
     else:
         require_pair(recipe.target.model, donor)
@@ -283,7 +283,7 @@ def check_cut(recipe: Recipe) -> list[str]:
     check_shape(config, settings)
     if settings.trim is not None:
         vocabulary = Vocabulary.read(text_folder(recipe.target.model))
-        check_size(settings.trim.size, len(always_kept(vocabulary)), vocabulary.size, recipe.teacher.top_k)
+        check_size(settings.trim_size, len(always_kept(vocabulary)), vocabulary.size, recipe.teacher.top_k)
     sparsity, full = recipe.train.sparsity, settings.mlp_width or config.intermediate_size
     if sparsity is not None and sparsity.mlp_width is not None:
         require_fewer(sparsity.mlp_width, full)

@@ -137,7 +137,7 @@ def load_donor(
         local_folder(reference),
         text_folder(recipe.target.model),
         folder,
-        overrides=settings.overrides,
+        overrides=settings,
         dtype="float32",
     )
     model = load_model(str(folder), "float32", device, trimmed=False)
@@ -209,8 +209,8 @@ def trim(
     recipe: Recipe, run: Run, model: Any, vocabulary: int, answers: list[Sample]
 ) -> tuple[list[int], dict[str, Any], Change]:
     """Choose the kept tokens by the target's own text and its distributions there; the model itself stays whole."""
-    settings = recipe.cut.trim
-    assert settings is not None
+    share, size = recipe.cut.trim, recipe.cut.trim_size
+    assert share is not None
     tokens = Vocabulary.read(text_folder(recipe.target.model))
     forced = [index for index in always_kept(tokens) if index < vocabulary]
     counts = count_tokens(answers, vocabulary)
@@ -218,10 +218,9 @@ def trim(
     expected = expected_shares(TeacherStore(run), pick_device(recipe.device)) if stored else None
     order = rank_tokens(counts, forced, expected)
     least = max(len(forced), recipe.teacher.top_k + 1)
-    metadata: dict[str, Any] = {"forced": len(forced), "by": "mass" if settings.size is None else "size"}
-    size = settings.size
+    metadata: dict[str, Any] = {"forced": len(forced), "by": "mass" if size is None else "size"}
     if size is None:
-        size = smallest_size(counts, order, least, settings.mass)
+        size = smallest_size(counts, order, least, share)
     kept, metadata["mass"] = keep(counts, order, size)
     change = Change("trim", size_of(model), size_of(model, len(kept)), details=metadata | {"kept": len(kept)})
     return kept, metadata, change

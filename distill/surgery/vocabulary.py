@@ -270,7 +270,7 @@ def check_size(size: int | None, forced: int, vocabulary: int, stored: int) -> N
     if size is not None and (size % MULTIPLE or not least <= size <= vocabulary):
         low = -(-least // MULTIPLE) * MULTIPLE
         raise RecipeError(
-            f"cut.trim.size is {size}; it must be a multiple of {MULTIPLE}, at least the {forced} tokens that are "
+            f"cut.trim is {size}; it must be a multiple of {MULTIPLE}, at least the {forced} tokens that are "
             f"always kept, more than the teacher's top {stored}, and at most the vocabulary's {vocabulary}",
             f"ask for {low} to {vocabulary // MULTIPLE * MULTIPLE}",
         )

@@ -156,7 +156,7 @@ def _maker(
         if main and not path.exists():
             tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
             save_shard(path, {name: value.cpu().clone() for name, value in tensors.items()})
-        dtype = settings.dtype or recipe.target.dtype
+        dtype = recipe.target.dtype
         metadata: dict[str, Any] = {"hidden_dtype": dtype, "logit_form": asdict(head.form)}
         return metadata, lambda part: exact_distributions(model, part, DTYPES[dtype])
     reader = open_reader(recipe, run, blocks, vocabulary, opened)
@@ -186,7 +186,7 @@ def exact_distributions(model: Any, blocks: Packed, dtype: torch.dtype) -> dict[
     if not bool(hidden.isfinite().all()):
         raise DataError(
             f"hidden states of the target are not finite in {str(dtype).removeprefix('torch.')}",
-            "set teacher.dtype to bfloat16 or float32 (and target.dtype, if that is float16)",
+            "set target.dtype to bfloat16 or float32",
         )
     return {"hidden": hidden.contiguous()}
 

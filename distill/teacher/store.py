@@ -79,7 +79,7 @@ def bytes_per_position(settings: Settings, hidden: int, dtype: str, k: int | Non
     """
     if settings.kind == "compact":
         return (k or settings.top_k) * (4 + 2) + 4 + PACKED_BYTES
-    return PACKED_BYTES + (hidden * TYPE_BYTES[settings.dtype or dtype] if settings.kind == "exact" else 0)
+    return PACKED_BYTES + (hidden * TYPE_BYTES[dtype] if settings.kind == "exact" else 0)
 
 
 def planned_positions(recipe: Recipe) -> dict[str, int]:

@@ -101,7 +101,7 @@ def save(work: Training) -> None:
     """Write a checkpoint."""
     state, began = work.state, time.monotonic()
     state["sparsity"] = work.penalty.state_dict() if work.penalty is not None else None
-    save_checkpoint(work.run, state["step"], work.learner, work.optimizer, work.settings.keep, state)
+    save_checkpoint(work.run, state["step"], work.learner, work.optimizer, state)
     work.run.record("checkpoint", step=state["step"], seconds=time.monotonic() - began)
 
 

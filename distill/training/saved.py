@@ -27,6 +27,7 @@ from distill.run import Run
 # How the acceptance of weights was measured: by decoding, or on stored distributions.
 DECODED, STORED = "decoded rounds", "acceptance probability on stored distributions"
 
+KEPT = 2  # checkpoints
 ACCEPTANCE_STAGE = "acceptance"  # of the lines on evaluated weights
 
 
@@ -250,13 +251,11 @@ def _save(run: Run, name: str, learner: torch.nn.Module, state: dict[str, Any], 
         write_folder(run.path("checkpoints", name), write)
 
 
-def save_checkpoint(
-    run: Run, step: int, learner: torch.nn.Module, optimizer: Any, keep: int, state: dict[str, Any]
-) -> None:
-    """Write checkpoints/step-NNNNNN with `state` and delete all but the newest `keep`, in the main process; every
+def save_checkpoint(run: Run, step: int, learner: torch.nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
+    """Write checkpoints/step-NNNNNN with `state` and delete all but the newest KEPT, in the main process; every
     process must call it."""
     _save(run, f"step-{step:06d}", learner, {**state, "step": step}, optimizer)
-    for old in checkpoints(run.path("checkpoints"))[:-keep] if is_main() else ():
+    for old in checkpoints(run.path("checkpoints"))[:-KEPT] if is_main() else ():
         shutil.rmtree(old)
 
 

@@ -34,7 +34,16 @@ from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
 from distill.teacher.store import TeacherSource, open_teacher, read_manifest, require_fit
 from distill.training.losses import Weights
 from distill.training.saved import plain, present_weights, set_weights
-from distill.training.step import Columns, Learner, batch_blocks, loss_weights, make_optimizer, split_blocks, with_rate
+from distill.training.step import (
+    CHUNK,
+    Columns,
+    Learner,
+    batch_blocks,
+    loss_weights,
+    make_optimizer,
+    split_blocks,
+    with_rate,
+)
 
 # ── Adapters ──
 
@@ -103,7 +112,7 @@ def attach(model: Any, settings: Adapter, seed: int = 0) -> Any:
 
     config = LoraConfig(
         r=settings.rank,
-        lora_alpha=settings.alpha,
+        lora_alpha=2 * settings.rank,
         target_modules=layer_names(model),
     )
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU, whatever the device
@@ -385,7 +394,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
     source = open_teacher(run, recipe, device, target)
     penalty = penalty_of(draft, settings)
-    learner: Any = Learner(draft, Columns(source.vocabulary, kept, device), settings.chunk)
+    learner: Any = Learner(draft, Columns(source.vocabulary, kept, device), CHUNK)
     spare = None
     if shards():
         spare = copy.deepcopy(learner) if is_main() else None

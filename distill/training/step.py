@@ -225,6 +225,7 @@ def check_training(recipe: Recipe) -> list[str]:
 
 # ── One training step's loss on blocks of a teacher, over the whole head or over a trimmed one's kept columns ──
 
+CHUNK = 256  # positions of the head and its loss that are computed at once
 CLIP = 1.0  # the largest norm of a gradient
 
 

@@ -44,10 +44,11 @@ from distill.training.saved import (
     step_of_weights,
 )
 from distill.training.setup import Training
-from distill.training.step import Verifying, protocol_of
+from distill.training.step import CHUNK, Verifying, protocol_of
 
 # ── The message when memory runs out: during which work, and which settings to lower ──
 
+LENGTH = 4  # tokens drafted where weights are judged
 RESUMES = "the same command then goes on from the last checkpoint"
 
 
@@ -67,7 +68,6 @@ def stepping(work: Training) -> tuple[str, str]:
     settings = work.settings
     blocks = settings.micro_batch or settings.batch // work.accelerator.num_processes
     hints = [f"lower train.micro_batch (now {blocks})"] if blocks > 1 else []
-    hints += [f"lower train.chunk (now {settings.chunk})"] if settings.chunk > 1 else []
     hints += [] if settings.checkpointing else ["set train.checkpointing=true"]
     hint = f"{', or '.join(hints)}; {RESUMES}" if hints else "free memory that other programs hold"
     if blocks == 1:
@@ -82,7 +82,7 @@ def evaluating(work: Training) -> tuple[str, str]:
     if not work.recipe.target.load:
         return (
             f"while validation answers were measured after step {work.state['step']} on {work.accelerator.device}",
-            f"lower train.chunk (now {work.settings.chunk}); {RESUMES}",
+            f"free memory that other programs hold; {RESUMES}",
         )
     return (
         f"while target and draft decoded after step {work.state['step']} on {work.accelerator.device}",
@@ -175,15 +175,15 @@ def stored_chances(chunk: TeacherChunk, draft_logits: Tensor, protocol: Verifyin
 def stored_acceptance(recipe: Recipe, run: Run, draft: Any, protocol: Verifying) -> dict[str, Any]:
     """Acceptance probability of a draft on a run's validation answers, from the target's stored distributions on them:
     the mean of the least chances (they choose) and of the largest."""
-    store, chunk = TeacherStore(run, "validation"), recipe.train.chunk
+    store = TeacherStore(run, "validation")
     least = largest = 0.0
     positions = 0
     for block in range(len(held_out(recipe, run, "validation").own)):  # the first ones of the store
         index = torch.tensor([block])
         hidden = scored_states(draft, store.packed.take(index))
         teacher = store.teacher(index, hidden.device)
-        for start in range(0, len(hidden), chunk):
-            rows = slice(start, start + chunk)
+        for start in range(0, len(hidden), CHUNK):
+            rows = slice(start, start + CHUNK)
             logits = head_logits(draft, hidden[rows])
             logits[:, store.vocabulary :] = -torch.inf
             low, high = stored_chances(teacher.chunk(rows), logits, protocol)
@@ -224,7 +224,7 @@ def measure_acceptance(work: Training) -> dict[str, Any]:
         sampler = Sampler.of(recipe.sampler)
         target = ServedTarget(work.loaded_target(), work.source.vocabulary, ends, sampler, protocol, recipe.seed)
         prompts = read_prompts(work.run, "validation")[: settings.prompts]
-        return decoded_acceptance(target.decode(draft, prompts, settings.new_tokens, settings.length))
+        return decoded_acceptance(target.decode(draft, prompts, settings.new_tokens, LENGTH))
 
     figures, present = None, work.draft()
     if is_main():

@@ -23,7 +23,7 @@ from fuzz_inputs import Tree, dumped, edited_bytes, fractions, texts, values, we
 from hypothesis import strategies as st
 
 from distill.errors import DataError, DistillError
-from distill.recipe import Chat, Corpus, Recipe, Source, Traffic, dump_recipe, load_recipe
+from distill.recipe import Chat, Corpus, Recipe, Source, dump_recipe, load_recipe
 from distill.run import Run
 
 Readers = list[Callable[[], Any]]
@@ -329,7 +329,7 @@ def with_traffic(world: World) -> Recipe:
     path = world.place / "served.jsonl"
     if not path.exists():
         path.write_text('{"prompt": "alpha", "answer": "beta"}\n')
-    answers = world.recipe.answers.model_copy(update={"traffic": Traffic(path=str(path))})
+    answers = world.recipe.answers.model_copy(update={"traffic": str(path)})
     return world.recipe.model_copy(update={"answers": answers})
 
 

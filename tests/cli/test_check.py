@@ -42,7 +42,7 @@ def source(values: dict[str, Any], **new: Any) -> None:
 def traffic(values: dict[str, Any], folder: Path, *lines: dict[str, Any]) -> None:
     path = folder / "log.jsonl"
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    values["answers"]["traffic"] = {"path": str(path)}
+    values["answers"]["traffic"] = str(path)
 
 
 def lines_of(folder: Path, name: str, text: str) -> str:
@@ -161,7 +161,9 @@ def test_the_first_records_of_a_hub_data_set(world: Path, capsys: Capture, monke
 
     monkeypatch.setattr("distill.data.record_files._hub", records)
     check = (capsys, "check", world / "recipe.yaml")
-    text, content = (f"corpus.sources=[{{kind: hub, path: some/data, field: {name}}}]" for name in ("text", "content"))
+    text, content = (
+        f"corpus.sources=[{{kind: hub, path: some/data, fields: {{text: {name}}}}}]" for name in ("text", "content")
+    )
     assert "not checked: data set some/data (--offline)" in tiny.shown(*check, "--offline", text) and not asked
     assert "record 1 has no text in field `text` (it has: content)" in tiny.refused(*check, text)
     assert "some/data: 20 documents and more" in tiny.shown(*check, content)

@@ -125,7 +125,7 @@ def test_overrides(recipe: Path, override: str, expected: str) -> None:
     assert expected in mistake(recipe, override)
 
 
-@pytest.mark.parametrize("key", ["target.model", "corpus.sources.0.path", "answers.traffic.path"])
+@pytest.mark.parametrize("key", ["target.model", "corpus.sources.0.path", "answers.traffic"])
 @pytest.mark.parametrize(
     ("path", "expected"),
     [

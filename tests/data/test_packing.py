@@ -203,7 +203,7 @@ def test_text_and_jsonl(tmp_path: Path) -> None:
     records = [json.dumps({"body": text}) + "\n" for text in ("first", "second", "first", "  ")]
     write(tmp_path, {"book.txt": "one\ntwo\n", "r.jsonl": "".join(records)})
     book = Source(kind="text", path=str(tmp_path / "book.txt"), split="validation")
-    lines = Source(kind="jsonl", path=str(tmp_path / "r.jsonl"), field="body", split="train")
+    lines = Source(kind="jsonl", path=str(tmp_path / "r.jsonl"), fields={"text": "body"}, split="train")
     documents, dropped = read_documents(Corpus(sources=(book, lines)), needed=())
     assert [(d.split, d.text) for d in documents[1:]] == [("train", "first"), ("train", "second")]
     assert (documents[0].name, documents[0].split, documents[0].text) == ("book.txt", "validation", "one\ntwo\n")

@@ -32,7 +32,7 @@ def names(run: Run, stage: str) -> set[str]:
 def test_keys_hold_what_their_stages_read(finished: Path, tmp_path: Path) -> None:
     """And nothing else, so that finished runs of recipes without these settings stay finished."""
     (tmp_path / "log.jsonl").write_text('{"prompt": "a", "answer": "b"}\n')
-    before, after = opened(finished), opened(finished, f"answers.traffic={{path: {tmp_path / 'log.jsonl'}}}")
+    before, after = opened(finished), opened(finished, f"answers.traffic={tmp_path / 'log.jsonl'}")
     added = {"corpus.validation", "corpus.test", "chat", "traffic (content)"}
     for stage, more in (("answers", added), ("teacher", set())):
         assert names(after, stage) - names(before, stage) == more

@@ -145,7 +145,7 @@ def test_every_section_is_shortened(world: Path, tmp_path: Path) -> None:
     traffic = tmp_path / "log.jsonl"
     traffic.write_text('{"prompt": "a", "answer": "b"}\n' * 100)
     values = tiny.recipe_values(world)
-    values["answers"]["traffic"] = {"path": str(traffic)}
+    values["answers"]["traffic"] = str(traffic)
     values["train"] |= {"trackers": ["tensorboard"]}
     recipe = load_recipe(tiny.write_recipe(tmp_path / "recipe.yaml", values))
     short = shortened(recipe, tmp_path / "runs")

@@ -446,7 +446,7 @@ def test_traffic_alone_without_a_writer(place: Path, tmp_path: Path) -> None:
     serve(range(500, 540))
     values = unloaded_worlds.values(place)
     values["corpus"] |= {"validation": 0.2, "test": 0.3, "tokens": 300}
-    values["answers"] = {"prompts": 0, "new_tokens": 24, "prompt_tokens": 8, "traffic": {"path": str(log)}}
+    values["answers"] = {"prompts": 0, "new_tokens": 24, "prompt_tokens": 8, "traffic": str(log)}
     recipe = tiny.write_recipe(tmp_path / "recipe.yaml", values)
     assert tiny.call("train", recipe, "--runs", tmp_path, "--until", "eval") == 0
     run = tmp_path / "tiny"

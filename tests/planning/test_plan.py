@@ -159,7 +159,7 @@ def test_a_recipe(world: Path, capsys: Capture) -> None:
     found = planned(capsys, world / "recipe.yaml", "speedup.new_tokens=8", "--lengths", "1,2")["forecasts"]
     assert [one["title"] for one in found] == [f"this machine, measured, {name}" for name in recipe.speedup.backends]
     for one in found:
-        assert (one["prompt"], one["new"]) == (16, 8) and one["draft_cost"] > 0
+        assert (one["prompt"], one["new"]) == (56, 8) and one["draft_cost"] > 0
 
 
 def test_a_verdict_is_told_before_the_next_engine_is_measured(world: Path, capsys: Capture, monkeypatch: Patch) -> None:

@@ -19,7 +19,7 @@ target:
 corpus:
   sources:
     - {kind: tree, path: ./code}
-    - {kind: hub, path: some/data, field: content}
+    - {kind: hub, path: some/data, fields: {text: content}}
 """
 
 
@@ -89,16 +89,15 @@ def test_overrides(small: Path) -> None:
             "train.rate=1e-4",
             "speedup.lengths=[4, 2, 4]",
             "train.adapter={rank: 20}",
-            "train.adapter.alpha=3",
-            "corpus.sources.1.field=body",
+            "corpus.sources.1.fields.text=body",
             "name=other",
         ],
     )
     assert (recipe.train.steps, recipe.train.rate, recipe.name) == (7, 1e-4, "other")
     assert recipe.speedup.lengths == (2, 4)
     assert recipe.train.adapter is not None
-    assert (recipe.train.adapter.rank, recipe.train.adapter.alpha) == (20, 3)
-    assert [source.field for source in recipe.corpus.sources] == ["text", "body"]
+    assert recipe.train.adapter.rank == 20
+    assert [source.fields for source in recipe.corpus.sources] == [{}, {"text": "body"}]
 
 
 def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
@@ -132,7 +131,7 @@ def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
         ("corpus.block=100", "does not fit corpus.block = 100"),
         ("name=../elsewhere", "name: "),
         ("corpus.sources=[]", "corpus.sources: "),
-        ("cut.trim={size: 4000, mass: 0.9}", "size is the number of tokens: leave mass out"),
+        ("cut.trim=200", "trim is a share up to 1, or a number of tokens from 256 on"),
         ("cut.layer_rule=greedy", "layer_rule says which layers go"),
         ("cut={drop_layers: '3', layer_rule: greedy}", "layer_rule says which layers go"),
         ("cut={mlp_width: 64, layer_repair: false}", "layer_repair is for dropped layers"),

@@ -54,7 +54,7 @@ def read(path: Path) -> Any:
 
 
 def test_transplanted_donor_becomes_a_draft(begun: Path, world: Path, tmp_path: Path) -> None:
-    transplant = {"overrides": {"<|endoftext|>": "pass\n"}}
+    transplant = {"<|endoftext|>": "pass\n"}
     draft = {"donor": "./donor", "transplant": transplant, "layers": None, "mlp_width": None}
     run = run_with(begun, world, tmp_path, "eval", cut=draft, train={"embedding_steps": 3, "acceptance": None})
     change = read(run / "cut" / "surgery.json")["changes"][0]
@@ -80,7 +80,7 @@ def test_only_the_embeddings_move_at_first(begun: Path, world: Path, tmp_path: P
 
 
 def test_trimmed_draft(begun: Path, world: Path, tmp_path: Path) -> None:
-    run = run_with(begun, world, tmp_path, "eval", cut={"trim": {"mass": 0.5}}, target={"model": "./target"})
+    run = run_with(begun, world, tmp_path, "eval", cut={"trim": 0.5}, target={"model": "./target"})
     kept = read(run / "draft" / "kept_tokens.json")
     assert kept == read(run / "cut" / "kept_tokens.json")
     assert len(kept["kept"]) in (256, 400 // 256 * 256, kept["vocabulary"]) and min(kept["mass"].values()) >= 0.5
@@ -146,8 +146,8 @@ def test_without_validation_text_cuts_are_compared_on_other_answers(begun: Path,
         ({"cut": {"donor": "./donor", "layers": None, "mlp_width": None}}, "cut.transplant"),
         ({"cut": {"mlp_width": 100}}, "multiple of 32"),
         ({"cut": {"layers": None, "drop_layers": "1-7"}}, "layers are 0 to 2"),
-        ({"cut": {"trim": {"size": 300}}}, "cut.trim.size"),
-        ({"cut": {"transplant": {"overrides": {"<|endoftex|>": "x"}}}}, "<|endoftext|>"),
+        ({"cut": {"trim": 300}}, "cut.trim is 300"),
+        ({"cut": {"transplant": {"<|endoftex|>": "x"}}}, "<|endoftext|>"),
         ({"train": {"sparsity": {"mlp_width": 512}}}, "sparsity"),
     ],
 )
@@ -194,7 +194,7 @@ def test_a_gemma_from_file_to_file(world: Path, tmp_path: Path, capsys: pytest.C
     export_gguf(save_toy(model, tokenizer, tmp_path / "made"), tmp_path / "target.gguf", "f16")
     values = tiny.recipe_values(world, elsewhere=True) | {"target": {"model": "./target.gguf"}}
     values["answers"] |= {"prompts": 4}
-    values["cut"] |= {"layers": 4, "mlp_width": 96, "trim": {"mass": 0.5}}
+    values["cut"] |= {"layers": 4, "mlp_width": 96, "trim": 0.5}
     values["train"] |= {"steps": 2, "acceptance": None}
     recipe = tiny.write_recipe(tmp_path / "recipe.yaml", values)
     said = tiny.refused(capsys, "check", recipe, "cut.layers=null", "cut.drop_layers=0-1,3")

@@ -121,7 +121,7 @@ CHAT_SERVER = {"writer": {"urls": ["http://localhost:1/v1"], "api": "chat"}}
         ({"kind": "jsonl"}, {}, "corpus.sources.0.path: is missing"),
         (ASKING | {"temperature": 0}, {}, "temperature: must be above 0"),
         (ASKING, {"answers": CHAT_SERVER}, "api chat sends whole messages: use api: completions"),
-        (ASKING, {"target": {"model": "m", "load": False}, "answers": {"prompts": 0, "traffic": {"path": "t"}}}, "qu"),
+        (ASKING, {"target": {"model": "m", "load": False}, "answers": {"prompts": 0, "traffic": "t"}}, "qu"),
         (ASKING | {"openings": ["How", "Translate "]}, {}, "ends in a space"),
         (ASKING | {"openings": ["How", " \n"]}, {}, "has no words"),
     ],
@@ -136,7 +136,7 @@ def test_other_runs_keep_their_keys_and_stages(world: Path, tmp_path: Path) -> N
     run = Run(tmp_path, recipe)
     assert plan_run(recipe, run)[0].stage.name == "corpus"
     parts = key_parts(find_stage("corpus"), recipe, run, Contents(run))
-    keys = "kind path pattern form field fields given label weight subset hub_split exclude split keep"
+    keys = "kind path pattern form fields given label weight subset hub_split exclude split keep"
     assert set(parts["corpus"]["sources"][0]) == set(keys.split()) and "questions" not in str([*parts])
 
 

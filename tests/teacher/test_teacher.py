@@ -26,7 +26,7 @@ from distill.run import Run
 from distill.teacher.answers import answers
 from distill.teacher.distributions import Head, LogitForm, TeacherChunk, logit_form, require_head
 from distill.teacher.likeliest import ModelReader, mean_masses
-from distill.teacher.stage import teacher, training_blocks
+from distill.teacher.stage import exact_distributions, teacher, training_blocks
 from distill.teacher.store import OnlineTarget, TeacherStore, bytes_per_position, open_teacher, require_fit
 
 torch.set_num_threads(1)
@@ -209,19 +209,15 @@ def test_a_trimmed_head_reads_an_exact_store_in_any_order(folders: dict[str, Pat
     assert torch.equal(again.log_probabilities, found.log_probabilities) and torch.equal(again.log_tail, found.log_tail)
 
 
-def test_types_of_an_exact_store(folders: dict[str, Path], tmp_path: Path) -> None:
-    recipe, run = made(tmp_path / "a", folders["qwen2"], kind="exact", dtype="bfloat16")
-    rounded = TeacherStore(run).teacher(torch.tensor([0]), CPU).chunk(slice(None)).log_probabilities
-    recipe, run = made(tmp_path / "b", folders["qwen2"], kind="exact")
-    full = TeacherStore(run).teacher(torch.tensor([0]), CPU).chunk(slice(None)).log_probabilities
-    assert 1e-4 < float((rounded - full).abs().max()) < 0.5
+def test_hidden_states_that_their_type_cannot_hold(folders: dict[str, Path], tmp_path: Path) -> None:
     model = load_model(str(folders["qwen2"]), "float32", CPU)
     with torch.no_grad():
         model.model.norm.weight.mul_(1e6)
-    loud = save_toy(model, toy_tokenizer(TOKENS), tmp_path / "loud")
-    recipe, run = begin(tmp_path / "c", loud, kind="exact", dtype="float16")
-    with pytest.raises(DataError, match=r"not finite in float16[\s\S]*teacher\.dtype"):
-        teacher(recipe, run)
+    recipe, run = made(tmp_path, folders["qwen2"], kind="exact")
+    blocks = training_blocks(recipe, run)[0]
+    assert exact_distributions(model, blocks, torch.float32)["hidden"].isfinite().all()
+    with pytest.raises(DataError, match=r"not finite in float16[\s\S]*target\.dtype"):
+        exact_distributions(model, blocks, torch.float16)
 
 
 def test_an_online_teacher_stores_no_distributions_and_loads_no_target(
@@ -346,7 +342,6 @@ def test_the_sampler_is_that_of_the_answers(folders: dict[str, Path], tmp_path: 
     ("settings", "said"),
     [
         ({"kind": "exact", "mass": 0.9}, "mass is a setting of kind compact"),
-        ({"dtype": "bfloat16"}, "dtype is a setting of kind exact"),
         ({"mass": 1.0}, "must be below 1"),
         ({"gguf": "a.gguf", "kind": "exact"}, "gguf gives the entries of a compact store, but kind is exact"),
         ({"gguf": "a.gguf", "server": {"urls": ["http://a/v1"], "model": "m"}}, "two teachers"),

@@ -54,7 +54,7 @@ def split_name(prompt: str) -> str:
 def values_with(log: Path) -> dict[str, Any]:
     values = tiny.recipe_values(log.parent)
     values["corpus"] |= SHARES | {"tokens": 300}
-    values["answers"] = {"prompts": 0, "new_tokens": 24, "prompt_tokens": 8, "traffic": {"path": str(log)}}
+    values["answers"] = {"prompts": 0, "new_tokens": 24, "prompt_tokens": 8, "traffic": str(log)}
     values["train"] |= {"steps": 4, "acceptance": None}  # the last weights, better or not
     values["name"] = "served"
     return values
@@ -186,7 +186,7 @@ def test_a_third_generation(world: Path, log: Path, runs: Path, tmp_path: Path, 
     assert train(world, runs, "--refresh", "--until", "train") == 0
     other = tmp_path / "other.jsonl"
     other.write_text(text_of(served(12, 3)))
-    override = f"answers.traffic.path={other}"
+    override = f"answers.traffic={other}"
     assert train(world, runs, override, "--refresh", "--until", "corpus") == 0
     assert json.loads((runs / "served" / "parent.json").read_text())["generation"] == 3
     assert sorted(path.name for path in runs.iterdir()) == ["served", "served.1", "served.2"]
@@ -251,7 +251,7 @@ def test_rotated_and_bad_files(world: Path, runs: Path, tmp_path: Path, capsys: 
     assert "all 1 new lines" in tiny.refused(capsys, *call, "--refresh")
     path.write_text(text_of(served(30, 7)))
     said = tiny.refused(capsys, *call, "--refresh")
-    assert "no longer begins with the 21 lines" in said and "answers.traffic.path=" in said
+    assert "no longer begins with the 21 lines" in said and "answers.traffic=" in said
     assert not (runs / "rotated.1").exists()
 
 

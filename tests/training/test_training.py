@@ -425,7 +425,7 @@ def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
 
 FULL = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 OF_CPU = RuntimeError("[enforce fail at alloc_cpu.cpp:124] DefaultCPUAllocator: can't allocate memory: you tried")
-FEWER = ("train.micro_batch=1", "train.chunk=16", "train.checkpointing=true")
+FEWER = ("train.micro_batch=1", "train.checkpointing=true")
 SHORTER = ("train.acceptance.new_tokens=8", "train.acceptance.prompts=2")
 
 
