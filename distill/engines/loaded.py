@@ -21,7 +21,6 @@ from torch import Tensor
 from distill.devices import pick_device
 from distill.engines.llama_cpp.model import GgufModel, ends_of
 from distill.engines.model import Model
-from distill.engines.pairs import VocabularyMetadata
 from distill.engines.torch.hugging_face import (
     encode_text,
     end_ids,
@@ -195,11 +194,11 @@ def growing_decoder(model: Any, vocabulary: int | None = None, prepack: bool = T
     return kind(_packed(model, prepack), vocabulary)
 
 
-def with_rows(model: Model, rows: int, compiled: bool = False) -> Model | None:
+def with_rows(model: Model, rows: int) -> Model | None:
     """A model of `rows` texts with the weights of a PyTorch model of one, prepacked where they are; None where there is
     none of texts of different lengths."""
     if isinstance(model, StaticTorchModel):
-        return StaticTorchModel(model.model, model.vocabulary_size, rows, model.size, compiled)
+        return StaticTorchModel(model.model, model.vocabulary_size, rows, model.size)
     if isinstance(model, TorchModel) and model.steps_on_device and refusal(model.model) is None:
         return StaticTorchModel(model.model, model.vocabulary_size, rows)
     try:
@@ -268,7 +267,7 @@ def _content(reference: str) -> dict[str, str]:
 def context_of(reference: str) -> int | None:
     """Tokens that a model was made for, read without its weights; None where its file does not say."""
     if is_gguf(reference):
-        return VocabularyMetadata.read(reference).context
+        return open_head(Path(reference)).size("context_length", 1, 2**31 - 1)
     context = getattr(load_config(reference).get_text_config(), "max_position_embeddings", None)
     return context if isinstance(context, int) and context > 0 else None
 

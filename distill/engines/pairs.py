@@ -119,11 +119,9 @@ def _gguf_model(place: str, tokenizer: Any, architecture: str) -> str:
     model = type(tokenizer.model).__name__
     if architecture.startswith("gemma4"):
         return "gemma4"
-    if model == "BPE":
-        return "llama" if tokenizer.model.byte_fallback else "gpt2"
-    if model == "WordPiece":
-        return "bert"
-    raise DataError(f"{place}: tokenizers of the kind {model} are not supported", "use another tokenizer")
+    if model != "BPE":
+        raise DataError(f"{place}: tokenizers of the kind {model} are not supported", "use another tokenizer")
+    return "llama" if tokenizer.model.byte_fallback else "gpt2"
 
 
 def _text_ends(

@@ -337,12 +337,7 @@ class Defaults(NamedTuple):
 DEFAULTS = {
     "gpt2": Defaults("BPE", 11, 11, False, False),
     "gemma4": Defaults("BPE", None, None, True, False),
-    "whitespace": Defaults("BPE", 11, 11, False, False),
     "llama": Defaults("SPM", 1, 2, True, False),
-    "bert": Defaults("WPM", 101, None, True, False),
-    "t5": Defaults("UGM", None, 1, False, True),
-    "rwkv": Defaults("RWKV", None, None, False, False),
-    "plamo2": Defaults("PLAMO2", 1, 2, False, False),
 }
 # Pre-tokenizers of BPE, by tokenizer.ggml.pre, that change those defaults.
 PRE_ADDS_BOS = {*LLAMA3_NAMES, "tekken", "chameleon", "gemma4"}

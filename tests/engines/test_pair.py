@@ -214,10 +214,9 @@ def test_every_difference_is_counted(tmp_path: Path) -> None:
 @needs_llama
 @pytest.mark.parametrize("kind", DEFAULTS)
 def test_missing_keys_read_as_in_llama_cpp(kind: str, tmp_path: Path) -> None:
-    types = [6 if word.startswith("<0x") else 1 for word in WORDS] if kind == "plamo2" else None  # it wants byte tokens
     for pre in (None, "gpt-2", "qwen2", "llama-bpe") if kind == "gpt2" else (None,):
         missing = dict.fromkeys(("bos_token_id", "eos_token_id", "context_length"))
-        path = write_file(tmp_path / "a.gguf", kind=kind, tokenizer_pre=pre, token_types=types, **missing)
+        path = write_file(tmp_path / "a.gguf", kind=kind, tokenizer_pre=pre, **missing)
         metadata = VocabularyMetadata.read(path)
         assert Loaded(path).same_as(metadata), (kind, pre)
         assert metadata.context is None
@@ -324,7 +323,6 @@ SMALL = {"<unk>": 0, "<s>": 1, "</s>": 2, "a": 3, "b": 4}
     [
         (models.BPE(SMALL, [], unk_token="<unk>"), "llama", "BPE", False),
         (models.BPE(SMALL, [], unk_token="<unk>", byte_fallback=True), "llama", "SPM", True),
-        (models.WordPiece(SMALL, unk_token="<unk>"), "bert", "WPM", True),
     ],
 )
 def test_kinds_of_folders(model: Any, architecture: str, kind: str, add_bos: bool, tmp_path: Path) -> None:

@@ -221,19 +221,6 @@ def llama_2(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @needs_tokenizers
-def test_scores_without_the_file_keep_the_order_of_merges(llama_2: Path, tmp_path: Path) -> None:
-    exact = read_tokenizer(llama_2, 32000)
-    shutil.copytree(llama_2, tmp_path, dirs_exist_ok=True, ignore=shutil.ignore_patterns("tokenizer.model"))
-    found = read_tokenizer(tmp_path, 32000)
-    assert found.tokens == exact.tokens and found.types == exact.types
-    assert exact.scores is not None and found.scores is not None
-    merged = [index for index in range(260, 20000) if exact.types[index] == 1 and exact.tokens[index].strip("▁")]
-    assert sorted(merged, key=lambda index: -exact.scores[index]) == merged
-    ranked = sorted(merged, key=lambda index: -found.scores[index])
-    assert ranked == merged
-
-
-@needs_tokenizers
 def test_damaged_or_foreign_piece_files(llama_2: Path, tmp_path: Path) -> None:
     path, data = tmp_path / "tokenizer.model", (llama_2 / "tokenizer.model").read_bytes()
     vocabulary = json.loads((llama_2 / "tokenizer.json").read_text())["model"]["vocab"]
