@@ -208,7 +208,7 @@ def plan(
     if curve is not None and given and curve.backend != "vllm":
         costs = found[0][0].timings[0]
         rates = by_position(next(iter(given.values())), max(drafted))
-        settings = llama_settings(curve, rates, costs.by_argmax.later / costs.token, depth)
+        settings = llama_settings(curve, rates, costs.draft / costs.target[0], depth)
     heads = shipped_heads(request.target.model) if curve is None or _is_model(first) else []
     result = SpeedupPlan(command_line(sys.argv), machine(), [one for _, one in found], settings, heads)
     shared.print_blocks(plan_blocks(result), result, output)

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from distill.decoding.calibration import UNFITTED, Calibration, Recorded
-from distill.decoding.costs import StepCosts
+from distill.decoding.costs import Costs
 from distill.decoding.drafters import NOTHING, Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.lengths import (
     AcceptedRatio,
@@ -174,7 +174,7 @@ def guesses(
 # ── From words to parts ──
 
 LOOKED_UP = 2  # tokens of a match in the text that is followed before another drafter is asked
-NO_COSTS = StepCosts((1.0, 1.0), 0.0, 0.0)
+NO_COSTS = Costs((1.0, 1.0), 0.0, 0.0)
 CHAINS_ONLY = "draft chains: another drafter than tree"
 
 
@@ -183,7 +183,7 @@ class Fitted:
     """What configurations read that is measured beforehand: costs, calibrations by name; the table of n-grams (None:
     those of the text alone), and how far the target's trees may branch."""
 
-    costs: StepCosts = NO_COSTS
+    costs: Costs = NO_COSTS
     calibrations: Mapping[str, Calibration] = field(default_factory=dict)
     table: NGramTable | None = None
     max_leaves: int = sys.maxsize

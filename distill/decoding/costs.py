@@ -9,10 +9,10 @@ import math
 import operator
 import statistics
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
-from itertools import accumulate, chain, count, takewhile
+from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
 
@@ -92,29 +92,34 @@ def doubt(steps: Sequence[Sequence[float]]) -> str:
 
 
 @dataclass(frozen=True)
-class StepCosts:
-    """Seconds at one depth: the target's T(1..), the draft's D(1) and D(2), and the overhead of a round.
+class Costs:
+    """Seconds of a pair's rounds at one depth.
 
-    `alone` are the target's T(1..) in rounds whose tokens no model drafts; empty where they are the same. `resent` says
-    how many tokens the target's next step computes again; None where it never does. In rounds with a draft that is part
-    of their time.
+    `target`: T(1..), of plain decoding and of rounds of n = 1, 2, … drafted tokens without the draft's steps; `draft`
+    and `draft_two`: D(1) and D(2) of its steps; `overhead`: of a round, beyond these. `target_only`: T(1..) of rounds
+    whose tokens no model drafts (behind a draft's steps and the reading of its distributions they take longer, in
+    ik_llama.cpp by half); empty where they are the same. `target_prompt`, `draft_prompt`: of reading a token of the
+    prompt. `resent` says how many tokens the target's next step computes again; None where it never does. In rounds
+    with a draft that is part of their time.
     """
 
     target: tuple[float, ...]
     draft: float
     draft_two: float
     overhead: float = 0.0
-    alone: tuple[float, ...] = ()
+    target_only: tuple[float, ...] = ()
+    target_prompt: float = 0.0
+    draft_prompt: float = 0.0
     resent: Callable[[], int] | None = field(default=None, compare=False)
 
-    def of_target(self, target: Model) -> StepCosts:
+    def of_target(self, target: Model) -> Costs:
         """These costs with what the target's next step computes again."""
         return replace(self, resent=partial(resent, target)) if getattr(target, "resends", False) else self
 
     @property
     def undrafted(self) -> tuple[float, ...]:
         """T(1..) in rounds whose tokens come from text or counts."""
-        return self.alone or self.target
+        return self.target_only or self.target
 
     def again(self, drafted: int, expected: float, whole: float) -> float:
         """Seconds beyond T(n + 1) for tokens that are computed again, now and because of this round.
@@ -129,6 +134,20 @@ class StepCosts:
         later = expected + now - (drafted + 1 + now) * whole
         curve = self.undrafted
         return (now + later) * (curve[-1] - curve[0]) / max(len(curve) - 1, 1)
+
+    def predicted_speedup(self, length: int, accepted: Sequence[float], prompt: int = 0, new: float = 2) -> float:
+        """Speed of a fixed `length` over plain decoding (Leviathan et al. 2023, eq. 1, with measured times), for `new`
+        tokens after `prompt` tokens that both models read.
+
+        accepted[i] is the acceptance at position i, given that it was reached.
+        """
+        tokens, seconds = tokens_per_round(accepted[:length]), self.target[length]
+        if length:
+            whole = math.prod(accepted[:length])  # of rounds follow one that was accepted whole
+            seconds += self.overhead + length * self.draft + whole * (self.draft_two - self.draft)
+        plain_seconds = prompt * self.target_prompt + (new - 1) * self.target[0]
+        reading = prompt * (self.target_prompt + self.draft_prompt)
+        return plain_seconds / (reading + (new - 1) / tokens * seconds)
 
 
 def range_start(depth: int, first: int) -> int:
@@ -212,11 +231,10 @@ def tokens_per_round(accepted: Sequence[float]) -> float:
 def predicted_speedups(target: Sequence[float], draft: float, accepted: Sequence[float]) -> list[float]:
     """Decoding speed relative to plain for each draft length γ = 0.., as far as T(1..) and the acceptance reach.
 
-    S(γ) = T(1)·τ / (T(γ + 1) + γ·D) (Leviathan et al. 2023, eq. 1, with measured times); `draft` is D(1), `accepted` is
-    a_1.. as of `tokens_per_round`. The best length is the first of the largest; at 0 plain decoding is faster.
+    The best length is the first of the largest; at 0 plain decoding is faster.
     """
-    lengths = range(min(len(target) - 1, len(accepted)) + 1)
-    return [target[0] * tokens_per_round(accepted[:n]) / (target[n] + n * draft) for n in lengths]
+    costs = Costs(tuple(target), draft, draft)
+    return [costs.predicted_speedup(n, accepted) for n in range(min(len(target) - 1, len(accepted)) + 1)]
 
 
 def accepted_by_position(rounds: Sequence[tuple[int, int]]) -> list[float]:
@@ -230,9 +248,6 @@ def accepted_by_position(rounds: Sequence[tuple[int, int]]) -> list[float]:
     return rates
 
 
-# ── Costs of rounds, measured inside them (round_costs.py) ──
-
-
 def rising(values: Sequence[float]) -> list[float]:
     """The values that never fall and are nearest to these in squares (pool adjacent violators, Ayer et al. 1955)."""
     pools: list[tuple[float, int]] = []  # means, and of how many values
@@ -243,81 +258,3 @@ def rising(values: Sequence[float]) -> list[float]:
             mean, count = (before * many + mean * count) / (many + count), many + count
         pools.append((mean, count))
     return [mean for mean, count in pools for _ in range(count)]
-
-
-@dataclass(frozen=True)
-class DraftSteps:
-    """Seconds of a draft's steps: the first of a round, with one token and with two to read, and a later one."""
-
-    first: float
-    first_two: float
-    later: float
-
-
-NO_STEPS = DraftSteps(0.0, 0.0, 0.0)
-
-
-def _curve(seconds: Mapping[int, float], first: int) -> tuple[float, ...]:
-    """The seconds of `first`, `first` + 1, … drafted tokens, up to one that was not timed; they never fall."""
-    return tuple(rising([seconds[drafted] for drafted in takewhile(seconds.__contains__, count(first))]))
-
-
-@dataclass(frozen=True)
-class PaidCosts:
-    """Seconds of a pair's requests: of parts of rounds the medians, else means (see `typical`).
-
-    `token`: of plain decoding; `verify[n]`: of a round of n drafted tokens without its draft steps, where the round
-    before drafted another number. `by_argmax`: draft steps whose largest logit alone decides, as those of fixed
-    lengths; `by_distribution`: those whose distribution is made and read. `target_prompt`, `draft_prompt`: of reading a
-    token of the prompt. `settled[n]`: of whole rounds of n tokens drafted by argmax after two rounds of as many, the
-    last of which was not accepted whole, or was: steps of a size that a model has just taken are cheaper (llama.cpp has
-    their graph still), so that a fixed length costs other than its parts. Without n where no such round was timed.
-    `alone[n]`, n = 0, 1, …: of the target's steps of n + 1 tokens, timed without a draft, the fastest repeats: behind a
-    draft's steps and the reading of its distributions they take longer, in ik_llama.cpp by half.
-    """
-
-    token: float
-    verify: Mapping[int, float]
-    by_argmax: DraftSteps
-    by_distribution: DraftSteps
-    target_prompt: float
-    draft_prompt: float
-    settled: Mapping[int, tuple[float, float]] = field(default_factory=dict)
-    alone: Mapping[int, float] = field(default_factory=dict)
-
-    def step_costs(self) -> StepCosts:
-        """The costs that length rules and trees use, up to the first length that was not timed.
-
-        What the first draft step costs beyond the others is the round's overhead. Rounds of more tokens are taken to
-        cost no less (a shorter one could always be padded), which few repeats show only up to noise: see `rising`.
-        """
-        steps = self.by_distribution
-        two = steps.later + max(steps.first_two - steps.first, 0.0)
-        overhead = max(steps.first - steps.later, 0.0)
-        return StepCosts((self.token, *_curve(self.verify, 1)), steps.later, two, overhead, _curve(self.alone, 0))
-
-    def round_seconds(self, length: int, whole: float) -> float:
-        """Seconds of a round of fixed `length` > 0; a share `whole` of rounds follow one that was accepted whole."""
-        if length in self.settled:
-            after_less, after_whole = self.settled[length]
-            return after_less + whole * (after_whole - after_less)
-        steps = self.by_argmax
-        first = steps.first + whole * (steps.first_two - steps.first)
-        return self.verify[length] + first + (length - 1) * steps.later
-
-    def predicted_speedup(self, length: int, accepted: Sequence[float], prompt: int, new: float) -> float:
-        """Speed of a fixed `length` > 0 over plain decoding, for `new` tokens after `prompt` tokens that both read.
-
-        accepted[i] is the acceptance at position i, given that it was reached.
-        """
-        seconds = self.round_seconds(length, math.prod(accepted[:length]))
-        return self.speedup_of_rounds(seconds, tokens_per_round(accepted[:length]), prompt, new)
-
-    def speedup_of_rounds(self, seconds: float, tokens: float, prompt: int, new: float) -> float:
-        """Speed of rounds of so many `seconds` and `tokens` over plain decoding: `new` tokens after `prompt` tokens.
-
-        Both models read the prompt.
-        """
-        plain_seconds = prompt * self.target_prompt + (new - 1) * self.token
-        reading = prompt * (self.target_prompt + self.draft_prompt)
-        return plain_seconds / (reading + (new - 1) / tokens * seconds)

@@ -14,21 +14,12 @@ import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from distill.decoding.costs import (
-    NO_STEPS,
-    DraftSteps,
-    PaidCosts,
-    StepCosts,
-    measure_steps,
-    range_start,
-    steady,
-    step_seconds,
-)
-from distill.decoding.decode import Round, decode_text, plain, room_for
+from distill.decoding.costs import Costs, measure_steps, range_start, rising, steady, step_seconds
+from distill.decoding.decode import decode_text, plain, room_for
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Features, LengthRule
 from distill.decoding.rules import GREEDY, Rules
@@ -42,7 +33,6 @@ from distill.progress import Progress, warn
 PROMPTS = 4  # after which rounds are timed
 TOKENS = 96  # decoded after a prompt, so that rounds are timed at the depths of requests
 WARM_UP = 8
-IN_A_ROW = 4  # rounds of a length, more of short ones, which take longer to settle
 HELD_UP = 3  # times the median: what took longer was held up by something else
 
 
@@ -97,10 +87,10 @@ class Timer(LengthRule):
 class RoundCostMeter:
     """Times the parts of rounds on greedy texts, plain ones and ones with rounds of all lengths in mixed order.
 
-    3 is timed in any case, for the draft's steps. With `distributions` those of the draft are made and read; without,
-    its largest logit decides, and two rounds or more in a row have the same length. Texts are of `tokens` new tokens,
-    or of as many as two rounds may make; they go on after end tokens, and a prompt that leaves too little room is
-    shortened. Raises DataError for contexts that have no room for a round.
+    Lengths go up to `longest`, to 3 in any case, for the draft's steps. With `distributions` those of the draft are
+    made and read; without, its largest logit decides. Texts are of `tokens` new tokens, or of as many as two rounds may
+    make; they go on after end tokens, and a prompt that leaves too little room is shortened. Raises DataError for
+    contexts that have no room for a round.
     """
 
     def __init__(
@@ -108,29 +98,25 @@ class RoundCostMeter:
         target: Model,
         draft: Model,
         prompts: Sequence[Sequence[int]],
-        lengths: Sequence[int],
+        longest: int,
         distributions: bool,
         tokens: int = TOKENS,
     ) -> None:
-        timed = sorted({3, *lengths} - {0})
-        capacity, tokens = min(target.capacity, draft.capacity), max(tokens, 2 * timed[-1] + 2)
-        if capacity < timed[-1] + 4:
-            raise DataError(f"a context of {capacity} tokens has no room to time rounds of {timed[-1]} drafted tokens")
+        longest = max(longest, 3)
+        capacity, tokens = min(target.capacity, draft.capacity), max(tokens, 2 * longest + 2)
+        if capacity < longest + 4:
+            raise DataError(f"a context of {capacity} tokens has no room to time rounds of {longest} drafted tokens")
         self._models, self._tokens = (target, draft), tokens
         self._prompts = [prompt[: max(1, capacity - tokens)] for prompt in prompts]
-        draws = random.Random(0)  # in mixed order a slow spell of the machine hits all lengths
-        # Where the largest logit decides, as in rounds of fixed length, a length comes several times in a row, too.
-        in_a_row = 0 if distributions else IN_A_ROW
-        order = [n for n in draws.sample(timed, len(timed)) for _ in range(max(in_a_row + in_a_row // n, 1))]
+        # In mixed order a slow spell of the machine hits all lengths.
+        order = random.Random(0).sample(range(1, longest + 1), longest)
         self._rules = Rules(GREEDY, "greedy")
         self._timer = Timer(draft, order, distributions)
         self._drafter = ModelDrafter(draft, self._timer, GREEDY, self._rules.random)
-        # Seconds without the steps seen, the kind of the last one, and whether the round before had the same length.
-        self._rounds: dict[int, list[tuple[float, str, bool]]] = {n: [] for n in timed}
-        # Seconds of those by argmax that follow two like them, by whether the last was accepted whole.
-        self._settled: dict[int, dict[bool, list[float]]] = {n: {False: [], True: []} for n in timed}
+        # Seconds without the steps seen, and the kind of the last one.
+        self._rounds: dict[int, list[tuple[float, str]]] = {n: [] for n in range(1, longest + 1)}
         self._steps: dict[str, list[float]] = {"first": [], "first_two": [], "other": [], "later": []}
-        self._alone: list[float] = []
+        self._plain: list[float] = []
         self._reading: list[float] = []
         self._both: list[float] = []
         self.passes = 0
@@ -138,7 +124,7 @@ class RoundCostMeter:
     def _least(self, known: int | None) -> int:
         """How often the length that was timed least was timed; one whose rounds are steady counts as `known` times."""
         rounds = [[seconds for seconds, *_ in own] for own in self._rounds.values()]
-        return min(len(own) if known is None or not steady(own) else known for own in rounds) if self._alone else 0
+        return min(len(own) if known is None or not steady(own) else known for own in rounds) if self._plain else 0
 
     def text(self) -> None:
         """Time one text; the prompts are taken in turn."""
@@ -151,21 +137,17 @@ class RoundCostMeter:
         self.passes += 1
         # Both of one length, because the first steps after a prompt cost more, and in turn, because machines drift.
         single = plain(target, prompt, limit)
-        self._alone.append(single.seconds / (len(single.tokens) - 1))
+        self._plain.append(single.seconds / (len(single.tokens) - 1))
         self._timer.rounds.clear()
         result = decode_text(target, self._drafter, prompt, limit, self._rules)
         self._reading.append(single.prefill_seconds / len(prompt))
         self._both.append(result.prefill_seconds / len(prompt))
-        before = [Round(0, 0, 0, 0.0)] * 2
         for (drafted, taken, read), done in zip(self._timer.rounds, result.rounds, strict=False):
-            (first, last), before = before, [before[1], done]
             if drafted < 1:
                 continue
-            if first.drafted == last.drafted == drafted and not self._timer.distributions:
-                self._settled[drafted][last.accepted == drafted].append(done.seconds)
             kind = {1: "first", 2: "first_two"}.get(done.depth + 1 - read, "other") if read >= 0 else "nothing"
             own_kind = kind if drafted == 1 else "later"
-            self._rounds[drafted].append((done.seconds - sum(taken), own_kind, last.drafted == drafted))
+            self._rounds[drafted].append((done.seconds - sum(taken), own_kind))
             if taken:
                 self._steps[kind].append(taken[0])
                 self._steps["later"] += taken[1:]
@@ -184,38 +166,33 @@ class RoundCostMeter:
             self.text()
             progress.step(max(min(self._least(known), repeats) - progress.done, 0))
 
-    def costs(self) -> PaidCosts:
-        """The costs measured on all texts so far."""
-        own, steps = typical(self._reading), _steps(self._steps)
-        verify = {}
-        for n, rounds in self._rounds.items():
-            without: dict[bool, list[float]] = {False: [], True: []}
-            for seconds, kind, same in rounds:
-                # Of a round's steps all but the last were seen; that one takes as long as the median of its kind.
-                last = {"nothing": 0.0, **asdict(steps)}.get(kind)
-                if last is not None:
-                    without[same].append(seconds - last)
-            verify[n] = statistics.median(without[False] or without[True])
-        return PaidCosts(
-            token=typical(self._alone),
-            verify=verify,
-            by_argmax=NO_STEPS if self._timer.distributions else steps,
-            by_distribution=steps if self._timer.distributions else NO_STEPS,
+    def costs(self) -> Costs:
+        """The costs measured on all texts so far.
+
+        What the first draft step costs beyond the others is the round's overhead. Rounds of more tokens are taken to
+        cost no less (a shorter one could always be padded), which few repeats show only up to noise: see `rising`.
+        """
+        medians = {kind: statistics.median(seconds) for kind, seconds in self._steps.items() if seconds}
+        later = medians.get("later", 0.0)  # 0 where no step was seen, because steps are then part of the round
+        first = medians.get("first", later)
+        two = medians.get("first_two", first)
+        # A second token costs nothing or more, where a first step was seen without one, too.
+        steps = {"nothing": 0.0, "first": first, "first_two": max(two, first) if "first" in medians else two}
+        steps["later"] = later
+        # Of a round's steps all but the last were seen; that one takes as long as the median of its kind.
+        verified = [
+            statistics.median(seconds - steps[last] for seconds, last in rounds if last in steps)
+            for rounds in self._rounds.values()
+        ]
+        own = typical(self._reading)
+        return Costs(
+            (typical(self._plain), *rising(verified)),
+            later,
+            later + max(steps["first_two"] - first, 0.0),
+            max(first - later, 0.0),
             target_prompt=own,
             draft_prompt=max(typical(self._both) - own, 0.0),
-            settled=self._whole_rounds(steps.first_two - steps.first),
         )
-
-    def _whole_rounds(self, two: float) -> dict[int, tuple[float, float]]:
-        """`PaidCosts.settled`; a kind not seen costs `two`, a second token of the draft's step, less or more."""
-        settled = {}
-        for n, seen in self._settled.items():
-            less, whole = (typical(seen[kind]) if seen[kind] else None for kind in (False, True))
-            if less is not None:
-                settled[n] = less, less + two if whole is None else whole
-            elif whole is not None:
-                settled[n] = whole - two, whole
-        return settled
 
 
 def prompts_as_long(others: Sequence[Sequence[int]], lengths: Sequence[int], count: int = PROMPTS) -> list[list[int]]:
@@ -234,53 +211,38 @@ def prompts_as_long(others: Sequence[Sequence[int]], lengths: Sequence[int], cou
     return prompts
 
 
-def measure_paid(
+def measure_costs(
     target: Model,
     draft: Model,
     prompts: Sequence[Sequence[int]],
-    lengths: Sequence[int],
+    longest: int,
     repeats: int,
     tokens: int = TOKENS,
-) -> PaidCosts:
-    """The costs of rounds whose draft's distributions are read, once each length, and 1, 2 and 3, were timed `repeats`
-    times or are steady, and of the steps that verify what no model drafted; raises as RoundCostMeter.
+) -> Costs:
+    """The costs of rounds whose draft's distributions are read, once each length up to `longest` was timed `repeats`
+    times or is steady, and of the steps that verify what no model drafted; raises as RoundCostMeter.
 
     Of a target alone (`draft` is the target) those steps are all there is, because no cache holds two texts. Of steps
     the fastest repeats count, of all sizes in the same rounds: what disturbs some of them, or a slow minute, must not
     decide which lengths look cheap. A plain step follows one of its own size, as most do; steps of another size than
     the last one cost more in llama.cpp.
     """
-    paid = None
+    costs = None
     if draft is not target:
-        meter = RoundCostMeter(target, draft, prompts, sorted({1, 2, *lengths}), True, min(tokens, TOKENS))
+        meter = RoundCostMeter(target, draft, prompts, longest, True, min(tokens, TOKENS))
         meter.until(repeats, until_steady=True)
-        paid = meter.costs()
-    reached = [length for length in lengths if length + 2 <= target.capacity]
+        costs = meter.costs()
+    longest = min(longest, target.capacity - 2)
     depth = len(prompts[len(prompts) // 2]) + tokens // 2
-    depth = max(1, min(depth, target.capacity - max(reached, default=0) - 1))
-    counts = [1, 1, *(length + 1 for length in reached)]
-    fastest = {m: min(taken) for m, taken in step_seconds(target, counts, depth, repeats).items()}
-    plain_step, verified = fastest[1], {length: fastest[length + 1] for length in reached}
-    if paid is None:
-        return PaidCosts(plain_step, verified, NO_STEPS, NO_STEPS, 0.0, 0.0)
-    return replace(paid, alone={0: plain_step, **verified})
-
-
-def _steps(taken: Mapping[str, Sequence[float]]) -> DraftSteps:
-    """The medians of the draft's steps; all 0 where no step was seen, because steps are then part of the round.
-
-    A second token costs nothing or more, where a first step was seen without one, too.
-    """
-    medians = {kind: statistics.median(seconds) for kind, seconds in taken.items() if seconds}
-    later = medians.get("later", 0.0)
-    first = medians.get("first", later)
-    two = medians.get("first_two", first)
-    return DraftSteps(first, max(two, first) if "first" in medians else two, later)
+    depth = max(1, min(depth, target.capacity - longest - 1))
+    seconds = step_seconds(target, [1, *range(1, longest + 2)], depth, repeats)
+    fastest = tuple(rising([min(seconds[m]) for m in range(1, longest + 2)]))
+    return Costs(fastest, 0.0, 0.0) if costs is None else replace(costs, target_only=fastest)
 
 
 # ── Costs kept: in the loaded pair, and in a file beside the imported GGUF files ──
 
-FORMAT = 2  # of the files
+FORMAT = 3  # of the files
 SHALLOW = 16  # tokens behind which a plain step is timed, to see whether the machine is as fast as it was
 CHECKS = 5  # times
 OFF = 1.2  # a step that takes this many times longer or less asks for new costs
@@ -296,23 +258,22 @@ class KeptCosts:
     format: int
     conditions: dict[str, Any]
     step: float
-    by_depth: dict[int, StepCosts]
+    by_depth: dict[int, Costs]
 
 
-def pair_costs(pair: LoadedPair, prompt: Sequence[int], longest: int) -> StepCosts:
+def pair_costs(pair: LoadedPair, prompt: Sequence[int], longest: int) -> Costs:
     """What rounds of up to `longest` tokens cost behind a prompt: as the pair has them from a text before, as a file
     keeps them, or timed now and kept. A file that is damaged, of other conditions or of a machine that has become
     faster or slower is not used, and stderr says so."""
     _read_kept(pair)
     found = pair.costs.get(range_start(len(prompt), FIRST_DEPTH))
     if found is None or len(found.target) <= min(longest, pair.target.capacity - 2):
-        paid = measure_paid(pair.target, pair.draft, [prompt], range(1, longest + 1), REPEATS)
-        found = paid.step_costs()
+        found = measure_costs(pair.target, pair.draft, [prompt], longest, REPEATS)
         keep_costs(pair, len(prompt), found)
     return found.of_target(pair.target)
 
 
-def keep_costs(pair: LoadedPair, depth: int, costs: StepCosts) -> None:
+def keep_costs(pair: LoadedPair, depth: int, costs: Costs) -> None:
     """Keep costs at a depth for later texts of this pair and, with its others, in the file for later processes."""
     pair.costs[range_start(depth, FIRST_DEPTH)] = costs
     if pair.conditions is None:

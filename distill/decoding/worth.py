@@ -12,7 +12,7 @@ from itertools import accumulate
 from typing import NamedTuple
 
 from distill.decoding.calibration import Calibration
-from distill.decoding.costs import StepCosts
+from distill.decoding.costs import Costs
 from distill.decoding.lengths import Features, LengthRule
 
 
@@ -32,7 +32,7 @@ class Worth:
     λ is a moving average in which a token counts half after `memory` more; it starts at 1/T(1).
     """
 
-    def __init__(self, costs: StepCosts, memory: float = 400.0) -> None:
+    def __init__(self, costs: Costs, memory: float = 400.0) -> None:
         self.costs, self._memory = costs, memory
         self._tokens, self._seconds = 16.0, 16.0 * costs.target[0]
         self.rate = self._tokens / self._seconds

@@ -13,10 +13,10 @@ from itertools import groupby
 
 from distill.decoding.calibration import Calibration
 from distill.decoding.configured import NO_COSTS, Fitted, require_trees
-from distill.decoding.costs import StepCosts
+from distill.decoding.costs import Costs
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader
-from distill.decoding.round_costs import keep_costs, measure_paid, pair_costs, prompts_as_long
+from distill.decoding.round_costs import keep_costs, measure_costs, pair_costs, prompts_as_long
 from distill.decoding.rules import characters
 from distill.engines.loaded import LoadedPair
 from distill.engines.model import Model, Watch
@@ -118,18 +118,18 @@ def _longest_priced(settings: PairSettings) -> int:
     return max((one.longest_round for one in settings.configurations if one.needs_costs), default=0)
 
 
-def _timed_costs(settings: PairSettings, pair: LoadedPair, given: PairTexts) -> StepCosts:
+def _timed_costs(settings: PairSettings, pair: LoadedPair, given: PairTexts) -> Costs:
     """The costs of rounds that configurations read, timed behind `spare` prompts, and kept for later texts."""
     counts, longest = settings.speedup, _longest_priced(settings)
     if not longest:
         return NO_COSTS
     spare = prompts_as_long(given.spare, [len(prompt) for prompt in given.prompts])
-    paid = measure_paid(pair.target, pair.draft, spare, range(1, longest + 1), counts.repeats, counts.new_tokens)
-    keep_costs(pair, len(spare[len(spare) // 2]), paid.step_costs())
-    return paid.step_costs()
+    costs = measure_costs(pair.target, pair.draft, spare, longest, counts.repeats, counts.new_tokens)
+    keep_costs(pair, len(spare[len(spare) // 2]), costs)
+    return costs
 
 
-def _fitted(pair: LoadedPair, given: PairTexts, costs: StepCosts) -> Fitted:
+def _fitted(pair: LoadedPair, given: PairTexts, costs: Costs) -> Fitted:
     return Fitted(costs.of_target(pair.target), given.fits, given.table, pair.target.max_leaves)
 
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distill.decoding.costs import CostCurve, StepCosts, predicted_speedups, tokens_per_round
+from distill.decoding.costs import CostCurve, Costs, predicted_speedups, tokens_per_round
 from distill.decoding.round_costs import RoundCostMeter
 from distill.engines.loaded import LoadedPair, load_pair, target_file
 from distill.engines.pairs import require_drafts
@@ -146,7 +146,8 @@ def curve_case(curve: CostCurve, draft: CostCurve | None, request: PlanRequest, 
     target = curve.at(depth) if swap is None else swap.applied(curve.at(depth), steps[0])
     costs = step_costs(target, steps[0], steps[-1], request.lengths)
     at = max([one for one in curve.depths if one <= depth], default=curve.depths[0])
-    return Case(f"{curve.model}, curve at depth {at}", [costs], list(costs.verify), note=curve.note)
+    reached = [length for length in request.lengths if length < len(target)]
+    return Case(f"{curve.model}, curve at depth {at}", [costs], reached, note=curve.note)
 
 
 def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
@@ -165,11 +166,11 @@ def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
     size, timings = pair.target.vocabulary_size, []
     for number in range(TIMINGS):
         text = [(7 * place + 11 * number + 3) % size for place in range(prompt)]
-        meter = RoundCostMeter(pair.target, pair.draft, [text], lengths, False, min(new, TIMED))
+        meter = RoundCostMeter(pair.target, pair.draft, [text], max(lengths), False, min(new, TIMED))
         meter.until(1)
         timings.append(meter.costs())
         progress.step()
-    tokens = [costs.token for costs in timings]
+    tokens = [costs.target[0] for costs in timings]
     note = (
         f"A plain step took {max(tokens) / min(tokens):.1f} times as long in one timing as in another: other programs "
         "were using this machine, so plan again when it is quiet."
@@ -260,7 +261,7 @@ def llama_settings(curve: CostCurve, accepted: Sequence[float], draft: float, de
     profile-guided lengths (pull request 17034) read the environment variables, every llama-server reads the flags: the
     fixed length of greatest predicted speed, and the probability below which a token costs more time than it saves.
     """
-    costs = StepCosts(curve.at(depth), draft * curve.at(depth)[0], draft * curve.at(depth)[0])
+    costs = Costs(curve.at(depth), draft * curve.at(depth)[0], draft * curve.at(depth)[0])
     speeds = predicted_speedups(costs.target, costs.draft, accepted[:MAX_LENGTH])
     best = speeds.index(max(speeds))
     relative = [f"{value:.3f}".rstrip("0").rstrip(".") for value in curve.relative(depth)[:MAX_LISTED]]
@@ -275,7 +276,7 @@ def llama_settings(curve: CostCurve, accepted: Sequence[float], draft: float, de
     return [*environment, f"{N_MAX} {best}", f"{P_MIN} {floor:.2f}"]
 
 
-def look_ahead(costs: StepCosts, speed: float = 1.0) -> int:
+def look_ahead(costs: Costs, speed: float = 1.0) -> int:
     """How many tokens a draft must look ahead to see past the steps of the curve.
 
     Decoding at `speed` times plain decoding, k accepted tokens save k·T(1) / speed seconds and cost
@@ -291,7 +292,7 @@ def look_ahead(costs: StepCosts, speed: float = 1.0) -> int:
     return max(looks, default=1)
 
 
-def probability_floor(costs: StepCosts, accepted: Sequence[float], length: int, speed: float) -> float:
+def probability_floor(costs: Costs, accepted: Sequence[float], length: int, speed: float) -> float:
     """The probability of acceptance at which verifying one more token pays for itself, within [0, 0.95].
 
     The draft step of a drafted token is spent already. Verifying it costs (T(n + 1) − T(1)) / n seconds, averaged over

@@ -1,7 +1,7 @@
 """Whether a draft will pay, before there is one: speedups by draft length and conditional acceptance, from costs.
 
 A round of n drafted tokens gives E = 1 + Σ_i Π_{j ≤ i} a_j tokens in T(n + 1) + n·D seconds and its overhead (Leviathan
-et al. 2023, eq. 1, with measured times; `PaidCosts.predicted_speedup`). Greedy, n fixed, the acceptance a_j at position
+et al. 2023, eq. 1, with measured times; `Costs.predicted_speedup`). Greedy, n fixed, the acceptance a_j at position
 j the same in every round.
 
 Legend: n drafted tokens of a round, T target, D draft; costs are in T(1), the time of a token of plain decoding.
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
-from distill.decoding.costs import DraftSteps, PaidCosts, tokens_per_round
+from distill.decoding.costs import Costs, tokens_per_round
 from distill.errors import DataError
 from distill.tables import Block, Cell, Columns, Interval, Row, Table, Value, shown, table_of
 
@@ -91,19 +91,17 @@ class SpeedupPlan:
     heads: list[str] = field(default_factory=list)
 
 
-def step_costs(target: Sequence[float], draft: float, draft_two: float, lengths: Sequence[int]) -> PaidCosts:
-    """Costs from T(1..), D(1) and D(2) of each model alone: no overhead, no prompt, and lengths as far as T reaches.
+def step_costs(target: Sequence[float], draft: float, draft_two: float, lengths: Sequence[int]) -> Costs:
+    """Costs from T(1..), D(1) and D(2) of each model alone: no overhead and no prompt.
 
-    Raises DataError where it reaches none.
+    Raises DataError where T reaches none of the lengths.
     """
-    reached = {n: target[n] for n in lengths if n < len(target)}
-    if not reached:
+    if min(lengths) >= len(target):
         raise DataError(
             f"the target's curve ends at m = {len(target)}, no drafted length of {list(lengths)} can be verified",
             "measure a longer one (`distill profile --max-tokens 17`), or give smaller --lengths",
         )
-    steps = DraftSteps(draft, max(draft, draft_two), draft)
-    return PaidCosts(target[0], reached, steps, steps, 0.0, 0.0)
+    return Costs(tuple(target), draft, max(draft, draft_two))
 
 
 @dataclass(frozen=True)
@@ -114,21 +112,21 @@ class Case:
     """
 
     title: str
-    timings: Sequence[PaidCosts]
+    timings: Sequence[Costs]
     lengths: Sequence[int]
     prompt: int = 0
     new: int = 2
     note: str = ""
 
-    def speedup(self, costs: PaidCosts, length: int, rates: Sequence[float]) -> float:
+    def speedup(self, costs: Costs, length: int, rates: Sequence[float]) -> float:
         """Over plain decoding, at an acceptance by position whose last rate holds behind it."""
         return costs.predicted_speedup(length, by_position(rates, length), self.prompt, self.new)
 
-    def median(self, figure: Callable[[PaidCosts], float]) -> float:
+    def median(self, figure: Callable[[Costs], float]) -> float:
         """The median over the timings of a figure."""
         return statistics.median(figure(costs) for costs in self.timings)
 
-    def needed(self, costs: PaidCosts, length: int, speedup: float = 1.0) -> float:
+    def needed(self, costs: Costs, length: int, speedup: float = 1.0) -> float:
         """The conditional acceptance, the same everywhere, from which `length` gives this speedup; else infinite."""
         if self.speedup(costs, length, [1.0]) < speedup:
             return math.inf
@@ -138,15 +136,15 @@ class Case:
             low, high = (middle, high) if self.speedup(costs, length, [middle]) < speedup else (low, middle)
         return high
 
-    def largest_cost(self, costs: PaidCosts, rates: Sequence[float]) -> float:
+    def largest_cost(self, costs: Costs, rates: Sequence[float]) -> float:
         """The cost of a draft step, in T(1), at which the best length is just as fast as plain decoding."""
-        plain = self.prompt * costs.target_prompt + (self.new - 1) * costs.token
+        plain = self.prompt * costs.target_prompt + (self.new - 1) * costs.target[0]
         affordable = []
         for n in self.lengths:
             rounds = (self.new - 1) / tokens_per_round(by_position(rates, n))
             saved = plain * (1 - 1 / self.speedup(costs, n, rates))  # of a request
-            affordable.append(costs.by_argmax.later + saved / rounds / n)
-        return max(affordable) / costs.token
+            affordable.append(costs.draft + saved / rounds / n)
+        return max(affordable) / costs.target[0]
 
 
 def by_position(rates: Sequence[float], length: int) -> list[float]:
@@ -156,18 +154,18 @@ def by_position(rates: Sequence[float], length: int) -> list[float]:
 
 def forecast(case: Case, given: Mapping[str, Sequence[float]]) -> SpeedupForecast:
     """What the costs promise at the usual acceptances, at those `given` by title, and with everything accepted."""
-    cost = case.median(lambda costs: costs.by_argmax.later / costs.token)
+    cost = case.median(lambda costs: costs.draft / costs.target[0])
     lengths = []
     for n in case.lengths:
         even = case.median(lambda costs, n=n: case.needed(costs, n))  # type: ignore[misc]
-        verify = case.median(lambda costs, n=n: costs.verify[n] / costs.token)  # type: ignore[misc]
+        verify = case.median(lambda costs, n=n: costs.target[n] / costs.target[0])  # type: ignore[misc]
         upper_bound = case.median(lambda costs, n=n: case.speedup(costs, n, [1.0]))  # type: ignore[misc]
         lengths.append(PlannedLength(n, verify, None if math.isinf(even) else even, upper_bound))
     usual: dict[str, Sequence[float]] = {f"{rate:.2f}": [rate] for rate in RATES}
     scenarios = [_scenario(case, title, rates) for title, rates in (usual | {ALL: [1.0]} | dict(given)).items()]
     sentences = [_verdict(case, cost, lengths, scenarios)]
     sentences += [describe(case, one) for one in scenarios if one.title in given] + [case.note] * bool(case.note)
-    token = case.median(lambda costs: costs.token)
+    token = case.median(lambda costs: costs.target[0])
     return SpeedupForecast(case.title, case.prompt, case.new, token, cost, lengths, scenarios, sentences)
 
 

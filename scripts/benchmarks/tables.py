@@ -20,7 +20,7 @@ from distill.cli.shared import numbers
 from distill.data.samples import read_answers
 from distill.decoding.calibration import TABLE_TERMS, fit_calibration
 from distill.decoding.configured import LOOKED_UP, TableCalibration, TableDrafter, guesses
-from distill.decoding.costs import StepCosts
+from distill.decoding.costs import Costs
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter
 from distill.decoding.ngrams import ORDER, NGramTable, count_ngrams
 from distill.decoding.worth import Worth
@@ -35,7 +35,7 @@ from distill.teacher.store import TeacherStore
 Text = tuple[list[int], list[int]]
 
 
-def replay(drafter: Drafter, texts: list[Text], costs: StepCosts) -> tuple[float, float, float]:
+def replay(drafter: Drafter, texts: list[Text], costs: Costs) -> tuple[float, float, float]:
     """Tokens of a round, their speed in plain ones, and the milliseconds in which a round was drafted."""
     rounds, paid, tokens, drafting = 0, 0.0, 0, 0.0
     for prompt, new in texts:
@@ -60,7 +60,7 @@ def main() -> None:
     given = parser.parse_args()
     run = Run(given.run, load_recipe(given.run / "config.yaml"))
     steps = numbers(given.costs, "--costs", float, "1,1.1,1.2")
-    costs = StepCosts((*steps, *[steps[-1]] * (NODES + 1 - len(steps))), 0.0, 0.0)
+    costs = Costs((*steps, *[steps[-1]] * (NODES + 1 - len(steps))), 0.0, 0.0)
     answers = [one for one in read_answers(run, "train") if not one.dropped]
     stored = packed_order(answers, run.recipe)
     likely = dict(zip(map(id, stored), expected_tokens(TeacherStore(run), stored, torch.device("cpu")), strict=True))

@@ -14,7 +14,7 @@ from toys import random_prompts
 
 from distill.decoding.calibration import FITTED, Recorded, fit_calibration
 from distill.decoding.configured import Fitted, check_configurations, lossy_reason
-from distill.decoding.costs import StepCosts
+from distill.decoding.costs import Costs
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.lengths import Features, NGramIndex
 from distill.decoding.rules import GREEDY, Rules
@@ -31,7 +31,7 @@ from distill.recipe.measuring import fixed_length
 from distill.sampler import Sampler
 from distill.tables import records
 
-COSTS = StepCosts(tuple(1.0 + 0.05 * m for m in range(17)), 0.05, 0.07)
+COSTS = Costs(tuple(1.0 + 0.05 * m for m in range(17)), 0.05, 0.07)
 CONFIGURATIONS = [
     *(Configuration(rule=rule, length=6) for rule in RULES),
     Configuration(rule="p_min", p_min=0.3, n_min=2, length=6),

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import pytest
 
 from distill.decoding.calibration import Calibration
-from distill.decoding.costs import StepCosts
+from distill.decoding.costs import Costs
 from distill.decoding.lengths import AcceptedRatio, BetaFilter, Features, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.worth import ExpectedValue, Worth
 
@@ -92,14 +92,14 @@ def test_beta_filter_with_a_threshold_to_begin() -> None:
 # ── expected value ──
 
 
-def random_costs(draw: random.Random, most: int, draft_cost: float) -> StepCosts:
+def random_costs(draw: random.Random, most: int, draft_cost: float) -> Costs:
     steps = [1.0]
     for _ in range(most):
         steps.append(max(0.5, steps[-1] + draw.choice([-0.4, 0.0, 0.02, 0.3, 1.2])))  # jagged, sometimes falling
-    return StepCosts(tuple(steps), draft_cost, draft_cost)
+    return Costs(tuple(steps), draft_cost, draft_cost)
 
 
-def values(costs: StepCosts, tops: Sequence[float], rate: float, sunk: bool) -> list[float]:
+def values(costs: Costs, tops: Sequence[float], rate: float, sunk: bool) -> list[float]:
     expected = [1 + sum(math.prod(tops[:i]) for i in range(1, n + 1)) for n in range(len(tops) + 1)]
     return [e - rate * (costs.target[n] + (0 if sunk else n * costs.draft)) for n, e in enumerate(expected)]
 
@@ -128,7 +128,7 @@ def test_drafting_stops_only_where_perfect_luck_would_not_pay(seed: int) -> None
 
 
 def decode(
-    rule: LengthRule, alpha: float, costs: StepCosts, tokens: int, seed: int, believed: float | None = None
+    rule: LengthRule, alpha: float, costs: Costs, tokens: int, seed: int, believed: float | None = None
 ) -> tuple[float, set[int]]:
     """Speed against plain decoding on positions accepted independently with probability α, of which the draft may
     believe something else, and the lengths used."""
@@ -147,7 +147,7 @@ def decode(
 
 @pytest.mark.parametrize(("draft_cost", "published"), [(0.0, 1.84), (0.05, 1.49)])
 def test_published_speed_on_the_glm_curve(draft_cost: float, published: float) -> None:
-    costs = StepCosts(GLM_SECONDS, draft_cost, draft_cost)
+    costs = Costs(GLM_SECONDS, draft_cost, draft_cost)
     best = max(decode(Fixed(n), 0.8, costs, 20_000, 1)[0] for n in (11, 13))
     assert best == pytest.approx(published, rel=0.02)
     found, used = decode(ExpectedValue(Worth(costs)), 0.8, costs, 20_000, 2)
@@ -157,19 +157,19 @@ def test_published_speed_on_the_glm_curve(draft_cost: float, published: float) -
 
 
 def test_nothing_to_win_costs_little() -> None:
-    costs = StepCosts(GLM_SECONDS, 0.1, 0.1)
+    costs = Costs(GLM_SECONDS, 0.1, 0.1)
     for alpha in (0.05, 0.3, 0.5):
         assert decode(ExpectedValue(Worth(costs)), alpha, costs, 8_000, 3)[0] > 0.97
 
 
 def test_overconfident_draft_costs_little() -> None:
     """Its distribution says .95, a tenth is accepted: losses are noticed and bounded."""
-    costs = StepCosts(GLM_SECONDS, 0.05, 0.05)
+    costs = Costs(GLM_SECONDS, 0.05, 0.05)
     assert decode(ExpectedValue(Worth(costs)), 0.1, costs, 20_000, 5, believed=0.95)[0] > 0.9
 
 
 def test_plain_decoding_and_its_probes() -> None:
-    costs = StepCosts((1.0, 1.1, 1.2), 0.1, 0.1)
+    costs = Costs((1.0, 1.1, 1.2), 0.1, 0.1)
     rule = ExpectedValue(Worth(costs), patience=3, tries=1, probe=5)
 
     def nothing_worth_it() -> Iterator[int]:
@@ -191,7 +191,7 @@ def test_plain_decoding_and_its_probes() -> None:
 
 def test_rested_tokens_count_as_rounds_of_one() -> None:
     def rested(told_once: bool) -> ExpectedValue:
-        rule = ExpectedValue(Worth(StepCosts((1.0, 1.1, 1.2), 0.1, 0.1), 30.0), patience=1, probe=40)
+        rule = ExpectedValue(Worth(Costs((1.0, 1.1, 1.2), 0.1, 0.1), 30.0), patience=1, probe=40)
         tell(rule, 0, 0, 1.1)
         assert rule.resting() == 40 and rule.limit() == 0
         if told_once:
@@ -211,7 +211,7 @@ def test_rested_tokens_count_as_rounds_of_one() -> None:
 
 def test_overhead_and_the_two_token_step_are_weighed_before_drafting() -> None:
     def starts(draft_two: float, overhead: float, whole: bool) -> bool:
-        rule = ExpectedValue(Worth(StepCosts((1.0, 1.5), 0.2, draft_two, overhead), 1e9), optimism=1.0)
+        rule = ExpectedValue(Worth(Costs((1.0, 1.5), 0.2, draft_two, overhead), 1e9), optimism=1.0)
         tell(rule, 1, 1 if whole else 0, 2.0 if whole else 1.0)  # leaves λ at 1
         assert rule.worth.rate == pytest.approx(1.0)
         return rule.step_on(0)
@@ -222,11 +222,11 @@ def test_overhead_and_the_two_token_step_are_weighed_before_drafting() -> None:
 
 
 def test_rate_is_a_moving_average() -> None:
-    rule = ExpectedValue(Worth(StepCosts((2.0, 2.0), 0.0, 0.0), 1e9))
+    rule = ExpectedValue(Worth(Costs((2.0, 2.0), 0.0, 0.0), 1e9))
     assert rule.worth.rate == pytest.approx(0.5)
     tell(rule, 1, 1, 1.0)
     assert rule.worth.rate == pytest.approx((16 + 2) / (32 + 1))
-    short = ExpectedValue(Worth(StepCosts((2.0, 2.0), 0.0, 0.0), 1.0))
+    short = ExpectedValue(Worth(Costs((2.0, 2.0), 0.0, 0.0), 1.0))
     for _ in range(40):
         tell(short, 1, 1, 1.0)
     assert short.worth.rate == pytest.approx(2.0)
@@ -234,6 +234,6 @@ def test_rate_is_a_moving_average() -> None:
 
 def test_calibration_is_used() -> None:
     for bias, drafts in ((-1.0, True), (-9.0, False)):
-        rule = ExpectedValue(Worth(StepCosts((1.0, 1.05, 1.1, 1.15), 0.0, 0.0)), Calibration(bias))
+        rule = ExpectedValue(Worth(Costs((1.0, 1.05, 1.1, 1.15), 0.0, 0.0)), Calibration(bias))
         rule.limit()
         assert rule.go_on(0, look(0.8)) == drafts

@@ -10,7 +10,7 @@ import random
 
 import pytest
 
-from distill.decoding.costs import StepCosts
+from distill.decoding.costs import Costs
 from distill.decoding.drafters import FallbackDrafter, LookupDrafter, SuffixIndex
 from distill.decoding.lengths import Proposal
 from distill.decoding.worth import Worth
@@ -63,7 +63,7 @@ def test_a_lookup_takes_constant_time_a_token() -> None:
 
 
 def test_a_lookup_learns_what_the_other_drafter_gives() -> None:
-    costs = StepCosts(tuple(1 + 0.01 * m for m in range(9)), 0.0, 0.0)
+    costs = Costs(tuple(1 + 0.01 * m for m in range(9)), 0.0, 0.0)
     lookup = LookupDrafter(4, 1, Worth(costs))
     other = FallbackDrafter(lookup, LookupDrafter(3))
     other.begin([])
@@ -80,7 +80,7 @@ def test_a_lookup_learns_what_the_other_drafter_gives() -> None:
 
 def test_a_priced_lookup_drafts_what_pays() -> None:
     """Exact choices at given chances: by enumeration of every length."""
-    flat, steep = StepCosts(tuple(1 + 0.01 * m for m in range(9)), 0.0, 0.0), StepCosts(tuple(range(1, 10)), 0.0, 0.0)
+    flat, steep = Costs(tuple(1 + 0.01 * m for m in range(9)), 0.0, 0.0), Costs(tuple(range(1, 10)), 0.0, 0.0)
     for costs, rate in itertools.product((flat, steep), (0.5, 1.0, 1.4)):
         lookup = LookupDrafter(worth=Worth(costs))
         lookup.worth.rate = rate

@@ -19,7 +19,7 @@ from test_tree import paths_of
 from distill.decoding import ngrams
 from distill.decoding.calibration import TABLE_TERMS, Calibration, fit_calibration
 from distill.decoding.configured import TableCalibration, TableDrafter, guesses
-from distill.decoding.costs import StepCosts
+from distill.decoding.costs import Costs
 from distill.decoding.ngrams import ORDER, OWN_WEIGHT, Expected, Mixture, NGramTable, count_ngrams, write_table
 from distill.decoding.worth import Worth
 from distill.errors import DataError
@@ -180,7 +180,7 @@ def test_a_price_drafts_what_is_worth_verifying(table: NGramTable) -> None:
     uneven = [1 + 0.3 * (m // 4) for m in range(14)]
     chosen = set()
     for target, rate in itertools.product((flat, steep, uneven), (0.3, 1.0, 1.6)):
-        price = Worth(StepCosts(tuple(target), 0.0, 0.0))
+        price = Worth(Costs(tuple(target), 0.0, 0.0))
         price.rate = rate
         worth = [1 + sum(each[:n]) - rate * target[n] for n in range(13)]
         drafter = TableDrafter(table, 12, 4, worth=price)

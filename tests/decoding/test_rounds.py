@@ -25,7 +25,7 @@ from torch import Tensor
 from distill.decoding import drafters as draft_module
 from distill.decoding.calibration import CONTEXT_TERMS, Calibration
 from distill.decoding.configured import Fitted, make_rule
-from distill.decoding.costs import StepCosts
+from distill.decoding.costs import Costs
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, BetaFilter, Fixed, LengthRule, Proposal, features_of
 from distill.decoding.verify import CHAINS, refusal
@@ -39,7 +39,7 @@ torch.set_num_threads(1)
 
 PROMPT = [0, 1]
 EXACT, SEEN = 1e-12, 1e-6
-COSTS = StepCosts((1.0, 1.15, 1.3, 1.4), 0.08, 0.12, 0.02)
+COSTS = Costs((1.0, 1.15, 1.3, 1.4), 0.08, 0.12, 0.02)
 
 
 def round_seconds(drafted: int) -> float:

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from table_model import TableModel
 
 from distill.decoding.calibration import Calibration
-from distill.decoding.costs import StepCosts
+from distill.decoding.costs import Costs
 from distill.decoding.drafters import ChainDraft
 from distill.decoding.lengths import ROOT, Features, NGramIndex, Proposal, best_tokens, features_of
 from distill.decoding.trees import (
@@ -144,7 +144,7 @@ def test_a_tree_is_as_large_as_is_worth_it(target: list[float], step: float) -> 
     where a step cannot be worth it, all where a step is free."""
     for seed, rate in itertools.product(range(6), (0.6, 1.0, 1.5)):
         draft, whole = Draft(seed), Draft(seed)
-        rule = ExpectedValue(Worth(StepCosts(tuple(target), step, step)), optimism=1.0, longest=5)
+        rule = ExpectedValue(Worth(Costs(tuple(target), step, step)), optimism=1.0, longest=5)
         rule.worth.rate = rate
         grown = draft_tree(draft.root, draft.expand, 20, depth=5, rule=rule)
         reached = [1.0, *itertools.accumulate(grown.chances, initial=1.0)][1:]
@@ -162,7 +162,7 @@ def test_a_tree_is_as_large_as_is_worth_it(target: list[float], step: float) -> 
 def test_a_tree_of_one_branch_is_the_chain() -> None:
     """Of the draft's best tokens, as long as the chain is worth it."""
     for seed in range(20):
-        draft, rule = Draft(seed, sharpness=4.0), ExpectedValue(Worth(StepCosts(tuple(FLAT), 0.1, 0.1)), longest=8)
+        draft, rule = Draft(seed, sharpness=4.0), ExpectedValue(Worth(Costs(tuple(FLAT), 0.1, 0.1)), longest=8)
         found = draft_tree(draft.root, draft.expand, 8, depth=8, branching=1, rule=rule).proposal()
         chain, path = ChainDraft(rule, random.random, True, 8, ()), list[int]()
         index, known = NGramIndex(), [0, 1]

@@ -19,7 +19,7 @@ from tiny import needs_llama
 from toys import blurred, toy, write_gguf
 
 from distill.data.packing import hidden_states, pack, packed_logits
-from distill.decoding.costs import NO_STEPS, PaidCosts, StepCosts
+from distill.decoding.costs import Costs
 from distill.decoding.decode import MOST_RESENT, decode_text, plain
 from distill.decoding.drafters import LookupDrafter, ModelDrafter
 from distill.decoding.lengths import Fixed, Proposal
@@ -114,7 +114,7 @@ def test_a_plain_step_takes_too_many_resent_tokens() -> None:
 def test_prices_count_what_is_computed_again() -> None:
     """Costs of 1 + (m − 1)/10: each token that is or will be computed again is worth a tenth of a step."""
     count = 0
-    costs = StepCosts(tuple(1 + m / 10 for m in range(9)), 0.0, 0.0, resent=lambda: count)
+    costs = Costs(tuple(1 + m / 10 for m in range(9)), 0.0, 0.0, resent=lambda: count)
     assert costs.again(0, 1.0, 1.0) == 0
     assert costs.again(2, 2.5, 0.6) == pytest.approx((2.5 - 3 * 0.6) / 10)
     count = 4
@@ -122,7 +122,7 @@ def test_prices_count_what_is_computed_again() -> None:
     # Of 1, 2 or 3 tokens with chances .2, .2, .6, and 4 before them, 5 or 6 or none are left.
     assert costs.again(2, 1 + 0.8 + 0.6, 0.6) == pytest.approx(0.4 + (0.2 * 5 + 0.2 * 6) / 10)
     steep = tuple(1 + m / 4 for m in range(9))
-    every = [StepCosts(steep, 0.0, 0.0, resent=again) for again in (None, lambda: 0, lambda: 9)]
+    every = [Costs(steep, 0.0, 0.0, resent=again) for again in (None, lambda: 0, lambda: 9)]
     some = [LookupDrafter(worth=Worth(one)).best(2, 8) for one in every]
     assert some[0] > some[1] > some[2] == 0
 
@@ -262,8 +262,8 @@ def test_gguf(write: Any, tmp_path: Path) -> None:
         sent = sum(taken) - len(PROMPT) - sum(drafted + 1 for drafted, _ in rounds)
         assert any(accepted < drafted for drafted, accepted in rounds)
         assert sent == 0 if write is qwen35 else sent > 0
-        paid = PaidCosts(1.0, {1: 1.5}, NO_STEPS, NO_STEPS, 0.0, 0.0)
-        assert (paid.step_costs().of_target(model).resent is None) == (write is qwen35)
+        costs = Costs((1.0, 1.5), 0.0, 0.0)
+        assert (costs.of_target(model).resent is None) == (write is qwen35)
         assert model.max_leaves == 0
         with pytest.raises(ValueError, match="trees need layers of keys and values"):
             model.extend([1], parents=[-1])

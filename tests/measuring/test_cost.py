@@ -18,7 +18,7 @@ from toys import Scripted
 
 from distill.decoding.costs import (
     CostCurve,
-    StepCosts,
+    Costs,
     doubt,
     measure_curve,
     predicted_speedups,
@@ -174,11 +174,11 @@ def test_settings_follow_from_the_curve() -> None:
 
 
 def test_look_ahead_and_floor_by_hand() -> None:
-    assert look_ahead(StepCosts((1.0, 1.5, 2.0), 0.1, 0.1)) == 1
-    assert look_ahead(StepCosts((1.0, 2.2, 3.2, 3.3), 0.1, 0.1)) == 3  # 3 > 2.3 + .3; neither 1 nor 2 tokens pay
-    assert look_ahead(StepCosts((1.0, 3.0, 5.0), 0.0, 0.0)) == 1  # nothing ever pays
-    flat_end = StepCosts((1.0, 1.5, 2.0, 2.1), 0.1, 0.1)
+    assert look_ahead(Costs((1.0, 1.5, 2.0), 0.1, 0.1)) == 1
+    assert look_ahead(Costs((1.0, 2.2, 3.2, 3.3), 0.1, 0.1)) == 3  # 3 > 2.3 + .3; neither 1 nor 2 tokens pay
+    assert look_ahead(Costs((1.0, 3.0, 5.0), 0.0, 0.0)) == 1  # nothing ever pays
+    flat_end = Costs((1.0, 1.5, 2.0, 2.1), 0.1, 0.1)
     assert look_ahead(flat_end) == 1  # each token saves 1 and costs .6
     assert look_ahead(flat_end, 2.0) == 3  # it saves .5: .6 and 1.2 are too dear for one and two, 1.4 is not for three
-    assert probability_floor(StepCosts((1.0, 1.2, 1.4), 0, 0), [1.0, 1.0], 2, 2.0) == pytest.approx(0.4)
-    assert probability_floor(StepCosts((1.0, 3.0), 0, 0), [1.0], 1, 2.0) == 0.95
+    assert probability_floor(Costs((1.0, 1.2, 1.4), 0, 0), [1.0, 1.0], 2, 2.0) == pytest.approx(0.4)
+    assert probability_floor(Costs((1.0, 3.0), 0, 0), [1.0], 1, 2.0) == 0.95

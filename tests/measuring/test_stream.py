@@ -11,7 +11,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -24,7 +23,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distill.decoding.batch import decode_batch
 from distill.decoding.calibration import Calibration
 from distill.decoding.configured import Fitted, check_trees, make_drafter, require_trees
-from distill.decoding.costs import StepCosts
+from distill.decoding.costs import Costs
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
@@ -94,8 +93,8 @@ def test_a_pair_is_timed_once(folders: Path, tmp_path: Path, monkeypatch: pytest
     step = [1.0]
 
     def measured(*given: Any) -> Any:
-        timed.append(max(given[3]))
-        return SimpleNamespace(step_costs=lambda: StepCosts((1.0,) * (timed[-1] + 1), 0.1, 0.1))
+        timed.append(given[3])
+        return Costs((1.0,) * (timed[-1] + 1), 0.1, 0.1)
 
     def decoded(draft: Path | None, *lengths: int, prompt: Sequence[int] = (1, 2)) -> list[int]:
         timed.clear()
@@ -105,7 +104,7 @@ def test_a_pair_is_timed_once(folders: Path, tmp_path: Path, monkeypatch: pytest
                 begin(pair, None, asked(length=length, **rule), prompt, 4)
         return list(timed)
 
-    monkeypatch.setattr("distill.decoding.round_costs.measure_paid", measured)
+    monkeypatch.setattr("distill.decoding.round_costs.measure_costs", measured)
     monkeypatch.setattr("distill.decoding.round_costs._plain_step", lambda pair: step[0])
     monkeypatch.setenv("DISTILL_CACHE", str(tmp_path))
     target, draft = Target(model=str(folders / "target")), folders / "draft"
@@ -275,7 +274,7 @@ def test_gguf_pairs_that_cannot_be_used(folders: Path, capsys: Capture) -> None:
 
 
 def test_every_drafter_and_rule_outlives_the_drafts_context() -> None:
-    costs, fitted = StepCosts((1.0, 1.1, 1.2, 1.3, 1.4), 0.1, 0.1), {"features": Calibration()}
+    costs, fitted = Costs((1.0, 1.1, 1.2, 1.3, 1.4), 0.1, 0.1), {"features": Calibration()}
     target = TableModel(6, 1)
     short = target.near(0.5, 2, capacity=12)
     rules = ("fixed", "p_min", "ratio", "beta", "start-continue")

@@ -18,7 +18,7 @@ import tiny
 from test_cost import enumerated
 from tiny import Capture, Patch
 
-from distill.decoding.costs import CostCurve, DraftSteps, load_cost_curve, save_cost_curve
+from distill.decoding.costs import CostCurve, load_cost_curve, save_cost_curve
 from distill.errors import DataError
 from distill.files import write_result
 from distill.measuring.evaluation_results import EvaluationReport, PositionAcceptance
@@ -64,7 +64,7 @@ def test_the_largest_cost_of_a_draft_step_is_just_as_fast_as_plain_decoding(rate
     plain, rounds = prompt * 0.3 + 20 * 3.0, 20 / (1 + rates[0])
     assert case.speedup(costs, 1, rates) == pytest.approx(plain / (prompt * 0.5 + rounds * 3.3))
     largest = 3 * case.largest_cost(costs, rates)
-    expensive = replace(costs, by_argmax=DraftSteps(largest, largest, largest))
+    expensive = replace(costs, draft=largest, draft_two=largest)
     assert max(case.speedup(expensive, n, rates) for n in LENGTHS) == pytest.approx(1.0)
 
 
