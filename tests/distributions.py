@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.teacher.distributions import EMPTY, LogitForm, Teacher, TeacherChunk
-from distill.training.losses import PLAIN, LossSums, Weights, head_loss
+from distill.training.losses import PLAIN, LossSums, LossWeights, head_loss
 
 N, H, V = 17, 8, 29
 KINDS = ("random", "aligned", "one-hot")
@@ -132,7 +132,7 @@ class Problem:
         return losses[name](log_p, log_q)
 
     def expected(
-        self, weights: Weights, form: LogitForm = PLAIN
+        self, weights: LossWeights, form: LogitForm = PLAIN
     ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, Tensor]:
         """Total, losses [N] by name, d_hidden, d_head and d_bias, by autograd in fp64."""
         hidden, head = self.hidden.clone().requires_grad_(), self.head.clone().requires_grad_()
@@ -147,7 +147,7 @@ class Problem:
 
 def fused(
     problem: Problem,
-    weights: Weights,
+    weights: LossWeights,
     chunk: int = 7,
     kind: torch.dtype = torch.float64,
     teacher: Teacher | None = None,

@@ -38,10 +38,11 @@ from distill.recipe import Cut, Recipe
 from distill.run import Run
 from distill.surgery.layers import (
     BATCH,
-    Loss,
+    ModelLoss,
     check_layers,
     check_width,
     choose_layers,
+    has_token,
     keep_layers,
     layer_calls,
     layer_settings,
@@ -50,7 +51,6 @@ from distill.surgery.layers import (
     parse_layers,
     parts_of,
     require_supported,
-    tokens,
     watching,
     written_shares,
 )
@@ -81,7 +81,7 @@ def states_behind(model: Any, kept: Sequence[int], blocks: Packed) -> States:
 
 @torch.no_grad()
 def refit_layers(
-    model: Any, kept: Sequence[int], ends: States, blocks: Packed, *, ridges: Sequence[float], loss: Loss
+    model: Any, kept: Sequence[int], ends: States, blocks: Packed, *, ridges: Sequence[float], loss: ModelLoss
 ) -> dict[str, Any]:
     """Refit down_proj of the layers of `model`, which are the `kept` ones of the model whose `ends` are given.
 
@@ -126,7 +126,7 @@ def _refit(
 ) -> dict[str, list[float]]:
     """Refit every layer from the first gap on; the relative errors."""
     parts = parts_of(model, blocks)
-    count = sum(int(tokens(part.documents).sum()) for part in parts)
+    count = sum(int(has_token(part.documents).sum()) for part in parts)
     gap, streams, others = _gap(kept), [], []
     for part in parts:
         calls = layer_calls(model, part)
@@ -142,7 +142,7 @@ def _refit(
             neurons: list[Tensor] = []
             with watching([(down, neurons.append)]):
                 missing, share = _missing(end, layer(stream, **own[index]), part)
-            a = neurons[0][tokens(part.documents)]
+            a = neurons[0][has_token(part.documents)]
             positions, channels = written_shares(model, layer, a)
             a = a.float() * positions * share
             gram.addmm_(a.T, a)
@@ -162,7 +162,7 @@ def _refit(
 def _missing(uncut: Tensor, found: Tensor, part: Packed) -> tuple[Tensor, Tensor]:
     """What states [n, S, H] lack of the uncut model's, at the T positions with a token, relative to the length of those
     [T, H]; one over that length [T, 1]."""
-    used = tokens(part.documents)
+    used = has_token(part.documents)
     wanted = uncut[used].float()
     share = wanted.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny).reciprocal()
     return (wanted - found[used].float()) * share, share
@@ -383,7 +383,7 @@ def cut_model(model: Any, settings: Cut, blocks: Packed, distributions: TargetDi
     return changes
 
 
-def _cut_layers(model: Any, settings: Cut, blocks: Packed, loss: Loss) -> dict[str, Any]:
+def _cut_layers(model: Any, settings: Cut, blocks: Packed, loss: ModelLoss) -> dict[str, Any]:
     rule: str = settings.layer_rule
     if settings.drop_layers is not None:
         rule = "explicit"
@@ -399,7 +399,7 @@ def _cut_layers(model: Any, settings: Cut, blocks: Packed, loss: Loss) -> dict[s
     return details | {"repair": refit_layers(model, kept, ends, blocks, ridges=RIDGES, loss=loss)}
 
 
-def _cut_width(model: Any, settings: Cut, blocks: Packed, loss: Loss) -> dict[str, Any]:
+def _cut_width(model: Any, settings: Cut, blocks: Packed, loss: ModelLoss) -> dict[str, Any]:
     assert settings.mlp_width is not None
     details = narrow(model, blocks, settings.mlp_width)
     return {name: value for name, value in details.items() if name != "neurons"}  # thousands of numbers

@@ -132,7 +132,7 @@ def take_neurons(layer: Any, kept: Sequence[int]) -> None:
 
 
 def written_shares(model: Any, layer: Any, a: Tensor) -> tuple[Tensor, Tensor]:
-    """What the MLP's output for neurons [T, F] is multiplied by on its way into the stream: by position [T, 1] and by
+    """Scale factors between the MLP's output for neurons [T, F] and the residual stream: by position [T, 1] and by
     channel [H], infinite where a channel is not written.
 
     A norm divides by the root mean square of the output; it is taken to stay as it is.
@@ -156,7 +156,7 @@ Watch = tuple[Any, Callable[[Tensor], None]]  # a module, and the function that 
 BATCH = 4  # blocks of a forward pass
 
 
-def tokens(documents: Tensor) -> Tensor:
+def has_token(documents: Tensor) -> Tensor:
     """Positions [n, S] that hold a token."""
     return documents >= 0
 
@@ -193,7 +193,7 @@ def observe(model: Any, blocks: Packed, watches: Sequence[Watch]) -> int:
     total = 0
     with watching([(module, partial(see_used, see)) for module, see in watches]):
         for part in parts_of(model, blocks):
-            used = tokens(part.documents)
+            used = has_token(part.documents)
             total += int(used.sum())
             hidden_states(model, part)
     return total
@@ -238,7 +238,7 @@ def layer_calls(model: Any, part: Packed) -> list[tuple[Tensor, dict[str, Any]]]
 
 # ── Which layers stay, and a model without the others ──
 
-Loss = Callable[[Any], float]
+ModelLoss = Callable[[Any], float]
 
 
 def check_layers(config: Any, keep: int) -> None:
@@ -273,7 +273,7 @@ def parse_layers(text: str, count: int) -> list[int]:
 
 
 def choose_layers(
-    model: Any, keep: int | None, rule: str, *, blocks: Packed, loss: Loss, drop: str | None = None
+    model: Any, keep: int | None, rule: str, *, blocks: Packed, loss: ModelLoss, drop: str | None = None
 ) -> tuple[list[int], dict[str, Any]]:
     """The layers that stay, ascending, and a report of why; the model is left as it was.
 
@@ -327,7 +327,7 @@ def _possible(config: Any, keep: int) -> Callable[[Sequence[int]], bool]:
 
 
 def _greedy(
-    model: Any, drop: int, loss: Loss, possible: Callable[[Sequence[int]], bool]
+    model: Any, drop: int, loss: ModelLoss, possible: Callable[[Sequence[int]], bool]
 ) -> tuple[list[dict[str, Any]], int]:
     """The layers removed one after the other, each with the loss without it; how many losses were evaluated."""
     kept, steps, evaluations = list(range(len(layers_of(model)))), [], 0
@@ -380,19 +380,19 @@ def _set_layers(model: Any, settings: dict[str, Any]) -> None:
 # A neuron is a row of gate and of up and a column of down_proj. Legend: L layers, T tokens, F neurons, a [T,
 # F] the inputs of down_proj.
 
-MULTIPLE = 32  # of neurons: GGUF's quantised types store rows in blocks of 32
+NEURON_MULTIPLE = 32  # of neurons: GGUF's quantised types store rows in blocks of 32
 
 
 def check_width(config: Any, width: int) -> None:
     """Raise RecipeError when an MLP of this configuration cannot be cut to `width`: its own, or a multiple below it."""
     require_supported(config)
     full = config.intermediate_size
-    possible = [*range(MULTIPLE, full, MULTIPLE), full]
+    possible = [*range(NEURON_MULTIPLE, full, NEURON_MULTIPLE), full]
     if width not in possible:
         near = sorted(sorted(possible, key=lambda w: abs(w - width))[:2])
         raise RecipeError(
             f"an MLP of {full} neurons cannot be cut to {width}",
-            f"ask for a multiple of {MULTIPLE} (better 256) below {full}, or all: {' or '.join(map(str, near))}",
+            f"ask for a multiple of {NEURON_MULTIPLE} (better 256) below {full}, or all: {' or '.join(map(str, near))}",
         )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import RecipeError
-from distill.surgery.layers import MULTIPLE, gate_and_up, keep_neurons, layers_of
+from distill.surgery.layers import NEURON_MULTIPLE, gate_and_up, keep_neurons, layers_of
 
 # ── The phases of a training and the schedule of λ ──
 # A run has three phases: dense (the first `start` of the steps), ramp (a proximal step after every optimizer step),
@@ -47,10 +47,11 @@ def require_ramp(steps: int, embedding_steps: int, ramp: float) -> None:
 
 def require_fewer(width: int, neurons: int) -> None:
     """Raise RecipeError unless a group lasso can leave `width` of each layer's neurons."""
-    if not 0 < width < neurons or width % MULTIPLE:
+    if not 0 < width < neurons or width % NEURON_MULTIPLE:
+        half = max(1, neurons // 2 // NEURON_MULTIPLE) * NEURON_MULTIPLE
         raise RecipeError(
             f"train.sparsity.mlp_width is {width}; training starts with {neurons} neurons a layer",
-            f"ask for a multiple of {MULTIPLE} below that, such as {max(1, neurons // 2 // MULTIPLE) * MULTIPLE}",
+            f"ask for a multiple of {NEURON_MULTIPLE} below that, such as {half}",
         )
 
 
@@ -93,6 +94,10 @@ class Penalty(ABC):
     @abstractmethod
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on from `state_dict()`, after the model's weights."""
+
+    @abstractmethod
+    def finish(self, model: Any) -> tuple[str, dict[str, Any]]:
+        """Cut what is zero out of `model`, the one this was built on, as far as that can be; a sentence and details."""
 
     @abstractmethod
     def _press(self, left: int, rate: float) -> float:
@@ -239,8 +244,8 @@ class GroupLasso(Penalty):
             setattr(self, name, state[name])
 
     @torch.no_grad()
-    def cut(self, model: Any) -> dict[str, Any]:
-        """Remove the zero neurons from `model`, the one this was built on; returns details. The logits stay.
+    def finish(self, model: Any) -> tuple[str, dict[str, Any]]:
+        """See `Penalty`: zero neurons are removed, and the logits stay.
 
         Details: `removed_zero_share` by layer, the share of the removed groups that the lasso had brought to exactly
         zero; `lambda_by_layer`, the mean λ of the ramp (what it took). A ramp that has not ended is cut off here, which
@@ -251,11 +256,13 @@ class GroupLasso(Penalty):
             self._freeze()
         keep_neurons(model, [kept.nonzero().view(-1).tolist() for kept in self.kept])
         ramp_steps = max(1, min(self.step, self.frozen_at or 0) - self.dense)
-        return {
+        zeros = [1 - count / self.to_remove for count in self.missing]
+        zero = f"of the neurons removed {min(zeros):.1%} or more per layer were exactly zero"
+        return f"MLP {self.neurons} -> {self.width}; {zero}", {
             "width_before": self.neurons,
             "width": self.width,
             "frozen_at_step": self.frozen_at,
-            "removed_zero_share": [1 - count / self.to_remove for count in self.missing],
+            "removed_zero_share": zeros,
             "lambda_by_layer": [total / ramp_steps for total in self.pressed],
         }
 
@@ -320,12 +327,12 @@ class UnstructuredL1(Penalty):
         if state["frozen"]:
             self._freeze()
 
-    def details(self) -> dict[str, Any]:
-        """For the record of changes: the zero share reached, its spread over the layers and tensors, the mean λ of the
-        ramp."""
-        by_tensor = sparsity_by_tensor(self.matrices)
-        return {
-            "zero_share": self.zeros() / self.weights,
+    def finish(self, model: Any) -> tuple[str, dict[str, Any]]:
+        """See `Penalty`: nothing can be cut. Details: the zero share, its spread over layers and tensors, the mean λ of
+        the ramp."""
+        by_tensor, share = sparsity_by_tensor(self.matrices), self.zeros() / self.weights
+        return f"{share:.1%} of the blocks' weights are zero, which makes no step faster", {
+            "zero_share": share,
             "lambda": self.pressed / min(max(1, self.step - self.dense), self.ramp),
             "by_layer": [share for name, share in by_tensor.items() if name.count(".") == 1],
             "by_tensor": by_tensor,

@@ -68,7 +68,7 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
     changes += made
     kept: list[int] | None = None
     if settings.trim is not None:
-        kept, metadata, change = trim(recipe, run, model, distributions.vocabulary, answers)
+        kept, metadata, change = choose_head(recipe, run, model, distributions.vocabulary, answers)
         say(run, [change])
         changes.append(change)
     sizes = describe_model("cut", model)
@@ -205,7 +205,7 @@ def comparison_blocks(recipe: Recipe, run: Run, answers: list[Sample]) -> Packed
     return blocks.take(slice(0, recipe.cut.score_blocks))
 
 
-def trim(
+def choose_head(
     recipe: Recipe, run: Run, model: Any, vocabulary: int, answers: list[Sample]
 ) -> tuple[list[int], dict[str, Any], Change]:
     """Choose the kept tokens by the target's own text and its distributions there; the model itself stays whole."""

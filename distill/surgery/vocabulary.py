@@ -186,7 +186,7 @@ def _size(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, int]], tie
 
 EXPECTED_AT = 16_384  # positions: about ten seconds on two cores for a head of 49,152 × 576
 CHUNK = 256
-MULTIPLE = 256  # sizes that suit matrix products and GGUF's block types
+HEAD_MULTIPLE = 256  # sizes that suit matrix products and GGUF's block types
 
 Counts = NDArray[numpy.int64]
 Shares = NDArray[numpy.float64]
@@ -260,17 +260,17 @@ def smallest_size(counts: Mapping[str, Counts], order: Sequence[int], forced: in
     """The smallest multiple of 256 (or the whole vocabulary) that holds `mass` of every domain and all forced ids."""
     reached = numpy.min([numpy.cumsum(column[list(order)]) / column.sum() for column in counts.values()], axis=0)
     enough = int(numpy.searchsorted(reached, mass - 1e-12)) + 1
-    size = -(-max(enough, forced) // MULTIPLE) * MULTIPLE
+    size = -(-max(enough, forced) // HEAD_MULTIPLE) * HEAD_MULTIPLE
     return min(size, len(order))
 
 
 def check_size(size: int | None, forced: int, vocabulary: int, stored: int) -> None:
     """Raise RecipeError for an impossible size."""
     least = max(forced, stored + 1)
-    if size is not None and (size % MULTIPLE or not least <= size <= vocabulary):
-        low = -(-least // MULTIPLE) * MULTIPLE
+    if size is not None and (size % HEAD_MULTIPLE or not least <= size <= vocabulary):
+        low = -(-least // HEAD_MULTIPLE) * HEAD_MULTIPLE
         raise RecipeError(
-            f"cut.trim is {size}; it must be a multiple of {MULTIPLE}, at least the {forced} tokens that are "
+            f"cut.trim is {size}; it must be a multiple of {HEAD_MULTIPLE}, at least the {forced} tokens that are "
             f"always kept, more than the teacher's top {stored}, and at most the vocabulary's {vocabulary}",
-            f"ask for {low} to {vocabulary // MULTIPLE * MULTIPLE}",
+            f"ask for {low} to {vocabulary // HEAD_MULTIPLE * HEAD_MULTIPLE}",
         )

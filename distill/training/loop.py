@@ -23,7 +23,6 @@ from distill.folders import copy_tokenizer
 from distill.progress import duration, noting
 from distill.recipe import Recipe
 from distill.run import BEGIN, Run
-from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
 from distill.training.saved import (
     EvaluatedWeights,
     TrainingSummary,
@@ -32,8 +31,16 @@ from distill.training.saved import (
     save_checkpoint,
 )
 from distill.training.setup import Training, merge, set_up, tracked, warn_missing_classes
-from distill.training.step import CLIP, body_share, rate_share, scored_blocks, set_rates
-from distill.training.validation import ended, evaluate_weights, evaluation_due, loading, stepping, take_best, writing
+from distill.training.step import CLIP, body_share, rate_share, set_rates
+from distill.training.validation import (
+    advice_loading,
+    advice_stepping,
+    advice_writing,
+    ended,
+    evaluate_weights,
+    evaluation_due,
+    take_best,
+)
 
 STOPPING = "interrupted: the training stops after this step and is saved; a second signal ends it at once"
 
@@ -44,7 +51,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     training.json records the choice of weights. Raises DataError for a loss that is not finite, RunError where memory
     runs out; KeyboardInterrupt or SystemExit after Ctrl-C or SIGTERM, with all saved.
     """
-    with memory_explained(loading, recipe):
+    with memory_explained(advice_loading, recipe):
         work = set_up(recipe, run)
         resumed = resume(work)
     if is_main() and not resumed:
@@ -55,7 +62,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
         evaluate_weights(work)  # the untrained draft is a candidate too, so that nothing worse is ever taken
     clock = Clock(state["step"])
     signals: list[int] = []  # the first one, which ends the command after the step
-    with noting(signals.append, STOPPING), memory_explained(stepping, work), tracked(work.accelerator):
+    with noting(signals.append, STOPPING), memory_explained(advice_stepping, work), tracked(work.accelerator):
         while state["step"] < work.settings.steps:
             step = state["step"]
             # For a draft with dropout, so that a resumed training draws the same.
@@ -79,8 +86,8 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             if state["step"] % settings.save_every == 0 or last or stopping:
                 save(work)
             if stopping:
-                leave(work, signals)
-    with memory_explained(writing, work):
+                end_stopped(work, signals)
+    with memory_explained(advice_writing, work):
         take_best(work)
         return write_draft(work)
 
@@ -105,7 +112,7 @@ def save(work: Training) -> None:
     work.run.record("checkpoint", step=state["step"], seconds=time.monotonic() - began)
 
 
-def leave(work: Training, signals: list[int]) -> NoReturn:
+def end_stopped(work: Training, signals: list[int]) -> NoReturn:
     """End the command as the signal would have, with everything saved, in all processes, whichever got the signal."""
     step = work.state["step"]
     work.run.say(f"  stopped and saved at step {step} of {work.settings.steps}; the same command goes on there")
@@ -118,10 +125,11 @@ def leave(work: Training, signals: list[int]) -> NoReturn:
 def one_step(work: Training, step: int) -> dict[str, Any]:
     """Gradients over all micro-batches and processes, one optimizer step; the means over the step for the log."""
     accelerator, learner, settings = work.accelerator, work.learner, work.settings
+    device = accelerator.device
     micro_batches = work.micro_batches(step)
     sums: dict[str, torch.Tensor] = {}
     for number, index in enumerate(micro_batches, 1):
-        blocks, distributions = scored_blocks(work.source, index, accelerator.device)
+        blocks, distributions = work.source.packed.take(index).to(device), work.source.teacher(index, device)
         # Processes exchange gradients once, with the last micro-batch.
         with contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner):
             with accelerator.autocast():
@@ -199,7 +207,11 @@ def write_draft(work: Training) -> list[Path]:
         return artifacts
     if work.settings.adapter is not None:
         final = merge(final, run.path("cut"))
-    report = finish_penalty(final, work.penalty)
+    report = None
+    if work.penalty is not None:
+        before = final.num_parameters()
+        sentence, details = work.penalty.finish(final)
+        report = {"parameters": [before, final.num_parameters()], "details": details, "sentence": sentence}
     final.config.use_cache = True
 
     def write(folder: Path) -> None:
@@ -230,21 +242,3 @@ def summary_of(work: Training) -> TrainingSummary:
         loss=dict(work.loss),
         best=None if best is None else from_json(best, EvaluatedWeights, "the last checkpoint"),
     )
-
-
-def finish_penalty(model: Any, penalty: Penalty | None) -> dict[str, Any] | None:
-    """Cut removed neurons out of the trained model; the details for sparsity.json, or None without a penalty."""
-    if penalty is None:
-        return None
-    before = model.num_parameters()
-    if isinstance(penalty, GroupLasso):
-        details = penalty.cut(model)
-        words = (
-            f"MLP {details['width_before']} -> {details['width']}; of the neurons removed "
-            f"{min(details['removed_zero_share']):.1%} or more per layer were exactly zero"
-        )
-    else:
-        assert isinstance(penalty, UnstructuredL1)
-        details = penalty.details()
-        words = f"{details['zero_share']:.1%} of the blocks' weights are zero, which makes no step faster"
-    return {"parameters": [before, model.num_parameters()], "details": details, "sentence": words}

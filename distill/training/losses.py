@@ -38,7 +38,7 @@ PLAIN = LogitForm()
 Term = tuple[Tensor, Callable[[], Tensor]]  # a loss [r], and its gradient [r, M], computed on demand
 
 
-Weights = Mapping[str, float]  # of the losses of a mixture, by name
+LossWeights = Mapping[str, float]  # of the losses of a mixture, by name
 
 
 # Sums over the N positions of a batch, scalars in fp64 and detached: add those of batches and processes, then divide.
@@ -174,7 +174,7 @@ DIVERGENCES: dict[str, Callable[[Distributions], Term]] = {
 
 
 def score_block(
-    logits: Tensor, target: TeacherChunk, labels: Tensor, weights: Weights, with_gradient: bool
+    logits: Tensor, target: TeacherChunk, labels: Tensor, weights: LossWeights, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """STATISTICS and losses [r, 5 + L] of a block, and on request dz [r, C]; the logits [r, C] are overwritten.
 
@@ -238,7 +238,7 @@ class _Scoring:
 
     teacher: Teacher
     labels: Tensor  # [N]
-    weights: Weights
+    weights: LossWeights
     chunk: int
     kind: torch.dtype
     wide: torch.dtype  # of everything but the products
@@ -286,12 +286,13 @@ def _positions(
             if gradient is not None:
                 logits[block] = gradient if scoring.form == PLAIN else gradient * slope
         del target
+        d_logits = logits  # whose rows were replaced by their gradients
         if d_hidden is not None:
-            d_hidden[here] = (logits @ rows)[:scored]
+            d_hidden[here] = (d_logits @ rows)[:scored]
         if d_head is not None:
-            _add_product(d_head[:columns], logits, part)
+            _add_product(d_head[:columns], d_logits, part)
         if d_bias is not None:
-            d_bias[:columns] += logits.sum(0, dtype=wide)
+            d_bias[:columns] += d_logits.sum(0, dtype=wide)
     return values
 
 
@@ -344,7 +345,7 @@ def head_loss(
     head: Tensor,
     teacher: Teacher,
     labels: Tensor,
-    weights: Weights,
+    weights: LossWeights,
     chunk: int,
     bias: Tensor | None = None,
     form: LogitForm = PLAIN,

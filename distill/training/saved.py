@@ -167,7 +167,7 @@ def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
 
 
 def _gathered(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Tensors (and numbers) in the main process, on the CPU; every process must call this where each holds a part."""
+    """Gather full tensors (and numbers) on the main process's CPU; a collective under FSDP."""
     whole: dict[str, Any] = {}
     for name, value in tensors.items():
         value = value.full_tensor() if hasattr(value, "full_tensor") else value

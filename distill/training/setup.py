@@ -32,7 +32,7 @@ from distill.run import Run
 from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
 from distill.teacher.store import TeacherSource, open_teacher, read_manifest, require_fit
-from distill.training.losses import Weights
+from distill.training.losses import LossWeights
 from distill.training.saved import plain, present_weights, set_weights
 from distill.training.step import (
     CHUNK,
@@ -41,7 +41,6 @@ from distill.training.step import (
     batch_blocks,
     loss_weights,
     make_optimizer,
-    split_blocks,
     with_rate,
 )
 
@@ -173,7 +172,7 @@ class Training:
     recipe: Recipe
     run: Run
     accelerator: Any
-    loss: Weights
+    loss: LossWeights
     source: TeacherSource
     learner: Any
     optimizer: Any
@@ -197,11 +196,11 @@ class Training:
     def micro_batches(self, step: int) -> list[Tensor]:
         """This process's blocks of a step, as many at once as settings allow: a pure function of the step.
 
-        Every process gets the same number of micro-batches, some of them empty if need be.
+        Every process gets as many (`require_processes`).
         """
-        settings, rank, ranks = self.settings, self.accelerator.process_index, self.accelerator.num_processes
-        blocks = batch_blocks(step, settings.batch, self.source.blocks, self.recipe.seed)
-        return split_blocks(blocks, rank, ranks, settings.micro_batch)
+        blocks = batch_blocks(step, self.settings.batch, self.source.blocks, self.recipe.seed)
+        own = blocks[self.accelerator.process_index :: self.accelerator.num_processes]
+        return list(own.split(self.settings.micro_batch or len(own)))
 
     def draft(self) -> Any:
         """The draft with the present weights; every process must call it. Of a sharded one the main process has a whole

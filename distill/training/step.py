@@ -7,7 +7,6 @@ Legend: b blocks, S positions, N scored positions, H hidden, V vocabulary, C col
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any, Literal
 
 import torch
@@ -19,9 +18,8 @@ from distill.recipe import Loss, Recipe, Train
 from distill.recipe.recipe import REASON
 from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import require_ramp
-from distill.teacher.distributions import CompactTeacher, Teacher, logit_form
-from distill.teacher.store import TeacherSource
-from distill.training.losses import LossSums, Weights, head_loss
+from distill.teacher.distributions import Teacher, logit_form
+from distill.training.losses import LossSums, LossWeights, head_loss
 
 # ── The optimizer: AdamW, or Muon for the matrices of the layers and AdamW for all else; its rates ──
 
@@ -29,8 +27,8 @@ BETAS, MOMENTUM = (0.9, 0.95), 0.95  # of AdamW, and of Muon
 
 
 class SingleMuon(torch.optim.Muon):
-    """torch's Muon in float32, for processors without instructions for bfloat16, in which torch orthogonalises: there
-    that takes three quarters of a training step."""
+    """torch's Muon in float32, for processors without instructions for bfloat16: torch's own orthogonalises in
+    bfloat16, which takes three quarters of a step on such CPUs."""
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -145,7 +143,7 @@ def peak_rate(kept: float) -> float:
 
 
 def with_rate(settings: Train, kept: float) -> Train:
-    """The settings with the rate that null stands for, in a draft that keeps this share of its donor's layers."""
+    """The settings with the default rate filled in, of a draft that keeps this share of its donor's layers."""
     return settings if settings.rate is not None else settings.model_copy(update={"rate": peak_rate(kept)})
 
 
@@ -194,7 +192,7 @@ def protocol_of(settings: Train, temperature: float) -> Verifying:
     return settings.protocol
 
 
-def loss_weights(settings: Train, temperature: float) -> Weights:
+def loss_weights(settings: Train, temperature: float) -> LossWeights:
     """The mixture of losses, without those of weight 0; `temperature` is the served sampler's."""
     loss = settings.loss or PROTOCOL_LOSS[protocol_of(settings, temperature)]
     return {name: weight for name, weight in loss.items() if weight > 0}
@@ -264,7 +262,7 @@ class Learner(torch.nn.Module):
         self.draft = draft
         self.columns, self.chunk = columns, chunk
 
-    def forward(self, blocks: Packed, teacher: Teacher, weights: Weights) -> tuple[Tensor, LossSums]:
+    def forward(self, blocks: Packed, teacher: Teacher, weights: LossWeights) -> tuple[Tensor, LossSums]:
         """Σ ℓ over the N scored positions, and the sums for the log; divide by their number over the whole step."""
         hidden = scored_states(self.draft, blocks)  # [N, H]
         head = self.draft.lm_head
@@ -280,27 +278,3 @@ def batch_blocks(step: int, batch: int, count: int, seed: int) -> Tensor:
     places = [divmod(number, count) for number in range(step * batch, (step + 1) * batch)]
     orders = {epoch: epoch_order(count, seed, epoch) for epoch in {epoch for epoch, _ in places}}
     return torch.tensor([int(orders[epoch][place]) for epoch, place in places], dtype=torch.long)
-
-
-def split_blocks(blocks: Tensor, rank: int, ranks: int, size: int | None) -> list[Tensor]:
-    """The blocks [b] of process `rank` of `ranks`, in pieces of up to `size` (None: all at once).
-
-    There are as many pieces in every process; the last one is empty where a process has no blocks left for it.
-    """
-    share = -(-len(blocks) // ranks)
-    own = blocks[rank::ranks]
-    size = size or max(1, share)
-    return [own[start : start + size] for start in range(0, share, size)]
-
-
-def scored_blocks(source: TeacherSource, index: Tensor, device: torch.device) -> tuple[Packed, Teacher]:
-    """The blocks at `index` [b] and the distributions at their scored positions, on a device.
-
-    Without blocks, one block that scores nothing takes their place: the other processes wait for its forward pass.
-    """
-    if len(index):
-        return source.packed.take(index).to(device), source.teacher(index, device)
-    blocks = source.packed.take(torch.zeros(1, dtype=torch.long)).to(device)
-    none = torch.empty(0, device=device)
-    distributions = CompactTeacher(none.long().view(0, 1), none.view(0, 1), none, source.vocabulary)
-    return replace(blocks, mask=torch.zeros_like(blocks.mask)), distributions

@@ -52,7 +52,7 @@ LENGTH = 4  # tokens drafted where weights are judged
 RESUMES = "the same command then goes on from the last checkpoint"
 
 
-def loading(recipe: Recipe) -> tuple[str, str]:
+def advice_loading(recipe: Recipe) -> tuple[str, str]:
     """While draft and teacher are loaded, before the first step."""
     if recipe.teacher.kind == "online":
         hint = smaller_target(recipe)
@@ -63,7 +63,7 @@ def loading(recipe: Recipe) -> tuple[str, str]:
     return "while the draft was loaded", f"free memory that other programs hold, or choose {smaller}"
 
 
-def stepping(work: Training) -> tuple[str, str]:
+def advice_stepping(work: Training) -> tuple[str, str]:
     """In a step: the settings named first change nothing but rounding."""
     settings = work.settings
     blocks = settings.micro_batch or settings.batch // work.accelerator.num_processes
@@ -75,7 +75,7 @@ def stepping(work: Training) -> tuple[str, str]:
     return f"at step {work.state['step']} on {work.accelerator.device}", hint
 
 
-def evaluating(work: Training) -> tuple[str, str]:
+def advice_evaluating(work: Training) -> tuple[str, str]:
     """While weights are evaluated on the validation split."""
     settings = work.settings.acceptance
     assert settings is not None
@@ -91,7 +91,7 @@ def evaluating(work: Training) -> tuple[str, str]:
     )
 
 
-def writing(work: Training) -> tuple[str, str]:
+def advice_writing(work: Training) -> tuple[str, str]:
     """While the trained draft is assembled and written."""
     return (
         f"while the draft was written, after step {work.state['step']}",
@@ -246,7 +246,7 @@ def evaluation_due(work: Training) -> bool:
 def evaluate_weights(work: Training) -> None:
     """Measure the present weights and keep them if they are the best so far."""
     state, step, began = work.state, work.state["step"], time.monotonic()
-    with memory_explained(evaluating, work):
+    with memory_explained(advice_evaluating, work):
         measured = measure_acceptance(work)
     figures = {name: value for name, value in measured.items() if not isinstance(value, list)}
     seconds = time.monotonic() - began

@@ -13,7 +13,7 @@ from test_cuts import BLOCKS, CASES, IDS, logits, small
 from distill.data.packing import Packed, pack
 from distill.errors import DataError
 from distill.surgery.cutter import refit_layers, states_behind
-from distill.surgery.layers import FAMILIES, keep_layers, tokens
+from distill.surgery.layers import FAMILIES, has_token, keep_layers
 
 RIDGE = 0.1
 ALONE = pack([([*row], 1) for row in IDS.tolist()], IDS.shape[1], split_long=False)  # one document a block
@@ -98,7 +98,7 @@ def test_states_are_those_of_documents_apart(monkeypatch: pytest.MonkeyPatch) ->
         states = torch.cat(ends[which])
         for block in range(len(BLOCKS)):
             used = BLOCKS.documents[block]
-            for document in set(used[tokens(used)].tolist()):
+            for document in set(used[has_token(used)].tolist()):
                 place = used == document
                 alone = streams(model, BLOCKS.ids[block][place][None].long())[end][0]
                 assert torch.allclose(states[block][place], alone, atol=1e-4)

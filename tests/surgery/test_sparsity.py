@@ -150,7 +150,7 @@ def test_the_lasso_from_the_ramp_to_the_cut(kind: str) -> None:
     assert after < 0.9 * at_freeze
 
     masked, expected = copy.deepcopy(run.model), logits(run.model)
-    details = lasso.cut(run.model)
+    _, details = lasso.finish(run.model)
     torch.testing.assert_close(logits(run.model), expected, rtol=1e-5, atol=1e-5)
     assert run.model.config.intermediate_size == WIDTH
     for layer, old, gone in zip(run.model.model.layers, masked.model.layers, removed, strict=True):
@@ -234,7 +234,7 @@ def test_resumed_equals_uninterrupted(method: str, settings: dict[str, Any], mom
         for name, weight in resumed.model.state_dict().items():
             assert torch.equal(weight, whole.model.state_dict()[name]), name
     if method == "group":
-        assert resumed.penalty.cut(resumed.model) == whole.penalty.cut(whole.model)
+        assert resumed.penalty.finish(resumed.model) == whole.penalty.finish(whole.model)
 
 
 def test_equal_neurons_do_not_go_together() -> None:
@@ -249,7 +249,7 @@ def test_equal_neurons_do_not_go_together() -> None:
     for step in range(10):
         lasso.after_step(step, 1e-3)
     assert [len(dead(layer)) for layer in model.model.layers] == [WIDE - WIDTH] * 2
-    assert lasso.cut(model)["removed_zero_share"] == [1.0, 1.0]
+    assert lasso.finish(model)[1]["removed_zero_share"] == [1.0, 1.0]
 
 
 def test_a_ramp_without_rate_is_cut_and_said() -> None:
@@ -260,7 +260,7 @@ def test_a_ramp_without_rate_is_cut_and_said() -> None:
     gates = model.model.layers[0].mlp.gate_proj.weight.detach().clone()
     for step in range(3):
         assert lasso.after_step(step, 0.0)["lambda"] == 0
-    details = lasso.cut(model)
+    _, details = lasso.finish(model)
     assert details["removed_zero_share"] == [0.0] and details["frozen_at_step"] == 3
     assert torch.equal(model.model.layers[0].mlp.gate_proj.weight, gates[largest])
 
@@ -281,7 +281,7 @@ def test_single_weights_reach_the_share() -> None:
             assert short not in shares and weight.all()  # embeddings, norms and biases are left alone
     assert len(shares) == 2 * 7 + 2
     assert zero / total == pytest.approx(0.6, abs=1e-3)
-    details = run.penalty.details()
+    _, details = run.penalty.finish(run.model)
     assert details["zero_share"] == run.log[-1]["zero_share"] == zero / total
     assert details["by_layer"] == [shares["layers.0"], shares["layers.1"]]
     assert details["lambda"] > 0

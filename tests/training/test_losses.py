@@ -17,7 +17,7 @@ from distill.errors import DataError
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, LogitForm, Teacher
 from distill.teacher.store import compress
 from distill.training import losses as bucket
-from distill.training.losses import LOSSES, Weights, head_loss
+from distill.training.losses import LOSSES, LossWeights, head_loss
 
 torch.set_num_threads(1)
 
@@ -26,7 +26,7 @@ MIXTURE = {"forward_kl": 0.6, "cross_entropy": 0.1, "lk_hybrid": 0.3}
 
 
 def agrees(
-    problem: Problem, settings: Weights, chunk: int = 7, teacher: Teacher | None = None, least: float = 1e-6
+    problem: Problem, settings: LossWeights, chunk: int = 7, teacher: Teacher | None = None, least: float = 1e-6
 ) -> None:
     """In fp64 to rounding, so that the formulas are the same; in fp32, in which a teacher of the product says its
     probabilities, to what that can hold.
