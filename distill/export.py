@@ -120,7 +120,7 @@ LIMITS |= {5: (0.4, 0.7), 4: (1.0, 0.5), 3: (3.0, 0.1), 2: (6.0, 0.0)}
 
 
 @dataclass(frozen=True)
-class Source:
+class Original:
     """A Hugging Face folder, opened to compare several files with it."""
 
     folder: Path
@@ -129,13 +129,13 @@ class Source:
     model: Any
 
     @classmethod
-    def open(cls, folder: Path) -> Source:
+    def open(cls, folder: Path) -> Original:
         """Load the model in fp32, and its tokenizer; raises DataError where they cannot be loaded."""
         shape, tokenizer = read_shape(folder), load_tokenizer(str(folder))
         return cls(folder, shape, tokenizer, load_model(str(folder), "float32", torch.device("cpu"), trimmed=False))
 
 
-def compare(source: Source, gguf: Path, texts: list[str], positions: int) -> Parity:
+def compare(source: Original, gguf: Path, texts: list[str], positions: int) -> Parity:
     """Compare ids on all `texts` and logits on the first `positions` positions, in windows of at most 256 tokens.
 
     Raises DataError when the file cannot be loaded, the vocabularies differ in size, or the texts hold no position.
@@ -289,7 +289,7 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
         else:
             outputs = {folder / f"{name}-{outtype}.gguf": outtype for outtype in recipe.export.outtypes}
             reports = export_files(folder_of_model, outputs, origin_of[name])
-        source = Source.open(folder_of_model)
+        source = Original.open(folder_of_model)
         for report in reports:
             parity, place = compare(source, report.path, texts, POSITIONS), report.path.resolve()
             faults = faults_of(parity, report.outtype)

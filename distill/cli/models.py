@@ -124,7 +124,7 @@ def export_gguf(
     shared.require_known("--outtype", kinds, OUTTYPES)
     overrides = tuple(_override(value) for value in tensor_type or ())
     unweighed = [] if imatrix is None or overrides else [kind for kind in kinds if kind in UNWEIGHED]
-    from distill.export import Source, check_texts, compare, faults_of, importance_of
+    from distill.export import Original, check_texts, compare, faults_of, importance_of
     from distill.gguf.writer import export_files
 
     if unweighed:
@@ -141,7 +141,7 @@ def export_gguf(
         importance = None if imatrix is None else importance_of(imatrix, source)
         reports = export_files(source, outputs[name], origin, overrides, importance)
         texts = check_texts(source) if text is None else [read_utf8(text)]
-        opened = Source.open(source) if check else None
+        opened = Original.open(source) if check else None
         for report in reports:
             parity = None if opened is None else compare(opened, report.path, texts, POSITIONS)
             _print(report, parity)
@@ -157,13 +157,13 @@ def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]]
     """What to export, by name, and the place for the files: of a Hugging Face folder, or of draft and target of a run
     with a trained draft."""
     from distill.engines.torch.hugging_face import local_folder
-    from distill.gguf.fields import PLAIN
+    from distill.gguf.fields import NO_ORIGIN
     from distill.gguf.importing import is_gguf
 
     if model is not None and (Path(model) / "config.json").exists():
-        return {Path(model).resolve().name: (Path(model), PLAIN)}, Path(".")
+        return {Path(model).resolve().name: (Path(model), NO_ORIGIN)}, Path(".")
     if model is not None and is_gguf(model):
-        return {Path(model).stem: (local_folder(shared.local_reference(model)), PLAIN)}, Path(".")
+        return {Path(model).stem: (local_folder(shared.local_reference(model)), NO_ORIGIN)}, Path(".")
     from distill.export import origins
 
     recipe, run = shared.find_run(model, runs)

@@ -18,8 +18,9 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from distill.engines.torch.model import KINDS, in_window, layer_kinds
+from distill.engines.torch.model import in_window, layer_kinds
 from distill.errors import DataError
+from distill.gguf.families import LAYER_KINDS
 
 PADDING = -1  # document number of positions that hold no token
 
@@ -212,7 +213,7 @@ def separation(model: Any, documents: Tensor, device: torch.device) -> Any:
     config = model.config.get_text_config()
     kinds = layer_kinds(config)
     compiled = getattr(model.base_model, "_compiled_call_impl", None) is not None  # lists of segments break its graphs
-    plain = config._attn_implementation == "sdpa" and kinds <= KINDS and not compiled
+    plain = config._attn_implementation == "sdpa" and kinds <= LAYER_KINDS and not compiled
     if documents.shape[1] < masked_below(device) or not plain:
         return document_masks(model, documents.to(device))
     register()
@@ -277,7 +278,7 @@ def document_masks(model: Any, documents: Tensor) -> Any:
     masks = {}
     for kind in sorted(layer_kinds(config)):
         chunked = kind == "chunked_attention"
-        if kind not in KINDS and not (chunked and len(places) <= config.attention_chunk_size):
+        if kind not in LAYER_KINDS and not (chunked and len(places) <= config.attention_chunk_size):
             raise DataError(
                 f"documents packed into one block cannot be kept apart in the {kind} layers of {config.model_type}",
                 "lower corpus.block to the layers' chunk" if chunked else "choose another target",

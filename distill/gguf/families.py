@@ -37,7 +37,7 @@ BEHIND: Parts = {  # norms behind attention and MLP alone
     "post_attention_layernorm": ("post_attention_norm", "H"),
     "post_feedforward_layernorm": ("post_ffw_norm", "H"),
 }
-PLAIN: Parts = {**NORMS, **ATTENTION, **MLP}
+USUAL_PARTS: Parts = {**NORMS, **ATTENTION, **MLP}
 # Both halves of a fused tensor stay together in GGUF. G: queries, keys and values; T: gate and up.
 FUSED: Parts = {
     **NORMS,
@@ -91,7 +91,7 @@ class Family:
     constants: Mapping[str, Any] = field(default_factory=dict)
 
 
-LLAMA_BIASES = frozenset(PLAIN) - frozenset(NORMS)
+LLAMA_BIASES = frozenset(USUAL_PARTS) - frozenset(NORMS)
 GRANITE_SCALES = {
     "attention_multiplier": "attention.scale",
     "embedding_multiplier": "embedding_scale",
@@ -102,11 +102,11 @@ GELU = "gelu_pytorch_tanh"
 GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": GELU}
 GEMMA3 = {**GEMMA, "sliding_window": 4096, "query_pre_attn_scalar": 256}
 GEMMA2 = {**GEMMA3, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-_LLAMA = Family("llama", PLAIN, interleaved=True, llama_keys=True)
-_GEMMA = Family("gemma", PLAIN, norm_shift=1.0, activation=GELU, ropes=("default",), tied=True, defaults=GEMMA)
+_LLAMA = Family("llama", USUAL_PARTS, interleaved=True, llama_keys=True)
+_GEMMA = Family("gemma", USUAL_PARTS, norm_shift=1.0, activation=GELU, ropes=("default",), tied=True, defaults=GEMMA)
 _QWEN = Family(
     "qwen2",
-    PLAIN,
+    USUAL_PARTS,
     ropes=("default", "linear", "yarn"),
     constants={"use_sliding_window": False, "sliding_window": None},
 )
@@ -115,7 +115,7 @@ FAMILIES: Mapping[str, Family] = {
     "llama": replace(_LLAMA, more_biases=LLAMA_BIASES, ropes=("default", "linear", "llama3")),
     "mistral": replace(_LLAMA, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
     "qwen2": replace(_QWEN, biases=QKV, states_head_size=False),
-    "qwen3": replace(_QWEN, architecture="qwen3", parts={**PLAIN, **HEAD_NORMS}),
+    "qwen3": replace(_QWEN, architecture="qwen3", parts={**USUAL_PARTS, **HEAD_NORMS}),
     "gemma": _GEMMA,
     "gemma2": replace(
         _GEMMA,
@@ -178,7 +178,7 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "seed_oss": Family(
         "seed_oss",
-        {**PLAIN, "post_attention_layernorm": ("post_attention_norm", "H")},
+        {**USUAL_PARTS, "post_attention_layernorm": ("post_attention_norm", "H")},
         more_biases=QKV,
         ropes=("default",),
         defaults={"num_key_value_heads": 8, "head_dim": 128},
@@ -235,6 +235,7 @@ OUTER_NAMES = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
+LAYER_KINDS = {"full_attention", "sliding_attention"}  # that are exported, and masked by masks of our own
 # Factors of the rotary embedding, which stand in config.json and not among the weights.
 LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
     "rope_freqs.weight",

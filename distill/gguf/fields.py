@@ -20,6 +20,7 @@ from distill.gguf.families import (
     EPSILONS,
     FAMILIES,
     GELU,
+    LAYER_KINDS,
     LLAMA3_FACTORS,
     LONG_FACTORS,
     MLP,
@@ -38,7 +39,6 @@ from distill.gguf.head import ARRAY, STRING, FileHead, shortest
 # ── Sizes and settings by config.json; what llama.cpp would compute differently is refused ──
 
 CORRECT = "correct config.json"
-KINDS = {"full_attention", "sliding_attention"}
 EXPERT_KEYS = ("num_experts", "num_local_experts", "n_routed_experts", "moe_intermediate_size", "num_experts_per_tok")
 
 
@@ -185,7 +185,7 @@ def _window(values: _Config, kind: str, context: int, layers: int) -> tuple[int 
     if family.full_every and (config.get("sliding_window") is not None or not family.window_layers):
         period = config.get("sliding_window_pattern", config.get("_sliding_window_pattern", family.full_every))
         if types is not None:
-            fits = isinstance(types, list) and len(types) == layers and {*types} <= KINDS
+            fits = isinstance(types, list) and len(types) == layers and {*types} <= LAYER_KINDS
             period = period_of([one == "full_attention" for one in types], family.full_every) if fits else None
         if not isinstance(period, int) or period < 1:
             values.refuse("an order of sliding and full attention other than every n-th layer full")
@@ -611,7 +611,7 @@ class Origin:
     datasets: tuple[str, ...] = ()
 
 
-PLAIN = Origin()  # nothing but what the folder's files say
+NO_ORIGIN = Origin()  # nothing but what the folder's files say
 
 
 def add_general_fields(writer: Any, folder: Path, origin: Origin, outtype: str, parameters: int) -> None:

@@ -314,13 +314,13 @@ def write_head(path: Path, writer: Any, rows: Sequence[TensorRow]) -> None:
 NO_TOKEN = 2**32 - 1  # in a key that names a token
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # gguf.TokenType, and SentencePiece's own numbers
 # Roles whose word in tokenizer.ggml.WORD_token_id is another.
-WORDS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
+ROLE_WORDS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
 TURN_ENDS = ("eot", "eom")  # further ids that end a turn or a message, under their own words
 
 
 def token_key(role: str) -> str:
     """The key of a GGUF file that names the token of a role."""
-    return f"tokenizer.ggml.{WORDS.get(role, role)}_token_id"
+    return f"tokenizer.ggml.{ROLE_WORDS.get(role, role)}_token_id"
 
 
 class Defaults(NamedTuple):

@@ -44,7 +44,7 @@ DTYPES: dict[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float1
 
 
 @dataclass(frozen=True)
-class Source:
+class FileTensor:
     """A tensor: its file, its type, its first byte, its shape [rows, …] as Hugging Face writes it.
 
     `heads`: rows of so many heads are reordered; 0: none are. `shift` was added to the values by the exporter.
@@ -90,7 +90,7 @@ def unpermuted(rows: Floats, heads: int) -> Floats:
     return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def sources(head: FileHead, config: Mapping[str, Any]) -> dict[str, Source]:
+def sources(head: FileHead, config: Mapping[str, Any]) -> dict[str, FileTensor]:
     """The tensors of a file by their Hugging Face names, in the order of the model.
 
     Raises DataError, with the name, for a tensor that the family does not have, that is missing, of another shape than
@@ -101,7 +101,7 @@ def sources(head: FileHead, config: Mapping[str, Any]) -> dict[str, Source]:
     for name, parts in (("attention_bias", ATTENTION), ("mlp_bias", MLP)):
         biases |= parts.keys() & sizes.family.more_biases if config.get(name) else set()
     expected = sizes.expected_tensors(biases)
-    tensors: dict[str, Source] = {}
+    tensors: dict[str, FileTensor] = {}
     for name in head.shapes:
         if name in ROTARY:
             continue
@@ -115,7 +115,7 @@ def sources(head: FileHead, config: Mapping[str, Any]) -> dict[str, Source]:
             head.refuse(f"{name} is {list(shape)}, by the metadata it is {list(expected[own])}", "copy the file again")
         path, start = head.places[name]
         heads, shift = sizes.reordered_heads(own), sizes.norm_shift(own)
-        tensors[own] = Source(path, name, _kind(head, name, shape[-1]), start, shape, heads, shift)
+        tensors[own] = FileTensor(path, name, _kind(head, name, shape[-1]), start, shape, heads, shift)
     missing = [name for name in expected if name not in tensors]
     if missing:
         head.refuse(f"{len(missing)} tensors are missing, the first is {missing[0]} by its Hugging Face name")
@@ -149,12 +149,12 @@ def rotary_factors(head: FileHead) -> dict[str, Floats]:
         if name in head.shapes:
             width = head.shapes[name][0]
             path, start = head.places[name]
-            source = Source(path, name, _kind(head, name, width), start, (width,))
+            source = FileTensor(path, name, _kind(head, name, width), start, (width,))
             tensors[name] = next(source.parts())[0]
     return tensors
 
 
-def stored_types(tensors: Mapping[str, Source], dtype: Dtype | None) -> dict[str, str]:
+def stored_types(tensors: Mapping[str, FileTensor], dtype: Dtype | None) -> dict[str, str]:
     """The type in which each tensor is stored, as safetensors names it.
 
     With `dtype`, that one. Else floats stay as they are and quantised tensors become F32; vectors, which GGUF keeps in
@@ -235,7 +235,7 @@ class Import:
     path: Path
     config: dict[str, Any]
     tokenizer: ImportedTokenizer
-    tensors: dict[str, Source]
+    tensors: dict[str, FileTensor]
     types: dict[str, str]
 
     @property

@@ -26,7 +26,7 @@ from distill.files import remove_left, write_atomically, written_atomically
 from distill.folders import Floats, Stored, stored_tensors, to_floats
 from distill.gguf.families import part_of
 from distill.gguf.fields import (
-    PLAIN,
+    NO_ORIGIN,
     Origin,
     Shape,
     add_general_fields,
@@ -279,7 +279,7 @@ def export_gguf(folder: Path, output: Path, outtype: str, source_model_name: str
 def export_files(
     folder: Path,
     outputs: Mapping[Path, str],
-    origin: Origin = PLAIN,
+    origin: Origin = NO_ORIGIN,
     tensor_types: tuple[tuple[str, str], ...] = (),
     importance: Mapping[str, Floats] | None = None,
 ) -> list[WrittenFile]:

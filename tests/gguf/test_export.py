@@ -26,7 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from distill.engines.llama_cpp.model import GgufModel
 from distill.errors import DataError
-from distill.export import Source, compare, faults_of, importance_of
+from distill.export import Original, compare, faults_of, importance_of
 from distill.gguf.fields import read_shape
 from distill.gguf.head import open_head
 from distill.gguf.library import GgufFile
@@ -180,7 +180,7 @@ def exported(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: PreTrain
 @needs_llama
 def test_parity_of_a_file_and_of_a_wrong_one(exported: Path, tmp_path: Path) -> None:
     texts = [text[:1500] for text in held_out_texts()[:2]]
-    parity = compare(Source.open(exported), exported.parent / "f32.gguf", texts, positions=400)
+    parity = compare(Original.open(exported), exported.parent / "f32.gguf", texts, positions=400)
     assert (parity.positions, parity.tokenizer_texts, parity.tokenizer_mismatches) == (400, 2, [])
     assert parity.max_abs_dlogprob < 0.02 and parity.mean_abs_dlogprob < 0.0025 and parity.top1_agreement > 0.93
     assert json.loads(json.dumps(dataclasses.asdict(parity)))["positions"] == 400
@@ -192,7 +192,7 @@ def test_parity_of_a_file_and_of_a_wrong_one(exported: Path, tmp_path: Path) -> 
     weights["model.layers.0.mlp.down_proj.weight"].mul_(-1)
     save_file(weights, other / "model.safetensors", {"format": "pt"})
     texts = ["def function(self):\n    return 12\n" * 3]
-    parity = compare(Source.open(other), exported.parent / "f32.gguf", texts, positions=10_000)
+    parity = compare(Original.open(other), exported.parent / "f32.gguf", texts, positions=10_000)
     assert [index for index, _ in parity.tokenizer_mismatches] == [0]
     assert parity.max_abs_dlogprob > 0.1
     assert parity.top1_agreement < 0.9
@@ -324,7 +324,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory, small_tokenizer: PreTrainedTo
 @needs_llama
 def test_kl_falls_as_bits_rise(wide: Path, tmp_path: Path) -> None:
     """Every type, loaded in llama.cpp, of those of one construction; all are written in one pass."""
-    source, texts, found = Source.open(wide), [text[:800] for text in held_out_texts()[:2]], dict[str, float]()
+    source, texts, found = Original.open(wide), [text[:800] for text in held_out_texts()[:2]], dict[str, float]()
     for report in export_files(wide, {tmp_path / f"{outtype}.gguf": outtype for outtype in OUTTYPES}):
         assert report.bytes == report.path.stat().st_size and report.fallback_tensors == 0
         parity = compare(source, report.path, texts, 200)
@@ -415,7 +415,7 @@ def test_importance_measured_on_a_text(tmp_path: Path) -> None:
     calibration.write_text("\n".join(held_out_texts(("validation",)))[:30_000], encoding="utf-8")
     for importance in (None, importance_of(calibration, demo)):
         export_files(demo, {tmp_path / "m.gguf": "q2_k"}, importance=importance)
-        kl.append(compare(Source.open(demo), tmp_path / "m.gguf", held_out_texts(("test",))[:1], 400).kl)
+        kl.append(compare(Original.open(demo), tmp_path / "m.gguf", held_out_texts(("test",))[:1], 400).kl)
     assert kl[1] < 0.9 * kl[0]
     for content, message in ((b"a", "too short"), (b"\xff", "not UTF-8")):
         calibration.write_bytes(content)

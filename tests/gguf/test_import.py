@@ -25,7 +25,7 @@ from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import load_pair
 from distill.engines.torch import hugging_face
 from distill.errors import DataError
-from distill.export import Source, compare
+from distill.export import Original, compare
 from distill.gguf.importing import folder_of, read_import, write_import
 from distill.gguf.writer import export_files, export_gguf
 from distill.recipe import Target, load_recipe
@@ -347,7 +347,7 @@ def test_logits_of_a_real_file(tmp_path: Path) -> None:
     path = smollm2()
     folder = folder_of(str(path))
     export_gguf(folder, tmp_path / "f32.gguf", "f32")
-    source = Source.open(folder)
+    source = Original.open(folder)
     exact, served = (compare(source, one, questions(), 1000) for one in (tmp_path / "f32.gguf", path))
     assert exact.kl is not None and exact.kl < 1e-5 and exact.tokenizer_mismatches == []
     assert served.kl is not None and served.kl < 0.01

@@ -18,6 +18,7 @@ from distill.devices import CPU, doubled, has_float64, has_pinned_memory
 from distill.engines.model import NO_TREES, Ints, PendingTree, Retold, check_call, check_chain, check_lengths
 from distill.engines.torch.hugging_face import logits_of
 from distill.errors import DataError
+from distill.gguf.families import LAYER_KINDS
 from distill.sampler import Logits, Place, finite_argmax, place_of
 
 # ── Numbers between the host and a device ──
@@ -96,8 +97,6 @@ def for_sampler(logits: Logits) -> Tensor:
 # transformers applies an explicit mask as it is, one for all layers or a dict of one for each kind of layer. So the
 # windows of a model are put into the mask here. They count positions: nodes of a tree lie side by side in the cache.
 
-KINDS = {"full_attention", "sliding_attention"}
-
 
 def layer_kinds(config: Any) -> set[str]:
     """The kinds of a model's layers, as transformers names them."""
@@ -112,7 +111,7 @@ def mask_refusal(config: Any) -> str | None:
         return f"its attention implementation is {kind}, neither sdpa nor eager"
     if getattr(config, "alibi", False):
         return "its attention reads the distance of tokens in the cache (ALiBi)"
-    if strange := layer_kinds(config) - KINDS:
+    if strange := layer_kinds(config) - LAYER_KINDS:
         return f"it has layers of the kind {min(strange)}"
     return None
 
