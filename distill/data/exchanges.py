@@ -186,10 +186,6 @@ USUAL = {
 LLAMA_ENDS = {"eos": "stop", "limit": "length", "word": "stop_string", None: None, "none": None}
 
 
-class LeftOut(Exception):
-    """The reason why an exchange gives no line."""
-
-
 def read_exchange(kind: str, request: bytes, reply: bytes) -> Iterator[dict[str, Any] | str]:
     """A line for each answer of a successful exchange, or the reason why it is left out.
 
@@ -199,10 +195,10 @@ def read_exchange(kind: str, request: bytes, reply: bytes) -> Iterator[dict[str,
         asked = _object(request, "a request that is not a JSON object")
         line = _messages(asked) if kind == CHAT else _prompt(asked)
         choices = _choices(kind, _events(reply))
-    except LeftOut as reason:
+    except ValueError as reason:
         yield str(reason)
         return
-    except (AttributeError, KeyError, TypeError, ValueError):  # a foreign body has any form
+    except (AttributeError, KeyError, TypeError):  # a foreign body has any form
         yield "a request or reply of another form"
         return
     for choice in choices:
@@ -235,7 +231,7 @@ def redacted(value: Any, patterns: Sequence[re.Pattern[str]]) -> Any:
 def _object(raw: bytes, fault: str) -> dict[str, Any]:
     found = parse_object(raw)
     if isinstance(found, str):
-        raise LeftOut(fault)
+        raise ValueError(fault)
     return found
 
 
@@ -244,31 +240,28 @@ def _prompt(asked: dict[str, Any]) -> dict[str, Any]:
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
     if asked.get("echo") or asked.get("suffix"):
-        raise LeftOut("a prompt that is echoed or has a suffix")
+        raise ValueError("a prompt that is echoed or has a suffix")
     if not isinstance(prompt, str):
-        raise LeftOut("several prompts, or one of token ids")
+        raise ValueError("several prompts, or one of token ids")
     if not prompt:
-        raise LeftOut("an empty prompt")
+        raise ValueError("an empty prompt")
     return {"prompt": prompt}
 
 
 def _messages(asked: dict[str, Any]) -> dict[str, Any]:
     if asked.get("chat_template") or asked.get("documents"):
-        raise LeftOut("a chat template or documents of the request")
+        raise ValueError("a chat template or documents of the request")
     tools = asked.get("tools")
     if asked.get("functions") or (tools and asked.get("tool_choice") not in (None, "auto")):
-        raise LeftOut("functions, or a tool call that is forced or forbidden")
+        raise ValueError("functions, or a tool call that is forced or forbidden")
     if tools and not has_form(tools, [{}]):
-        raise LeftOut("tools that are not a list of objects")
-    try:
-        messages = [normal({name: one[name] for name in OF_MESSAGE if name in one}) for one in asked["messages"]]
-    except ValueError as error:
-        raise LeftOut(str(error)) from None
+        raise ValueError("tools that are not a list of objects")
+    messages = [normal({name: one[name] for name in OF_MESSAGE if name in one}) for one in asked["messages"]]
     if not messages or messages[-1]["role"] == "assistant":
-        raise LeftOut("no question at the end of the messages")
+        raise ValueError("no question at the end of the messages")
     line: dict[str, Any] = {"messages": messages}
     if arguments := asked.get("chat_template_kwargs"):
-        line["chat_template_kwargs"] = dict(arguments)
+        line["chat_template_kwargs"] = {**arguments}  # a TypeError for what is no mapping
     return line | ({"tools": tools} if tools else {})
 
 
@@ -280,7 +273,7 @@ def _events(reply: bytes) -> Iterator[dict[str, Any]]:
     for raw in reply.splitlines():
         name, _, value = raw.partition(b":")
         if name == b"error":
-            raise LeftOut("an error within the reply")
+            raise ValueError("an error within the reply")
         if name == b"data" and value.strip() != b"[DONE]":
             yield _object(value, "an event that is not a JSON object")
 
@@ -290,7 +283,7 @@ def _choices(kind: str, events: Iterator[dict[str, Any]]) -> list[dict[str, Any]
     found: dict[int, dict[str, Any]] = {}
     for event in events:
         if event.get("error"):
-            raise LeftOut("an error within the reply")
+            raise ValueError("an error within the reply")
         end = LLAMA_ENDS.get(event.get("stop_type"), "unknown")
         own = {"text": event.get("content"), "finish_reason": end}  # llama-server's own API has no choices
         if end == "stop":
@@ -311,7 +304,7 @@ def _choices(kind: str, events: Iterator[dict[str, Any]]) -> list[dict[str, Any]
             one["ended_by"] = piece.get("stop_reason", "unknown")  # vLLM: the stop string, None for an end token
             one["model"] = event.get("model") or one["model"]
     if not found:
-        raise LeftOut("an empty answer")
+        raise ValueError("an empty answer")
     return [found[index] for index in sorted(found)]
 
 
