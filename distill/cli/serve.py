@@ -322,8 +322,6 @@ def record(
     port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")] = 8100,
     redact: Annotated[list[str] | None, typer.Option(help="Regular expression to black out; repeatable.")] = None,
     sample: Annotated[float, shared.number_option(min=0, max=1, help="Share of the exchanges to keep.")] = 1.0,
-    rotate_mb: Annotated[float, shared.number_option(min=0.001, max=1e6, help="Size of a full file, in MB.")] = 64.0,
-    keep: Annotated[int, typer.Option(min=1, max=10**6, help="Files to keep; older ones are deleted.")] = 16,
 ) -> None:
     """Record your server's requests and answers through a proxy, for answers.traffic and --refresh.
 
@@ -341,7 +339,7 @@ def record(
         raise explain_write_fault(to, PermissionError(13, os.strerror(13)))
     from distill.data.recorder import Recording, record, summary
 
-    settings = Recording(address, (host, port), to.resolve(), tuple(redact or ()), sample, int(rotate_mb * 1e6), keep)
+    settings = Recording(address, (host, port), to.resolve(), tuple(redact or ()), sample)
     for line in _consent(settings):
         warn(line)
     counts = record(settings, lambda port: note(f"ready: http://{host}:{port}; Ctrl-C ends it"))
@@ -378,13 +376,12 @@ def _require_pattern(pattern: str) -> None:
 
 def _consent(settings: Recording) -> list[str]:
     """What is written where, and what never is."""
-    size = f"{settings.keep} files of {settings.rotate_bytes / 1e6:g} MB"
     share = "all" if settings.sample == 1 else f"a share of {settings.sample:g} of all"
     count = len(settings.patterns)
     removed = f"matches of {count} patterns are replaced" if count else "nothing: --redact PATTERN replaces matches"
     lines = [
         f"recording prompts and answers of http://{settings.upstream[0]}:{settings.upstream[1]}, as they are, into",
-        f"  {settings.folder}/traffic-*.jsonl, readable by you alone, the newest {size} at most",
+        f"  {settings.folder}/traffic-*.jsonl, readable by you alone; delete those that a run has read",
         f"  {share} successful /v1/chat/completions, /v1/completions and /completion",
         "  never written: headers, keys, other requests, and those with the header X-Distill-Record: no",
         f"  redacted: {removed}",

@@ -31,20 +31,21 @@ from distill.progress import note, noting, warn
 # reply may wait for them. Nothing is on the disk that has not been redacted. Its stdout has the counts after each
 # exchange, as a line of JSON; it ends with its stdin.
 
-TAKEN, KEPT, BYTES, FILES, DELETED = "exchanges", "kept", "bytes", "files", "deleted files"
+TAKEN, KEPT, BYTES, FILES = "exchanges", "kept", "bytes", "files"
 FAILED = "a failed write"
+FILE_BYTES = 64_000_000  # of a full file
 BINARY = getattr(os, "O_BINARY", 0)  # on Windows, or each newline becomes two characters
 
 
 class Writer:
-    """Files `traffic-TIME.jsonl` in a folder, mode 0600: at most `rotate_bytes` each, the newest `keep` of them.
+    """Files `traffic-TIME.jsonl` in a folder, mode 0600, of at most FILE_BYTES; none is ever deleted.
 
     Names grow with time and are never used twice, so that a reader knows a file again. Files hold whole lines: what a
     failed write left of one is taken back. `counts` has what was kept, and what was left out by reason.
     """
 
-    def __init__(self, folder: Path, rotate_bytes: int, keep: int, patterns: Sequence[str]) -> None:
-        self.folder, self.rotate_bytes, self.keep = folder, rotate_bytes, keep
+    def __init__(self, folder: Path, patterns: Sequence[str]) -> None:
+        self.folder = folder
         self.patterns = [re.compile(pattern) for pattern in patterns]
         self.counts: Counter[str] = Counter()
         self._file: int | None = None
@@ -72,7 +73,7 @@ class Writer:
                 self.counts[FAILED] += 1
 
     def _write(self, line: bytes) -> None:
-        if self._file is None or (self._size and self._size + len(line) > self.rotate_bytes):
+        if self._file is None or (self._size and self._size + len(line) > FILE_BYTES):
             self._rotate()
         assert self._file is not None
         try:
@@ -94,9 +95,6 @@ class Writer:
         self._file = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_EXCL | BINARY, 0o600)
         self._size = 0
         self.counts[FILES] += 1
-        for old in sorted(self.folder.glob("traffic-*.jsonl"))[: -self.keep]:
-            old.unlink(missing_ok=True)
-            self.counts[DELETED] += 1
 
     def close(self) -> None:
         """End the file; the next line begins another."""
@@ -114,13 +112,13 @@ def read_exchanges(source: BinaryIO) -> Iterator[tuple[str, bytes, bytes]]:
 
 
 def main() -> None:
-    """Write the exchanges that stdin brings, behind a line of JSON with the arguments of Writer."""
+    """Write the exchanges that stdin brings, behind a line of JSON with the folder and the patterns."""
     for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a group: the proxy ends this process, by its stdin
         signal.signal(number, signal.SIG_IGN)
     with contextlib.suppress(OSError, AttributeError):  # Windows has no such call
         os.nice(5)  # the server comes first
-    settings = json.loads(sys.stdin.buffer.readline())
-    writer = Writer(Path(settings.pop("folder")), **settings)
+    folder, patterns = json.loads(sys.stdin.buffer.readline())
+    writer = Writer(Path(folder), patterns)
     for exchange in read_exchanges(sys.stdin.buffer):
         writer.take(*exchange)
         print(json.dumps(writer.counts), flush=True)
@@ -136,15 +134,14 @@ PARTING_SECONDS = 10.0  # for replies under way when the command ends, and for w
 PROGRESS_SECONDS = 10.0
 MAX_OPEN_FILES = 65_536
 UNREACHED, ENDED, LATE = "the server cannot be reached", "no process that writes", "too late to be written"
-NOT_LEFT_OUT = (TAKEN, KEPT, BYTES, FILES, DELETED)
+NOT_LEFT_OUT = (TAKEN, KEPT, BYTES, FILES)
 
 
 @dataclass(frozen=True)
 class Recording:
     """What `record` does: where it listens, where it passes requests on, and what it writes where.
 
-    `patterns` are regular expressions, whose matches are redacted; `sample` is the share of exchanges that are kept,
-    `keep` a number of files.
+    `patterns` are regular expressions, whose matches are redacted; `sample` is the share of exchanges that are kept.
     """
 
     upstream: tuple[str, int]
@@ -152,8 +149,6 @@ class Recording:
     folder: Path
     patterns: tuple[str, ...] = ()
     sample: float = 1.0
-    rotate_bytes: int = 64_000_000
-    keep: int = 16
 
 
 class Proxy:
@@ -189,9 +184,7 @@ class Proxy:
         )
         self._queue = self._process.stdin
         assert self._queue is not None
-        arguments = {name: getattr(self.settings, name) for name in ("rotate_bytes", "keep", "patterns")}
-        arguments["folder"] = str(self.settings.folder)
-        self._queue.write(json.dumps(arguments).encode() + b"\n")
+        self._queue.write(json.dumps([str(self.settings.folder), self.settings.patterns]).encode() + b"\n")
         told = [asyncio.create_task(self._read_counts()), asyncio.create_task(self._show())]
         await server.start_serving()
         ready(server.sockets[0].getsockname()[1])
@@ -313,8 +306,7 @@ async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, look
 def summary(counts: Counter[str]) -> str:
     """The counts of a proxy on one line."""
     left = {reason: count for reason, count in counts.most_common() if reason not in NOT_LEFT_OUT}
-    deleted = f" ({counts[DELETED]} old ones deleted)" if counts[DELETED] else ""
-    kept = f"kept {counts[KEPT]} answers, {counts[BYTES] / 1e6:.1f} MB in {counts[FILES]} files{deleted}"
+    kept = f"kept {counts[KEPT]} answers, {counts[BYTES] / 1e6:.1f} MB in {counts[FILES]} files"
     reasons = ", ".join(f"{reason} {count}" for reason, count in left.items())
     return f"{kept}; left out {sum(left.values())}" + (f": {reasons}" if reasons else "")
 

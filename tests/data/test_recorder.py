@@ -457,26 +457,24 @@ def files(folder: Path) -> list[bytes]:
     return [path.read_bytes() for path in sorted(folder.iterdir())]
 
 
-def made(folder: Path, rotate_bytes: int = 10**6, keep: int = 100) -> Writer:
-    return Writer(folder, rotate_bytes, keep, [r"\S+@\S+"])
+def made(folder: Path) -> Writer:
+    return Writer(folder, [r"\S+@\S+"])
 
 
-def test_files_are_rotated_and_the_oldest_deleted(tmp_path: Path) -> None:
-    other = tmp_path / "notes.jsonl"
-    other.write_text("mine")
-    length = len(take(made(tmp_path), 0))
-    for path in tmp_path.glob("traffic*"):
-        path.unlink()
-    writer = made(tmp_path, rotate_bytes=3 * length, keep=2)
-    lines = [take(writer, number) for number in range(10)]
-    assert files(tmp_path) == [b"mine", b"".join(lines[6:9]), lines[9]]
-    expected = {"exchanges": 10, "kept": 10, "bytes": sum(map(len, lines)), "files": 4, "deleted files": 2}
-    assert writer.counts == expected and all(len(line) == length for line in lines)
+def test_full_files_are_followed_by_others(tmp_path: Path, monkeypatch: Patch) -> None:
+    writer = made(tmp_path)
+    lines = [take(writer, 0)]
+    monkeypatch.setattr(module, "FILE_BYTES", 3 * len(lines[0]))
+    lines += [take(writer, number) for number in range(1, 7)]
+    assert files(tmp_path) == [b"".join(lines[:3]), b"".join(lines[3:6]), lines[6]]
+    assert writer.counts == {"exchanges": 7, "kept": 7, "bytes": sum(map(len, lines)), "files": 3}
     writer.close()
-    again = made(tmp_path, rotate_bytes=1)  # every line is longer than a file may be; and a file is never written on
-    take(again, 10)
-    take(again, 11)
-    assert len(files(tmp_path)) == 5 and {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.glob("t*")} == {0o600}
+    monkeypatch.setattr(module, "FILE_BYTES", 1)  # each line is longer than a file; and a file is never written on
+        module, "FILE_BYTES", 1
+    )  # every line is longer than a file may be; and a file is never written on
+    again = made(tmp_path)
+    assert files(tmp_path)[3:] == [] and [take(again, 7), take(again, 8)] == files(tmp_path)[3:]
+    assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
     again.close()
 
 

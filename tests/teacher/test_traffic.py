@@ -261,7 +261,8 @@ def test_a_folder_of_recorded_files(world: Path, tmp_path: Path, monkeypatch: Pa
     folder, lines = tmp_path / "recorded", served(26, 9)
     folder.mkdir()
     monkeypatch.setattr("os.fsync", lambda file: None)
-    writer = Writer(folder, 1500, 3, [])
+    monkeypatch.setattr("distill.data.recorder.FILE_BYTES", 1500)
+    writer = Writer(folder, [])
 
     def record(some: list[dict[str, Any]]) -> None:
         for line in some:
@@ -285,7 +286,8 @@ def test_a_folder_of_recorded_files(world: Path, tmp_path: Path, monkeypatch: Pa
     assert tiny.call(*call) == 0
     first = read(run, lines[:14])
     assert len(first) == 2 and all(part["start_line"] == 0 for part in first)
-    record(lines[14:26])  # the third file begins, and a fourth, with which the first is deleted
+    record(lines[14:26])  # the third file begins, and a fourth
+    min(folder.iterdir()).unlink()
     assert tiny.call(*call, "--refresh") == 0
     second = read(run, lines[14:26])
     paths = [str(path) for path in sorted(folder.iterdir())]
