@@ -470,8 +470,6 @@ def test_full_files_are_followed_by_others(tmp_path: Path, monkeypatch: Patch) -
     assert writer.counts == {"exchanges": 7, "kept": 7, "bytes": sum(map(len, lines)), "files": 3}
     writer.close()
     monkeypatch.setattr(module, "FILE_BYTES", 1)  # each line is longer than a file; and a file is never written on
-        module, "FILE_BYTES", 1
-    )  # every line is longer than a file may be; and a file is never written on
     again = made(tmp_path)
     assert files(tmp_path)[3:] == [] and [take(again, 7), take(again, 8)] == files(tmp_path)[3:]
     assert {stat.S_IMODE(path.stat().st_mode) for path in tmp_path.iterdir()} == {0o600}
