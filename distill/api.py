@@ -23,7 +23,7 @@ from distill.gguf.importing import Import, read_import, write_import
 from distill.gguf.writer import WrittenFile
 from distill.gguf.writer import export_gguf as write_gguf
 from distill.measuring.compare import PairSettings
-from distill.measuring.evaluation import NO_TYPES, EvaluationOptions, Grid, Types, evaluate_grid, prompts_of
+from distill.measuring.evaluation import EvaluationOptions, Grid, evaluate_grid, prompts_of
 from distill.measuring.evaluation_results import EvaluationReport
 from distill.measuring.speedup import measure_any_pair
 from distill.measuring.speedup_results import SpeedupReport
@@ -57,7 +57,6 @@ __all__ = [
     "LoadedPair",
     "Sampler",
     "SpeedupReport",
-    "Types",
     "cut",
     "decode",
     "evaluate",
@@ -140,7 +139,7 @@ def decode(
 
 
 def evaluate(
-    target: str | Path | Paths,
+    target: str | Path,
     draft: str | Path | Paths,
     texts: Paths,
     *,
@@ -148,22 +147,22 @@ def evaluate(
     prompts: int = 32,
     kl: bool = True,
     acceptance: bool = True,
-    types: Types = NO_TYPES,
+    types: Sequence[str] = (),
+    caches: Sequence[str] = (),
     threads: int | None = None,
     gguf: Gguf | None = None,
     command: str = "",
 ) -> EvaluationReport:
     """Divergences and acceptance of a pair, with intervals, on text files or folders of them; None: temperature 1.
 
-    With several targets, drafts or GGUF `types` every pair is measured, and compared with the first. DataError for
-    files that are not there and for texts of fewer than 4 prompts; PairError as `load_pair`.
+    Several drafts, or the draft in several GGUF `types` and types of its cache, are compared with the first. DataError
+    for files that are not there and for texts of fewer than 4 prompts; PairError as `load_pair`.
     """
     corpus = Corpus(sources=sources_of([Path(path) for path in texts]))
-    several = ([one] if isinstance(one, (str, Path)) else one for one in (target, draft))
-    targets, drafts = ([_reference(model) for model in models] for models in several)
-    grid = Grid(targets, drafts, corpus.block, types, threads=threads, gguf=gguf)
+    drafts = [_reference(one) for one in ([draft] if isinstance(draft, (str, Path)) else draft)]
+    grid = Grid(_reference(target), drafts, corpus.block, types, caches, threads=threads, gguf=gguf)
     served = sampler or Sampler(1.0)
-    options = EvaluationOptions(served, Evaluate(), command, kl, costs=types.given, acceptance=acceptance)
+    options = EvaluationOptions(served, Evaluate(), command, kl, costs=bool(types or caches), acceptance=acceptance)
     return evaluate_grid(grid, prompts_of(corpus, prompts), options)
 
 

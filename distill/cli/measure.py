@@ -37,10 +37,8 @@ def evaluate(
         str | None,
         typer.Option(help="Compare the draft in these GGUF types, with commas."),
     ] = None,
-    target_types: Annotated[str | None, typer.Option(help="Types of a target that is a folder, with commas.")] = None,
     cache_types: Annotated[str | None, typer.Option(help="Types of the draft's cache; f16 if left out.")] = None,
     prompts: shared.PromptsOption = None,
-    target: Annotated[list[str] | None, typer.Option(help="A further target, to compare; may be repeated.")] = None,
     temperature: Annotated[
         float | None, shared.number_option(min=0, max=100, help="Models: of the sampler [default: 1].")
     ] = None,
@@ -54,18 +52,15 @@ def evaluate(
     llama: shared.LlamaOption = None,
     llama_draft: shared.LlamaDraftOption = None,
 ) -> None:
-    """Measure a target and its draft: divergences and acceptance, with intervals. Both by default; of several targets,
+    """Measure a target and its draft: divergences and acceptance, with intervals. Both by default; of several
     drafts or types, divergences alone, and how they differ from the first by prompt."""
     models = shared.models_of(words, runs, most=64)
     command = command_line(sys.argv)
-    from distill.measuring.evaluation import Types, evaluate_types
+    from distill.measuring.evaluation import evaluate_types
 
-    compared = Types(
-        _listed("--target-types", target_types, OUTTYPES),
-        _listed("--types", types, OUTTYPES),
-        _listed("--cache-types", cache_types, CACHE_TYPES),
-    )
-    alone = not compared.given and not target and len(models) < 3
+    kinds, caches = _listed("--types", types, OUTTYPES), _listed("--cache-types", cache_types, CACHE_TYPES)
+    typed = bool(kinds or caches)
+    alone = not typed and len(models) < 3
     kl, acceptance = (kl, acceptance) if kl or acceptance else (True, alone)
     options = (library, n_gpu_layers, n_gpu_layers_draft, llama, llama_draft)
     if models:
@@ -78,31 +73,32 @@ def evaluate(
         from distill.sampler import Sampler
 
         report = api.evaluate(
-            [models[0], *map(shared.local_reference, target or ())],
+            models[0],
             models[1:],
             prompts,
             sampler=Sampler(1.0 if temperature is None else temperature),
             prompts=count or 32,
             kl=kl,
             acceptance=acceptance,
-            types=compared,
+            types=kinds,
+            caches=caches,
             threads=threads,
-            gguf=shared.gguf_of([] if compared.given else models[:2], *options),
+            gguf=shared.gguf_of([] if typed else models[:2], *options),
             command=command,
         )
     else:
-        if any(value is not None for value in (prompts, target, temperature, count)):
+        if any(value is not None for value in (prompts, temperature, count)):
             raise RecipeError(
-                "--prompts, --target, --temperature and --count are for models: a run has its own prompts and sampler",
+                "--prompts, --temperature and --count are for models: a run has its own prompts and sampler",
                 "give the run's models: TARGET RUN/draft --prompts FILE",
             )
         gguf = shared.gguf_of([], *options)
-        if gguf is not None and not compared.given:
+        if gguf is not None and not typed:
             raise RecipeError("a run is evaluated in PyTorch", "leave llama.cpp's options out, or give GGUF files")
         recipe, own_run = shared.find_run(words[0] if words else None, runs)
-        shared.run_until(recipe, own_run, "train" if compared.given else "eval", threads=threads)
-        if compared.given:
-            report = evaluate_types(recipe, own_run, compared, threads, gguf, command, kl, acceptance)
+        shared.run_until(recipe, own_run, "train" if typed else "eval", threads=threads)
+        if typed:
+            report = evaluate_types(recipe, own_run, kinds, caches, threads, gguf, command, kl, acceptance)
         else:
             report = read_result(own_run.path("eval.json"), EvaluationReport)
     _print_report(report, kl, acceptance, output)

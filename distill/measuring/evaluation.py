@@ -1,8 +1,8 @@
 """Acceptance and divergences of targets with their drafts, measured behind prompts: of a run (stage `eval`: before and
-after training, on the test split, also where its target is not loaded), of any two models, and of every pair of several
-targets, drafts and GGUF types.
+after training, on the test split, also where its target is not loaded), and of any target with its drafts, also in
+several GGUF types.
 
-Whoever opens the pairs, `evaluate_pairs` lets each target write its texts, measures the drafts on them and decodes
+Whoever opens the pairs, `evaluate_pairs` lets the target write its texts, measures the drafts on them and decodes
 rounds; `as_report` makes the report.
 """
 
@@ -12,8 +12,8 @@ import functools
 import random
 import sys
 import tempfile
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, closing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -46,7 +46,7 @@ from distill.engines.torch.hugging_face import (
 from distill.errors import DataError
 from distill.files import write_result, write_text
 from distill.gguf.head import open_head
-from distill.gguf.importing import file_type, is_gguf, one_engine
+from distill.gguf.importing import file_type, folder_of, is_gguf
 from distill.measuring.evaluation_results import (
     Bounds,
     CalibrationError,
@@ -109,8 +109,7 @@ class EvaluationOptions:
 @dataclass(frozen=True)
 class TargetWithDrafts:
     """A target with its drafts by name, loaded, and what they are measured on: prompts with their classes, and `given`
-    text in blocks of `block` tokens, which no text exceeds. Rounds are decoded with the drafts called `decoded`.
-    Targets of one `writer` read the texts that the first of them wrote."""
+    text in blocks of `block` tokens, which no text exceeds. Rounds are decoded with the drafts called `decoded`."""
 
     pairs: Mapping[str, LoadedPair]
     prompts: Sequence[Sample]
@@ -118,61 +117,36 @@ class TargetWithDrafts:
     classes: Sequence[str] = ()
     given: Packed | None = None
     decoded: Sequence[str] = ()
-    writer: str = ""
 
 
-def evaluate_pairs(targets: Iterable[TargetWithDrafts], options: EvaluationOptions) -> EvaluationReport:
-    """The report of all pairs.
-
-    DataError for targets that have room for other prompts.
-    """
+def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> EvaluationReport:
+    """The report of a target with each of its drafts."""
     measured: dict[str, dict[str, Measured]] = {}
     decoded: dict[str, DecodedRounds] = {}
-    texts: dict[str, list[list[int]]] = {}
-    sliced: dict[str, SlicedValues] = {}  # by the target that wrote the texts
+    sliced: SlicedValues | None = None
     costs: dict[str, PairCosts] = {}
-    names: list[str] = []
-    measure = "acceptance_sampling" if options.sampler.temperature else "acceptance_greedy"
-    for one in targets:
-        first, ids = next(iter(one.pairs.values())), [sample.prompt for sample in one.prompts]
-        size = min(model.vocabulary_size for pair in one.pairs.values() for model in (pair.target, pair.draft))
-        if names and names != [prompt.id for prompt in one.prompts]:
-            what = f"{', '.join(one.pairs)}: there is room for other prompts than with the models before"
-            raise DataError(what, "give prompts that fit all of them")
-        names = [prompt.id for prompt in one.prompts]
-        if options.divergences:
-            if one.writer not in texts:
-                texts[one.writer] = _continued(first, one, options, size)
-            answers = zip(ids, texts[one.writer], strict=True)  # each prompt with its text behind it, which is scored
-            own = pack((([*prompt, *text], len(prompt)) for prompt, text in answers), one.block, False)
-            if one.writer not in sliced:
-                sliced[one.writer] = SlicedValues.of(own)
-            domains = {"answers": own, **({"files": one.given} if one.given is not None and len(one.given) else {})}
-            for domain, blocks in domains.items():
-                values = _values(one.pairs, blocks, options.sampler, size, domain)
-                watched = sliced[one.writer].watch(values) if domain == "answers" else values
-                measured.setdefault(domain, {}).update(sum_by_document(watched))
-            if options.costs:
-                depth = sum(len(prompt) + len(text) // 2 for prompt, text in zip(ids, texts[one.writer], strict=True))
-                accepted = {name: measured["answers"][name].divergences().measure(measure).mean for name in one.pairs}
-                costs |= _step_costs(one.pairs, accepted, depth // len(ids))
-        for name in one.decoded:
-            target, draft = one.pairs[name].target, one.pairs[name].draft
-            models = one.pairs[name].hugging_face
-            if models is not None:  # with the layers laid out, without which they were loaded
-                target, draft = (growing_decoder(model, size, options.prepack) for model in models)
-            decoded[name] = decode_rounds(target, draft, ids, options.settings, first.ends, f"rounds {name}, prompts")
-    several = len(sliced) > 1  # texts, whose slices and classes are not those of each other
-    report = as_report(
-        measured,
-        decoded,
-        options,
-        len(names),
-        () if several else one.classes,
-        sliced=None if several else next(iter(sliced.values()), None),
-        costs=costs,
-    )
-    return report
+    pairs, ids = opened.pairs, [sample.prompt for sample in opened.prompts]
+    first = next(iter(pairs.values()))
+    size = min(model.vocabulary_size for pair in pairs.values() for model in (pair.target, pair.draft))
+    if options.divergences:
+        texts = _continued(first, opened, options, size)
+        answers = zip(ids, texts, strict=True)  # each prompt with its text behind it, which is scored
+        own = pack((([*prompt, *text], len(prompt)) for prompt, text in answers), opened.block, False)
+        sliced = SlicedValues.of(own)
+        measured["answers"] = sum_by_document(sliced.watch(_values(pairs, own, options.sampler, size, "answers")))
+        if opened.given is not None and len(opened.given):
+            measured["files"] = sum_by_document(_values(pairs, opened.given, options.sampler, size, "files"))
+        if options.costs:
+            measure = "acceptance_sampling" if options.sampler.temperature else "acceptance_greedy"
+            depth = sum(len(prompt) + len(text) // 2 for prompt, text in zip(ids, texts, strict=True))
+            accepted = {name: found.divergences().measure(measure).mean for name, found in measured["answers"].items()}
+            costs = _step_costs(pairs, accepted, depth // len(ids))
+    for name in opened.decoded:
+        target, draft, models = pairs[name].target, pairs[name].draft, pairs[name].hugging_face
+        if models is not None:  # with the layers laid out, without which they were loaded
+            target, draft = (growing_decoder(model, size, options.prepack) for model in models)
+        decoded[name] = decode_rounds(target, draft, ids, options.settings, first.ends, f"rounds {name}, prompts")
+    return as_report(measured, decoded, options, len(ids), opened.classes, sliced=sliced, costs=costs)
 
 
 def _values(pairs: Mapping[str, LoadedPair], blocks: Packed, sampler: Sampler, size: int, domain: str) -> Any:
@@ -346,7 +320,7 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         batch=recipe.answers.batch,
         prepack=recipe.pytorch.prepack,
     )
-    return _written(run, evaluate_pairs([opened], options))
+    return _written(run, evaluate_pairs(opened, options))
 
 
 def open_run(recipe: Recipe, run: Run) -> TargetWithDrafts:
@@ -498,7 +472,7 @@ def _source(origin: dict[str, Any]) -> str:
     return f"{origin.get('model')} on a server" if origin.get("kind") == "server" else "the stored target"
 
 
-# ── Any two models on given texts, and every pair of several targets, drafts and GGUF types, without a recipe ──
+# ── Any target with its drafts on given texts, also in several GGUF types, without a recipe ──
 
 PROMPT_TOKENS, SEED = 64, 0  # tokens of a prompt cut from a text, and the seed of the order of texts
 
@@ -506,31 +480,15 @@ Prompts = Callable[[str, int], UserPrompts]  # of a target, with room for so man
 
 
 @dataclass(frozen=True)
-class Types:
-    """GGUF types to compare: of the target, of the draft, and of the draft's cache."""
-
-    target: Sequence[str] = ()
-    draft: Sequence[str] = ()
-    caches: Sequence[str] = ()
-
-    @property
-    def given(self) -> bool:
-        """Whether any is named."""
-        return any((self.target, self.draft, self.caches))
-
-
-NO_TYPES = Types()
-
-
-@dataclass(frozen=True)
 class Grid:
-    """Every target with every draft; with `types` given, as GGUF files of each type. `block` is the most tokens of a
-    text, `written` holds files that a run has exported."""
+    """A target with every draft; where `types` of the draft or of its cache are given, as GGUF files. `block` is the
+    most tokens of a text, `written` holds files that a run has exported."""
 
-    targets: Sequence[str]
+    target: str
     drafts: Sequence[str]
     block: int
-    types: Types = NO_TYPES
+    types: Sequence[str] = ()
+    caches: Sequence[str] = ()
     written: Path | None = None
     threads: int | None = None
     gguf: Gguf | None = None
@@ -540,73 +498,62 @@ DraftFile = tuple[str, str | None]  # a draft, and the type of its cache where t
 
 
 def evaluate_grid(grid: Grid, prompts: Prompts, options: EvaluationOptions) -> EvaluationReport:
-    """The report of every pair of the grid.
+    """The report of every draft of the grid.
 
     Raises RecipeError for a cache type that the build or the draft's sizes do not allow, PairError for models that do
     not fit, DataError for fewer than 4 prompts.
     """
-    for target in grid.targets:
-        for draft in grid.drafts:
-            require_pair(target, draft)
-    with tempfile.TemporaryDirectory() as scratch:
-        targets = _labelled(grid.targets, grid.types.target, grid, Path(scratch), "target")
+    for draft in grid.drafts:
+        require_pair(grid.target, draft)
+    with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
+        (target,) = _files([grid.target], (), grid, Path(scratch, "target")).values()
+        files = _files(grid.drafts, grid.types, grid, Path(scratch, "draft"))
         drafts: dict[str, DraftFile] = {
-            f"{label}, cache {cache}" if len(grid.types.caches) > 1 else label: (path, cache)
-            for label, (path, _) in _labelled(grid.drafts, grid.types.draft, grid, Path(scratch), "draft").items()
-            for cache in dict.fromkeys(grid.types.caches) or [None]
+            f"{label}, cache {cache}" if len(grid.caches) > 1 else label: (path, cache)
+            for label, path in files.items()
+            for cache in dict.fromkeys(grid.caches) or [None]
         }
-        groups: dict[tuple[str, str], dict[str, DraftFile]] = {}  # pairs by their target's writer and engine
-        for label, (path, writer) in targets.items():
-            for own, (draft, cache) in drafts.items():
-                big, small = one_engine(path, draft)
-                name = "draft" if len(targets) * len(drafts) == 1 and not grid.types.given else own
-                name = name if len(targets) == 1 else f"{name} for {label}"
-                groups.setdefault((writer, big), {})[name] = small, cache
-        with closing(_opened(groups, grid, prompts, options)) as opened:
-            return evaluate_pairs(opened, options)
+        if not all(map(is_gguf, (target, *files.values()))):  # one engine for all
+            target = str(folder_of(target)) if is_gguf(target) else target
+            drafts = {
+                name: (str(folder_of(path)) if is_gguf(path) else path, None) for name, (path, _) in drafts.items()
+            }
+        if len(drafts) == 1 and not _typed(grid):
+            drafts = dict(zip(["draft"], drafts.values(), strict=True))
+        more = LONGEST + 1 if options.costs else 0  # tokens of timed steps, behind a text
+        pairs = _load(target, drafts, grid, grid.block + more, stack)
+        block = min(grid.block, *(model.capacity - more for one in pairs.values() for model in (one.target, one.draft)))
+        found = prompts(target, block)
+        alone = next(iter(pairs.values())) if len(pairs) == 1 else None
+        given = None if alone is None else _given(alone, found.texts, block, options.settings.file_blocks)
+        decoded = [*pairs] if options.acceptance else []
+        return evaluate_pairs(TargetWithDrafts(pairs, found.measured, block, found.classes(), given, decoded), options)
 
 
-def _labelled(
-    models: Sequence[str], types: Sequence[str], grid: Grid, scratch: Path, role: str
-) -> dict[str, tuple[str, str]]:
-    """Each model, or its file of each type, with the model itself, by a name for tables."""
+def _typed(grid: Grid) -> bool:
+    return bool(grid.types or grid.caches)
+
+
+def _files(models: Sequence[str], types: Sequence[str], grid: Grid, scratch: Path) -> dict[str, str]:
+    """Each model, or its file of each type, by a name for tables; files are written to `scratch`, a role's folder."""
     found = {}
     short = [Path(model).name if is_path(model) else model for model in models]
     names = short if len(set(short)) == len(short) else models
     for number, (name, model) in enumerate(dict(zip(names, models, strict=True)).items()):
-        if not grid.types.given:
-            found[name] = model, model
+        if not _typed(grid):
+            found[name] = model
             continue
-        folder = scratch / f"{role}-{number}"
-        folder.mkdir()
+        folder = scratch / str(number)
+        folder.mkdir(parents=True)
 
         def place(kind: str, folder: Path = folder) -> Path:
-            exported = None if grid.written is None else grid.written / f"{role}-{kind}.gguf"
-            return exported if exported is not None and exported.is_file() else folder / f"{role}-{kind}.gguf"
+            exported = None if grid.written is None else grid.written / f"{scratch.name}-{kind}.gguf"
+            return exported if exported is not None and exported.is_file() else folder / f"{scratch.name}-{kind}.gguf"
 
         kinds = types or [file_type(Path(model)) if is_gguf(model) else "f16"]
         files = files_in_types(model, kinds, place)
-        found |= {kind if len(models) == 1 else f"{name}, {kind}": (str(path), model) for kind, path in files.items()}
+        found |= {kind if len(models) == 1 else f"{name}, {kind}": str(path) for kind, path in files.items()}
     return found
-
-
-def _opened(
-    groups: Mapping[tuple[str, str], Mapping[str, DraftFile]], grid: Grid, prompts: Prompts, options: EvaluationOptions
-) -> Generator[TargetWithDrafts, None, None]:
-    """The pairs of each target in turn, closed when the next are asked for."""
-    alone = sum(map(len, groups.values())) == 1
-    more = LONGEST + 1 if options.costs else 0  # tokens of timed steps, behind a text
-    for (writer, target), drafts in groups.items():
-        with ExitStack() as stack:
-            pairs = _load(target, drafts, grid, grid.block + more, stack)
-            capacities = (model.capacity for pair in pairs.values() for model in (pair.target, pair.draft))
-            block = min(grid.block, min(capacities) - more)
-            found = prompts(target, block)
-            given = _given(next(iter(pairs.values())), found.texts, block, options.settings.file_blocks)
-            decoded = [*pairs] if options.acceptance else []
-            yield TargetWithDrafts(
-                pairs, found.measured, block, found.classes(), given if alone else None, decoded, writer
-            )
 
 
 def _load(
@@ -665,7 +612,8 @@ def prompts_of(corpus: Corpus, count: int) -> Prompts:
 def evaluate_types(
     recipe: Recipe,
     run: Run,
-    types: Types,
+    types: Sequence[str],
+    caches: Sequence[str],
     threads: int | None,
     gguf: Gguf | None,
     command: str,
@@ -675,8 +623,8 @@ def evaluate_types(
     """The report of a run's target and trained draft in the grid's types, behind the run's test prompts."""
     found = UserPrompts(read_prompts(run, "test")[: recipe.eval.prompts], [], {}, [])
     written = None if run.outdated("export") else run.path("gguf")
-    models = [recipe.target.model], [str(run.path("draft"))]
-    grid = Grid(*models, recipe.corpus.block, types, written, threads, gguf)
+    models = recipe.target.model, [str(run.path("draft"))]
+    grid = Grid(*models, recipe.corpus.block, types, caches, written, threads, gguf)
     sampler, seed = Sampler.of(recipe.sampler), recipe.seed
     options = EvaluationOptions(sampler, recipe.eval, command, kl, costs=True, seed=seed, acceptance=acceptance)
     return evaluate_grid(grid, lambda *_: found, options)

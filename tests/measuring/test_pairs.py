@@ -47,26 +47,24 @@ def test_drafts_are_paired_by_prompt(finished: Path, world: Path, capsys: Captur
     assert first["difference"] is None and same["difference"] == {"mean": 0, "low": 0, "high": 0}
 
 
-def test_a_draft_on_several_targets(finished: Path, world: Path, capsys: Capture) -> None:
-    """The draft itself as a target accepts all of it, the other target less; with --acceptance rounds are decoded."""
-    pair = [world / "target", finished / "draft", "--target", finished / "draft"]
-    pair += ["--prompts", world / "corpus", "--count", 4]
+def test_a_target_as_its_own_draft(finished: Path, world: Path, capsys: Capture) -> None:
+    """It accepts all of it, the other draft less; with --acceptance rounds are decoded."""
+    pair = [world / "target", finished / "cut", world / "target", "--prompts", world / "corpus", "--count", 4]
     report = measured(capsys, *pair, "--kl", "--acceptance")
-    assert acceptance(report)["draft for draft"] == pytest.approx(1, abs=1e-5)
-    assert report["pairs"]["draft for draft"]["difference"]["low"] > 0
-    assert [*report["positions"]] == ["draft for target", "draft for draft"] and not report["groups"]
-    assert (
-        report["tokens_per_round"]["draft for draft"]["mean"] > report["tokens_per_round"]["draft for target"]["mean"]
-    )
-    printed = tiny.shown(capsys, "eval", *pair)
-    assert "difference to the first, by prompt" in printed
+    assert acceptance(report)["target"] == pytest.approx(1, abs=1e-5)
+    assert report["pairs"]["target"]["difference"]["low"] > 0
+    assert [*report["positions"]] == ["cut", "target"]
+    assert report["tokens_per_round"]["target"]["mean"] > report["tokens_per_round"]["cut"]["mean"]
+    assert "difference to the first, by prompt" in tiny.shown(capsys, "eval", *pair)
 
 
-def test_a_pair_in_several_types(world: Path, capsys: Capture) -> None:
+def test_a_pair_in_several_types(world: Path, tmp_path: Path, capsys: Capture) -> None:
     """The target as its own draft differs by its type and cache alone: not at all in f32, more in q4_0 than in q8_0.
     Predictions follow from the steps."""
-    kinds = ("--types", "f32,q8_0,q4_0", "--target-types", "f32", "--cache-types", "f32,f16")
-    pair = [world / "target", world / "target", "--prompts", world / "corpus", "--count", 4]
+    assert tiny.call("export-gguf", world / "target", "--outtype", "f32", "--to", tmp_path) == 0
+    (target,) = tmp_path.glob("*.gguf")
+    kinds = ("--types", "f32,q8_0,q4_0", "--cache-types", "f32,f16")
+    pair = [target, world / "target", "--prompts", world / "corpus", "--count", 4]
     report = measured(capsys, *pair, *kinds)
     assert len(report["pairs"]) == 6
     kl = {name: one["forward_kl"]["mean"] for name, one in report["domains"]["answers"].items()}
