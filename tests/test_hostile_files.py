@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import io
 import json
 import shutil
 import struct
-import sys
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -376,14 +374,3 @@ def test_figures_that_an_evaluation_lacks(copied: Path) -> None:
     (copied / "eval.json").write_text(json.dumps({**whole, "domains": {part: {} for part in whole["domains"]}}))
     with pytest.raises(DataError, match="does not hold what this version writes"):
         read_result(copied / "eval.json", EvaluationReport)
-
-
-def test_an_answer_that_is_not_utf8(
-    copied: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\x9b\n"), encoding="utf-8"))
-    assert (
-        "stdin gave no answer; nothing was deleted"
-        in tiny.refused(capsys, "runs", "--runs", copied.parent, "--delete", "tiny")
-        and copied.exists()
-    )

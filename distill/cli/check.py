@@ -352,5 +352,5 @@ def _disk(runs: Path) -> Finding:
     if not place.is_dir() or not os.access(place, os.W_OK):
         return Finding(what, f"{place} cannot be written", "warning", "choose another folder: --runs FOLDER")
     free = shutil.disk_usage(place).free
-    remedy = "delete old runs (`distill runs --delete NAME`), or choose --runs FOLDER"
+    remedy = "delete old runs (`distill runs` lists them), or choose --runs FOLDER"
     return judged(what, f"{free / 1e9:.1f} GB are free", free < LITTLE_DISK, remedy)

@@ -3,7 +3,6 @@ or shows several side by side."""
 
 from __future__ import annotations
 
-import shutil
 import sys
 import time
 from contextlib import closing
@@ -17,8 +16,8 @@ import typer
 from distill.cli import shared
 from distill.devices import is_main
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
-from distill.files import read_result, read_utf8, require_path
-from distill.progress import announce, note, signalled, warn
+from distill.files import read_result, read_utf8
+from distill.progress import announce, note, warn
 from distill.recipe import Recipe, load_recipe
 from distill.recipe.recipe import HELD_OUT, QUESTIONS, left_out
 from distill.run import Run
@@ -42,12 +41,6 @@ def train(
         bool,
         typer.Option("--rehearse", help="All stages on 4 prompts and 3 steps, as NAME-rehearsal; estimates the run."),
     ] = False,
-    must_pay: Annotated[
-        float | None,
-        shared.number_option(
-            min=0, max=1, help="Refuse to train where this acceptance would not make decoding faster."
-        ),
-    ] = None,
 ) -> None:
     """Run every stage of a recipe, from corpus to report.
 
@@ -56,9 +49,9 @@ def train(
     from distill.pipeline import running
     from distill.pipeline.stages import NAMES, find_stage
 
-    if rehearsal and (until or redo or fresh or refresh or dry_run or must_pay is not None):
+    if rehearsal and (until or redo or fresh or refresh or dry_run):
         raise RecipeError("--rehearse runs all stages, shortened, and nothing else", "leave the other options out")
-    if refresh and (redo or fresh or dry_run or must_pay is not None):
+    if refresh and (redo or fresh or dry_run):
         raise RecipeError("--refresh starts a new run from a finished one", "leave --redo, --fresh and others out")
     begun = None if fresh else runs / load_recipe(recipe, overrides or []).name / "config.yaml"
     found = whole = shared.read_recipe(recipe, overrides or [], begun)
@@ -96,8 +89,6 @@ def train(
         running.require_allowed(running.plan_run(found, run, until, redo or ()))
     # Before the run folder is touched: a cut that cannot be made must not cost the answers.
     _check(found, run, until)
-    if must_pay is not None:
-        _require_pay(found, run, must_pay)
     if parent is not None:
         print(f"the old run is now {running.start_refresh(run, parent)}", file=sys.stderr)
     with closing(run):
@@ -117,7 +108,7 @@ def _rehearse(whole: Recipe, short: Recipe, run: Run) -> None:
     with closing(run):
         table = rehearse(whole, short, run)
     print(table)
-    print(f"{run.folder} holds the rehearsal; `distill runs --delete {run.folder.name}` removes it", file=sys.stderr)
+    print(f"{run.folder} holds the rehearsal; delete it when you have read it", file=sys.stderr)
 
 
 def _move_aside(run: Run) -> None:
@@ -137,30 +128,6 @@ def _check(recipe: Recipe, run: Run, until: str | None) -> None:
     found = preflight(recipe, run.done("corpus") is None, until=until, teacher=unread, folder=run.folder)
     for line in found.warnings:
         print(line, file=sys.stderr)
-
-
-def _require_pay(recipe: Recipe, run: Run, acceptance: float) -> None:
-    """Print the plan's verdicts; RunError where no backend is predicted to be faster at this conditional
-    acceptance.
-
-    Of a draft that is trained nothing is left to save.
-    """
-    if run.done("train") is not None:
-        note("--must-pay: nothing is planned, as the draft is trained already")
-        return
-    from distill.planning.cases import PlanRequest, measured_cases
-    from distill.planning.plan import forecast
-
-    shared.prepare(recipe.threads)
-    found = [forecast(case, {"--must-pay": [acceptance]}) for case in measured_cases(PlanRequest.of(recipe))]
-    for one in found:
-        print(f"plan, {one.title}:", *one.sentences, sep="\n  ", file=sys.stderr)
-    if not any(one.scenarios[-1].best for one in found):
-        raise RunError(
-            f"at a conditional acceptance of {acceptance:g} a draft of this cut is predicted to be no faster than plain"
-            " decoding",
-            "cut it smaller (`distill plan RECIPE cut.layers=…` shows what pays), or leave --must-pay out",
-        )
 
 
 def say_outcome(run: Run) -> None:
@@ -201,13 +168,8 @@ def _print_stage(folder: Path, stage: str) -> None:
 def list_runs(
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
-    delete: Annotated[str | None, typer.Option(metavar="NAME", help="Delete this run and everything in it.")] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="With --delete: do not ask.")] = False,
 ) -> None:
-    """List the runs with their finished stages, last change and size on disk; or delete one."""
-    if delete is not None:
-        _delete(runs, delete, yes)
-        return
+    """List the runs with their finished stages, last change and size on disk."""
     rows: list[Row] = []
     for config in sorted(runs.glob("*/config.yaml")):
         folder = config.parent
@@ -232,33 +194,6 @@ def _stages(config: Path) -> list[str]:
     except DistillError:
         absent = {*HELD_OUT, QUESTIONS}
     return [name for name in NAMES if name not in absent]
-
-
-def _delete(runs: Path, name: str, yes: bool) -> None:
-    """Delete the run of this name, and nothing else; raises RunError where there is none or a process works in it."""
-    require_path(name, "the run")
-    folder = runs / name
-    if name.startswith(".") or Path(name).name != name or not (folder / "config.yaml").is_file():
-        raise RunError(f"there is no run `{name}` in {runs.resolve()}", "`distill runs` lists the runs")
-    if folder.is_symlink():
-        raise RunError(f"{folder} is a link", "delete it by hand, and what it leads to")
-    size = sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-    unread: Recipe = Recipe.model_construct()  # type: ignore[call-arg]  # a damaged run has no recipe to read
-    with Run(folder, unread).locked():
-        try:
-            agreed = yes or typer.confirm(f"Delete {folder} ({size / 1e6:.1f} MB)?", err=True)
-        except (UnicodeDecodeError, typer.Abort):
-            if signalled():
-                raise
-            print(file=sys.stderr)  # ends the line of the question
-            what = "--delete asks before it deletes, and stdin gave no answer; nothing was deleted"
-            raise RunError(what, "answer y or n at a terminal, or give --yes") from None
-        if not agreed:
-            print("nothing was deleted", file=sys.stderr)
-            return
-        with faults_explained(folder):
-            shutil.rmtree(folder)
-    print(f"{folder} is deleted", file=sys.stderr)
 
 
 MEASURED = ("eval", "export", "speedup")

@@ -94,7 +94,7 @@ class Planner:
     """
 
     def __init__(self, recipe: Recipe, run: Run, redo: Sequence[str] = ()) -> None:
-        self.recipe, self.run, self.contents = recipe, run, Contents(run)
+        self.recipe, self.run, self.contents = recipe, run, Contents()
         path = run.path("stages", "redo.json")
         found = read_json(path, {"asked": [str], "started": [str]}) if path.exists() else {"asked": [], "started": []}
         self.asked: list[str] = sorted({*found["asked"], *redo})
@@ -135,7 +135,7 @@ class Planner:
         old = record["inputs"] if record is not None else read_json(begun, {})
         if record is None and old == parts:
             return Action(stage, "resume", (), parts)
-        reasons = tuple(difference(old, parts, self.contents))
+        reasons = tuple(difference(old, parts))
         if self._has_work(stage) and stage.name not in consumers(self.asked):
             return self._refuse(stage, reasons)
         return Action(stage, "redo", reasons, parts)
@@ -167,7 +167,7 @@ class Planner:
             if old.get(name) != new.get(name) and not (":" in name and None in (old.get(name), new.get(name)))
         }
         before, after = ({name: value for name, value in parts.items() if name in changed} for parts in (old, new))
-        reasons = difference(before, after, self.contents)
+        reasons = difference(before, after)
         if changed and self._has_work(stage):
             return self._refuse(stage, reasons)
         rests = [
@@ -288,7 +288,6 @@ def _carry_out(action: Action, planner: Planner) -> None:
     if action.asked:
         planner.started.append(stage.name)
         write_json(run.path("stages", "redo.json"), {"asked": planner.asked, "started": planner.started})
-    planner.contents.save()
     write_json(begun_path(run, stage), parts)
     started = time.time()
     for name, pattern in stage.inputs:

@@ -13,7 +13,7 @@ from distill.data.sources import source_files, tree_files
 from distill.data.traffic import PIN as TRAFFIC
 from distill.data.traffic import pin_traffic
 from distill.errors import RunError
-from distill.files import digests_of, file_digests, has_form, joint_digest, parse_object, read_json, write_json
+from distill.files import digests_of, has_form, joint_digest, read_json, reference_digest
 from distill.recipe import Recipe, Source
 from distill.recipe.corpus import OF_TARGET
 from distill.recipe.measuring import CHANGES_LOGITS
@@ -78,7 +78,7 @@ def _keys(section: str, names: str) -> str:
 
 CONNECTION = " ".join(CONNECTION_KEYS)
 # Settings of a training that change rounding, speed and kept checkpoints, but nothing else.
-ROUNDING = _keys("train", "micro_batch chunk save_every keep checkpointing compile trackers")
+ROUNDING = _keys("train", "micro_batch save_every checkpointing compile trackers")
 # How servers are reached changes none of their numbers; a GGUF file's content is part of the key.
 OF_TEACHER = _keys("teacher.server", CONNECTION)
 OF_WRITER = _keys("answers.writer", f"gguf missing {CONNECTION}")
@@ -232,49 +232,13 @@ def consumers(names: Sequence[str]) -> set[str]:
 # ── The key of a stage: what it hashes, in words, and how it differs from the key that the stage last ran with ──
 
 Parts = dict[str, Any]  # the settings and digests that a key is the hash of, by name
-CONTENTS = "contents.json"  # of a run: the files of each model whose digest stands in one
-MOST_FILES = 1000  # of a reference whose files are remembered
-NAMED = 5  # changed files named in a message
 
 
-class Contents:
-    """Digests of models and sources, each taken once, and the files behind each, so that a changed one can be named."""
+class Contents(dict[str, str]):
+    """Digests of models and sources by what names them, each taken once; of a hub name the name itself."""
 
-    def __init__(self, run: Run) -> None:
-        self._path = run.path(CONTENTS)
-        found = parse_object(self._path.read_bytes()) if self._path.is_file() else {}
-        whole = isinstance(found, dict) and has_form(found, {...: {...: str}})  # if not: it only helps messages
-        self._files: dict[str, dict[str, str]] = found if isinstance(found, dict) and whole else {}
-        self._known = dict(self._files)
-        self._digests: dict[str, str] = {}
-
-    def digest(self, reference: str) -> str:
-        """The digest of a local model or source; for a hub name, the name itself."""
-        if reference not in self._digests:
-            files = file_digests(reference)
-            self._digests[reference] = reference if files is None else self.joint(files)
-        return self._digests[reference]
-
-    def joint(self, files: dict[str, str]) -> str:
-        """One digest of several files, given by their own."""
-        found = joint_digest(files)
-        if len(files) <= MOST_FILES:
-            self._files[found] = files
-        return found
-
-    def changed(self, old: Any, new: Any) -> str:
-        """The files in which two digests differ, for a message; empty where that is not known."""
-        before, after = (self._files.get(one) if isinstance(one, str) else None for one in (old, new))
-        if before is None or after is None:
-            return ""
-        names = sorted(name for name in {*before, *after} if name and before.get(name) != after.get(name))
-        return ", ".join(names[:NAMED]) + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-
-    def save(self) -> None:
-        """Keep the files of all digests taken so far with the run."""
-        if self._files != self._known:
-            write_json(self._path, self._files)
-            self._known = dict(self._files)
+    def __missing__(self, reference: str) -> str:
+        return self.setdefault(reference, reference_digest(reference))
 
 
 def begun_path(run: Run, stage: Stage) -> Path:
@@ -311,12 +275,12 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Par
     return parts
 
 
-def difference(old: Parts, new: Parts, contents: Contents) -> list[str]:
+def difference(old: Parts, new: Parts) -> list[str]:
     """The changes between two sets of key parts, one line each; none for equal ones."""
-    return _changes(old, new, contents) or ["another version of distill made this run"] * (old != new)
+    return _changes(old, new) or ["another version of distill made this run"] * (old != new)
 
 
-def _changes(old: Parts, new: Parts, contents: Contents, prefix: str = "") -> list[str]:
+def _changes(old: Parts, new: Parts, prefix: str = "") -> list[str]:
     lines = []
     for name in [*old, *(name for name in new if name not in old)]:
         values: list[Any] = [side.get(name) for side in (old, new)]
@@ -326,10 +290,9 @@ def _changes(old: Parts, new: Parts, contents: Contents, prefix: str = "") -> li
         if has_form(before, [{}]) and has_form(after, [{}]) and len(before) == len(after):
             before, after = dict(enumerate(before)), dict(enumerate(after))
         if isinstance(before, dict) and isinstance(after, dict):
-            lines += _changes(before, after, contents, f"{prefix}{name}.")
+            lines += _changes(before, after, f"{prefix}{name}.")
         elif "content" in str(name) or ":" in str(name) or name == "target.model":
-            files = contents.changed(before, after)
-            lines.append(f"{prefix}{name} has other content" + (f": {files}" if files else ""))
+            lines.append(f"{prefix}{name} has other content")
         else:
             lines.append(f"{prefix}{name}: {before!r} -> {after!r}")
     return lines
@@ -369,17 +332,17 @@ def _content(name: str, recipe: Recipe, contents: Contents) -> tuple[str, Any]:
         "gguf": ("teacher.gguf (content)", recipe.teacher.gguf),
         "writer": ("answers.writer.gguf (content)", None if writer is None else writer.gguf),
     }[name]
-    return label, None if reference is None else contents.digest(reference)
+    return label, None if reference is None else contents[reference]
 
 
 def _source_digest(source: Source, contents: Contents) -> Any:
     if source.path == "python:stdlib":
         return sys.version.split()[0]
     if source.kind == "tree":
-        return contents.joint(digests_of(tree_files(source)))
+        return joint_digest(digests_of(tree_files(source)))
     if source.kind == "hub" or Path(source.path).exists():
-        return contents.digest(source.path)
-    return [contents.digest(str(path)) for path in source_files(source)]
+        return contents[source.path]
+    return [contents[str(path)] for path in source_files(source)]
 
 
 def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:

@@ -865,7 +865,7 @@ USUAL = {  # valid values of arguments and options; of the others 3
     **{"--runs": "runs", "--output": "json", "-o": "csv", "--until": "eval", "--redo": "eval"},
     **{"--acceptance": "0.9,0.5", "--outtype": "f16", "--depths": "64", "--prompts": "text.txt"},
     **{"--configuration": "drafter=lookup,length=3", "-C": "rule=p_min", "--sampler": "temperature=1,top_k=3"},
-    **{"--pytorch": "static=true", "--llama": "ub=8", "--delete": "tiny", "--grammar": "text.txt", "--p-min": "0.5"},
+    **{"--pytorch": "static=true", "--llama": "ub=8", "--grammar": "text.txt", "--p-min": "0.5"},
 }
 
 

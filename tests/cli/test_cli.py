@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import csv
-import fcntl
 import functools
 import io
 import json
@@ -25,46 +24,6 @@ from distill.measuring.speedup_results import SpeedupReport
 from distill.training.saved import TrainingSummary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
-
-
-def a_run(folder: Path) -> Path:
-    (folder / "draft").mkdir(parents=True)
-    for name in ("config.yaml", "draft/model.safetensors"):
-        (folder / name).write_text("x")
-    return folder
-
-
-def test_runs_are_deleted_after_a_question(tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
-    kept, gone = a_run(tmp_path / "kept"), a_run(tmp_path / "gone")
-    for answer, left in (("n\n", [gone, kept]), ("y\n", [kept])):
-        monkeypatch.setattr(sys, "stdin", io.StringIO(answer))
-        assert tiny.call("runs", "--runs", tmp_path, "--delete", "gone") == 0
-        assert sorted(tmp_path.iterdir()) == left
-    assert "is deleted" in capsys.readouterr().err
-    monkeypatch.setattr(sys, "stdin", io.StringIO())
-    assert tiny.call("runs", "--runs", tmp_path, "--delete", "kept") == 2
-    question, said = capsys.readouterr().err.split("\n", 1)
-    assert question.startswith("Delete ") and said.startswith("distill: --delete asks") and "--yes" in said
-    with open(kept / ".lock", "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        assert tiny.call("runs", "--runs", tmp_path, "--delete", "kept") == 2
-    assert capsys.readouterr().err.startswith("distill: another process is working in")
-    assert tiny.call("runs", "--runs", tmp_path, "--delete", "kept", "--yes") == 0
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("name", ["none", "..", ".", "kept/draft", "../runs/kept", "busy", "link", "a" * 5000])
-def test_only_a_run_at_rest_is_deleted(tmp_path: Path, capsys: Capture, name: str) -> None:
-    runs = tmp_path / "runs"
-    a_run(tmp_path / "elsewhere")
-    kept, busy = a_run(runs / "kept"), a_run(runs / "busy")
-    (runs / "link").symlink_to(tmp_path / "elsewhere")
-    (runs / "config.yaml").write_text("x")
-    with open(busy / ".lock", "w") as handle:
-        fcntl.flock(handle, fcntl.LOCK_EX)
-        assert tiny.call("runs", "--runs", runs, "--delete", name, "--yes") == 2
-    assert "Traceback" not in capsys.readouterr().err
-    assert (kept / "config.yaml").exists() and (busy / "config.yaml").exists() and (tmp_path / "elsewhere").exists()
 
 
 def test_check(world: Path, capsys: Capture) -> None:

@@ -66,7 +66,6 @@ def test_finished_work_is_shown_and_other_work_refused_before_it_starts(
         ("train", world / "recipe.yaml", *runs, "eval.new_tokens=9"): "stage `eval` would have to run",
         ("train", world / "recipe.yaml", *runs, "name=new"): "no permission to write",
         ("export-gguf", "tiny", *runs, "--outtype", "f16"): "no permission to write",
-        ("runs", *runs, "--delete", "tiny", "--yes"): "no permission to write",
         ("train", world / "recipe.yaml", *runs, "--fresh"): "no permission to write",
     }
     before = tiny.contents(tmp_path)

@@ -26,7 +26,7 @@ def opened(folder: Path, *overrides: str) -> Run:
 
 
 def names(run: Run, stage: str) -> set[str]:
-    return {*key_parts(find_stage(stage), run.recipe, run, Contents(run))}
+    return {*key_parts(find_stage(stage), run.recipe, run, Contents())}
 
 
 def test_keys_hold_what_their_stages_read(finished: Path, tmp_path: Path) -> None:
@@ -38,10 +38,9 @@ def test_keys_hold_what_their_stages_read(finished: Path, tmp_path: Path) -> Non
         assert names(after, stage) - names(before, stage) == more
 
 
-def test_a_change_of_one_item_has_the_name_that_an_override_takes(finished: Path) -> None:
-    contents = Contents(Run(finished, load_recipe(finished / "config.yaml")))
+def test_a_change_of_one_item_has_the_name_that_an_override_takes() -> None:
     before, after = ({"lengths": [1, n], "configurations": [{"length": n}]} for n in (2, 3))
-    found = difference({"speedup": before}, {"speedup": after}, contents)
+    found = difference({"speedup": before}, {"speedup": after})
     assert found == ["speedup.lengths: [1, 2] -> [1, 3]", "speedup.configurations.0.length: 2 -> 3"]
 
 
@@ -54,7 +53,7 @@ def test_the_key_of_a_tree_is_of_the_files_that_it_reads(world: Path, tmp_path: 
     run = Run(tmp_path / "run", recipe)
 
     def content() -> Any:
-        return key_parts(find_stage("corpus"), recipe, run, Contents(run))["corpus.sources (content)"]
+        return key_parts(find_stage("corpus"), recipe, run, Contents())["corpus.sources (content)"]
 
     first = content()
     (tmp_path / "tree" / "notes.txt").write_text("other")

@@ -118,7 +118,7 @@ def test_again_it_only_shows(world: Path, rehearsed: tuple[Path, str], capsys: C
     before = read_result(folder / RESULT, Rehearsal).stages
     assert tiny.call("train", world / "recipe.yaml", "--runs", folder.parent, "--rehearse") == 0
     said = capsys.readouterr()
-    assert said.out.splitlines()[:12] == table.splitlines()[:12] and "distill runs --delete" in said.err
+    assert said.out.splitlines()[:12] == table.splitlines()[:12] and "holds the rehearsal" in said.err
     assert read_result(folder / RESULT, Rehearsal).stages == before
 
 

@@ -353,7 +353,7 @@ def test_keys_of_runs_that_load_the_target_are_as_before(world: Path, finished: 
     """Their stages depend on nothing new, and they hear nothing of the others."""
     recipe, run = opened(finished)
     for stage in STAGES:
-        parts = key_parts(stage, recipe, run, Contents(run))
+        parts = key_parts(stage, recipe, run, Contents())
         assert not [name for name in parts if name.startswith(("validation", "test", "target.load"))]
     assert "validation: " not in (finished / "log.txt").read_text().replace("  validation: ", "")
     assert tiny.call("train", world / "recipe.yaml", "--runs", finished.parent, "--until", "validation") == 2

@@ -8,9 +8,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
-from itertools import count
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -175,18 +173,6 @@ def test_a_verdict_is_told_before_the_next_engine_is_measured(world: Path, capsy
     shown = capsys.readouterr()
     assert "one:\n" not in told[0] and "one:\n" in told[1] and "two:\n" not in shown.err  # the last one is in the table
     assert "**one**" in shown.out and "**two**" in shown.out
-
-
-def test_a_training_that_must_pay(world: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
-    """A round costs more than a plain step: where nothing is accepted it cannot pay. Seconds are readings."""
-    clock = SimpleNamespace(perf_counter=count().__next__)
-    for module in ("costs", "decode", "drafters", "round_costs"):
-        monkeypatch.setattr(f"distill.decoding.{module}.time", clock)
-    asked = (world / "recipe.yaml", "--runs", tmp_path / "runs", "speedup.backends=[pytorch]", "--must-pay", 0)
-    assert tiny.call("train", *asked) == 2
-    said = capsys.readouterr().err
-    assert "plan, this machine, measured, pytorch:" in said and "is predicted to be no faster" in said
-    assert not (tmp_path / "runs").exists()
 
 
 @pytest.mark.parametrize(

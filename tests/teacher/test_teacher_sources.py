@@ -303,14 +303,14 @@ def test_the_server_can_move_without_a_new_store(target: Path, tmp_path: Path) -
     def parts(**more: Any) -> dict[str, Any]:
         values = {"urls": ["http://a:1/v1"], "model": "m"} | more
         recipe, run = begin(tmp_path / str(len(list(tmp_path.iterdir()))), target, server=values)
-        return key_parts(stage, recipe, run, Contents(run))
+        return key_parts(stage, recipe, run, Contents())
 
     before = parts()
     assert "urls" not in json.dumps(before)
     assert parts(urls=["http://b:2/v1"], concurrency=2, retries=1, timeout=9.0, key="K") == before
     recipe, run = begin(tmp_path / "gguf", target, gguf=str(target / "f32.gguf"))
-    assert difference(before, parts(model="n"), Contents(run)) == ["teacher.server.model: 'm' -> 'n'"]
-    assert key_parts(stage, recipe, run, Contents(run))["teacher.gguf (content)"]
+    assert difference(before, parts(model="n")) == ["teacher.server.model: 'm' -> 'n'"]
+    assert key_parts(stage, recipe, run, Contents())["teacher.gguf (content)"]
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
