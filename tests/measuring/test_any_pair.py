@@ -322,7 +322,7 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
     text = document(speedup_blocks(found))
     (part,) = found.parts
     assert [row.configuration for row in found.measurements] == [
-        *("plain", "draft, γ = 1", "draft, γ = 3", "tree of 4, depth ≤ 2, none")
+        *("plain", "draft, γ = 1", "draft, γ = 3", "tree ≤ 4, depth ≤ 2, none")
     ]
     assert all(row.different == 0 and (row.identical or 0) + (row.excused or 0) == 4 for row in found.measurements)
     for row in found.measurements:
