@@ -42,6 +42,7 @@ from distill.recipe import (
     parse_section,
     resolve_model,
 )
+from distill.recipe.measuring import fixed_length
 from distill.sampler import Sampler
 from distill.surgery.cutter import cut_folder
 from distill.surgery.results import Change
@@ -196,14 +197,14 @@ def measure_speedup(
     """
     sampler = sampler or SamplerSettings(temperature=0)
     sampled = {"sampler": "recipe"} if sampler.temperature else {}
-    sweep = [parse_section(Configuration, {**sampled, "length": length}) for length in lengths]
-    others = [
+    fixed = tuple(lengths)
+    configured = [
         one if isinstance(one, Configuration) else parse_section(Configuration, {**sampled, **one})
-        for one in configurations
+        for one in (*({"length": length} for length in fixed if sampled), *configurations)
     ]
-    every = (*sweep, *others)
-    counts = {"prompts": count, "new_tokens": tokens, "allow_lossy": allow_lossy}
-    speedup = parse_section(Speedup, {**counts, "lengths": (), "configurations": every})
+    counts = {"prompts": count, "new_tokens": tokens, "allow_lossy": allow_lossy, "configurations": configured}
+    speedup = parse_section(Speedup, counts | {"lengths": () if sampled else fixed})
+    every = (*map(fixed_length, speedup.lengths), *configured)
     drawn = next((one for one in every if one.sampler == "recipe" and not sampled), None)
     if drawn is not None:
         raise RecipeError(f"`{drawn.title}` is sampled", "give a sampler (--sampler temperature=1)")
@@ -217,8 +218,6 @@ def measure_speedup(
     settings = PairSettings(
         target=settled_target(big, dtype, device),
         draft=small,
-        sweep=() if sampled else tuple(sweep),
-        others=every if sampled else tuple(others),
         speedup=speedup,
         sampler=sampler,
         seed=seed,

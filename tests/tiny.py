@@ -120,8 +120,6 @@ def recipe_values(world: Path, elsewhere: bool = False) -> dict[str, Any]:
             "lengths": [1, 3],
             "prompts": 4,
             "new_tokens": 12,
-            "calibration_prompts": 6,
-            "repeats": 5,
         },
     }
 

@@ -172,7 +172,7 @@ def calibrate_run(
         return None
     path = run.path("speedup", "calibration.json")
     if not path.exists():
-        prompts = validation_prompts(run, recipe.answers.prompt_tokens, settings.calibration_prompts)
+        prompts = validation_prompts(run, recipe.answers.prompt_tokens, settings.prompts)
         with load_pair(recipe.target, str(run.path("draft")), device=recipe.device, pytorch=recipe.pytorch) as pair:
             made = calibrate_pair(pair, prompts, pair_settings, run.command, "validation", table)
         write_json(path, made)

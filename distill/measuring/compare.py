@@ -37,6 +37,7 @@ from distill.measuring.speedup_results import (
 from distill.progress import Progress
 from distill.recipe import Configuration, Gguf, PyTorch, SamplerSettings, Speedup, Target
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
+from distill.recipe.measuring import fixed_length
 from distill.tables import speed_ratio
 
 # ── A configuration made ready for one pair: the rules it decodes under, and its drafter ──
@@ -46,14 +47,11 @@ from distill.tables import speed_ratio
 class PairSettings:
     """What is measured of a pair and how, whether it comes from a run or not.
 
-    `draft` is None where none is used. `sweep` are greedy configurations of fixed lengths, `others` any; `speedup`
-    holds the counts. The engines' options are those with which the pair is loaded.
+    `draft` is None where none is used. The engines' options are those with which the pair is loaded.
     """
 
     target: Target
     draft: str | None
-    sweep: tuple[Configuration, ...]
-    others: tuple[Configuration, ...]
     speedup: Speedup = field(default_factory=Speedup)
     sampler: SamplerSettings = field(default_factory=partial(SamplerSettings, temperature=0))
     seed: int = 0
@@ -65,12 +63,12 @@ class PairSettings:
     @property
     def configurations(self) -> tuple[Configuration, ...]:
         """All that draft."""
-        return *self.sweep, *self.others
+        return *map(fixed_length, self.speedup.lengths), *self.speedup.configurations
 
     @property
     def largest_tree(self) -> int:
         """The most nodes of a tree that may be verified; 0 without trees."""
-        return max((one.most_nodes for one in self.others), default=0)
+        return max((one.most_nodes for one in self.speedup.configurations), default=0)
 
 
 @dataclass(frozen=True)
@@ -163,8 +161,8 @@ def prepare_all(
     """
     ready = partial(prepare, settings, draft=draft, ends=ends, fitted=fitted)
     greedy, drawn = replace(ready(PLAIN), length=0), ready(PLAIN_SAMPLED)
-    sweep = [replace(ready(one), length=one.max_length) for one in settings.sweep]
-    others = [*map(ready, settings.others)]
+    sweep = [replace(ready(fixed_length(length)), length=length) for length in settings.speedup.lengths]
+    others = [*map(ready, settings.speedup.configurations)]
     for one in (*sweep, *others):
         one.base = drawn if one.sampled else greedy
     prepared = [greedy, *sweep, *([drawn] if any(one.sampled for one in others) else []), *others]

@@ -36,8 +36,7 @@ from distill.measuring.identity import OwnDistributions, files_in_types
 from distill.measuring.speedup_results import InTurns, PairMeasured, SpeedupPart, SpeedupReport
 from distill.measuring.speedup_tables import explain, speedup_blocks
 from distill.measuring.timing import PairTexts, measure_pair, time_again
-from distill.recipe import Chat, Configuration, Corpus, Gguf, Recipe, Target
-from distill.recipe.measuring import fixed_length
+from distill.recipe import Chat, Corpus, Gguf, Recipe, Target
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.tables import document, speed_ratio
@@ -172,8 +171,6 @@ def _settings(recipe: Recipe, run: Run, backend: str) -> PairSettings:
     return PairSettings(
         target=target,
         draft=draft,
-        sweep=tuple(fixed_length(length) for length in counts.lengths),
-        others=counts.configurations,
         speedup=counts,
         sampler=recipe.sampler,
         seed=recipe.seed,
@@ -220,7 +217,6 @@ def _load(recipe: Recipe, settings: PairSettings, backend: str) -> LoadedPair:
 
 # ── `distill speedup TARGET DRAFT`: any pair on the user's prompts, without a recipe's run ──
 
-CALIBRATION_PROMPTS = 8  # for configurations that read calibrations or measured costs
 LEAST = 8  # tokens of a prompt that a context must leave room for
 
 
@@ -243,8 +239,9 @@ def measure_any_pair(
     configurations, new_tokens = settings.configurations, settings.speedup.new_tokens
     other_vocabulary = any(one.other_vocabulary for one in configurations)
     own_draft = None if other_vocabulary else settings.draft
-    count = CALIBRATION_PROMPTS if need_other_prompts(configurations) else 0
-    prompts = _read_prompts(settings, own_draft, files, chat or Chat(), count, prompt_tokens)
+    # Calibrations and costs are measured on other prompts.
+    more = settings.speedup.prompts if any(one.needs_calibration or one.needs_costs for one in configurations) else 0
+    prompts = _read_prompts(settings, own_draft, files, chat or Chat(), more, prompt_tokens)
     measured, spare = [one.prompt for one in prompts.measured], [one.prompt for one in prompts.others]
     counted = None if table is None else open_table(table, settings.target.model)
     longest_step = max(16, *(one.longest_round + 1 for one in configurations))
@@ -280,11 +277,6 @@ def measure_any_pair(
             draft=names[1],
             dropped=prompts.dropped,
         )
-
-
-def need_other_prompts(configurations: Sequence[Configuration]) -> bool:
-    """Whether some configuration reads what is measured on other prompts beforehand."""
-    return need_calibration(configurations) or any(one.needs_costs for one in configurations)
 
 
 def _read_prompts(

@@ -34,6 +34,7 @@ from distill.measuring.speedup_results import PairMeasured, Sample, Segment, Spe
 from distill.recipe import Configuration
 
 SAMPLES = 3
+REPEATS = 7  # of a timed step or round, at most: 3 where their median lies within 5 % of the fastest
 LONGEST_OF_NONE = 4  # tokens drafted, for which ties are judged where no length is swept
 
 
@@ -81,12 +82,12 @@ def measure_pair(
     with_room = draft if reader is None else target  # a draft of another vocabulary checks its own room
     time_texts(target, with_room, prompts, new_tokens, prepared, f"{pair.backend}, prompts", watch)
     plain = prepared[0].texts[0].decoded.tokens
-    lengths = [one.max_length for one in settings.sweep] or [LONGEST_OF_NONE]
-    others = _others_drafted(settings.others)
+    lengths = settings.speedup.lengths or (LONGEST_OF_NONE,)
+    others = _others_drafted(settings.speedup.configurations)
     trees = any(one.branches or one.counts_ngrams for one in settings.configurations)
     rounding = measured_rounding(settings.target, pair.backend, pair.target, prompts[0], plain, lengths, others, trees)
     identities = judge_identity(pair.target, prompts, prepared, rounding)
-    steps = time_steps(prepared, pair.target, None if small is pair.target else small, settings.speedup.repeats)
+    steps = time_steps(prepared, pair.target, None if small is pair.target else small, REPEATS)
     waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
     rows = [
         measurement(one, identity, steps, label, given.classes, waits)
@@ -120,11 +121,11 @@ def _longest_priced(settings: PairSettings) -> int:
 
 def _timed_costs(settings: PairSettings, pair: LoadedPair, given: PairTexts) -> Costs:
     """The costs of rounds that configurations read, timed behind `spare` prompts, and kept for later texts."""
-    counts, longest = settings.speedup, _longest_priced(settings)
+    longest = _longest_priced(settings)
     if not longest:
         return NO_COSTS
     spare = prompts_as_long(given.spare, [len(prompt) for prompt in given.prompts])
-    costs = measure_costs(pair.target, pair.draft, spare, longest, counts.repeats, counts.new_tokens)
+    costs = measure_costs(pair.target, pair.draft, spare, longest, REPEATS, settings.speedup.new_tokens)
     keep_costs(pair, len(spare[len(spare) // 2]), costs)
     return costs
 

@@ -330,7 +330,6 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
             else {"answers.traffic": str((runs / name / "traffic.jsonl").resolve())}
         ),
         "cut.score_blocks": min(2, recipe.cut.score_blocks),
-        "speedup.repeats": 5,
         "train.steps": steps,
         "train.embedding_steps": warming,
         "train.save_every": steps,
@@ -339,7 +338,7 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
         "train.trackers": (),
         "eval.prompts": PROMPTS,
         "eval.file_blocks": min(PROMPTS, recipe.eval.file_blocks),
-        **{f"speedup.{count}": 2 for count in ("prompts", "calibration_prompts")},
+        "speedup.prompts": 2,
         "speedup.lengths": (max(speedup.lengths),),
     }
     if processes > 1:  # each needs a group of prompts and a shard of distributions

@@ -213,18 +213,6 @@ class Speedup(Section):
         description="turns in which engines that come near the fastest are timed again, plain and in their fastest "
         "way; 0: none",
     )
-    calibration_prompts: int = Field(
-        16,
-        ge=2,
-        description="validation texts of `new_tokens` tokens, decoded for configurations that need calibration",
-    )
-    repeats: int = Field(
-        7,
-        ge=5,
-        le=10_000,
-        description="timed repeats of a step or round; the median is used. Stage speedup stops at 3 where it lies "
-        "within 5 % of the fastest",
-    )
     allow_lossy: bool = Field(
         False, description="also run configurations that change the target's distribution, labelled LOSSY"
     )

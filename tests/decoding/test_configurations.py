@@ -27,7 +27,6 @@ from distill.measuring.speedup_results import PairMeasured, StepFigures
 from distill.measuring.speedup_tables import measurement_table
 from distill.recipe import Configuration, SamplerSettings, Speedup, Target, dump_recipe, load_recipe
 from distill.recipe.configuration import PLAIN_SAMPLED, RULES
-from distill.recipe.measuring import fixed_length
 from distill.sampler import Sampler
 from distill.tables import records
 
@@ -53,10 +52,9 @@ HOT = SamplerSettings(temperature=0.8, top_k=4)
 LABEL, NOT_TIMED = PairMeasured("a pair", "pytorch"), StepFigures(1, {}, {})
 
 
-def settings_with(
-    others: Sequence[Configuration], sweep: Sequence[Configuration] = (fixed_length(2),), **speedup: Any
-) -> PairSettings:
-    return PairSettings(Target(model="target"), None, (*sweep,), (*others,), Speedup(**speedup), HOT)
+def settings_with(others: Sequence[Configuration], lengths: Sequence[int] = (2,), **speedup: Any) -> PairSettings:
+    counts = Speedup(lengths=tuple(lengths), configurations=tuple(others), **speedup)
+    return PairSettings(Target(model="target"), None, counts, HOT)
 
 
 @pytest.mark.parametrize(

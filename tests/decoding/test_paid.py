@@ -28,7 +28,6 @@ from distill.engines.model import AroundModel, Watch
 from distill.errors import DataError
 from distill.measuring.compare import predicted_speedup, prepare_all, time_steps, time_texts, totals
 from distill.recipe import Configuration
-from distill.recipe.measuring import fixed_length
 
 CLOCKED = [f"decoding.{name}" for name in ("round_costs", "costs", "decode", "drafters")]
 CLOCKED += ["measuring.compare", "engines.model"]
@@ -94,7 +93,7 @@ def test_fixed_lengths_are_predicted_by_steps_and_acceptance(pair: tuple[Any, An
     watch = Watch()
     target, draft = watch.models(*pair)
     lookup = Configuration(drafter="lookup", length=3)
-    settings = settings_with([Configuration(rule="p_min", length=3), lookup], [fixed_length(3)])
+    settings = settings_with([Configuration(rule="p_min", length=3), lookup], [3])
     prepared = prepare_all(settings, draft, (), Fitted())
     prompts = [[2, 4, 6, 1, 3, 5], [1, 2, 3, 4, 5, 6], [3, 3, 3, 1, 1, 2]]
     time_texts(target, draft, prompts, 300, prepared, "prompts", watch)

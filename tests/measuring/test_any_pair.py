@@ -371,7 +371,7 @@ def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Ca
     options += ["--prompts", place / "texts.jsonl", "--lengths", "0", "-o", "json"]
     report = json.loads(call(place, capsys, "target", "draft", *options))
     (found,) = report["parts"]
-    assert report["calibration"].startswith("8 texts of prompts of the same files") and report["prompts"] == 4
+    assert report["calibration"].startswith("4 texts of prompts of the same files") and report["prompts"] == 4
     assert len(found["measurements"]) == 6 and all(row["different"] == 0 for row in found["measurements"])
 
 
@@ -429,8 +429,8 @@ def test_drafts_of_other_kinds(
         (["{}/target", "{}/nothing"], "nothing"),
         (["--lengths", "0", "-C", "drafter=lookup,length=2"], "no configuration asks the draft"),
         (["--lengths", "0"], "nothing is measured but plain decoding"),
-        (["--lengths", "64"], "length: must be at most 63"),
-        (["--lengths", "2", "--configuration", "{length: 2}"], "is listed twice"),
+        (["--lengths", "64"], "draft lengths run from 1 to 63"),
+        (["--lengths", "2", "--configuration", "{length: 2}"], "is measured as a length already"),
         (["--configuration", "p_min"], "expected KEY=VALUE"),
         (["--configuration", "{rule: pmin}"], "there is no rule 'pmin'"),
         (["--configuration", "{sampler: recipe}"], "give a sampler (--sampler temperature=1)"),

@@ -229,7 +229,7 @@ def noted(written: list[Any], one: Any, decode: Any, *arguments: Any) -> Decoded
 def test_every_configuration_decodes_every_prompt() -> None:
     target, draft = Scripted(counting, 40, 10), Scripted(counting, 30, 10)
     prompts = [[1, 2], [3], [4, 5, 6] * 8]
-    prepared = prepare_all(settings_with((), (fixed_length(1), fixed_length(4))), draft, (), Fitted())
+    prepared = prepare_all(settings_with((), (1, 4)), draft, (), Fitted())
     written: list[TimedConfiguration] = []
     for one in prepared:
         one.decode = partial(noted, written, one, one.decode)  # type: ignore[method-assign]

@@ -36,7 +36,7 @@ from distill.measuring.compare import PairSettings, TimedText
 from distill.measuring.speedup_results import PairMeasured
 from distill.measuring.stream import Request, begin, stream
 from distill.measuring.timing import PairTexts, measure_pair, sample_texts
-from distill.recipe import Configuration, Target, load_recipe
+from distill.recipe import Configuration, Speedup, Target, load_recipe
 from distill.recipe.configuration import TREES
 from distill.sampler import Sampler
 
@@ -315,7 +315,9 @@ def test_trees_are_refused_before_anything_is_decoded(folders: Path, capsys: Cap
     assert chains == [continued(local, draft, PROMPT, 12, PLAINLY, capsys)[0]] * 2
     models = [TorchModel(toy("gpt_neo")), TorchModel(toy())]
     require_trees(models[1], models[1])
-    settings = PairSettings(Target(model="p"), None, (), (Configuration(drafter="tree", length=3),))
+    settings = PairSettings(
+        Target(model="p"), None, Speedup(lengths=(), configurations=(Configuration(drafter="tree"),))
+    )
     with pytest.raises(DataError, match="the target takes no trees"):
         pair = LoadedPair("pytorch", "p", *models, [])
         measure_pair(settings, pair, PairMeasured("p", "pytorch"), PairTexts([[1, 2]], [[1, 2]]))
