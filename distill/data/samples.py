@@ -16,7 +16,6 @@ from distill.run import Run
 
 Split = Literal["train", "validation", "test"]
 SPLITS: tuple[Split, ...] = ("train", "validation", "test")
-LACKING = 0.25  # see lacking_classes
 
 
 @dataclass(frozen=True)
@@ -102,19 +101,6 @@ def count_texts(texts: Iterable[tuple[str, Sequence[int]]]) -> dict[str, TextCou
     for label, ids in texts:
         found.setdefault(label, []).append(len(ids))
     return {label: TextCount(len(own), sum(own)) for label, own in found.items()}
-
-
-def lacking_classes(learnt: Mapping[str, int], asked: Mapping[str, int]) -> list[str]:
-    """Classes of the prompts that are `asked` whose share of what is `learnt` is below LACKING of their share there.
-
-    Counts by label, of whatever unit. What has no label says nothing of any class: without labels on one of the sides,
-    none is lacking.
-    """
-    total, wanted = sum(learnt.values()), {label: count for label, count in asked.items() if label and count}
-    if not any(label and count for label, count in learnt.items()):
-        return []
-    every = sum(wanted.values())
-    return [label for label, count in wanted.items() if learnt.get(label, 0) / total < LACKING * count / every]
 
 
 def listed(counts: Mapping[str, int], sign: str = " ") -> str:

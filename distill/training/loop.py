@@ -30,7 +30,7 @@ from distill.training.saved import (
     newest_checkpoint,
     save_checkpoint,
 )
-from distill.training.setup import Training, merge, set_up, tracked, warn_missing_classes
+from distill.training.setup import Training, merge, set_up, tracked
 from distill.training.step import CLIP, body_share, rate_share, set_rates
 from distill.training.validation import (
     advice_loading,
@@ -56,7 +56,6 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
         resumed = resume(work)
     if is_main() and not resumed:
         run.record(BEGIN)
-        warn_missing_classes(run)
     settings, state = work.settings, work.state
     if not resumed and settings.acceptance is not None:
         evaluate_weights(work)  # the untrained draft is a candidate too, so that nothing worse is ever taken

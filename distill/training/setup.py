@@ -12,7 +12,6 @@ import contextlib
 import copy
 import importlib.util
 import logging
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,12 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.data.samples import AnswerTexts, lacking_classes, read_prompts
 from distill.devices import CPU, is_main, make_current, pick_device, process_count, shards
 from distill.engines.torch.described import read_kept
 from distill.engines.torch.hugging_face import check_folder, load_config, load_model, load_target, load_weights
 from distill.errors import RecipeError, RunError
-from distill.files import read_result
 from distill.recipe import Adapter, Recipe, Train
 from distill.run import Run
 from distill.surgery.cutter import kept_share
@@ -344,24 +341,6 @@ def penalty_of(model: Any, settings: Train) -> Penalty | None:
         return GroupLasso(model, sparsity.mlp_width, settings.steps, start=start, ramp=sparsity.ramp)
     assert sparsity.share is not None
     return UnstructuredL1(model, settings.steps, sparsity=sparsity.share, start=start, ramp=sparsity.ramp)
-
-
-def warn_missing_classes(run: Run) -> None:
-    """Warn of classes of prompts that acceptance is measured on and the answers hardly have."""
-    answers = read_result(run.path("answers", "manifest.json"), AnswerTexts)
-    learnt = Counter({label: one.tokens for label, one in answers.by_class.items()})
-    asked = Counter(prompt.label for split in ("validation", "test") for prompt in read_prompts(run, split))
-    if lacking := lacking_classes(learnt, asked):
-        shares = (
-            f"{label} ({asked[label] / asked.total():.0%} of the held-out prompts, "
-            f"{learnt[label] / max(1, learnt.total()):.0%} of the answers' tokens)"
-            for label in lacking
-        )
-        run.say(
-            f"  the draft learns little of {', '.join(shares)}: sources or questions of these classes in "
-            "corpus.sources would help it there",
-            warning=True,
-        )
 
 
 def shard(learner: Learner, device: torch.device) -> None:

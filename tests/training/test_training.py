@@ -35,7 +35,7 @@ from trainings import (
 )
 
 from distill.data.packing import pack
-from distill.data.samples import AnswerTexts, Sample, TextCount, lacking_classes, prompt_seed
+from distill.data.samples import Sample, prompt_seed
 from distill.decoding.decode import decode_text
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed
@@ -635,28 +635,3 @@ def test_every_kind_of_teacher_trains(train: Trainer, tmp_path: Path) -> None:
         losses.append([line["loss"] for line in metrics(run)])
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)  # fp16 in the store
     assert losses[2] == pytest.approx(losses[1], rel=2e-3)
-
-
-@pytest.mark.parametrize(
-    ("learnt", "asked", "lacking"),
-    [
-        ({"code": 90, "chat": 10}, {"code": 5, "chat": 5}, ["chat"]),
-        ({"code": 85, "chat": 15}, {"code": 5, "chat": 5}, []),  # more than a quarter of its share
-        ({"code": 100}, {"code": 9, "translation": 1, "": 10}, ["translation"]),
-        ({"": 100}, {"code": 9}, []),  # nothing is known of what has no label
-        ({"code": 100}, {"": 9}, []),
-        ({}, {"code": 9}, []),
-    ],
-)
-def test_classes_that_answers_lack(learnt: dict[str, int], asked: dict[str, int], lacking: list[str]) -> None:
-    assert lacking_classes(learnt, asked) == lacking
-
-
-def test_a_training_says_what_its_answers_lack(train: Trainer, monkeypatch: Patch, capsys: Capture) -> None:
-    counted = AnswerTexts(by_class={"code": TextCount(3, 99)})
-    prompts = [Sample(f"t@{place}", [1, 2], label="code" if place else "sums") for place in range(4)]
-    monkeypatch.setattr("distill.training.setup.read_result", lambda *_: counted)
-    monkeypatch.setattr("distill.training.setup.read_prompts", lambda *_: prompts)
-    train("train.steps=1")
-    said = capsys.readouterr().err
-    assert "learns little of sums (25% of the held-out prompts, 0% of the answers' tokens)" in said
