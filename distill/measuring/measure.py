@@ -9,9 +9,7 @@ tokens.
 
 from __future__ import annotations
 
-import math
 import random
-from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -311,12 +309,8 @@ def _require_finite(logits: Sequence[tuple[Any, Tensor]], lengths: Sequence[int]
 # ── Slices of positions: how deep in the text they stand, and whether their text was there before ──
 
 REPEATED = 3  # tokens in a row that stood in the text before: the last of them is repeated
-LONGEST_LOOP = 32  # tokens after which a loop begins again
-SHORTEST_RUN = 6  # tokens that repeat what stood a period before, and twice the period, until it is called a loop
-
 SHALLOWEST = 64  # tokens of the first bucket of depths
-RARE, OTHER = 0.01, "other"  # of a slice's positions: labels that are joined
-NEW, SEEN, LOOP = "new", "repeated", "loop"
+NEW, SEEN = "new", "repeated"
 
 
 @dataclass(frozen=True)
@@ -351,10 +345,7 @@ class SlicedValues:
             yield draft, number, least, most, hits
 
     def results(self, measure: str) -> list[Group]:
-        """The mean of one of METRICS for each label of each slice, the most frequent first (depths in their order).
-
-        A slice with a single label is left out; labels of less than RARE of the positions are joined as OTHER.
-        """
+        """The mean of one of METRICS for each label of each slice; a slice with a single label is left out."""
         units = numpy.repeat(numpy.arange(len(self.labels)), [len(own["depth"]) for own in self.labels.values()])
         column = METRICS.index(measure)
         values = {
@@ -363,22 +354,18 @@ class SlicedValues:
         }
         found = []
         for name in SLICES:
-            given = [label for own in self.labels.values() for label in own[name]]
-            frequent = {label for label, count in Counter(given).items() if count >= RARE * len(given)}
-            names = numpy.array([label if label in frequent else OTHER for label in given])
-            counts = Counter(names.tolist())
-            order = [label for label, _ in counts.most_common()]
-            if name == "depth":
-                order.sort(key=lambda label: math.inf if label == OTHER else int(label.split()[0]))
+            names = numpy.array([label for own in self.labels.values() for label in own[name]])
+            order = sorted({*names.tolist()}, key=lambda label: (len(label), label))
             for label in order if len(order) > 1 else ():
                 here = names == label
                 tokens = numpy.bincount(units[here], minlength=len(self.labels)).astype(float)
-                acceptance = {}
-                for draft, own in values.items():
-                    sums = numpy.bincount(units[here], own[here], len(self.labels)).astype(float)
-                    acceptance[draft] = ratio_interval(sums, tokens)
-                prompts = int((tokens > 0).sum())
-                found.append(Group(name, label, prompts, counts[label], acceptance))
+                acceptance = {
+                    draft: ratio_interval(
+                        numpy.bincount(units[here], own[here], len(self.labels)).astype(float), tokens
+                    )
+                    for draft, own in values.items()
+                }
+                found.append(Group(name, label, int((tokens > 0).sum()), int(tokens.sum()), acceptance))
         return found
 
 
@@ -389,17 +376,12 @@ def depth_label(place: int) -> str:
 
 
 def repetition(ids: Sequence[int]) -> list[str]:
-    """Whether each token is part of a loop, else whether it ends REPEATED tokens that stood in the text before."""
+    """Whether each token ends REPEATED tokens that stood in the text before."""
     known: set[tuple[int, ...]] = set()
-    runs = [0] * (LONGEST_LOOP + 1)  # by period: the tokens in a row, up to here, that stand a period before, too
     found = []
-    for place, token in enumerate(ids):
-        looping = False
-        for period in range(1, min(LONGEST_LOOP, place) + 1):
-            runs[period] = runs[period] + 1 if ids[place - period] == token else 0
-            looping |= runs[period] >= max(2 * period, SHORTEST_RUN)
+    for place in range(len(ids)):
         last = tuple(ids[max(0, place - REPEATED + 1) : place + 1])
-        found.append(LOOP if looping else SEEN if last in known else NEW)
+        found.append(SEEN if last in known else NEW)
         if len(last) == REPEATED:
             known.add(last)
     return found
