@@ -44,7 +44,7 @@ try:
     from benchmarks import steps
     from grow_target import grow
 
-    from distill.decoding.batch import decode_batch, plain_batch
+    from distill.decoding.batch import decode_batch
     from distill.decoding.configured import TableDrafter
     from distill.decoding.costs import measure_steps
     from distill.decoding.decode import Decoded, decode_text, plain
@@ -237,7 +237,7 @@ def measure_batches(part: Part, pair: Pair, kind: str) -> None:
     for count in BATCHES[: 1 if part.options.toy else None]:
         big, small = pair.engines(kind, count)
         asked = (pair.prompts * count)[:count], part.options.tokens, RULES
-        part.decode("plain", kind, partial(together, plain_batch, big, *asked), count)
+        part.decode("plain", kind, partial(together, decode_batch, big, None, *asked), count)
         part.decode("γ = 4", kind, partial(together, decode_batch, big, small, *asked, 4), count)
         big.close()
         small.close()

@@ -1,6 +1,6 @@
 """Many texts at once: one call of a model serves all rows, and each row gets the text that it would get alone.
 
-`plain_batch` and `decode_batch` are the loops of `decode.py`, with a list of rows instead of one. `continue_prompts`
+`decode_batch` is the loop of `decode.py`, with a list of rows instead of one. `continue_prompts`
 and `refill` sample many texts without drafts, each with random numbers of its own: all of a batch at once, or new ones
 as finished texts make room. Legend: B prompts, R rows of a model, γ drafted tokens of a round, N distributions of a
 call (row by row, in the order of the rows), V vocabulary.
@@ -53,42 +53,18 @@ class _Row:
         self.context += new
 
 
-def plain_batch(
-    target: Model, prompts: Sequence[Sequence[int]], limit: int, rules: Rules, randoms: Sequence[Random] | None = None
-) -> list[Decoded]:
-    """Plain decoding of B prompts at once from a cold cache, each as `plain` would decode it alone.
-
-    Row b draws from randoms[b] instead of `rules.random`; they may be left out at temperature 0. Each row's `seconds`
-    run until that row ended, so the largest of them is the time of the batch.
-    """
-    rows = _rows([target], prompts, rules, randoms, lambda: Fixed(0))
-    _prefill(rows, rules, target)
-    prefilled = time.perf_counter()
-    rounds = None if rules.by_argmax else rounds_on_device(target, rules, None)
-    while live := _unfinished(rows, target, limit):
-        if rounds is not None:
-            played = rounds.run([RowRound(row.number, row.context[-1:], row.random) for row in live])
-            tokens = [outcome.token for outcome in played]
-        else:
-            tokens = _next_tokens(extend_rows(target, {row.number: row.context[-1:] for row in live}), live, rules)
-        seconds = time.perf_counter() - prefilled
-        for row, token in zip(live, tokens, strict=True):
-            row.add([token], 0, rules)
-            row.result.seconds = seconds
-    return [row.result for row in rows]
-
-
 def decode_batch(
     target: Model,
-    draft: Model,
+    draft: Model | None,
     prompts: Sequence[Sequence[int]],
     limit: int,
     rules: Rules,
-    length: int | Callable[[], LengthRule],
+    length: int | Callable[[], LengthRule] = 0,
     randoms: Sequence[Random] | None = None,
     argmax: bool = False,
 ) -> list[Decoded]:
-    """Speculative decoding of B prompts at once from cold caches, each as `decode` with a ModelDrafter would alone.
+    """Speculative decoding of B prompts at once from cold caches, each as `decode` with a ModelDrafter would alone;
+    without a draft plain decoding, each as `plain` would.
 
     All rows go through a round together: drafts grow in step, one target call verifies them all, and each row keeps
     its accepted tokens; a row that has ended takes no part. `length` is γ, or makes a length rule for each row. Row b
@@ -100,32 +76,42 @@ def decode_batch(
     and rule that would change the target's distribution.
     """
     new_rule = length if callable(length) else lambda: Fixed(length)
-    drafter = ModelDrafter(draft, new_rule(), rules.sampler, rules.random, argmax)
-    require_lossless(drafter, rules)
-    rows = _rows([target, draft], prompts, rules, randoms, new_rule)
+    models = [target] if draft is None else [target, draft]
+    if draft is not None:
+        drafter = ModelDrafter(draft, new_rule(), rules.sampler, rules.random, argmax)
+        require_lossless(drafter, rules)
+        argmax = drafter.argmax
+    rows = _rows(models, prompts, rules, randoms, new_rule)
     _prefill(rows, rules, target, draft)
-    rounds = rounds_on_device(target, rules, draft, drafter.argmax, [row.rule for row in rows])
-    capacity = min(target.capacity, draft.capacity)
+    rounds = None
+    if draft is not None or not rules.by_argmax:  # the target's largest logit is read from a device as it is
+        rounds = rounds_on_device(target, rules, draft, argmax, [row.rule for row in rows])
+    capacity = min(model.capacity for model in models)
     while live := _unfinished(rows, target, limit):
         round_started = time.perf_counter()
         depths = target.lengths
         # No more than can still be used: the round emits one token beyond those accepted.
         limits = {row.number: min(limit - len(row.result.tokens), capacity - depths[row.number]) - 1 for row in live}
         if rounds is not None:
-            verdicts = _play(rounds, live, limits, rules, drafter.argmax)
-        else:
-            _draft(draft, live, limits, rules, drafter.argmax)
+            verdicts = _play(rounds, live, limits, rules, argmax)
+        elif draft is not None:
+            _draft(draft, live, limits, rules, argmax)
             verdicts = _verify(target, live, rules)
+        else:
+            logits = extend_rows(target, {row.number: row.context[-1:] for row in live})
+            verdicts = [(0, token) for token in _next_tokens(logits, live, rules)]
         for row, (accepted, token) in zip(live, verdicts, strict=True):
             row.add([*row.proposal.tokens[:accepted], token], accepted, rules)
         # Forget the rejected tokens; the last drafted token was never read.
-        _rollback(draft, {row.number: len(row.context) - 1 for row in live})
+        if draft is not None:
+            _rollback(draft, {row.number: len(row.context) - 1 for row in live})
         seconds = time.perf_counter() - round_started
         for row, (accepted, _) in zip(live, verdicts, strict=True):
             drafted = len(row.proposal.tokens)
             row.rule.observe(drafted, accepted, row.proposal.features, seconds)
             row.result.seconds += seconds
-            row.result.rounds.append(Round(depths[row.number], drafted, accepted, seconds))
+            if draft is not None:
+                row.result.rounds.append(Round(depths[row.number], drafted, accepted, seconds))
     return [row.result for row in rows]
 
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.data.packing import Packed, hidden_states, packed_logits, scored_documents
-from distill.decoding.batch import plain_batch
+from distill.decoding.batch import decode_batch
 from distill.decoding.calibration import Recorded, Recorder
 from distill.decoding.costs import range_start
 from distill.decoding.decode import Round, decode_text, plain, room_for
@@ -455,7 +455,7 @@ def write_texts(target: Model, prompts: Sequence[Sequence[int]], new_tokens: int
             found = [plain(target, prompt, limit, rules=rules) for prompt in some]
         else:
             randoms = [random.Random(rules.random()).random for _ in some]
-            found = plain_batch(rows, some, limit, rules, randoms)
+            found = decode_batch(rows, None, some, limit, rules, randoms=randoms)
         written += [text.tokens for text in found]
         progress.step(len(some))
     if rows is not None:

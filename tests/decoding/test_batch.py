@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from toys import blurred, random_prompts, toy
 
 from distill.data.samples import first_difference
-from distill.decoding.batch import decode_batch, plain_batch
+from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, Features, Fixed, LengthRule, ProbabilityFloor
@@ -199,7 +199,7 @@ def check_plain(
 ) -> list[Decoded]:
     """Decode a batch and each of its prompts alone, plainly."""
     single, batch = kinds[1](hugging_face), kinds[0](hugging_face, rows=len(prompts) + 1)
-    results = plain_batch(batch, prompts, limit, rules, streams(len(prompts), 1))
+    results = decode_batch(batch, None, prompts, limit, rules, 0, streams(len(prompts), 1))
     for prompt, result, draws in zip(prompts, results, streams(len(prompts), 1), strict=True):
         assert summary(result) == summary(plain(single, prompt, limit, rules=replace(rules, random=draws)))
         assert result.prefill_seconds > 0 and (result.seconds > 0) == (len(result.tokens) > 1)
@@ -363,13 +363,13 @@ def test_prompts_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         check_plain(EXACT["qwen3"], prompts, 8, rules)
     target = Counting(EXACT["qwen3"], 5)
     target.calls = []
-    plain_batch(target, prompts, 1, Rules())
+    decode_batch(target, None, prompts, 1, Rules())
     assert target.calls == [[4, 1, 4, 4, 4], [4, 0, 0, 1, 4], [1, 0, 0, 0, 0]]
 
 
 def test_empty_batch_and_batch_of_one() -> None:
     target, draft = (BatchedTorchModel(m["qwen2"], 1) for m in (EXACT, DRAFTS))
-    assert decode_batch(target, draft, [], 9, Rules(), 3) == [] == plain_batch(target, [], 9, Rules())
+    assert decode_batch(target, draft, [], 9, Rules(), 3) == [] == decode_batch(target, None, [], 9, Rules())
     check_batch((EXACT["qwen2"], DRAFTS["qwen2"]), [[3]], 12, Rules(Sampler(1.0), "block"), 3)
 
 
@@ -395,7 +395,7 @@ def test_single_precision_up_to_ties() -> None:
     for start in (0, width):  # a used pair starts anew
         some = prompts[start : start + width]
         speculative = decode_batch(target, draft, some, 50, Rules(), 1 + start)
-        for prompt, *found in zip(some, speculative, plain_batch(target, some, 50, Rules()), strict=True):
+        for prompt, *found in zip(some, speculative, decode_batch(target, None, some, 50, Rules()), strict=True):
             expected = plain(single, prompt, 50).tokens
             for result in found:
                 where = first_difference(expected, result.tokens)

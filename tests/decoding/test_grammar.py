@@ -20,7 +20,7 @@ from test_export import needs_llama
 from test_tree_cache import Mirror
 from toys import random_prompts
 
-from distill.decoding.batch import plain_batch
+from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.grammar import Constraint, State, Tokens, constraint, lark
@@ -197,7 +197,7 @@ def test_refusals() -> None:
     with pytest.raises(DataError, match="ends texts with tokens"):
         Rules(ends=[3], constraint=grammar)
     with pytest.raises(AssertionError, match="one text at a time"):
-        plain_batch(TableModel(12), [[0]], 3, Rules(ends=[END], constraint=grammar))
+        decode_batch(TableModel(12), None, [[0]], 3, Rules(ends=[END], constraint=grammar))
 
 
 def test_warnings_are_kept() -> None:

@@ -16,7 +16,7 @@ from test_configurations import CONFIGURATIONS, COSTS
 from test_grammar import tokens_of
 from toys import blurred, random_prompts, toy
 
-from distill.decoding.batch import decode_batch, plain_batch
+from distill.decoding.batch import decode_batch
 from distill.decoding.configured import Fitted, make_drafter
 from distill.decoding.decode import Decoded, decode_text, plain_steps
 from distill.decoding.grammar import Constraint, constraint
@@ -163,7 +163,7 @@ def test_batches(pretend: Any, make: Callable[..., Any], temperature: float) -> 
     texts = {}
     for device in ("cpu", "pretend"):
         target, draft = (make(placed(role, device), rows=3) for role in ("target", "draft"))
-        found = plain_batch(target, PROMPTS, 12, rules, streams(3, 1))
+        found = decode_batch(target, None, PROMPTS, 12, rules, 0, streams(3, 1))
         for length in (2, lambda: AcceptedRatio(3, longest=4)):
             found += decode_batch(target, draft, PROMPTS, 12, rules, length, streams(3, 2))
         texts[device] = [summary(one) for one in found]

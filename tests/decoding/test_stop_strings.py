@@ -20,7 +20,7 @@ from tables import TableRows
 from tokenizers import Tokenizer
 from toys import Scripted
 
-from distill.decoding.batch import decode_batch, plain_batch
+from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor
@@ -109,7 +109,7 @@ def test_every_way_ends_before_the_stop_string(pieces: Sequence[bytes], seed: in
             assert seen == result.tokens and len(result.from_draft) == len(seen)
             assert (seen, text_of(seen, pieces) + result.rest) == expected
     # Batched: one rule for all rows, so the last one's stop strings.
-    batches = [plain_batch(TableRows(table, 3), prompts, LIMIT, rules)]
+    batches = [decode_batch(TableRows(table, 3), None, prompts, LIMIT, rules)]
     batches += [
         decode_batch(TableRows(table, 3), TableRows(draft, 3), prompts, LIMIT, rules, length) for length in (1, 3, 8)
     ]

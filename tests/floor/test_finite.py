@@ -24,7 +24,7 @@ from tables import TableRows
 from tiny import Capture
 from toys import toy
 
-from distill.decoding.batch import continue_prompts, decode_batch, plain_batch
+from distill.decoding.batch import continue_prompts, decode_batch
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.drafters import Drafter, ModelDrafter
 from distill.decoding.lengths import Fixed, ProbabilityFloor, Proposal
@@ -155,7 +155,6 @@ DRAFTERS: dict[str, tuple[Callable[[TableModel, Callable[[], float]], Drafter], 
     "block": (lambda m, r: ModelDrafter(m, Fixed(3), Sampler(1), r), Rules(Sampler(1), "block")),
     "argmax": (lambda m, r: ModelDrafter(m, Fixed(3), Sampler(1), r, True), Rules(Sampler(1), "match")),
     "best tree": (lambda m, r: TreeDrafter(m, Sampler(0), r, 4), Rules()),
-    "static tree": (lambda m, r: TreeDrafter(m, Sampler(0), r, 3, shape=TREE, best=True), Rules()),
     "drawn tree": (lambda m, r: TreeDrafter(m, Sampler(1), r, 3, shape=TREE), Rules(Sampler(1), "token")),
     "distinct tree": (
         lambda m, r: TreeDrafter(m, Sampler(1), r, 3, shape=TREE, distinct=True),
@@ -205,7 +204,7 @@ def test_batches(sampler: Sampler) -> None:
     for value in (NAN, INF):
         broken = damaged(whole, value)
         with pytest.raises(DataError, match="not finite"):
-            plain_batch(TableRows(broken, 3), prompts, 9, rules, randoms)
+            decode_batch(TableRows(broken, 3), None, prompts, 9, rules, 0, randoms)
         for pair in ((broken, whole), (whole, broken)):
             target, draft = (TableRows(model, 3) for model in pair)
             with pytest.raises(DataError, match="not finite"):
