@@ -46,6 +46,7 @@ LAYERS = (
         "divergences",
         "tables",
         "files",
+        "http",
         "machine",
         "devices",
         "progress",

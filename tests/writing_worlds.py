@@ -107,16 +107,16 @@ class BadServer:
     def post(self, handler: LoopbackHandler, body: dict[str, Any]) -> None:
         prompt = body["messages"] if "messages" in body else body["prompt"]
         if body["max_tokens"] == 1 and len(body) == 5:  # the question whether ids are taken
-            kind = "ok" if self.takes_ids or isinstance(prompt, str) else "500"
-        else:
-            with self._lock:
-                self.bodies.append(body)
-                self.headers.append(dict(handler.headers))
-                self._now += 1
-                self.most = max(self.most, self._now)
-                attempt = self.asked[json.dumps(prompt)]
-                self.asked[json.dumps(prompt)] += 1
-            kind = self.behave(prompt, attempt)
+            self.reply(handler, body, prompt, "ok" if self.takes_ids or isinstance(prompt, str) else "500")
+            return
+        with self._lock:
+            self.bodies.append(body)
+            self.headers.append(dict(handler.headers))
+            self._now += 1
+            self.most = max(self.most, self._now)
+            attempt = self.asked[json.dumps(prompt)]
+            self.asked[json.dumps(prompt)] += 1
+        kind = self.behave(prompt, attempt)
         try:
             self.reply(handler, body, prompt, kind)
         finally:

@@ -7,7 +7,6 @@ the version in server_commands.VLLM.
 from __future__ import annotations
 
 import contextlib
-import json
 import math
 import random
 import secrets
@@ -20,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy
+from pydantic import BaseModel, TypeAdapter, ValidationError
 
 from distill.data.samples import Sample
 from distill.decoding.decode import Decoded, decode
@@ -30,11 +30,12 @@ from distill.engines.loaded import load_pair
 from distill.engines.pairs import compare_pair
 from distill.engines.server_commands import DRAWN_AMONG
 from distill.errors import ServingError
+from distill.http import Received
 from distill.progress import Progress
 from distill.recipe import SamplerSettings, Target, parse_section
 from distill.sampler import Sampler
-from distill.serving.results import Counts, ServedClass, Text, acceptance, totals_of, totals_of_reply
-from distill.serving.server import Http, LlamaServer, Running, Timing, started
+from distill.serving.results import Counts, ServedClass, Text, acceptance, totals_of
+from distill.serving.server import Event, Http, LlamaServer, Running, started
 from distill.tables import UNKNOWN, Interval, Numbers, speed_ratio
 
 # Whatever else could shape a distribution is switched off: a server has defaults of its own, vLLM's from the model's
@@ -110,32 +111,73 @@ class Client(ABC):
 
     def totals(self) -> Counts | None:
         """Its counters of speculation, summed over engines; None where it shows none."""
-        response = self.http.get("/metrics")
-        return totals_of(response.text, self.prefix) if response.status_code == 200 else None
-
-    def models(self, optional: bool = True) -> list[dict[str, Any]]:
-        """The models that it lists."""
-        listed = self.http.object("/v1/models", optional).get("data")
-        return [one for one in listed if isinstance(one, dict)] if isinstance(listed, list) else []
-
-    @contextmanager
-    def _read(self, path: str, event: dict[str, Any]) -> Iterator[None]:
-        """While the fields of a reply are read: one of another form is shown as the server wrote it."""
-        try:
-            yield
-        except (TypeError, ValueError, AttributeError, KeyError, OverflowError):
-            raise self.http.unreadable(path, json.dumps(event, ensure_ascii=False).encode()) from None
+        received = self.http.get("/metrics")
+        return totals_of(received.content.decode("utf-8", "replace"), self.prefix) if received.status == 200 else None
 
 
-def _tokens_and_moments(written: Sequence[Sequence[int]], timing: Timing) -> tuple[list[int], Timing]:
-    """The tokens of a reply's events, and its timing with the moments of those that hold some.
+def _timed(written: Sequence[Sequence[int]], received: Received) -> tuple[list[int], float, Sequence[float]]:
+    """The tokens of a reply's events, the seconds until the first of them, and the moments of those that hold some.
 
     What follows them at once, such as the counts of tokens, would look like a step that took no time.
     """
-    holding = sum(map(bool, written))
-    return [int(token) for tokens in written for token in tokens], timing._replace(
-        times=timing.times[: holding or None]
-    )
+    times, holding = received.times, sum(map(bool, written))
+    first_seconds = times[0] - received.started if times else received.seconds
+    return [token for tokens in written for token in tokens], first_seconds, times[: holding or None]
+
+
+class LlamaTimings(BaseModel):
+    """What llama-server counts for a request: generated, drafted and accepted tokens, cached ones of the prompt."""
+
+    predicted_n: int | None = None
+    predicted_ms: float = 0.0
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+    cache_n: int = 0
+
+
+class LlamaEvent(Event):
+    """An event of /completion; the last has the timings."""
+
+    tokens: Sequence[int] = ()
+    timings: LlamaTimings | None = None
+
+
+class LlamaModelMeta(BaseModel):
+    """What llama-server says of its model."""
+
+    n_vocab: int | None = None
+
+
+class ServedModel(BaseModel):
+    """A model of /v1/models."""
+
+    id: str
+    meta: LlamaModelMeta | None = None
+
+
+class ServedModels(BaseModel):
+    """/v1/models."""
+
+    data: Sequence[ServedModel] = ()
+
+
+class LlamaProps(BaseModel):
+    """/props."""
+
+    build_info: str | None = None
+    total_slots: int | None = None
+
+
+class LlamaIds(BaseModel):
+    """/tokenize."""
+
+    tokens: list[int]
+
+
+class LlamaPrompt(BaseModel):
+    """/apply-template."""
+
+    prompt: str
 
 
 class LlamaClient(Client):
@@ -147,54 +189,113 @@ class LlamaClient(Client):
         """Up to `limit` tokens, without the prompt cache."""
         body = LLAMA_PLAIN | self.sampling(seed) | {"prompt": list(ids), "n_predict": limit}
         body |= {"cache_prompt": False, "return_tokens": True}
-        events, timing = self.http.stream("/completion", body | {"stream": True})
-        last = events[-1]
-        timings = last.get("timings")
+        events, received = self.http.stream("/completion", LlamaEvent, body | {"stream": True})
+        timings = events[-1].timings
         if timings is None:
             raise ServingError(f"{self.url} gives no timings with its replies", "llama-server of this year does")
-        with self._read("/completion", last):
-            tokens, timing = _tokens_and_moments([event.get("tokens", ()) for event in events], timing)
-            count = int(timings.get("predicted_n", last.get("tokens_predicted", len(tokens))))
-            counts = Counts.of_text(count, int(timings.get("draft_n", 0)), int(timings.get("draft_n_accepted", 0)))
-            cached, later_seconds = max(0, int(timings.get("cache_n", 0))), float(timings.get("predicted_ms", 0)) / 1e3
-        return Reply(tokens, counts, count, *timing, cached, later_seconds)
+        tokens, first_seconds, times = _timed([event.tokens for event in events], received)
+        count = len(tokens) if timings.predicted_n is None else timings.predicted_n
+        counts = Counts.of_text(count, timings.draft_n, timings.draft_n_accepted)
+        cached, later_seconds = max(0, timings.cache_n), timings.predicted_ms / 1e3
+        return Reply(
+            tokens, counts, count, first_seconds, received.seconds, received.started, times, cached, later_seconds
+        )
 
     def build(self) -> str:
         """The build that /props names."""
-        found = self.http.object("/props").get("build_info")
-        return found if isinstance(found, str) else "a build that does not name itself"
+        return self.http.find("/props", LlamaProps).build_info or "a build that does not name itself"
 
     def drafts(self) -> bool | None:
         """Whether its slots speculate."""
-        response = self.http.get("/slots")
+        received = self.http.get("/slots")
         try:
-            found = response.json() if response.status_code == 200 else None
-        except ValueError:
+            slots = LlamaSlots.validate_json(received.content if received.status == 200 else b"[]")
+        except ValidationError:
             return None
-        if isinstance(found, list) and found and isinstance(found[0], dict) and "speculative" in found[0]:
-            return any(slot.get("speculative") is True for slot in found if isinstance(slot, dict))
-        return None
+        said = [slot.speculative for slot in slots if slot.speculative is not None]
+        return any(said) if said else None
 
     def slots(self) -> int | None:
         """How many requests it decodes at once; None where it does not say."""
-        found = self.http.object("/props").get("total_slots")
-        return found if isinstance(found, int) else None
+        return self.http.find("/props", LlamaProps).total_slots
 
     def vocabulary_size(self) -> int | None:
         """Tokens of its model; None where it does not say."""
-        meta = next(iter(self.models()), {}).get("meta")
-        size = meta.get("n_vocab") if isinstance(meta, dict) else None
-        return size if isinstance(size, int) else None
+        return next((one.meta.n_vocab for one in self.http.find("/v1/models", ServedModels).data if one.meta), None)
 
     def tokenize(self, text: str) -> list[int]:
         """The ids of a text as the server reads it, control tokens in it as such."""
-        found = self.http.post("/tokenize", {"content": text, "add_special": False, "parse_special": True})
-        with self._read("/tokenize", found):
-            return [int(token) for token in found["tokens"]]
+        return self.http.read(
+            "/tokenize", LlamaIds, {"content": text, "add_special": False, "parse_special": True}
+        ).tokens
 
     def rendered(self, messages: list[dict[str, str]]) -> str:
         """A conversation through the server's chat template."""
-        return str(self.http.post("/apply-template", {"messages": messages}).get("prompt", ""))
+        return self.http.read("/apply-template", LlamaPrompt, {"messages": messages}).prompt
+
+
+class LlamaSlot(BaseModel):
+    """What a slot says of itself."""
+
+    speculative: bool | None = None
+
+
+LlamaSlots = TypeAdapter(list[LlamaSlot])  # /slots
+
+
+class PromptTokens(BaseModel):
+    """Of the tokens of a prompt."""
+
+    cached_tokens: int | None = None
+
+
+class VllmUsage(BaseModel):
+    """What vLLM counts for a request."""
+
+    completion_tokens: int | None = None
+    prompt_tokens_details: PromptTokens | None = None
+
+
+class VllmChoice(BaseModel):
+    """The tokens of an event."""
+
+    token_ids: list[int] | None = None
+
+
+class VllmDrafting(BaseModel):
+    """What vLLM drafted for one request: the rounds that accepted 0, 1, … tokens, and their sums."""
+
+    acceptance_histogram: list[int]
+    num_spec_steps: int
+    num_draft_tokens: int
+    num_accepted_draft_tokens: int
+
+    @property
+    def counts(self) -> Counts:
+        """As of a server's counters."""
+        exactly = self.acceptance_histogram
+        by_position = tuple(sum(exactly[place:]) for place in range(1, len(exactly)))
+        return Counts(self.num_spec_steps, self.num_draft_tokens, self.num_accepted_draft_tokens, by_position)
+
+
+class VllmMetrics(BaseModel):
+    """Of a server that was started with --per-request-spec-decode-metrics."""
+
+    speculative_decoding: VllmDrafting | None = None
+
+
+class VllmEvent(Event):
+    """An event of /v1/completions; the last ones have usage and metrics."""
+
+    choices: Sequence[VllmChoice] = ()
+    usage: VllmUsage | None = None
+    metrics: VllmMetrics | None = None
+
+
+class VllmVersion(BaseModel):
+    """/version."""
+
+    version: str | None = None
 
 
 class VllmClient(Client):
@@ -207,7 +308,7 @@ class VllmClient(Client):
 
     def __init__(self, http: Http, sampler: SamplerSettings = GREEDY, model: str | None = None) -> None:
         super().__init__(http, sampler)
-        names = [model] if model else [str(one["id"]) for one in self.models(optional=False) if "id" in one]
+        names = [model] if model else [one.id for one in http.read("/v1/models", ServedModels).data]
         if len(names) != 1:
             raise ServingError(f"{self.url} serves {len(names)} models: {', '.join(names)[:200]}", "name one: --model")
         self.model = names[0]
@@ -218,18 +319,18 @@ class VllmClient(Client):
         body |= {"cache_salt": secrets.token_hex(16), "return_token_ids": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         before = self.totals() if self.alone and not self.counts_requests else None
-        events, timing = self.http.stream("/v1/completions", body)
-        with self._read("/v1/completions", events[-1]):
-            written = [[i for one in event.get("choices", ()) for i in one.get("token_ids") or ()] for event in events]
-            tokens, timing = _tokens_and_moments(written, timing)
-            usage: dict[str, Any] = next((event["usage"] for event in reversed(events) if event.get("usage")), {})
-            count = int(usage.get("completion_tokens", len(tokens)))
-            cached = int((usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0)
-            own = totals_of_reply(events)
+        events, received = self.http.stream("/v1/completions", VllmEvent, body)
+        written = [[token for one in event.choices for token in one.token_ids or ()] for event in events]
+        tokens, first_seconds, times = _timed(written, received)
+        usage = next((event.usage for event in reversed(events) if event.usage is not None), VllmUsage())
+        count = len(tokens) if usage.completion_tokens is None else usage.completion_tokens
+        cached = (usage.prompt_tokens_details or PromptTokens()).cached_tokens or 0
+        drafting = (event.metrics.speculative_decoding for event in events if event.metrics is not None)
+        own = next((one.counts for one in drafting if one is not None), None)
         self.counts_requests = own is not None
         risen = own if own is not None or before is None else self._risen(before)
         counts = Counts.of_text(count, *((risen.drafted, risen.accepted, risen.rounds) if risen else ()))
-        return Reply(tokens, counts, count, *timing, cached, own=own)
+        return Reply(tokens, counts, count, first_seconds, received.seconds, received.started, times, cached, own=own)
 
     def _risen(self, before: Counts) -> Counts:
         """What the counters rose by."""
@@ -251,7 +352,7 @@ class VllmClient(Client):
 
     def build(self) -> str:
         """/version; empty where there is none."""
-        return str(self.http.object("/version").get("version", ""))
+        return self.http.find("/version", VllmVersion).version or ""
 
     def drafts(self) -> bool:
         """Whether it speculates: its counters exist then alone."""
@@ -267,9 +368,10 @@ def client_of(http: Http, sampler: SamplerSettings = GREEDY, model: str | None =
 
 def kind_of_server(http: Http) -> str:
     """llama-server or vllm, by what only one of them has; ServingError for another server, or none."""
-    for kind, path, name in (("llama-server", "/props", "build_info"), ("vllm", "/version", "version")):
-        if name in http.object(path):
-            return kind
+    if http.find("/props", LlamaProps).build_info is not None:
+        return "llama-server"
+    if http.find("/version", VllmVersion).version is not None:
+        return "vllm"
     said = http.words(http.get("/props").content)
     raise ServingError(
         f"{http.url} is neither llama-server nor vLLM, by /props ({said}) and /version",

@@ -11,17 +11,17 @@ import math
 import random
 import threading
 import time
-from collections import Counter, defaultdict
+from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from queue import Empty, SimpleQueue
 
 import numpy
 
 from distill.decoding.costs import CostCurve
 from distill.errors import DataError, ServingError
 from distill.files import read_numbers
+from distill.http import Unanswered, at_once
 from distill.machine import machine
 from distill.progress import Progress
 from distill.serving.clients import PLAIN, Client, LlamaClient, Replayed, Reply, sums_of
@@ -110,40 +110,17 @@ def send(client: Client, prompts: Sequence[Sequence[int]], limit: int, load: Loa
     """
     due, ended = load.due(load.count(len(prompts)), seed), threading.Event()
     begun = time.perf_counter()
-    waiting: SimpleQueue[int] = SimpleQueue()
-    answered: SimpleQueue[tuple[int, Reply | BaseException]] = SimpleQueue()
-    for number in range(len(due)):
-        waiting.put(number)
 
-    def work() -> None:
-        with contextlib.suppress(Empty):
-            while not ended.is_set():
-                number = waiting.get_nowait()
-                if ended.wait(max(0.0, begun + due[number] - time.perf_counter())):
-                    return
-                try:
-                    answered.put(
-                        (number, client.complete(prompts[number % len(prompts)], limit, number // len(prompts)))
-                    )
-                except BaseException as error:
-                    answered.put((number, error))
+    def ask(number: int) -> tuple[int, Request]:
+        turn, prompt = divmod(number, len(prompts))
+        if ended.wait(max(0.0, begun + due[number] - time.perf_counter())):
+            raise Unanswered("the load ended")
+        reply = client.complete(prompts[prompt], limit, turn)
+        return number, Request(prompt, reply.started if load.concurrency else begun + float(due[number]), reply)
 
-    # Not a ThreadPoolExecutor: the interpreter waits for its threads, and a request may hang for minutes.
-    for _ in range(min(load.concurrency or CONNECTIONS, len(due))):
-        threading.Thread(target=work, daemon=True).start()
-    replies: dict[int, Reply] = {}
-    try:
-        while len(replies) < len(due):
-            number, found = answered.get()
-            if isinstance(found, BaseException):
-                raise found
-            replies[number] = found
-    finally:
-        ended.set()
-    return [
-        Request(number % len(prompts), reply.started if load.concurrency else begun + float(due[number]), reply)
-        for number, reply in sorted(replies.items())
-    ]
+    count = min(load.concurrency or CONNECTIONS, len(due))
+    with contextlib.closing(at_once(ask, deque(range(len(due))), count, ended.set)) as answered:
+        return [request for _, request in sorted(answered, key=lambda one: one[0])]
 
 
 # ── figures ──

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import re
 from collections import defaultdict
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
@@ -250,21 +250,6 @@ def counts_of(texts: Sequence[Sequence[Text]]) -> list[Counts]:
 def summed(counts: Iterable[Counts]) -> Counts:
     """All of them together."""
     return sum(counts, Counts())
-
-
-def totals_of_reply(events: Sequence[Mapping[str, Any]]) -> Counts | None:
-    """The counts that vLLM gives with a reply's last event if it was started with --per-request-spec-decode-metrics;
-    None from others."""
-    given = [event["metrics"].get("speculative_decoding") for event in events if event.get("metrics")]
-    said = next(filter(None, given), None)
-    if said is None:
-        return None
-    exactly = [int(rounds) for rounds in said["acceptance_histogram"]]  # that accepted 0, 1, … tokens
-    by_position = tuple(sum(exactly[place:]) for place in range(1, len(exactly)))
-    rounds, drafted, accepted = (
-        said[f"num_{name}"] for name in ("spec_steps", "draft_tokens", "accepted_draft_tokens")
-    )
-    return Counts(int(rounds), int(drafted), int(accepted), by_position)
 
 
 def totals_of(text: str, prefix: str) -> Counts | None:

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from pydantic import BaseModel, Field
 from torch import Tensor
 
 from distill.data.packing import Packed, packed_logits, scored_documents
@@ -21,11 +22,12 @@ from distill.devices import pick_device
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.torch.hugging_face import load_config, load_target, load_tokenizer, real_tokens
 from distill.errors import DataError, EndpointError
-from distill.files import has_form, reference_digest
+from distill.files import reference_digest
+from distill.http import Refused, Unanswered
 from distill.recipe import GgufOptions, Recipe
 from distill.recipe.measuring import CHANGES_LOGITS
 from distill.run import Run
-from distill.teacher.endpoint import Endpoint, Refused, Unanswered
+from distill.teacher.endpoint import Endpoint
 from distill.teacher.store import compress
 from distill.teacher.writers import require_gguf
 
@@ -167,6 +169,25 @@ NO_LOGPROBS = (
 )
 
 
+class TokenScore(BaseModel):
+    """One of the likeliest tokens at a place of a prompt."""
+
+    logprob: float
+
+
+class ScoredPrompt(BaseModel):
+    """The choice of a reply; log-probabilities by id at each token of the prompt, none at the first."""
+
+    prompt_logprobs: list[dict[int, TokenScore] | None] | None = None
+    prompt_token_ids: list[int] | None = None
+
+
+class ScoredPrompts(BaseModel):
+    """The reply of /v1/completions."""
+
+    choices: list[ScoredPrompt] = Field(min_length=1)
+
+
 class ServerReader:
     """The servers of a recipe's teacher, checked when opened with one short request each: each has the model, and gives
     log-probabilities of these very ids.
@@ -186,9 +207,8 @@ class ServerReader:
         self.origin: dict[str, Any] = {"kind": "server", "model": self.settings.model}
         try:
             needed = recipe.corpus.block + 1  # one token is generated
-            for url, _, about in self.endpoint.served():
-                context = about.get("max_model_len")
-                if isinstance(context, int) and context < needed:
+            for url, _, context in self.endpoint.served():
+                if context is not None and context < needed:
                     raise EndpointError(
                         f"{url} serves a context of {context} tokens, and corpus.block + 1 = {needed} are needed",
                         f"start vLLM with --max-model-len {needed}, or lower corpus.block",
@@ -230,16 +250,16 @@ class ServerReader:
             "add_special_tokens": False,
             "return_token_ids": True,
         }
-        places = self._places(self._reply(body), document.ids)
+        places = self._places(self._choice(body), document.ids)
         rows = [self._entries(places[position + 1], position + 1, k) for position in document.scored]
         tokens = torch.tensor([tokens for tokens, _ in rows], dtype=torch.int32)
         logs = torch.tensor([logs for _, logs in rows], dtype=torch.float64)
         return Entries(tokens, logs.float(), log_tails(logs).float())
 
-    def _reply(self, body: dict[str, Any]) -> dict[str, Any]:
+    def _choice(self, body: dict[str, Any]) -> ScoredPrompt:
         """A server's reply; EndpointError, with what to do, where none comes."""
         try:
-            return self.endpoint.post("completions", body)
+            return self.endpoint.post("completions", body, ScoredPrompts).choices[0]
         except Refused as refusal:
             hint = "see the server's log"
             if "greater than max allowed" in refusal.detail:
@@ -257,30 +277,24 @@ class ServerReader:
                 "retries and timeout can be changed without losing anything",
             ) from None
 
-    def _places(self, reply: dict[str, Any], ids: list[int]) -> list[dict[int, float]]:
+    def _places(self, choice: ScoredPrompt, ids: list[int]) -> list[dict[int, float]]:
         """The log-probabilities by id at each prompt token [S]; EndpointError unless they are those of these ids."""
-        choices = reply.get("choices")
-        choice = choices[0] if choices and has_form(choices, [dict]) else {}
-        by_place = choice.get("prompt_logprobs")
-        if not isinstance(by_place, list):
+        by_place, own = choice.prompt_logprobs, choice.prompt_token_ids
+        if by_place is None:
             what = "log-probabilities of prompts (choices[0].prompt_logprobs)"
             raise EndpointError(f"the server of {self.settings.model} returns no {what}", NO_LOGPROBS)
-        own = choice.get("prompt_token_ids")
-        if len(by_place) != len(ids) or (isinstance(own, list) and own != ids):
+        if len(by_place) != len(ids) or own not in (None, ids):
             raise self._other_ids(f"{len(by_place)} tokens" if len(by_place) != len(ids) else "other tokens", len(ids))
         places: list[dict[int, float]] = [{}]
         for place, (entries, token) in enumerate(zip(by_place[1:], ids[1:], strict=True), 1):
-            try:
-                logs = {int(name): float(entry["logprob"]) for name, entry in entries.items()}
-            except (AttributeError, KeyError, TypeError, ValueError):
+            if entries is None:
                 raise EndpointError(
-                    f"the log-probabilities at prompt token {place} are not of the form that vLLM returns: "
-                    f"{str(entries)[:100]}",
-                    NO_LOGPROBS + "; with vLLM, start it with --no-enable-prefix-caching" * (entries is None),
-                ) from None
-            if token not in logs:
+                    f"the server of {self.settings.model} returns no log-probabilities at prompt token {place}",
+                    "start vLLM with --no-enable-prefix-caching",
+                )
+            if token not in entries:
                 raise self._other_ids(f"no token {token} at place {place}", len(ids))
-            places.append(logs)
+            places.append({one: entry.logprob for one, entry in entries.items()})
         return places
 
     def _other_ids(self, what: str, count: int) -> EndpointError:

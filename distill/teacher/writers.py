@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import Any
+from typing import Any, Literal
+
+from pydantic import BaseModel, Field
 
 from distill.data.samples import Reply, Request, decoded, listed
 from distill.decoding.batch import continue_prompts, refill
@@ -22,12 +23,12 @@ from distill.engines.pairs import VocabularyMetadata, compare_pair
 from distill.engines.torch.hugging_face import encode, end_ids, load_target, real_tokens, text_folder
 from distill.engines.torch.products import prepacked
 from distill.errors import DataError, EndpointError, PairError
-from distill.files import has_form
 from distill.gguf.head import open_head
 from distill.gguf.library import require_loadable
+from distill.http import Refused, Unanswered
 from distill.recipe import Recipe
 from distill.sampler import Sampler
-from distill.teacher.endpoint import Endpoint, Refused, Unanswered, delay_seconds
+from distill.teacher.endpoint import Endpoint, FromModel
 from distill.vocabulary.vocabulary import Vocabulary
 
 
@@ -146,10 +147,55 @@ class GgufWriter(_LocalWriter):
 
 # ── Servers with OpenAI's API: vLLM, SGLang, llama-server and others ──
 
+PROBES = 3  # further attempts at the first request
 MAX_FAULTS = 8  # replies without one answer, after which it is the settings that are wrong
 LARGEST_SEED = 2**31
-STOPPED = ("stop", "tool_calls")
+MISCOUNTED = "answers whose text has another number of tokens than the server counted"
 OTHER_PROMPT = "the server read other tokens than the prompt's"
+
+
+class Usage(BaseModel):
+    """The tokens that a server counted."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Choice(BaseModel):
+    """A finished text: `text` of a completion, and the generated ids where the server gives them (vLLM)."""
+
+    finish_reason: Literal["stop", "tool_calls", "length"]
+    text: str = ""
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    stop_reason: Any = None  # vLLM
+    matched_stop: Any = None  # SGLang
+
+    @property
+    def ended(self) -> bool:
+        """Whether the target ended it."""
+        return self.finish_reason != "length"
+
+    @property
+    def ended_by(self) -> list[Any]:
+        """The stop string or end token that ended it, null for the end; nothing where the server does not tell."""
+        given = ("stop_reason", "matched_stop")
+        return [getattr(self, name) for name in given if name in self.model_fields_set]
+
+
+class Completion(BaseModel):
+    """The reply of /v1/completions or /v1/chat/completions."""
+
+    choices: list[Choice] = Field(min_length=1)
+    prompt_token_ids: list[int] | None = None
+    usage: Usage | None = None
+
+    def is_of(self, ids: list[int]) -> bool:
+        """Whether the server read these tokens, as far as it tells."""
+        given = self.choices[0].prompt_token_ids or self.prompt_token_ids
+        if given is not None:
+            return given == ids
+        return self.usage is None or self.usage.prompt_tokens in (None, len(ids))
 
 
 class ServerWriter:
@@ -169,7 +215,7 @@ class ServerWriter:
         self.ends, self.vocabulary = end_ids(recipe.target.model, tokenizer), real_tokens(config, tokenizer)
         self.stop = _stop_of(recipe, self.ends)
         self.endpoint = Endpoint(settings, "answers.writer")
-        self.notes: Counter[str] = Counter()
+        self.miscounted = 0
         self.first_faults: dict[str, str] = {}  # what the server said about the first of each kind
         self._lock = Lock()
         self.takes_ids: bool | None = None
@@ -219,27 +265,22 @@ class ServerWriter:
     def _probe(self, request: Request) -> bool:
         """Whether the servers take token ids as a prompt, asked with one token of answer.
 
-        A server that is busy or cannot be reached is asked again: one that takes none refuses, or fails with status 500
-        each time (llama-cpp-python).
+        One that takes none refuses, or fails with status 500 each time (llama-cpp-python). EndpointError for servers
+        that are busy each time.
         """
         if self.settings.api == "chat":
             return False
         body = {"model": self.model, "prompt": request.ids, "max_tokens": 1, "temperature": 0, "stream": False}
-        failed, reason = 0, ""
-        with closing(Endpoint(self.settings.model_copy(update={"retries": 0}), "answers.writer")) as once:
-            for attempt in range(self.settings.retries + 1):
-                try:
-                    once.post("completions", body)
-                    return True
-                except Refused as error:
-                    reason = f"{error.reason}: {error.detail}"
-                    break
-                except Unanswered as error:
-                    reason = f"{error.reason}: {error.detail}".removesuffix(": ")
-                    failed += error.status == 500
-                    if failed == 2 or attempt == self.settings.retries:
-                        break
-                    time.sleep(delay_seconds(attempt, error.wait_seconds))
+        settings = self.settings.model_copy(update={"retries": min(self.settings.retries, PROBES)})
+        with closing(Endpoint(settings, "answers.writer")) as endpoint:
+            try:
+                endpoint.post("completions", body, FromModel)
+                return True
+            except (Refused, Unanswered) as error:
+                reason = f"{error.reason}: {error.detail}".removesuffix(": ")
+                if isinstance(error, Unanswered) and error.status != 500:
+                    hint = "the same command asks again; if it is not a passing fault, correct answers.writer"
+                    raise EndpointError(f"the servers answer no request: {reason}", hint) from None
         self.as_text = (
             f"prompts were sent as text, which may be read as other tokens: no token ids were taken ({reason})"
         )
@@ -286,10 +327,10 @@ class ServerWriter:
             return Reply(request.id, [], False, "no room in the block")
         text = decoded(self.tokenizer, read.ids)
         body = self._body(read) | {"prompt": read.ids if self.takes_ids else text, "add_special_tokens": False}
-        answer = self.endpoint.post("completions", body, self._require_choice)
-        if not self._read_prompt(answer, read.ids):
+        answer = self.endpoint.post("completions", body, Completion)
+        if not answer.is_of(read.ids):
             return Reply(request.id, [], False, OTHER_PROMPT)
-        reply = self._reply(read, answer, answer["choices"][0]["text"], text)
+        reply = self._reply(read, answer, text)
         return reply if read.ids == request.ids else replace(reply, prompt=read.ids)
 
     def _as_text(self, request: Request) -> Request:
@@ -312,82 +353,51 @@ class ServerWriter:
             body["tools"] = list(tools)
         if arguments:
             body["chat_template_kwargs"] = arguments
-        answer = self.endpoint.post("chat/completions", body, self._require_choice)
-        if not self._read_prompt(answer, request.ids):
+        answer = self.endpoint.post("chat/completions", body, Completion)
+        if not answer.is_of(request.ids):
             return Reply(request.id, [], False, OTHER_PROMPT)
-        if answer["choices"][0].get("token_ids") is None:
+        if answer.choices[0].token_ids is None:
             raise EndpointError(
                 "a chat reply without token_ids: the text of a message is not the target's own, which had thinking "
                 "and tool calls taken out of it",
                 "serve the target with vLLM, which returns them, or use answers.writer.api: completions, which any "
                 "server with OpenAI's API takes (llama-server, SGLang)",
             )
-        return self._reply(request, answer, "", "")
+        return self._reply(request, answer, "")
 
-    def _require_choice(self, found: dict[str, Any]) -> None:
-        """Raise Unanswered for a reply without a finished choice."""
-        choices: Any = found.get("choices")
-        form = {"message": dict} if self.settings.api == "chat" else {"text": str}
-        whole = has_form(choices, [dict]) and choices and has_form(choices[0], form)
-        if not whole or choices[0].get("finish_reason") not in (*STOPPED, "length"):
-            raise Unanswered("a reply without a finished choice")
-
-    def _read_prompt(self, found: dict[str, Any], ids: list[int]) -> bool:
-        """Whether a server read these tokens, as far as it tells."""
-        given = found["choices"][0].get("prompt_token_ids", found.get("prompt_token_ids"))
-        if given is not None:
-            return bool(given == ids)
-        count = (found.get("usage") or {}).get("prompt_tokens")
-        return count is None or count == len(ids)
-
-    def _given_ids(self, choice: dict[str, Any]) -> list[int] | None:
-        """The generated ids, where a server gives them."""
-        given = choice.get("token_ids")
-        if not given or not has_form(given, [int]) or not 0 <= min(given) <= max(given) < self.vocabulary:
-            return None
-        return list(given)
-
-    def _stop_string(self, choice: dict[str, Any]) -> bool:
-        """Whether a stop string may have ended a text: sure where the server tells, else wherever there are some."""
-        if not self.recipe.answers.stop or choice["finish_reason"] != "stop":
-            return False
-        for name in ("stop_reason", "matched_stop"):  # vLLM, SGLang
-            if name in choice:
-                return isinstance(choice[name], str)
-        return True
-
-    def _reply(self, request: Request, answer: dict[str, Any], text: str, prompt: str) -> Reply:
-        """The reply of a server's answer with this text after the request's prompt, which is given as text too."""
-        choice = answer["choices"][0]
-        ended, by_string = choice["finish_reason"] in STOPPED, self._stop_string(choice)
-        new = self._given_ids(choice)
-        if new is not None and by_string and self.stop is not None:
-            stopped = self.stop(new, 0)
-            new = new[: stopped.kept] if stopped.ended else new
-        if new is None:
-            if not ended:
-                text = text.rstrip("\ufffd")  # the beginning of a character whose other tokens were not generated
-            new = self._encoded(text, request.ids, prompt)
-            count = (answer.get("usage") or {}).get("completion_tokens")
-            if count is not None and count not in (len(new), len(new) + ended):
+    def _reply(self, request: Request, answer: Completion, prompt: str) -> Reply:
+        """The reply of a server's answer to the request, whose prompt is given as text too."""
+        choice = answer.choices[0]
+        by_string, ended = self._by_stop_string(choice), choice.ended
+        new = choice.token_ids
+        if new and 0 <= min(new) <= max(new) < self.vocabulary:
+            if by_string and self.stop is not None:
+                stopped = self.stop(new, 0)
+                new = new[: stopped.kept] if stopped.ended else new
+        else:
+            # What a cut text may end with is the beginning of a character whose other tokens were not generated.
+            new = self._encoded(choice.text if ended else choice.text.rstrip("\ufffd"), request.ids, prompt)
+            count = None if answer.usage is None else answer.usage.completion_tokens
+            if count not in (None, len(new), len(new) + ended):
                 with self._lock:
-                    self.notes["answers whose text has another number of tokens than the server counted"] += 1
+                    self.miscounted += 1
         if ended and not by_string and not (new and new[-1] in self.ends):
-            new = [*new, self._end(choice)]
+            # The end token: the server's where it names one of the target's, else the tokenizer's.
+            own = self.tokenizer.eos_token_id
+            end = self.ends[0] if own is None else own
+            new = [*new, next((int(one) for one in choice.ended_by if one in self.ends), end)]
         return Reply(request.id, new[: request.limit], ended and len(new) <= request.limit)
+
+    def _by_stop_string(self, choice: Choice) -> bool:
+        """Whether a stop string may have ended a text: sure where the server tells, else wherever there are some."""
+        if self.stop is None or choice.finish_reason != "stop":
+            return False
+        return not choice.ended_by or isinstance(choice.ended_by[0], str)
 
     def _encoded(self, text: str, ids: list[int], prompt: str) -> list[int]:
         """The tokens of a text after its prompt: encoded together where that leaves the prompt's tokens as they are."""
         whole = encode(self.tokenizer, prompt + text)
         return whole[len(ids) :] if whole[: len(ids)] == ids else encode(self.tokenizer, text)
-
-    def _end(self, choice: dict[str, Any]) -> int:
-        """The end token: the server's where it names one of the target's, else the tokenizer's."""
-        for name in ("stop_reason", "matched_stop"):
-            if choice.get(name) in self.ends:
-                return int(choice[name])
-        own = self.tokenizer.eos_token_id
-        return int(own if own is not None else self.ends[0])
 
     def close(self) -> list[str]:
         """Free the connections; lines about attempts that failed and texts that are not exact."""
@@ -396,6 +406,6 @@ class ServerWriter:
         return [
             *([f"{failed.total()} requests were sent again: {listed(failed, ' × ')}"] if failed else []),
             *([self.as_text] if self.as_text else []),
-            *(f"{count} {what}" for what, count in sorted(self.notes.items())),
+            *([f"{self.miscounted} {MISCOUNTED}"] if self.miscounted else []),
             *(f"{what}, the first: {detail}" for what, detail in self.first_faults.items() if detail),
         ]

@@ -7,6 +7,7 @@ DISTILL_LLAMA_BIN=build/llama.cpp/bin pytest -m "" tests/serving/test_real_serve
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import re
@@ -32,11 +33,7 @@ from distill.data.chat_template import ChatTemplate
 from distill.data.samples import Sample
 from distill.data.traffic import Line, pin_of, read_lines
 from distill.engines.llama_cpp.model import GgufModel
-from distill.engines.server_commands import (
-    SAMPLING,
-    llama_server,
-    pair_arguments,
-)
+from distill.engines.server_commands import SAMPLING, llama_server, pair_arguments
 from distill.errors import ServingError
 from distill.gguf.library import GgufFile
 from distill.recipe import SamplerSettings
@@ -337,7 +334,8 @@ def test_the_server_s_distributions_are_those_of_its_file(
         logs = model.extend(ids).full()[-1].log_softmax(-1)
     with started(settings, 60) as server:
         body = {"prompt": ids, "n_predict": 1, "n_probs": 40, "temperature": 0}
-        (listed,) = Http(server.url, 60).post("/completion", body)["completion_probabilities"]
+        reply = json.loads(Http(server.url, 60).get("/completion", body).content)
+    (listed,) = reply["completion_probabilities"]
     found = {one["id"]: one["logprob"] for one in listed["top_logprobs"]}
     assert len(found) == 40 and set(found) == set(logs.topk(40).indices.tolist())
     assert found == pytest.approx({token: float(logs[token]) for token in found}, abs=1e-2)

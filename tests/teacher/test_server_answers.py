@@ -19,6 +19,7 @@ import wheel_server
 from tiny import Capture, Patch
 from writing_worlds import BadServer, answer_lines, begin
 
+from distill import http
 from distill.data.samples import Request, Sample, read_answers, write_samples
 from distill.engines.torch.hugging_face import encode, load_config, load_tokenizer
 from distill.errors import DataError, EndpointError
@@ -26,7 +27,6 @@ from distill.files import read_json
 from distill.pipeline.stages import Contents, difference, find_stage, key_parts
 from distill.run import Run
 from distill.serving.server import LlamaServer, started
-from distill.teacher import endpoint
 from distill.teacher.answers import answers
 from distill.teacher.writers import OTHER_PROMPT, ServerWriter
 
@@ -38,7 +38,7 @@ def tokenizer(world: Path) -> Any:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch: Patch) -> None:
-    monkeypatch.setattr(endpoint, "FIRST_DELAY", 0.001)
+    monkeypatch.setattr(http, "FIRST_DELAY", 0.001)
 
 
 def served(*urls: str, **more: Any) -> str:
@@ -83,7 +83,7 @@ def test_every_fault_that_passes_loses_nothing(tokenizer: Any, write: Any, capsy
         run = write(30, bad, timeout=1, retries=20)
     assert tiny.contents(run.path("answers")) == tiny.contents(whole.path("answers"))
     told = capsys.readouterr().err
-    reasons = ("status 429", "status 500", "broken connection", "no reply in time", "not a JSON object", "finished")
+    reasons = ("status 429", "status 500", "broken connection", "no reply in time", "JSON object", "usable choices")
     assert all(reason in told for reason in reasons), told
     assert "30 answers of" in told
     body = bad.bodies[0]
@@ -146,7 +146,7 @@ def test_prompts_without_a_reply_are_asked_again(tokenizer: Any, write: Any) -> 
         ("other model", 6, r"a server answers for the model another, and tiny was asked"),
         ("other tokens", 6, r"the last: the server read other tokens than the prompt's"),
         ("no json", 0, r"no reply \(a reply that is not a JSON object\): <html>busy</html>"),
-        ("no choice", 0, r'no reply \(a reply without a finished choice\): \{"model": "tiny", "choices": \[\]'),
+        ("no choice", 0, r'no reply \(a reply without usable choices\): \{"model": "tiny", "choices": \[\]'),
         ("503", 0, r"the last 8 requests brought no answer; the last: no reply \(status 503\): no: None"),
     ],
 )
@@ -242,16 +242,16 @@ def test_check_asks_the_servers(world: Path, tokenizer: Any, capsys: Capture) ->
 
 
 def test_retry_after_and_delays(monkeypatch: Patch) -> None:
-    assert endpoint.retry_after(None) is None and endpoint.retry_after("soon") is None
-    assert endpoint.retry_after("7") == 7
-    assert endpoint.retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
+    assert http.retry_after(None) is None and http.retry_after("soon") is None
+    assert http.retry_after("7") == 7
+    assert http.retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
     later = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 60))
-    assert 55 < (endpoint.retry_after(later) or 0) <= 60
-    monkeypatch.setattr(endpoint, "FIRST_DELAY", 0.5)
+    assert 55 < (http.retry_after(later) or 0) <= 60
+    monkeypatch.setattr(http, "FIRST_DELAY", 0.5)
     for attempt in range(200):
         full = min(60, 0.5 * 2**attempt)
-        assert full / 2 <= endpoint.delay_seconds(attempt, None) <= full
-        assert endpoint.delay_seconds(attempt, 100) == 100 and endpoint.delay_seconds(attempt, 10**9) == 600
+        assert full / 2 <= http.delay_seconds(attempt, None) <= full
+        assert http.delay_seconds(attempt, 100) == 100 and http.delay_seconds(attempt, 10**9) == 600
 
 
 # ── chat ──

@@ -1,0 +1,235 @@
+"""Requests to servers: one client with one policy, for servers that write, that give distributions, and under test.
+
+A proxy is the environment's, never for this machine. A reply has `seconds` in all, and its form is checked whole. A
+request is sent again where that may help, as often as its sender allows: one that is measured never is. Nothing here
+puts a key, a header or a URL's secrets into a message.
+"""
+
+from __future__ import annotations
+
+import datetime
+import email.utils
+import ipaddress
+import os
+import random
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Mapping
+from dataclasses import dataclass
+from queue import SimpleQueue
+from typing import Any, TypeVar, cast
+from urllib.parse import urlsplit
+
+import httpx2
+from pydantic import BaseModel, ValidationError
+
+from distill.errors import EndpointError, RecipeError, server_words
+from distill.files import parse_object
+
+CONNECT_SECONDS = 10.0
+FIRST_DELAY, LONGEST_DELAY, LONGEST_ASKED = 0.5, 60.0, 600.0  # seconds
+AGAIN = {408, 425, 429}  # and 5xx
+KEYLESS = (401, 403)  # statuses of a request without the server's key
+PARTING_SECONDS = 2.0  # for requests under way when the work ends early
+
+Form = TypeVar("Form", bound=BaseModel)
+Item = TypeVar("Item")
+Result = TypeVar("Result")
+
+
+class ReplyError(Exception):
+    """A request without a reply: the reason, what the server said about it, the seconds that it asks to wait, and the
+    reply's status (None without a reply)."""
+
+    def __init__(
+        self, reason: str, detail: str = "", wait_seconds: float | None = None, status: int | None = None
+    ) -> None:
+        super().__init__(reason)
+        self.reason, self.detail, self.wait_seconds, self.status = reason, detail, wait_seconds, status
+
+
+class Refused(ReplyError):
+    """The server would refuse this request again."""
+
+
+class Unanswered(ReplyError):
+    """No usable reply came, and the next attempt may bring one."""
+
+
+@dataclass(frozen=True)
+class Received:
+    """A reply of any status: its body, seconds from the request to its end, the moments of the request and of each
+    `data: ` in the body (perf_counter), and the seconds that it asks to wait."""
+
+    status: int
+    content: bytes
+    seconds: float
+    started: float
+    times: list[float]
+    wait_seconds: float | None
+
+
+class HttpClient:
+    """Requests over up to `connections` at once, with the key in the environment variable `key`, which `setting` names,
+    and `headers`, whose values are environment variables too; threads may share it.
+
+    Raises EndpointError for a variable that the environment lacks.
+    """
+
+    def __init__(
+        self,
+        seconds: float,
+        connections: int,
+        key: str | None = None,
+        setting: str = "key",
+        headers: Mapping[str, str] | None = None,
+    ) -> None:
+        self.seconds = seconds
+        sent = {name: _secret(variable, f"headers.{name}") for name, variable in (headers or {}).items()}
+        self._secrets = [*sent.values()]
+        if key is not None:
+            self._secrets.append(_secret(key, setting))
+            sent["Authorization"] = f"Bearer {self._secrets[-1]}"
+        # A connection for each request: llama-server closes those that streamed, without a word, and one that is taken
+        # again then breaks.
+        limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=0)
+        timeout = httpx2.Timeout(seconds, connect=min(CONNECT_SECONDS, seconds))
+        self._far, self._near = (
+            httpx2.Client(headers=sent, timeout=timeout, limits=limits, trust_env=proxies) for proxies in (True, False)
+        )
+
+    def send(self, url: str, body: dict[str, Any] | None = None) -> Received:
+        """The reply to a GET, or to a POST of a body; Unanswered where none comes."""
+        client = self._near if _is_here(url) else self._far
+        parts: list[bytes] = []
+        times: list[float] = []
+        started = time.perf_counter()
+        try:
+            with client.stream("GET" if body is None else "POST", url, json=body) as response:
+                for part in response.iter_bytes():
+                    parts.append(part)
+                    times += [time.perf_counter()] * part.count(b"data: ")
+                    if time.perf_counter() - started > self.seconds:
+                        raise Unanswered("no reply in time")
+                wait_seconds = retry_after(response.headers.get("retry-after"))
+        except (httpx2.InvalidURL, httpx2.UnsupportedProtocol):
+            raise RecipeError(f"{url} is not the address of a server", "such as http://127.0.0.1:8080") from None
+        except (httpx2.ConnectError, httpx2.ConnectTimeout):
+            raise Unanswered("no connection") from None
+        except httpx2.TimeoutException:
+            raise Unanswered("no reply in time") from None
+        except (httpx2.TransportError, httpx2.DecodingError):
+            raise Unanswered("broken connection") from None
+        except RuntimeError:  # the client was closed meanwhile
+            raise Unanswered("the client was closed") from None
+        seconds = time.perf_counter() - started
+        return Received(response.status_code, b"".join(parts), seconds, started, times, wait_seconds)
+
+    def words(self, content: bytes) -> str:
+        """What a server says in a reply, without our secrets."""
+        return server_words(content, self._secrets)
+
+    def read(self, content: bytes, form: type[Form]) -> Form:
+        """A JSON object of this form; Unanswered, with the server's words, for anything else."""
+        found = parse_object(content)
+        if isinstance(found, str):
+            raise Unanswered("a reply that is not a JSON object", self.words(content))
+        try:
+            return form.model_validate(found)
+        except ValidationError as error:
+            place = error.errors(include_url=False, include_context=False)[0]["loc"][0]
+            raise Unanswered(f"a reply without usable {place}", self.words(content)) from None
+
+    def require_usable(self, received: Received) -> None:
+        """Raise Unanswered for a status after which the same request may succeed later."""
+        if received.status in AGAIN or received.status >= 500:
+            words = self.words(received.content)
+            raise Unanswered(f"status {received.status}", words, received.wait_seconds, received.status)
+
+    def close(self) -> None:
+        """Free the connections; safe to call twice."""
+        self._far.close()
+        self._near.close()
+
+
+def _is_here(url: str) -> bool:
+    """Whether an address is on this machine."""
+    try:
+        host = urlsplit(url).hostname or ""
+        return host == "localhost" or ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _secret(variable: str, setting: str) -> str:
+    """The value of an environment variable, which a `setting` names, for an HTTP header; EndpointError without one."""
+    value = os.environ.get(variable, "").strip()
+    if not value or not value.isascii() or not value.isprintable():
+        fault = "is not set" if not value else "holds characters that no HTTP header can have"
+        raise EndpointError(f"{setting}: the environment variable {variable} {fault}", f"export {variable}=…")
+    return value
+
+
+def delay_seconds(attempt: int, asked: float | None) -> float:
+    """Seconds to wait after a failed attempt: doubled each time, spread by chance, and no less than the server asks."""
+    delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** min(attempt, 30)) * random.uniform(0.5, 1.0)
+    return max(delay, min(asked or 0.0, LONGEST_ASKED))
+
+
+def retry_after(value: str | None) -> float | None:
+    """The seconds that a Retry-After header asks for, as a number or as a date; None for no header or another text."""
+    if value is None:
+        return None
+    if value.strip().isdecimal():
+        return float(value)
+    try:
+        moment = email.utils.parsedate_to_datetime(value)
+    except ValueError:
+        return None
+    if moment.tzinfo is None:
+        moment = moment.replace(tzinfo=datetime.UTC)
+    return max(0.0, (moment - datetime.datetime.now(datetime.UTC)).total_seconds())
+
+
+def at_once(
+    ask: Callable[[Item], Result], waiting: deque[Item], count: int, stop: Callable[[], object]
+) -> Generator[Result, None, None]:
+    """ask(item) of each item that waits, in any order, `count` at a time; more may be appended meanwhile.
+
+    The first error, or the end of the caller, ends all: `stop` is called, and requests under way are left after a
+    moment.
+    """
+    asked: SimpleQueue[Item | None] = SimpleQueue()
+    replies: SimpleQueue[tuple[Result | None, BaseException | None]] = SimpleQueue()
+
+    def work() -> None:
+        while (item := asked.get()) is not None:
+            try:
+                replies.put((ask(item), None))
+            except BaseException as error:
+                replies.put((None, error))
+
+    # Not a ThreadPoolExecutor: the interpreter waits for its threads, and a request may hang for minutes.
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    running = 0
+    try:
+        while waiting or running:
+            while waiting and running < len(threads):
+                asked.put(waiting.popleft())
+                running += 1
+            reply, error = replies.get()
+            running -= 1
+            if error is not None:
+                raise error
+            yield cast(Result, reply)
+    finally:
+        for _ in threads:
+            asked.put(None)
+        if running:
+            stop()
+        deadline = time.monotonic() + PARTING_SECONDS
+        for thread in threads:
+            thread.join(max(0.0, deadline - time.monotonic()))
