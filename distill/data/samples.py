@@ -62,7 +62,7 @@ class Reply:
     """New ids after a request's prompt, an end token included where the target gave one (`ended`: or a stop string).
 
     `dropped` is a reason why there is no answer, `detail` what a server said about it, `lasting` false where another
-    attempt may bring one. `prompt` are the ids that the target read where they are not those of the request.
+    attempt may bring one.
     """
 
     id: str
@@ -71,7 +71,6 @@ class Reply:
     dropped: str = ""
     detail: str = ""
     lasting: bool = True
-    prompt: list[int] | None = None
 
 
 TEXT_FAULTS = "looping", "empty"
@@ -220,9 +219,6 @@ class AskedQuestions:
 
     Of `asked` texts `usable` passed the filters, and the first `kept` of them are used; `wanted` were requested.
     `dropped` counts the others by reason.
-    `median_tokens` and `most_tokens` are the lengths that half and nine tenths of the questions do not exceed,
-    `distinct` the shares of different 1-, 2- and 3-grams of words among all, `repeated` the share of texts asked for
-    that repeat others or nearly do.
     """
 
     file: str
@@ -235,10 +231,6 @@ class AskedQuestions:
     usable: int
     kept: int
     dropped: dict[str, int]
-    median_tokens: float
-    most_tokens: float
-    distinct: list[float]
-    repeated: float
     examples: list[str]
 
 

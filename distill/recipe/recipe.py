@@ -19,7 +19,16 @@ from distill.files import is_utf8, kind_of, read_utf8, require_path
 from distill.machine import MOST_THREADS
 from distill.recipe.corpus import Chat, Corpus
 from distill.recipe.measuring import ON_CPU, Evaluate, Export, Gguf, GgufOptions, Speedup
-from distill.recipe.target import Answers, PyTorch, SamplerSettings, Section, Target, TeacherStore, parse_section, shown
+from distill.recipe.target import (
+    Answers,
+    PyTorch,
+    SamplerSettings,
+    Section,
+    Target,
+    TeacherSettings,
+    parse_section,
+    shown,
+)
 from distill.recipe.training import Cut, Train
 
 REASON = "the target's weights are not loaded (target.load: false)"
@@ -47,7 +56,7 @@ class Recipe(Section):
     sampler: SamplerSettings = SamplerSettings()
     pytorch: PyTorch = PyTorch()
     answers: Answers = Answers()
-    teacher: TeacherStore = TeacherStore()
+    teacher: TeacherSettings = TeacherSettings()
     cut: Cut = Cut()
     train: Train = Train()
     eval: Evaluate = Evaluate()

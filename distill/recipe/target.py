@@ -182,7 +182,7 @@ class Servers(Section):
         return value
 
 
-class Writer(Servers):
+class WriterSettings(Servers):
     """Who writes the answers: a GGUF file of the target, run by llama-cpp-python, or servers with OpenAI's API.
 
     Give exactly one of `gguf` and `urls`.
@@ -203,7 +203,7 @@ class Writer(Servers):
     )
 
     @model_validator(mode="after")
-    def _one_kind(self) -> Writer:
+    def _one_kind(self) -> WriterSettings:
         if (self.gguf is None) == (not self.urls):
             raise ValueError("give either gguf, a file, or urls, servers")
         if self.gguf is not None:
@@ -321,7 +321,7 @@ class Answers(Section):
         ge=1,
         description="PyTorch: prompts per file, the unit of resuming; null: 8 × batch",
     )
-    writer: Writer | None = Field(
+    writer: WriterSettings | None = Field(
         None, description="a GGUF file of the target, or servers that run it; null: the target in PyTorch"
     )
     stop: tuple[str, ...] = Field((), description="stop strings: an answer ends before the first of them")
@@ -354,7 +354,7 @@ class Answers(Section):
         return self
 
 
-class TeacherStore(Section):
+class TeacherSettings(Section):
     """How the target's distributions on the train blocks are stored."""
 
     kind: Literal["compact", "exact", "online"] = Field(
@@ -380,7 +380,7 @@ class TeacherStore(Section):
     )
 
     @model_validator(mode="after")
-    def _settings_of_other_kinds(self) -> TeacherStore:
+    def _settings_of_other_kinds(self) -> TeacherSettings:
         for name, kind in (("mass", "compact"),):
             if self.kind != kind and getattr(self, name) not in (None, type(self).model_fields[name].default):
                 raise ValueError(f"{name} is a setting of kind {kind}, but kind is {self.kind}")

@@ -184,19 +184,13 @@ def _counted(count: TextCount | None) -> list[Value]:
 
 
 def questions(sources: list[AskedQuestions], command: str) -> Table:
-    """The questions that the target wrote itself: how many, and how varied."""
+    """The questions that the target wrote itself."""
     columns: Columns[AskedQuestions] = {
         "self-asked questions": lambda one: f"{one.file}, T {one.temperature:g}, top-p {one.top_p:g}",
         "wanted": lambda one: one.wanted,
         "texts written": lambda one: one.asked,
         "usable": lambda one: one.usable,
         "used": lambda one: one.kept,
-        "median tokens": lambda one: Cell(one.median_tokens, ".1f"),
-        "90th percentile": lambda one: Cell(one.most_tokens, ".1f"),
-        "different words": lambda one: Cell(one.distinct[0], "%"),
-        "2-grams": lambda one: Cell(one.distinct[1], "%"),
-        "3-grams": lambda one: Cell(one.distinct[2], "%"),
-        "repeats": lambda one: Cell(one.repeated, "%"),
     }
     return table_of(sources, columns, command)
 

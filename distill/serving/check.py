@@ -5,7 +5,6 @@ The servers are started here, or already run.
 
 from __future__ import annotations
 
-import copy
 import math
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -32,7 +31,6 @@ from distill.serving.clients import (
     LlamaClient,
     Replayed,
     ServerRules,
-    by_class,
     connected,
     interleaved,
     opened,
@@ -93,15 +91,14 @@ class CheckSettings:
         )
 
 
-Keep = Callable[[ServeReport], object]  # is given the report so far after each part: the next one may fail
+Begun = Callable[[ServeReport], object]  # is given the report with its first figures: a part that adds to it may fail
 
 
 @dataclass
 class Check:
     """A check in progress: its parts add to `report`.
 
-    `texts` are the counts of the server that drafts. `files` are target and draft, where they are known; `reference` is
-    our decoder with them, or with the run's own.
+    `texts` are the counts of the server that drafts. `files` are target and draft, where they are known.
     """
 
     settings: CheckSettings
@@ -110,17 +107,9 @@ class Check:
     texts: list[Counts]
     files: tuple[Path, Path] | None
     report: ServeReport
-    keep: Keep
-    reference: findings.Reference | None = None
-
-    def keep_report(self) -> ServeReport:
-        """Hand on the report as it is now, with its sentences."""
-        self.report.sentences = findings.sentences(self.report, self.reference)
-        self.keep(found := copy.deepcopy(self.report))
-        return found
 
 
-def check_started(settings: CheckSettings, server: LlamaServer, keep: Keep = lambda found: None) -> ServeReport:
+def check_started(settings: CheckSettings, server: LlamaServer, begun: Begun = lambda report: None) -> ServeReport:
     """Start llama-server with and without the draft and compare them; ServingError for one that fails to serve."""
     assert server.draft is not None
     files = server.target, server.draft
@@ -130,18 +119,15 @@ def check_started(settings: CheckSettings, server: LlamaServer, keep: Keep = lam
             name: stack.enter_context(opened(one, settings.seconds, settings.sampler))
             for name, one in ((PLAIN, server.plain), (DRAFT, server))
         }
-        check = _replay(settings, clients, server, files, keep)
-        check.keep_report()
+        check = _replay(settings, clients, server, files)
+        begun(check.report)
         _compare(check, clients)
-    check.keep_report()
     if settings.sampler.temperature:
         _other_drafts(check)
-        check.keep_report()
     for difference, without in findings.option_differences(server, os.environ):
         note(f"without a difference: {' '.join(without.further)}")
         loss = rise_of_tokens(check.texts, _counts_on(settings, without))
-        check.report.differences.append(findings.measured(difference, loss))
-        check.keep_report()
+        check.report.differences.append(replace(difference, loss=loss))
     if settings.choosing:
         check.report.choice = choose(
             server,
@@ -150,10 +136,10 @@ def check_started(settings: CheckSettings, server: LlamaServer, keep: Keep = lam
             lambda one: opened(one, settings.seconds, settings.sampler),
             grid(settings.sampler.temperature > 0 and server.has(SAMPLING)),
         )
-    return check.keep_report()
+    return check.report
 
 
-def check_addresses(settings: CheckSettings, places: Addresses, keep: Keep = lambda found: None) -> ServeReport:
+def check_addresses(settings: CheckSettings, places: Addresses, begun: Begun = lambda report: None) -> ServeReport:
     """Compare servers that run; ServingError for one that does not answer, refuses, or does not draft."""
     with ExitStack() as stack:
         clients = connected(places, settings.seconds[1], stack, settings.sampler, settings.ids)
@@ -166,19 +152,14 @@ def check_addresses(settings: CheckSettings, places: Addresses, keep: Keep = lam
             probabilistic=places.probabilistic,
             threads=places.threads,
         )
-        check = _replay(settings, clients, server, places.files, keep)
-        check.report.differences += findings.early_ends(clients[DRAFT].totals(), check.server.n_max)
-        check.keep_report()
+        check = _replay(settings, clients, server, places.files)
+        begun(check.report)
         _compare(check, clients)
-    return check.keep_report()
+    return check.report
 
 
 def _replay(
-    settings: CheckSettings,
-    clients: Mapping[str, Client],
-    server: LlamaServer,
-    files: tuple[Path, Path] | None,
-    keep: Keep,
+    settings: CheckSettings, clients: Mapping[str, Client], server: LlamaServer, files: tuple[Path, Path] | None
 ) -> Check:
     """All prompts one at a time on each server: speeds, and the acceptance rate of the one that drafts.
 
@@ -220,11 +201,7 @@ def _replay(
         server=drafting.kind,
         build=drafting.build(),
         served=server.title if drafting.kind == "vllm" else " ".join(server.served),
-        target=str(server.target),
-        draft=str(server.draft),
         n_max=server.n_max,
-        p_min=server.p_min or 0.0,
-        probabilistic=server.probabilistic,
         sampler=settings.sampler.model_dump(),
         prompts=len(settings.prompts),
         new_tokens=settings.limit,
@@ -232,12 +209,11 @@ def _replay(
         acceptance=[own],
         predicted=settings.predicted if greedy else math.nan,
         speeds=speeds,
-        classes=by_class(settings.prompts, texts, replayed),
         same_texts=sum(plain[0].tokens == draft[0].tokens for plain, draft in pairs),
         texts=len(pairs),
         notes=notes,
     )
-    return Check(settings, server, replayed, texts, files, report, keep)
+    return Check(settings, server, replayed, texts, files, report)
 
 
 def _title(server: LlamaServer) -> str:
@@ -249,7 +225,6 @@ def _compare(check: Check, clients: Mapping[str, Client]) -> None:
     settings, report = check.settings, check.report
     if check.files is not None:
         _decode_ours(check, check.files, clients[DRAFT].kind == "vllm")
-        check.keep_report()
     if isinstance(drafting := clients[DRAFT], LlamaClient):
         _compare_template(check, drafting)
     for client in clients.values():
@@ -267,7 +242,7 @@ def _decoded(check: Check, source: str, files: tuple[Path, Path], rules: ServerR
     """The texts of our decoder with these files; what it accepts is added."""
     settings = check.settings
     texts = rules.decode_files(*files, settings.ids, settings.limit, settings.samples, check.server.threads)
-    check.report.acceptance.append(acceptance(f"distill, {source}", counts_of(texts)))
+    check.report.acceptance.append(acceptance(findings.OURS + source, counts_of(texts)))
     return texts
 
 
@@ -276,7 +251,7 @@ def _decode_ours(check: Check, files: tuple[Path, Path], vllm: bool) -> None:
     files differ, with the loss."""
     settings, report, length = check.settings, check.report, check.server.n_max
     from_run = findings.from_run(files, settings.made)
-    in_pair = findings.in_pair(files, settings.made is None)
+    in_pair = findings.in_pair(files)
     if not length:
         report.differences += from_run + in_pair
         report.notes.append("the server does not say how many tokens it drafts: give --n-max for our decoder's figures")
@@ -285,21 +260,14 @@ def _decode_ours(check: Check, files: tuple[Path, Path], vllm: bool) -> None:
 
     def refer_to(which: str, pair: tuple[Path, Path]) -> list[list[Text]]:
         texts = _decoded(check, which, pair, rules)
-        short = rise_of_tokens(check.texts, counts_of(texts))
-        check.reference = findings.Reference(which, report.acceptance[-1], short)
+        report.reference, report.short = report.acceptance[-1], rise_of_tokens(check.texts, counts_of(texts))
         return texts
 
     served = refer_to("the same files", files)
-    if not settings.sampler.temperature:
-        same = sum(
-            ours.tokens == replies[0].tokens for (ours,), replies in zip(served, check.replayed[DRAFT], strict=True)
-        )
-        if same < len(served):
-            report.notes.append(f"our decoder's text is the server's on {same} of {len(served)} prompts")
     if from_run:
         assert settings.made is not None
         loss = rise_of_tokens(counts_of(served), counts_of(refer_to("the run's own files", settings.made)))
-        from_run = [findings.measured(difference, loss) for difference in from_run]
+        from_run = [replace(difference, loss=loss) for difference in from_run]
     report.differences += from_run + in_pair
 
 
@@ -355,4 +323,4 @@ def _compare_template(check: Check, client: LlamaClient) -> None:
     texts = settings.replies(client, [client.tokenize(text) for text in asked])
     report.acceptance.append(acceptance(f"{client.kind}, through its own template", texts))
     loss = rise_of_tokens(texts, [check.texts[place] for place in conversations])
-    report.differences.append(findings.measured(difference, loss))
+    report.differences.append(replace(difference, loss=loss))

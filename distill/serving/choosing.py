@@ -52,12 +52,6 @@ class Candidate:
 
     settings: DraftSettings
     texts: list[list[Reply]] = field(default_factory=list)
-    rounds: int = 0
-
-    @property
-    def seen(self) -> tuple[int, int]:
-        """Rounds that it took part in, and the texts of the last one."""
-        return self.rounds, len(self.texts)
 
     @property
     def rate(self) -> float:
@@ -101,7 +95,6 @@ def visit(candidates: Sequence[Candidate], server: LlamaServer, trials: Trials, 
     progress = Progress(title, len(orders) * len(candidates))
     texts = [(prompt, seed) for prompt in trials.prompts for seed in range(trials.samples)]
     for one in candidates:
-        one.rounds += 1
         one.texts += [[] for _ in range(len(texts) - len(one.texts))]
     for order in orders:
         for one in order:
@@ -137,10 +130,10 @@ def choose(
     best = max(alive, key=lambda one: one.rate)
     rivals = [Candidate(one) for one in _finalists(best, alive)]
     visit(rivals, server, held_out, opened, "settings, held-out prompts")
-    confirmed = [SettingsSpeed(one.settings, one.rate, *one.seen, rivals[0].over(one)) for one in rivals]
+    confirmed = [SettingsSpeed(one.settings, one.rate, rivals[0].over(one)) for one in rivals]
     return ChosenSettings(
         settings=best.settings,
-        tried=[SettingsSpeed(one.settings, one.rate, *one.seen) for one in tried],
+        tried=[SettingsSpeed(one.settings, one.rate) for one in tried],
         confirmed=confirmed,
         sentence=_sentence(best.settings, confirmed),
         command=_command(server, best.settings),
@@ -159,27 +152,18 @@ def _finalists(best: Candidate, candidates: Sequence[Candidate]) -> list[DraftSe
 
 
 def _sentence(best: DraftSettings, confirmed: Sequence[SettingsSpeed]) -> str:
-    """The choice, with its speed on held-out prompts over plain decoding and over the fastest that draft the other way,
-    or both ways where plain decoding is chosen; and over the fastest there, where that is another."""
-    ranked = sorted(confirmed, key=lambda one: -one.tokens_per_second)
-    rivals = [next(one for one in ranked if one.settings == PLAIN_SETTINGS)] if best.n_max else []
-    for drawn in (False, True):
-        way = [one for one in ranked if one.settings.n_max and one.settings.probabilistic == drawn]
-        rivals += way[:1] if not best.n_max or best.probabilistic != drawn else []
-    over = " and ".join(f"{_ratio(one.against)} {one.settings.title}" for one in rivals)
-    text = f"{best.title}: the fastest on the validation prompts" + (f", {over} on held-out ones" if over else "")
-    if not best.n_max:
+    """The choice, with its speed over plain decoding, and the fastest on held-out prompts where that is another."""
+    text = f"{best.title}: the fastest on the validation prompts"
+    if best.n_max:
+        plain = next(one.against for one in confirmed if one.settings == PLAIN_SETTINGS)
+        text += f", {plain.mean:.3f}× [{plain.low:.3f}, {plain.high:.3f}] plain decoding on held-out ones"
+    else:
         text = f"Serve this target without the draft here. {text}"
-    fastest = ranked[0]
-    if fastest.settings == best:
-        return f"{text}; nothing that was tried is faster there."
-    within = "within the interval" if fastest.against.high >= 1 else "beyond the interval: give more validation prompts"
-    ratio = _ratio(fastest.against)
-    return f"{text}; the fastest there is {fastest.settings.title}, over which it has {ratio}, {within}."
-
-
-def _ratio(found: Interval) -> str:
-    return f"{found.mean:.3f}× [{found.low:.3f}, {found.high:.3f}]"
+    fastest = max(confirmed, key=lambda one: one.tokens_per_second)
+    if fastest.settings != best:
+        within = "within" if fastest.against.high >= 1 else "beyond"
+        text += f"; there {fastest.settings.title} is faster, {within} the interval"
+    return f"{text}."
 
 
 def _command(server: LlamaServer, settings: DraftSettings) -> str:

@@ -7,7 +7,6 @@ the version in server_commands.VLLM.
 from __future__ import annotations
 
 import contextlib
-import math
 import random
 import secrets
 import time
@@ -21,7 +20,6 @@ from typing import Any
 import numpy
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from distill.data.samples import Sample
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed, Proposal
@@ -34,9 +32,9 @@ from distill.http import Received
 from distill.progress import Progress
 from distill.recipe import SamplerSettings, Target, parse_section
 from distill.sampler import Sampler
-from distill.serving.results import Counts, ServedClass, Text, acceptance, totals_of
+from distill.serving.results import Counts, Text, totals_of
 from distill.serving.server import Event, Http, LlamaServer, Running, started
-from distill.tables import UNKNOWN, Interval, Numbers, speed_ratio
+from distill.tables import Numbers
 
 # Whatever else could shape a distribution is switched off: a server has defaults of its own, vLLM's from the model's
 # generation_config.json. llama-server's samplers come in the order of this list, which is the order of ours.
@@ -497,24 +495,6 @@ def interleaved(
                 replayed[name][place].append(reply)
             progress.step()
     return replayed
-
-
-def by_class(prompts: Sequence[Sample], texts: Sequence[Counts], replayed: Mapping[str, Replayed]) -> list[ServedClass]:
-    """The figures of each class of prompts, where there are several; without intervals for a class of one prompt."""
-    names = [prompt.label or prompt.source or "prompts" for prompt in prompts]
-    classes = []
-    for name in dict.fromkeys(names) if len(set(names)) > 1 else ():
-        places = [place for place, other in enumerate(names) if other == name]
-        own = acceptance(name, [texts[place] for place in places])
-        sums = [
-            sums_of([replayed[server][place] for place in places]) for server in (DRAFT, PLAIN) if server in replayed
-        ]
-        rise = speed_ratio(*sums[0], *sums[1]) if PLAIN in replayed else UNKNOWN
-        figures = [own.rate, own.tokens_per_round, rise]
-        if len(places) == 1:
-            figures = [Interval(figure.mean, math.nan, math.nan) for figure in figures]
-        classes.append(ServedClass(name, len(places), *figures))
-    return classes
 
 
 # ── the same prompts by our decoder, counted as the server counts ──

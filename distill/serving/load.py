@@ -87,7 +87,7 @@ def read_trace(path: Path) -> Load:
 
 
 @dataclass(frozen=True)
-class Request:
+class Answered:
     """A request to a prompt, by its place, that was answered; the moment at which it was `due`."""
 
     prompt: int
@@ -102,7 +102,7 @@ class Request:
         return self.reply.count * arrived / len(self.reply.times)
 
 
-def send(client: Client, prompts: Sequence[Sequence[int]], limit: int, load: Load, seed: int) -> list[Request]:
+def send(client: Client, prompts: Sequence[Sequence[int]], limit: int, load: Load, seed: int) -> list[Answered]:
     """The requests of one replay, answered; prompts are taken again where they are fewer.
 
     A request that is due waits for nothing but one of CONNECTIONS; it counts from when it was due. The first fault
@@ -111,12 +111,12 @@ def send(client: Client, prompts: Sequence[Sequence[int]], limit: int, load: Loa
     due, ended = load.due(load.count(len(prompts)), seed), threading.Event()
     begun = time.perf_counter()
 
-    def ask(number: int) -> tuple[int, Request]:
+    def ask(number: int) -> tuple[int, Answered]:
         turn, prompt = divmod(number, len(prompts))
         if ended.wait(max(0.0, begun + due[number] - time.perf_counter())):
             raise Unanswered("the load ended")
         reply = client.complete(prompts[prompt], limit, turn)
-        return number, Request(prompt, reply.started if load.concurrency else begun + float(due[number]), reply)
+        return number, Answered(prompt, reply.started if load.concurrency else begun + float(due[number]), reply)
 
     count = min(load.concurrency or CONNECTIONS, len(due))
     with contextlib.closing(at_once(ask, deque(range(len(due))), count, ended.set)) as answered:
@@ -131,7 +131,7 @@ class Served:
     """What a configuration did under a load: the `wall` seconds that the load was on, with the tokens [P] and seconds
     [P] of the requests to each prompt in that time; and all requests."""
 
-    requests: Sequence[Request]
+    requests: Sequence[Answered]
     tokens: Numbers
     seconds: Numbers
     wall: float
@@ -139,12 +139,12 @@ class Served:
     @classmethod
     def alone(cls, replayed: Replayed) -> Served:
         """Of requests that were sent one at a time, other servers' between them."""
-        requests = [Request(place, reply.started, reply) for place, own in enumerate(replayed) for reply in own]
+        requests = [Answered(place, reply.started, reply) for place, own in enumerate(replayed) for reply in own]
         tokens, seconds = sums_of(replayed)
         return cls(requests, tokens, seconds, float(seconds.sum()))
 
     @classmethod
-    def under(cls, load: Load, replays: Sequence[Sequence[Request]], prompts: int) -> Served:
+    def under(cls, load: Load, replays: Sequence[Sequence[Answered]], prompts: int) -> Served:
         """Of whole replays. A load of so many at once is on until the first request ends that none follows: the rest
         would count a server that is less and less loaded."""
         tokens, seconds, wall = numpy.zeros(prompts), numpy.zeros(prompts), 0.0
@@ -170,7 +170,6 @@ class Served:
             concurrency=load.concurrency,
             offered=load.rate,
             requests=len(replies),
-            tokens=count,
             requests_per_second=rate * len(replies) / max(count, 1),
             tokens_per_second=rate,
             in_flight=float(self.seconds.sum()) / self.wall,
@@ -187,7 +186,7 @@ def percentiles(values: Sequence[float]) -> tuple[float, float]:
     return float(numpy.median(values)), float(numpy.quantile(values, 0.95))
 
 
-def step_seconds(loads: Iterable[Sequence[Request]]) -> dict[int, float]:
+def step_seconds(loads: Iterable[Sequence[Answered]]) -> dict[int, float]:
     """T(B) by B, from the texts of a plain server under several loads: the median over texts of a text's step.
 
     A text's step is the mean of the seconds between two of its tokens, because a client that is held up gets several at
@@ -246,7 +245,7 @@ def speeds_under(
     """
     served = {name: Served.alone(own) for name, own in replayed.items()}
     every = [(Load(1), served)]
-    replays: dict[tuple[Load, str], list[list[Request]]] = {(load, name): [] for load in loads for name in clients}
+    replays: dict[tuple[Load, str], list[list[Answered]]] = {(load, name): [] for load in loads for name in clients}
     progress, order = Progress("under load", repeats * len(replays)), list(replays)
     for repeat in range(repeats):
         for load, name in order if repeat % 2 == 0 else order[::-1]:
@@ -291,7 +290,7 @@ def served_curve(client: Client, depth: int, new: int, limit: int) -> CostCurve:
     client.alone, client.ignores_end = False, True
     timed, draw = min(new, TIMED_TOKENS), random.Random(0)
     progress = Progress(f"{client.url}: up to {wanted[-1]} requests at once", REPEATS * len(wanted))
-    by_load: dict[int, list[Request]] = {together: [] for together in wanted}
+    by_load: dict[int, list[Answered]] = {together: [] for together in wanted}
     for repeat in range(REPEATS):
         for together in wanted if repeat % 2 == 0 else wanted[::-1]:
             by_load[together] += send(

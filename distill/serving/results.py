@@ -17,6 +17,8 @@ import numpy
 from distill.files import Figure
 from distill.tables import UNKNOWN, Interval, paired_ratio_interval, ratio_interval
 
+LEAST_LOSS = 0.01  # tokens per round: less is rounding
+
 
 @dataclass(frozen=True)
 class ServedAcceptance:
@@ -28,7 +30,6 @@ class ServedAcceptance:
     """
 
     source: str
-    prompts: int
     drafted: int
     accepted: int
     rate: Interval
@@ -50,7 +51,6 @@ class ServedSpeed:
     concurrency: int
     offered: Figure
     requests: int
-    tokens: int
     requests_per_second: float
     tokens_per_second: float
     in_flight: float
@@ -60,22 +60,11 @@ class ServedSpeed:
 
 
 @dataclass(frozen=True)
-class ServedClass:
-    """The prompts of one class on the server that drafts."""
-
-    name: str
-    prompts: int
-    rate: Interval
-    tokens_per_round: Interval
-    speedup: Interval
-
-
-@dataclass(frozen=True)
 class Difference:
     """Something that differs from what the draft was made and measured for.
 
     `loss` are the tokens per round that it costs: measured with the difference and without, on the same prompts; NaN
-    where it was not measured. `explains`: the whole interval of the loss lies above zero.
+    where it was not measured.
     """
 
     what: str
@@ -83,7 +72,11 @@ class Difference:
     expected: str
     advice: str
     loss: Interval = UNKNOWN
-    explains: bool = False
+
+    @property
+    def explains(self) -> bool:
+        """Whether the whole interval of the loss is more than rounding."""
+        return self.loss.low > LEAST_LOSS
 
 
 @dataclass(frozen=True)
@@ -106,15 +99,13 @@ class DraftSettings:
 
 @dataclass(frozen=True)
 class SettingsSpeed:
-    """Settings with their speed on `prompts` texts in the last of the `rounds` that they took part in.
+    """Settings with their speed in the last round that they took part in.
 
     `against` is the speed of the chosen settings over theirs; NaN on validation prompts.
     """
 
     settings: DraftSettings
     tokens_per_second: float
-    rounds: int
-    prompts: int
     against: Interval = UNKNOWN
 
 
@@ -134,11 +125,12 @@ class ChosenSettings:
 class ServeReport:
     """A pair on the user's server, with and without its draft, under `sampler` and from cold caches.
 
-    `acceptance` holds the server's own counts first. `probabilistic`: its drafts were drawn from the draft; `drawn` are
-    the tokens per round that this adds to drafts of its best tokens, NaN where one of them was not measured.
+    `acceptance` holds the server's own counts first. `drawn` are the tokens per round that drafts drawn from the draft
+    add to its best tokens, NaN where one of them was not measured. `reference` is our decoder on the same prompts, with
+    the run's own files where there is a run, and `short` the tokens per round that the server lacks.
     `predicted` is what the run measured for the same draft length on its own test prompts; NaN where there is no run,
     and of sampled requests. `same_texts` of `texts` have the tokens of the plain server. `lengths` are of
-    `lengths_by_load`. `sentences` say what was found, in order of weight.
+    `lengths_by_load`.
     """
 
     command: str
@@ -146,11 +138,7 @@ class ServeReport:
     server: str
     build: str
     served: str
-    target: str
-    draft: str
     n_max: int
-    p_min: float
-    probabilistic: bool
     sampler: dict[str, Any]
     prompts: int
     new_tokens: int
@@ -158,13 +146,13 @@ class ServeReport:
     acceptance: list[ServedAcceptance]
     predicted: Figure
     speeds: list[ServedSpeed]
-    classes: list[ServedClass]
     same_texts: int
     texts: int
     drawn: Interval = UNKNOWN
     lengths: list[list[int]] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
-    sentences: list[str] = field(default_factory=list)
+    reference: ServedAcceptance | None = None
+    short: Interval = UNKNOWN
     choice: ChosenSettings | None = None
     notes: list[str] = field(default_factory=list)
 
@@ -279,7 +267,6 @@ def acceptance(source: str, texts: Sequence[Counts], totals: Counts | None = Non
         positions = [accepted_there / totals.rounds for accepted_there in totals.by_position]
     return ServedAcceptance(
         source=source,
-        prompts=len(texts),
         drafted=sum(drafted),
         accepted=sum(accepted),
         rate=ratio_interval(accepted, drafted),

@@ -136,7 +136,6 @@ class Conversation:
             self.request = rules.request(f"{self.prompt.id}/{len(self.texts)}", self.prompt, ids, self.texts)
 
     def _add(self, name: str, ids: list[int], reply: Reply, rules: AnswerRules) -> Sample:
-        ids = ids if reply.prompt is None else reply.prompt
         dropped = reply.dropped or ("" if reply.ended or rules.keep_truncated else "truncated") or fault_of(reply.ids)
         own = replace(self.prompt, id=name, prompt=ids, answer=reply.ids, ended=reply.ended, dropped=dropped)
         self.answers.append(replace(own, number=self.number, chat=None))

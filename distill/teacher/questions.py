@@ -16,7 +16,6 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from statistics import median
 from typing import Any
 
 from distill.data.chat_template import ChatTemplate, Message, PlainTexts, UserHeader
@@ -39,7 +38,7 @@ from distill.recipe import Recipe, SamplerSettings, Source
 from distill.run import Run
 from distill.teacher.answers import rules_of, write_answers, writer_kind
 
-# ── Which texts are usable questions, and how varied those are ──
+# ── Which texts are usable questions ──
 
 FEWEST_TOKENS = 3  # of a question
 SIMILAR = 0.7  # the Jaccard similarity of word 3-grams from which two questions are near-duplicates
@@ -125,19 +124,6 @@ def _alike(own: frozenset[int], other: frozenset[int]) -> bool:
         return False
     common = len(own & other)
     return common >= SIMILAR * (len(own) + len(other) - common) - 1e-9
-
-
-def distinct(texts: Sequence[str], length: int) -> float:
-    """The share of different n-grams among all n-grams of words; 0 without any."""
-    found = Counter(gram for text in texts for gram in grams(text, length))
-    return len(found) / found.total() if found else 0.0
-
-
-def lengths(counts: Sequence[int]) -> tuple[float, float]:
-    """The median and the 90th percentile (the smallest count that nine tenths do not exceed); 0 without any."""
-    if not counts:
-        return 0.0, 0.0
-    return float(median(counts)), float(sorted(counts)[math.ceil(0.9 * len(counts)) - 1])
 
 
 # ── What is asked ──
@@ -362,7 +348,6 @@ def _written(
 
 def _summary(asking: Asking, name: str, asked: int, texts: Sequence[str], dropped: Counter[str]) -> AskedQuestions:
     source = asking.source
-    middle, long = lengths([len(encode(asking.template.tokenizer, text)) for text in texts])
     return AskedQuestions(
         file=name,
         header=asking.first_header().text,
@@ -374,10 +359,6 @@ def _summary(asking: Asking, name: str, asked: int, texts: Sequence[str], droppe
         usable=asked - dropped.total(),
         kept=len(texts),
         dropped=dict(sorted(dropped.items())),
-        median_tokens=middle,
-        most_tokens=long,
-        distinct=[round(distinct(texts, length), 4) for length in (1, 2, 3)],
-        repeated=round((dropped[EQUAL] + dropped[ALIKE]) / asked, 4),
         examples=[text[:SHOWN_CHARACTERS] for text in texts[:EXAMPLES]],
     )
 
@@ -397,11 +378,6 @@ def _say(run: Run, found: AskedQuestions) -> None:
         f"  {'warning: only ' if few else ''}{found.kept} of {found.wanted} questions: {found.usable} of {found.asked} "
         f"texts that the target wrote are usable{left}",
         warning=few,
-    )
-    words, pairs, triples = (f"{100 * share:.0f} %" for share in found.distinct)
-    run.say(
-        f"  their tokens: median {found.median_tokens:g}, nine tenths at most {found.most_tokens:g}; different among "
-        f"all words {words}, 2-grams {pairs}, 3-grams {triples}; texts that repeat others: {100 * found.repeated:.1f} %"
     )
     for text in found.examples:
         run.say(f"  such as: {printable(' '.join(text.split()))}")

@@ -31,8 +31,7 @@ from distill.engines.torch.hugging_face import load_config, load_target, load_to
 from distill.errors import DataError
 from distill.files import digest, read_json, reference_digest
 from distill.recipe import Recipe
-from distill.recipe.target import TYPE_BYTES
-from distill.recipe.target import TeacherStore as Settings
+from distill.recipe.target import TYPE_BYTES, TeacherSettings
 from distill.run import Run, verify_artifact
 from distill.sampler import require_finite
 from distill.teacher.distributions import EMPTY, CompactTeacher, Head, LogitForm, Teacher, TeacherChunk, require_head
@@ -72,7 +71,7 @@ def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
     return TeacherChunk(ids.to(torch.int32), values - values[:, :1] - total.log(), tail.clamp(min=EMPTY))
 
 
-def bytes_per_position(settings: Settings, hidden: int, dtype: str, k: int | None = None) -> int:
+def bytes_per_position(settings: TeacherSettings, hidden: int, dtype: str, k: int | None = None) -> int:
     """Bytes per position on disk in a store of these settings, with a target of that hidden size and type.
 
     `k` is the number of entries of a compact store, where it is known to be below `top_k`.

@@ -28,7 +28,7 @@ from distill.gguf.library import require_loadable
 from distill.http import Refused, Unanswered
 from distill.recipe import Recipe
 from distill.sampler import Sampler
-from distill.teacher.endpoint import Endpoint, FromModel
+from distill.teacher.endpoint import Endpoint
 from distill.vocabulary.vocabulary import Vocabulary
 
 
@@ -147,7 +147,6 @@ class GgufWriter(_LocalWriter):
 
 # ── Servers with OpenAI's API: vLLM, SGLang, llama-server and others ──
 
-PROBES = 3  # further attempts at the first request
 MAX_FAULTS = 8  # replies without one answer, after which it is the settings that are wrong
 LARGEST_SEED = 2**31
 MISCOUNTED = "answers whose text has another number of tokens than the server counted"
@@ -201,8 +200,7 @@ class Completion(BaseModel):
 class ServerWriter:
     """The target on servers, `concurrency` requests at a time, each sent again where it may succeed later.
 
-    A prompt goes as token ids to servers that take them, which a first request finds out, else as text. The ids of a
-    reply are the server's where it gives them, else those of its text.
+    A prompt goes as token ids. The ids of a reply are the server's where it gives them, else those of its text.
     """
 
     by_prompt = True
@@ -218,8 +216,6 @@ class ServerWriter:
         self.miscounted = 0
         self.first_faults: dict[str, str] = {}  # what the server said about the first of each kind
         self._lock = Lock()
-        self.takes_ids: bool | None = None
-        self.as_text = ""  # why prompts are sent as text
         try:
             self.model = self.endpoint.served()[0][1]
         except BaseException:
@@ -234,8 +230,6 @@ class ServerWriter:
         Until there is an answer, faults are held back: a server that refuses the first requests is set up wrongly, and
         these are asked again by the next command.
         """
-        if waiting and self.takes_ids is None:
-            self.takes_ids = self._probe(waiting[0])
         answered = faults = 0
         held: list[Reply] = []
         with closing(self.endpoint.stream(self._ask, waiting)) as replies:
@@ -259,32 +253,9 @@ class ServerWriter:
             fault = ": ".join(filter(None, (reply.dropped, reply.detail)))
             raise EndpointError(
                 f"the last {faults} requests brought no answer; the last: {fault}",
-                "the same command asks again for what is missing; if it is not a passing fault, correct answers.writer",
+                "the same command asks again for what is missing; if it is not a passing fault, correct "
+                "answers.writer. A server must take token ids as a prompt, as vLLM, SGLang and llama-server do",
             )
-
-    def _probe(self, request: Request) -> bool:
-        """Whether the servers take token ids as a prompt, asked with one token of answer.
-
-        One that takes none refuses, or fails with status 500 each time (llama-cpp-python). EndpointError for servers
-        that are busy each time.
-        """
-        if self.settings.api == "chat":
-            return False
-        body = {"model": self.model, "prompt": request.ids, "max_tokens": 1, "temperature": 0, "stream": False}
-        settings = self.settings.model_copy(update={"retries": min(self.settings.retries, PROBES)})
-        with closing(Endpoint(settings, "answers.writer")) as endpoint:
-            try:
-                endpoint.post("completions", body, FromModel)
-                return True
-            except (Refused, Unanswered) as error:
-                reason = f"{error.reason}: {error.detail}".removesuffix(": ")
-                if isinstance(error, Unanswered) and error.status != 500:
-                    hint = "the same command asks again; if it is not a passing fault, correct answers.writer"
-                    raise EndpointError(f"the servers answer no request: {reason}", hint) from None
-        self.as_text = (
-            f"prompts were sent as text, which may be read as other tokens: no token ids were taken ({reason})"
-        )
-        return False
 
     def _ask(self, request: Request) -> Reply:
         """The reply to one request; runs in a thread of the pool."""
@@ -320,26 +291,11 @@ class ServerWriter:
         return body | ({"stop": list(answers.stop)} if answers.stop else {})
 
     def _complete(self, request: Request) -> Reply:
-        read = request if self.takes_ids else self._as_text(request)
-        if not read.ids:
-            return Reply(request.id, [], False, "a prompt whose tokens are not text")
-        if read.limit < 1:
-            return Reply(request.id, [], False, "no room in the block")
-        text = decoded(self.tokenizer, read.ids)
-        body = self._body(read) | {"prompt": read.ids if self.takes_ids else text, "add_special_tokens": False}
+        body = self._body(request) | {"prompt": request.ids, "add_special_tokens": False}
         answer = self.endpoint.post("completions", body, Completion)
-        if not answer.is_of(read.ids):
+        if not answer.is_of(request.ids):
             return Reply(request.id, [], False, OTHER_PROMPT)
-        reply = self._reply(read, answer, text)
-        return reply if read.ids == request.ids else replace(reply, prompt=read.ids)
-
-    def _as_text(self, request: Request) -> Request:
-        """The request with the tokens that a server makes of its prompt's text.
-
-        They differ where the prompt was cut within what the tokenizer writes as one token; the answer loses that room.
-        """
-        ids = encode(self.tokenizer, decoded(self.tokenizer, request.ids))
-        return replace(request, ids=ids, limit=request.limit - max(0, len(ids) - len(request.ids)))
+        return self._reply(request, answer)
 
     def _chat(self, request: Request) -> Reply:
         if request.messages is None:
@@ -363,10 +319,10 @@ class ServerWriter:
                 "serve the target with vLLM, which returns them, or use answers.writer.api: completions, which any "
                 "server with OpenAI's API takes (llama-server, SGLang)",
             )
-        return self._reply(request, answer, "")
+        return self._reply(request, answer)
 
-    def _reply(self, request: Request, answer: Completion, prompt: str) -> Reply:
-        """The reply of a server's answer to the request, whose prompt is given as text too."""
+    def _reply(self, request: Request, answer: Completion) -> Reply:
+        """The reply of a server's answer to the request."""
         choice = answer.choices[0]
         by_string, ended = self._by_stop_string(choice), choice.ended
         new = choice.token_ids
@@ -376,7 +332,7 @@ class ServerWriter:
                 new = new[: stopped.kept] if stopped.ended else new
         else:
             # What a cut text may end with is the beginning of a character whose other tokens were not generated.
-            new = self._encoded(choice.text if ended else choice.text.rstrip("\ufffd"), request.ids, prompt)
+            new = self._encoded(choice.text if ended else choice.text.rstrip("\ufffd"), request.ids)
             count = None if answer.usage is None else answer.usage.completion_tokens
             if count not in (None, len(new), len(new) + ended):
                 with self._lock:
@@ -394,9 +350,9 @@ class ServerWriter:
             return False
         return not choice.ended_by or isinstance(choice.ended_by[0], str)
 
-    def _encoded(self, text: str, ids: list[int], prompt: str) -> list[int]:
+    def _encoded(self, text: str, ids: list[int]) -> list[int]:
         """The tokens of a text after its prompt: encoded together where that leaves the prompt's tokens as they are."""
-        whole = encode(self.tokenizer, prompt + text)
+        whole = encode(self.tokenizer, decoded(self.tokenizer, ids) + text)
         return whole[len(ids) :] if whole[: len(ids)] == ids else encode(self.tokenizer, text)
 
     def close(self) -> list[str]:
@@ -405,7 +361,6 @@ class ServerWriter:
         failed = self.endpoint.counts
         return [
             *([f"{failed.total()} requests were sent again: {listed(failed, ' × ')}"] if failed else []),
-            *([self.as_text] if self.as_text else []),
             *([f"{self.miscounted} {MISCOUNTED}"] if self.miscounted else []),
             *(f"{what}, the first: {detail}" for what, detail in self.first_faults.items() if detail),
         ]

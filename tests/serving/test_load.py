@@ -22,8 +22,8 @@ from distill.cli.serve import arrivals
 from distill.errors import DataError, RecipeError, ServingError
 from distill.serving.clients import Client, Reply
 from distill.serving.load import (
+    Answered,
     Load,
-    Request,
     Served,
     apart,
     send,
@@ -50,7 +50,7 @@ class Stream:
     times: list[float] = field(default_factory=list)
 
 
-def simulate(load: Load, prompt_seconds: float = 0.0, seed: int = 0) -> list[Request]:
+def simulate(load: Load, prompt_seconds: float = 0.0, seed: int = 0) -> list[Answered]:
     """The requests of one replay; a step begins with reading the prompts that came, one after the other."""
     total = load.count(PROMPTS)
     waiting = [Stream(number, due) for number, due in enumerate(load.due(total, seed))]
@@ -75,13 +75,13 @@ def simulate(load: Load, prompt_seconds: float = 0.0, seed: int = 0) -> list[Req
     return [request(one.number % PROMPTS, one.due, one.times) for one in done]
 
 
-def request(prompt: int, due: float, times: Sequence[float]) -> Request:
+def request(prompt: int, due: float, times: Sequence[float]) -> Answered:
     counts = Counts.of_text(len(times))
     reply = Reply([], counts, len(times), times[0] - due, times[-1] - due, started=due, times=times)
-    return Request(prompt, due, reply)
+    return Answered(prompt, due, reply)
 
 
-def behind(before: Sequence[Request], replay: Sequence[Request]) -> list[Request]:
+def behind(before: Sequence[Answered], replay: Sequence[Answered]) -> list[Answered]:
     """A replay, later than others on the same clock."""
     later = max((one.reply.end for one in before), default=0.0) + 1e4
     return [request(one.prompt, one.due + later, [moment + later for moment in one.reply.times]) for one in replay]
@@ -93,7 +93,7 @@ class Simulated:
     def __init__(self, loads: Sequence[int], drafts: bool | None = None) -> None:
         self.url, self.kind, self.alone, self.ignores_end = "http://simulated", "vllm", True, False
         self.drafting, self.prompts, self.lock = drafts, list[tuple[int, ...]](), threading.Lock()
-        replay = list[Request]()
+        replay = list[Answered]()
         for together in loads:
             replay += behind(replay, simulate(Load(together), prompt_seconds=1.0)[: 2 * together])
         self.replies = iter([one.reply for one in replay])

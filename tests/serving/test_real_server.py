@@ -40,7 +40,7 @@ from distill.recipe import SamplerSettings
 from distill.sampler import Sampler
 from distill.serving.check import CheckSettings, check_started
 from distill.serving.clients import LlamaClient, Reply, ServerRules, opened
-from distill.serving.findings import serving_blocks
+from distill.serving.findings import sentences, serving_blocks
 from distill.serving.load import Load, served_curve
 from distill.serving.results import acceptance, counts_of
 from distill.serving.server import Http, LlamaServer, started
@@ -108,7 +108,7 @@ def test_the_server_accepts_what_our_decoder_accepts(
     assert ours.rate.low <= server.rate.mean <= ours.rate.high
     assert server.by_position is not None and len(server.by_position) == 4
     assert server.by_position == sorted(server.by_position, reverse=True)
-    assert not found.differences and "as predicted" in found.sentences[0] and "50.0 %" in found.sentences[0]
+    assert not found.differences and "as predicted" in sentences(found)[0] and "50.0 %" in sentences(found)[0]
     assert math.isnan(found.drawn.mean) and "Greedy" in document(serving_blocks(found))
     assert found.same_texts >= found.texts - 1
     assert [one.concurrency for one in found.speeds] == [1, 1, 4, 4, 0, 0]
@@ -165,9 +165,9 @@ def test_what_costs_acceptance_is_named(
     more = {"chat": {"template": template}, "other": {"made": (pairs["target"], pairs["draft"])}}.get(draft, {})
     found = check_started(wanted(prompts[:4], **more), replace(settings, draft=pairs[draft], **changes))
     assert [one.what for one in found.differences if one.explains] == [what]
-    assert ("It lacks" in found.sentences[0]) == (draft != "chat")  # its prompts come as token ids
-    assert not any("not explained" in one for one in found.sentences)
-    (explained,) = (one for one in found.sentences if one.startswith("EXPLAINED"))
+    assert ("It lacks" in sentences(found)[0]) == (draft != "chat")  # its prompts come as token ids
+    assert not any("not explained" in one for one in sentences(found))
+    (explained,) = (one for one in sentences(found) if one.startswith("EXPLAINED"))
     assert what in explained
     served, ours = (one.rate.mean for one in found.acceptance[:2])
     if draft == "outliers":
@@ -219,8 +219,8 @@ def test_both_ways_to_draft_are_ours(settings: LlamaServer, pairs: dict[str, Pat
     """Under a sampler: best tokens compared with the target's draw, and drawn ones under rejection sampling."""
     sampled, draws = wanted(prompts[:5], repeats=2, sampler=SAMPLED), settings.has(SAMPLING)
     found = check_started(sampled, replace(settings, probabilistic=draws))
-    assert "as predicted" in found.sentences[0] and "temperature 0.8" in document(serving_blocks(found))
-    assert found.texts == 0 and math.isnan(found.predicted) and found.probabilistic == draws
+    assert "as predicted" in sentences(found)[0] and "temperature 0.8" in document(serving_blocks(found))
+    assert found.texts == 0 and math.isnan(found.predicted) and ("probabilistic" in found.served) == draws
     ways = [(found.acceptance[0], next(one for one in found.acceptance if one.source.startswith("distill")))]
     if draws:
         rules = ServerRules(Sampler.of(SAMPLED), 4, probabilistic=False)
@@ -232,7 +232,7 @@ def test_both_ways_to_draft_are_ours(settings: LlamaServer, pairs: dict[str, Pat
         )
     for server, ours in ways:
         # Texts of one prompt are alike, so that their spread by prompt is what the two can differ by.
-        assert abs(server.rate.mean - ours.rate.mean) < 3 * (server.rate.high - server.rate.low) / 4, found.sentences
+        assert abs(server.rate.mean - ours.rate.mean) < 3 * (server.rate.high - server.rate.low) / 4, sentences(found)
 
 
 def likely(target: Path, ids: list[int], temperature: float) -> dict[tuple[int, ...], float]:
