@@ -141,7 +141,6 @@ LONG = (
     "test_stream",
     "test_other_vocabulary",
     "test_cli",
-    "test_samples",
     "test_real_server",
     "test_import",
     "test_tokenizers",

@@ -1,6 +1,6 @@
 """What a lookup proposes.
 
-That sampled texts follow the target's distribution: test_exact_decoding.py, and by sampling test_samples.py."""
+That sampled texts follow the target's distribution: test_exact_decoding.py."""
 
 from __future__ import annotations
 

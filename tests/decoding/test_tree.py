@@ -20,12 +20,14 @@ from distill.decoding.drafters import ChainDraft
 from distill.decoding.lengths import ROOT, Features, NGramIndex, Proposal, best_tokens, features_of
 from distill.decoding.trees import (
     Shape,
+    TreeDrafter,
     calibrated,
     draft_tree,
     sampled_tree,
 )
 from distill.decoding.verify import TREES, walk, walk_greedy
 from distill.decoding.worth import ExpectedValue, Worth
+from distill.sampler import Sampler
 
 torch.set_num_threads(1)
 
@@ -269,3 +271,10 @@ def test_greedy_walks_need_no_distributions() -> None:
         assert found == walk(TREES["greedy"], logits.softmax(-1), proposal, lambda: 0.0)
         lengths.add(len(found[0]))
     assert max(lengths) > 2
+
+
+def test_trees_and_penalties_do_not_meet() -> None:
+    """Branches have different histories."""
+    for shape in (None, Shape((-1, -1))):
+        with pytest.raises(ValueError, match="repetition penalty"):
+            TreeDrafter(Draft(1).model, Sampler(0.9, repetition_penalty=1.5), random.random, 2, shape=shape)
