@@ -277,9 +277,10 @@ def test_an_embedding_without_lengths(copied: Path) -> None:
 @pytest.mark.parametrize(
     ("read", "content"),
     [
-        (load_calibrations, {"format": 1, "fits": []}),
-        (load_calibrations, {"format": 1, "fits": {"features": {"kind": "Logistic", "fields": {"bias": []}}}}),
-        (load_calibrations, {"format": 1, "fits": {"context": {"kind": "Power", "fields": {}}}}),
+        *(
+            (load_calibrations, {"texts": "8", "rounds": 3, "log_loss": {}, "unfitted": {}, "fits": fits})
+            for fits in ([], {"features": {"bias": []}})
+        ),
         *((lambda path: read_changes(path.parent), content) for content in ([], {"changes": 3}, "", "{")),
         *((lambda path: read_kept(path.parent), content) for content in ([], "{")),
         *(

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import random
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
-from typing import Any, Literal
+from types import MappingProxyType
 
 from distill.data.packing import Packed
 from distill.data.samples import read_prompts
 from distill.decoding.calibration import (
     FITTED,
     TABLE_TERMS,
+    UNFITTED,
     Calibration,
     Recorded,
-    expected_calibration_error,
     fit_calibration,
     log_loss,
     predicted,
@@ -31,7 +31,7 @@ from distill.decoding.rules import GREEDY, Rules
 from distill.engines.loaded import LoadedPair, load_pair
 from distill.engines.model import Model
 from distill.errors import DataError
-from distill.files import from_json, read_json, write_json
+from distill.files import read_result, write_result
 from distill.measuring.compare import PairSettings
 from distill.measuring.measure import rounds_of, write_texts
 from distill.progress import Progress
@@ -39,18 +39,32 @@ from distill.recipe import Configuration, Recipe
 from distill.run import Run
 from distill.sampler import Sampler
 
-FORMAT = 1
-FORM = {"format": int, "fits": {...: {"kind": str, "fields": dict}}}  # of a calibration.json
 LENGTH = 8  # tokens drafted in every recorded round
 Text = tuple[list[int], list[int]]  # a prompt, and what the target wrote after it
 
 
 @dataclass(frozen=True)
-class Fit:
-    """A calibration as calibration.json holds it, beside how it does on text new to it."""
+class Calibrations:
+    """What speedup/calibration.json holds: `fits` on all rounds of the draft, and the guesses of a table, by name.
 
-    kind: Literal["Logistic"]
-    fields: Calibration
+    `log_loss` (nats) is of fits on the even prompts, scored on the odd ones, beside that of `uncalibrated`, the draft's
+    own probability. `unfitted` gives the reason where the rounds do not allow a fit, for instance without both outcomes
+    among them.
+    """
+
+    texts: str
+    rounds: int
+    fits: dict[str, Calibration]
+    log_loss: dict[str, float]
+    unfitted: dict[str, str]
+
+    @property
+    def words(self) -> str:
+        """What was fitted on which texts, how well it does on text new to it, and what could not be fitted."""
+        scores = ", ".join(f"{name} {loss:.3f}" for name, loss in self.log_loss.items())
+        line = f"log loss {scores}" if scores else "no calibration"
+        line += "".join(f"; {name} not fitted: {reason}" for name, reason in self.unfitted.items())
+        return f"{self.texts}, {self.rounds} rounds of the draft: {line}"
 
 
 def record_rounds(draft: Model, texts: Sequence[Text], ends: Collection[int]) -> list[list[Recorded]]:
@@ -90,51 +104,38 @@ def validation_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
 
 def calibrate(
     of_draft: Sequence[Sequence[Recorded]],
-    command: str,
-    counted: Mapping[str, Sequence[Sequence[Recorded]]] | None = None,
-) -> dict[str, Any]:
-    """What calibration.json holds: every calibration fitted on all rounds, and how it does on text new to it.
+    texts: str,
+    counted: Mapping[str, Sequence[Sequence[Recorded]]] = MappingProxyType({}),
+) -> Calibrations:
+    """Fit on the rounds of each text, which `texts` describes.
 
-    `log_loss` (nats) and `calibration_error` are of fits on the even prompts, scored on the odd ones; those of
-    `uncalibrated`, the draft's own probability, stand beside them. `unfitted` gives the reason where the rounds do not
-    allow a fit, for instance without both outcomes among them. `counted` are the guesses of a table of n-grams at the
-    texts, by the name of the calibration that they get.
+    `counted` are the guesses of a table of n-grams at the texts, by the name of the calibration that they get.
     """
-    judged = sum(len(one.judged()) for one in chain.from_iterable(of_draft))
-    table: dict[str, Any] = {"format": FORMAT, "command": command, "split": "validation", "prompts": len(of_draft)}
-    table |= {"rounds": sum(map(len, of_draft)), "judged": judged, "fits": {}, "unfitted": {}}
+    found = Calibrations(texts, sum(map(len, of_draft)), {}, {}, {})
 
-    def scored(calibration: Calibration, rounds: Sequence[Sequence[Recorded]]) -> dict[str, float]:
+    def score(calibration: Calibration, rounds: Sequence[Sequence[Recorded]]) -> float:
         probabilities, accepted = predicted(calibration, [*chain.from_iterable(rounds[1::2])])
         if not probabilities:
             raise DataError("no judged position in the odd-numbered texts, which score a fit", "give more prompts")
-        return {
-            "log_loss": log_loss(probabilities, accepted),
-            "calibration_error": expected_calibration_error(probabilities, accepted),
-        }
+        return log_loss(probabilities, accepted)
 
     fits = [(name, terms, of_draft) for name, terms in FITTED.items() if of_draft]
-    fits += [(name, TABLE_TERMS, rounds) for name, rounds in (counted or {}).items()]
-    for name, terms, rounds in fits:
+    for name, terms, rounds in [*fits, *((name, TABLE_TERMS, rounds) for name, rounds in counted.items())]:
         try:
-            fit = Fit("Logistic", fit_calibration([*chain.from_iterable(rounds)], terms))
-            half = [*chain.from_iterable(rounds[::2])]
-            table["fits"][name] = asdict(fit) | scored(fit_calibration(half, terms), rounds)
+            fit = fit_calibration([*chain.from_iterable(rounds)], terms)
+            half = fit_calibration([*chain.from_iterable(rounds[::2])], terms)
+            if name in FITTED:
+                found.log_loss["uncalibrated"] = score(UNFITTED, of_draft)
+            found.log_loss[name] = score(half, rounds)
+            found.fits[name] = fit
         except DataError as error:
-            table["unfitted"][name] = error.what
-    if table["fits"].keys() & FITTED.keys():
-        table["uncalibrated"] = scored(Calibration(), of_draft)
-    return table
+            found.unfitted[name] = error.what
+    return found
 
 
 def calibrate_pair(
-    pair: LoadedPair,
-    prompts: Sequence[Sequence[int]],
-    settings: PairSettings,
-    command: str,
-    split: str,
-    table: NGramTable | None,
-) -> dict[str, Any]:
+    pair: LoadedPair, prompts: Sequence[Sequence[int]], settings: PairSettings, split: str, table: NGramTable | None
+) -> Calibrations:
     """Decode the prompts, of this `split`, greedily, and fit the calibrations of draft and table on their rounds.
 
     Where a table drafts for a sampler, too, its chances are fitted on texts drawn with it, which hold more surprises.
@@ -152,7 +153,7 @@ def calibrate_pair(
             new = write_texts(pair.target, prompts, new_tokens, Rules(sampler, "token", pair.ends, draws))
         made = [guesses(table, prompt, text) for prompt, text in zip(prompts, new, strict=True)]
         counted |= zip(names, zip(*made, strict=True), strict=True)
-    return calibrate(recorded, command, counted) | {"split": split, "prompts": len(texts)}
+    return calibrate(recorded, f"{len(texts)} texts of {split}", counted)
 
 
 def need_calibration(configurations: Sequence[Configuration]) -> bool:
@@ -162,7 +163,7 @@ def need_calibration(configurations: Sequence[Configuration]) -> bool:
 
 def calibrate_run(
     recipe: Recipe, run: Run, pair_settings: PairSettings, table: NGramTable | None
-) -> dict[str, Any] | None:
+) -> Calibrations | None:
     """The run's speedup/calibration.json, made on validation text if it is not there yet.
 
     None where no configuration reads it.
@@ -174,33 +175,12 @@ def calibrate_run(
     if not path.exists():
         prompts = validation_prompts(run, recipe.answers.prompt_tokens, settings.prompts)
         with load_pair(recipe.target, str(run.path("draft")), device=recipe.device, pytorch=recipe.pytorch) as pair:
-            made = calibrate_pair(pair, prompts, pair_settings, run.command, "validation", table)
-        write_json(path, made)
-    found: dict[str, Any] = read_json(path, FORM)
-    run.say(f"  probabilities calibrated on {described(found)}")
+            write_result(path, calibrate_pair(pair, prompts, pair_settings, "validation", table))
+    found = read_result(path, Calibrations)
+    run.say(f"  probabilities calibrated on {found.words}")
     return found
 
 
-def described(table: Mapping[str, Any] | None) -> str:
-    """What was fitted on which texts, how well it does on text new to it, and what could not be; empty for None."""
-    if table is None:
-        return ""
-    scores = {name: f"{fit['log_loss']:.3f}" for name, fit in table["fits"].items()}
-    if "uncalibrated" in table:
-        scores = {"uncalibrated": f"{table['uncalibrated']['log_loss']:.3f}", **scores}
-    line = "log loss " + ", ".join(f"{name} {loss}" for name, loss in scores.items()) if scores else "no calibration"
-    line += "".join(f"; {name} not fitted: {reason}" for name, reason in table["unfitted"].items())
-    return f"{table['prompts']} texts of {table['split']}, {table['rounds']} rounds of the draft: {line}"
-
-
-def read_calibrations(table: Mapping[str, Any], source: str) -> dict[str, Calibration]:
-    """The calibrations of what `calibrate` made; DataError, which names `source`, for another format."""
-    if table.get("format") != FORMAT:
-        what = f"{source} holds no calibrations: its format is {table.get('format')}"
-        raise DataError(what, "make it again: `distill train RECIPE --redo speedup`")
-    return {name: fit.fields for name, fit in from_json(table.get("fits"), dict[str, Fit], source).items()}
-
-
 def load_calibrations(path: Path) -> dict[str, Calibration]:
-    """The calibrations of a calibration.json by name; raises DataError when it is damaged or of another format."""
-    return read_calibrations(read_json(path, FORM), str(path))
+    """The calibrations of a calibration.json by name; raises DataError when it is damaged or of another form."""
+    return read_result(path, Calibrations).fits

@@ -6,7 +6,6 @@ import gc
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 from distill.data.prompts import UserPrompts, read_user_prompts, sources_of
 from distill.data.samples import read_prompts
@@ -26,9 +25,7 @@ from distill.machine import machine
 from distill.measuring.calibrate import (
     calibrate_pair,
     calibrate_run,
-    described,
     need_calibration,
-    read_calibrations,
     validation_prompts,
 )
 from distill.measuring.compare import PairSettings, TimedText, totals
@@ -53,7 +50,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
     counted = any(one.counts_ngrams for one in settings.configurations)
     table = open_table(run.folder, recipe.target.model) if counted else None
     calibration = calibrate_run(recipe, run, _settings(recipe, run, "pytorch"), table)
-    fits = _fits(calibration)
+    fits = {} if calibration is None else calibration.fits
     own = (
         "pytorch" if own_file(recipe) is None else "gguf"
     )  # which decodes the target in the form that the user gave it
@@ -83,17 +80,13 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         new_tokens=settings.new_tokens,
         sampler=Sampler.of(recipe.sampler).describe(),
         parts=[parts[backend] for backend in settings.backends],
-        calibration=described(calibration),
+        calibration="" if calibration is None else calibration.words,
         gguf=recipe.gguf.described() if settings.files else "",
     )
     report = replace(report, in_turns=_in_turns(recipe, run, report, fits, table))
     write_result(run.path("speedup.json"), report)
     write_text(run.path("speedup.md"), document(speedup_blocks(report)))
     return [run.path("speedup"), run.path("speedup.json"), run.path("speedup.md")]
-
-
-def _fits(calibration: Mapping[str, Any] | None) -> dict[str, Calibration]:
-    return {} if calibration is None else read_calibrations(calibration, "the calibration")
 
 
 def _measure(
@@ -260,8 +253,9 @@ def measure_any_pair(
             reader = read_with(pair, settings.target, settings.draft, settings.device)
         calibration = None
         if need_calibration(configurations):
-            calibration = calibrate_pair(pair, spare, settings, command, "prompts of the same files", counted)
-        given = PairTexts(measured, spare or measured, _fits(calibration), classes=prompts.classes(), table=counted)
+            calibration = calibrate_pair(pair, spare, settings, "prompts of the same files", counted)
+        fits = {} if calibration is None else calibration.fits
+        given = PairTexts(measured, spare or measured, fits, classes=prompts.classes(), table=counted)
         part = measure_pair(settings, pair, PairMeasured("draft + target", pair.backend), given, reader)
         return SpeedupReport(
             command=command,
@@ -270,7 +264,7 @@ def measure_any_pair(
             new_tokens=new_tokens,
             sampler=Sampler.of(settings.sampler).describe(),
             parts=[part],
-            calibration=described(calibration),
+            calibration="" if calibration is None else calibration.words,
             gguf=settings.gguf.described() if pair.backend != "pytorch" else "",
             pytorch=settings.pytorch.suffix.removeprefix(", "),
             target=names[0],

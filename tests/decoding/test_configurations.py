@@ -19,7 +19,7 @@ from distill.decoding.decode import Decoded, decode
 from distill.decoding.lengths import Features, NGramIndex
 from distill.decoding.rules import GREEDY, Rules
 from distill.errors import DataError, RecipeError
-from distill.files import write_json
+from distill.files import write_result
 from distill.measuring.calibrate import calibrate, load_calibrations, record_rounds, write_texts
 from distill.measuring.compare import PairSettings, judge_identity, measurement, prepare_all, time_texts
 from distill.measuring.identity import Identity, Rounding
@@ -163,26 +163,23 @@ def recorded(*rounds: tuple[float, int, int]) -> list[Recorded]:
 
 def test_calibrations_are_saved_and_read_again(tmp_path: Path) -> None:
     own = [recorded((0.9, 4, 4), (0.5, 4, 0), (0.8, 3, 1), (0.4, 2, 1)) for _ in range(40)]
-    table = calibrate(own, "distill speedup")
-    assert (table["rounds"], table["judged"], table["prompts"]) == (160, 40 * (4 + 1 + 2 + 2), 40)
-    assert table["unfitted"] == {}
-    write_json(tmp_path / "calibration.json", table)
+    made = calibrate(own, "40 texts")
+    assert made.unfitted == {} and made.words.startswith("40 texts, 160 rounds of the draft: log loss uncalibrated 0.")
+    write_result(tmp_path / "calibration.json", made)
     found = load_calibrations(tmp_path / "calibration.json")
     everything = [one for prompt in own for one in prompt]
     assert found == {name: fit_calibration(everything, terms) for name, terms in FITTED.items()}
     # Scores are of text the fit has not seen: outcomes that turn round between even and odd prompts must score badly.
     good, bad = recorded((0.9, 1, 1), (0.2, 1, 0)), recorded((0.9, 1, 0), (0.2, 1, 1))
-    turned = calibrate([good, bad, good, bad], "here")["fits"]["features"]["log_loss"]
-    assert turned > 1.0 > calibrate([good, good, good, good], "here")["fits"]["features"]["log_loss"]
+    turned = calibrate([good, bad, good, bad], "here").log_loss["features"]
+    assert turned > 1.0 > calibrate([good, good, good, good], "here").log_loss["features"]
 
 
 def test_no_calibration_without_both_outcomes(tmp_path: Path) -> None:
-    table = calibrate([recorded((0.9, 4, 4)), recorded((0.9, 4, 4))], "here")
-    assert table["fits"] == {} and all("only accepted positions" in why for why in table["unfitted"].values())
-    write_json(tmp_path / "calibration.json", table)
-    assert load_calibrations(tmp_path / "calibration.json") == {}
+    made = calibrate([recorded((0.9, 4, 4)), recorded((0.9, 4, 4))], "here")
+    assert made.fits == {} and all("only accepted positions" in why for why in made.unfitted.values())
     (tmp_path / "calibration.json").write_text('{"format": 0, "fits": {}}')
-    with pytest.raises(DataError, match="holds no calibrations"):
+    with pytest.raises(DataError, match="does not hold what this version writes"):
         load_calibrations(tmp_path / "calibration.json")
 
 

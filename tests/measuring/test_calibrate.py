@@ -81,8 +81,8 @@ def test_a_table_is_calibrated_for_each_sampler(pair: tuple[TableModel, TableMod
     tables = [Configuration(drafter="table", rule="expected-value", sampler=name) for name in samplers]
     settings, prompts = settings_with(tables, new_tokens=24), random_prompts(60, 12, 2)
     loaded = LoadedPair("pytorch", "target", target, target, [])
-    made = calibrate.calibrate_pair(loaded, prompts, settings, "here", "validation", ngrams)
-    fits = calibrate.read_calibrations(made, "here")
+    made = calibrate.calibrate_pair(loaded, prompts, settings, "validation", ngrams)
+    fits = made.fits
     off = {}
     for text, sampler in samplers.items():
         rounds = [one for prompt, new in written(sampler, 3) for one in guesses(ngrams, prompt, new)[0]]
