@@ -48,9 +48,7 @@ def sections(results: RunResults) -> dict[str, list[Block]]:
         TEXTS: _texts(results) if results.corpus else [],
         "From donor to draft": [tables.cuts(results)] if results.cuts else [],
         "Training": _training(results) if results.steps else [results.absence("train")],
-        "Sparsity": [results.sparsity.sentence, *tables.sparsity(results.sparsity, results.command)]
-        if results.sparsity
-        else [],
+        "Sparsity": [results.sparsity.sentence] if results.sparsity else [],
         "Acceptance probability and divergence": evaluation_blocks(evaluation)
         if evaluation
         else [results.absence("eval")],

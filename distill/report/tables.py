@@ -137,20 +137,6 @@ def cuts(results: RunResults) -> Table:
     return table_of(results.cuts, columns, results.command)
 
 
-def sparsity(report: SparsityReport, command: str) -> list[Table]:
-    """How a penalty spread over the layers and, for single weights, over the tensors."""
-    details = report.details
-    if details.by_layer is not None:
-        layers: list[Row] = [[layer, Cell(share, "%")] for layer, share in enumerate(details.by_layer)]
-        tensors: list[Row] = [[name, Cell(share, "%")] for name, share in (details.by_tensor or {}).items()]
-        return [Table(["layer", "zero weights"], layers, command), Table(["tensor", "zero weights"], tensors, command)]
-    figures = zip(details.removed_zero_share or [], details.lambda_by_layer or [], strict=True)
-    rows: list[Row] = [
-        [layer, Cell(share, "%"), Cell(strength, "significant")] for layer, (share, strength) in enumerate(figures)
-    ]
-    return [Table(["layer", "removed neurons that were exactly zero", "mean λ of the ramp"], rows, command)]
-
-
 def ends(steps: list[TrainingStep], command: str) -> Table:
     """The first and the last step of the training."""
     first, last = steps[0], steps[-1]

@@ -21,10 +21,7 @@ class Size:
     parameters: int
     bytes_per_step: int
     layers: int
-    hidden: int
     mlp: tuple[int, ...]
-    heads: int
-    kv_heads: int
     vocabulary: int
     kept_vocabulary: int
     tied: bool
@@ -81,16 +78,13 @@ def sizes_by(
     config: Mapping[str, Any], parameters: int, total: int, row: int, tied: bool, kept_vocabulary: int | None = None
 ) -> Size:
     """The sizes of a model by its config.json; `total` are the bytes of its weights, `row` those of a token's row."""
-    layers, heads, vocabulary = (config[key] for key in ("num_hidden_layers", "num_attention_heads", "vocab_size"))
+    layers, vocabulary = config["num_hidden_layers"], config["vocab_size"]
     kept = vocabulary if kept_vocabulary is None else kept_vocabulary
     return Size(
         parameters=parameters,
         bytes_per_step=total - (vocabulary - kept) * row - (0 if tied else (vocabulary - 1) * row),
         layers=layers,
-        hidden=config["hidden_size"],
         mlp=(config["intermediate_size"],) * layers,
-        heads=heads,
-        kv_heads=config.get("num_key_value_heads") or heads,
         vocabulary=vocabulary,
         kept_vocabulary=kept,
         tied=tied,
@@ -118,23 +112,11 @@ def record_change(folder: Path, before: list[dict[str, Any]], *changes: Change) 
 
 @dataclass(frozen=True)
 class CutReport:
-    """cut/cut.json: donor and draft, every operation between them, and the longest context."""
+    """cut/cut.json: donor and draft, and every operation between them."""
 
     donor: ModelSizes
     draft: ModelSizes
     changes: list[Change]
-    context: int | None
-
-
-@dataclass(frozen=True)
-class SparsityDetails:
-    """Shares of zero weights by layer and tensor (single weights), or by layer the share of the removed neurons that
-    were exactly zero and the mean λ (whole neurons)."""
-
-    by_layer: list[float] | None = None
-    by_tensor: dict[str, float] | None = None
-    removed_zero_share: list[float] | None = None
-    lambda_by_layer: list[float] | None = None
 
 
 @dataclass(frozen=True)
@@ -142,4 +124,3 @@ class SparsityReport:
     """draft/sparsity.json, as far as it is shown."""
 
     sentence: str
-    details: SparsityDetails

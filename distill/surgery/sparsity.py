@@ -180,7 +180,6 @@ class GroupLasso(Penalty):
         self.frozen_at: int | None = None
         self.kept: list[Tensor] = []  # boolean [F] per layer, once frozen
         self.missing: list[int] = []  # groups per layer that had to be removed and were not zero
-        self.pressed = [0.0] * len(self.layers)  # the sum of λ per layer
         balance(model)
 
     def _press(self, left: int, rate: float) -> float:
@@ -197,7 +196,6 @@ class GroupLasso(Penalty):
             for part in group_parts(layer):
                 part.mul_(factor.to(part).unsqueeze(1))
             strengths.append(strength)
-        self.pressed = [total + strength for total, strength in zip(self.pressed, strengths, strict=True)]
         return sum(strengths) / len(strengths)
 
     def _zero_shares(self) -> tuple[dict[str, float], bool]:
@@ -232,7 +230,6 @@ class GroupLasso(Penalty):
             "frozen_at": self.frozen_at,
             "kept": [numpy.packbits(kept.numpy()).tobytes().hex() for kept in self.kept],
             "missing": self.missing,
-            "pressed": self.pressed,
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
@@ -240,7 +237,7 @@ class GroupLasso(Penalty):
         bits = [numpy.frombuffer(bytes.fromhex(text), dtype=numpy.uint8) for text in state["kept"]]
         self.kept = [torch.from_numpy(numpy.unpackbits(row, count=self.neurons).astype(bool)) for row in bits]
         self.frozen = state["frozen_at"] is not None
-        for name in ("step", "frozen_at", "missing", "pressed"):
+        for name in ("step", "frozen_at", "missing"):
             setattr(self, name, state[name])
 
     @torch.no_grad()
@@ -248,14 +245,12 @@ class GroupLasso(Penalty):
         """See `Penalty`: zero neurons are removed, and the logits stay.
 
         Details: `removed_zero_share` by layer, the share of the removed groups that the lasso had brought to exactly
-        zero; `lambda_by_layer`, the mean λ of the ramp (what it took). A ramp that has not ended is cut off here, which
-        these figures show.
+        zero. A ramp that has not ended is cut off here, which it shows.
         """
         assert [id(layer) for layer in layers_of(model)] == [id(layer) for layer in self.layers]
         if not self.frozen:
             self._freeze()
         keep_neurons(model, [kept.nonzero().view(-1).tolist() for kept in self.kept])
-        ramp_steps = max(1, min(self.step, self.frozen_at or 0) - self.dense)
         zeros = [1 - count / self.to_remove for count in self.missing]
         zero = f"of the neurons removed {min(zeros):.1%} or more per layer were exactly zero"
         return f"MLP {self.neurons} -> {self.width}; {zero}", {
@@ -263,7 +258,6 @@ class GroupLasso(Penalty):
             "width": self.width,
             "frozen_at_step": self.frozen_at,
             "removed_zero_share": zeros,
-            "lambda_by_layer": [total / ramp_steps for total in self.pressed],
         }
 
 
@@ -285,7 +279,6 @@ class UnstructuredL1(Penalty):
         super().__init__(steps, start, ramp)
         self.weights = sum(weight.numel() for weight in self.matrices.values())
         self.to_remove = max(1, round(sparsity * self.weights))
-        self.pressed = 0.0
         self.removed: list[Tensor] = []  # boolean, as the matrices, once frozen
 
     def zeros(self) -> int:
@@ -299,7 +292,6 @@ class UnstructuredL1(Penalty):
         for weight in self.matrices.values():
             shrunk = torch.nn.functional.softshrink(weight, rate * strength)
             weight.copy_(torch.where(weight.abs() <= distance, shrunk, weight))
-        self.pressed += strength
         return strength
 
     def _zero_shares(self) -> tuple[dict[str, float], bool]:
@@ -318,25 +310,19 @@ class UnstructuredL1(Penalty):
 
     def state_dict(self) -> dict[str, Any]:
         """See `Penalty`; the mask is the zeros of the weights."""
-        return {"step": self.step, "frozen": self.frozen, "zeros": self.zeros(), "pressed": self.pressed}
+        return {"step": self.step, "frozen": self.frozen, "zeros": self.zeros()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """See `Penalty`."""
         assert self.zeros() == state["zeros"], "the weights are not those of the checkpoint"
-        self.step, self.pressed = state["step"], state["pressed"]
+        self.step = state["step"]
         if state["frozen"]:
             self._freeze()
 
     def finish(self, model: Any) -> tuple[str, dict[str, Any]]:
-        """See `Penalty`: nothing can be cut. Details: the zero share, its spread over layers and tensors, the mean λ of
-        the ramp."""
-        by_tensor, share = sparsity_by_tensor(self.matrices), self.zeros() / self.weights
-        return f"{share:.1%} of the blocks' weights are zero, which makes no step faster", {
-            "zero_share": share,
-            "lambda": self.pressed / min(max(1, self.step - self.dense), self.ramp),
-            "by_layer": [share for name, share in by_tensor.items() if name.count(".") == 1],
-            "by_tensor": by_tensor,
-        }
+        """See `Penalty`: nothing can be cut."""
+        share = self.zeros() / self.weights
+        return f"{share:.1%} of the blocks' weights are zero, which makes no step faster", {"zero_share": share}
 
 
 def block_matrices(model: Any) -> dict[str, torch.nn.Parameter]:
@@ -347,14 +333,3 @@ def block_matrices(model: Any) -> dict[str, torch.nn.Parameter]:
         for name, parameter in layer.named_parameters()
         if parameter.ndim == 2
     }
-
-
-def sparsity_by_tensor(matrices: dict[str, torch.nn.Parameter]) -> dict[str, float]:
-    """Zero share of each layer (`layers.0` and so on), in order, and of each matrix, from `block_matrices`."""
-    layers: dict[str, list[Tensor]] = {}
-    for name, weight in matrices.items():
-        layers.setdefault(".".join(name.split(".")[:2]), []).append(weight == 0)
-    shares = {
-        name: sum(int(zeros.sum()) for zeros in own) / sum(map(Tensor.numel, own)) for name, own in layers.items()
-    }
-    return shares | {name: float((weight == 0).sum()) / weight.numel() for name, weight in matrices.items()}

@@ -72,7 +72,6 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
         say(run, [change])
         changes.append(change)
     sizes = describe_model("cut", model)
-    context = getattr(model.config, "max_position_embeddings", None)
 
     def save(place: Path) -> None:
         model.save_pretrained(place)
@@ -80,7 +79,7 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
         if kept is not None:
             write_kept(place, kept, model.config.vocab_size, metadata)
         record_change(place, [], *changes)
-        write_result(place / "cut.json", CutReport(donor, sizes, changes, context))
+        write_result(place / "cut.json", CutReport(donor, sizes, changes))
 
     write_folder(run.path("cut"), save)
     return [run.path("cut")]
@@ -113,8 +112,7 @@ def inherit(run: Run, parent: dict[str, Any]) -> list[Path]:
             if file != "sparsity.json":  # of the training that made it
                 (place / file).parent.mkdir(parents=True, exist_ok=True)
                 copy_file(source / file, place / file)
-        context = getattr(config, "max_position_embeddings", None)
-        write_result(place / "cut.json", CutReport(sizes, replace(sizes, path="cut"), [], context))
+        write_result(place / "cut.json", CutReport(sizes, replace(sizes, path="cut"), []))
 
     write_folder(run.path("cut"), save)
     run.say(f"  generation {parent['generation']}: starts from {name}, without cuts")

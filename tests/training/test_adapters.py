@@ -85,7 +85,7 @@ def test_merged_is_what_was_trained(kind: str, outer: bool, tmp_path: Path) -> N
     plain = toy(kind)
     before = logits(plain)
     shapes = {name: value.shape for name, value in plain.state_dict().items()}
-    model = trained(plain, Adapter(rank=4, alpha=8, train_outer=outer))
+    model = trained(plain, Adapter(rank=4, train_outer=outer))
     learnt = logits(model)
     assert float((learnt - before).abs().max()) > 0.05
     done = merge(model)
@@ -149,7 +149,7 @@ def test_a_quantised_base_is_merged_in_full_precision(base: Any, kind: str, tmp_
     pytest.importorskip("bitsandbytes")
     exact = toy(kind, hidden_size=64, intermediate_size=128)
     exact.save_pretrained(tmp_path / "cut")
-    settings = Adapter(rank=4, alpha=8, base=base, train_outer=True)
+    settings = Adapter(rank=4, base=base, train_outer=True)
     model = load_base(tmp_path / "cut", settings, CPU)
     held = model.model.layers[0].mlp.up_proj.weight
     assert held.dtype == (torch.int8 if base == "int8" else torch.uint8)

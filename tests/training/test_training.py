@@ -347,7 +347,7 @@ def test_the_last_checkpoints_stay_past_a_million_steps(tmp_path: Path) -> None:
     model = torch.nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters())
     for step in (999_998, 999_999, 1_000_000, 1_000_001):
-        save_checkpoint(run, step, model, optimizer, 2, {})  # type: ignore[arg-type]
+        save_checkpoint(run, step, model, optimizer, {})  # type: ignore[arg-type]
     left = sorted(path.name for path in (tmp_path / "checkpoints").iterdir())
     assert left == ["step-1000000", "step-1000001"]
     newest = newest_checkpoint(tmp_path / "checkpoints")
