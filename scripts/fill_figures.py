@@ -90,7 +90,7 @@ def _kind(one: Measurement, fixed: int | None) -> str | None:
     if one.sampler is not None:
         return None
     if fixed is not None and one.length == fixed:
-        return f"{fixed} token{'s' if fixed > 1 else ''} a round, as servers draft"
+        return f"fixed length {fixed}" + " (servers' default)" * (fixed == 1)
     if one.drafter == "lookup":
         return "repeated text looked up, no draft"
     if one.drafter in WITH_TREES:
