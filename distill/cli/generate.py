@@ -152,7 +152,8 @@ def _fastest(run: Run) -> int | None:
         report = read_result(run.path("speedup.json"), SpeedupReport)
     except DataError:
         return None
-    length = next((one.length for one in report.fastest if one.backend == "pytorch"), None)
+    fastest = report.fastest_of_backends.get("pytorch")
+    length = None if fastest is None else fastest.length
     if length is not None:
         note(f"drafts {length} token{'s' * (length > 1)} a round, the fastest fixed length of the run (-C length=N)")
     return length

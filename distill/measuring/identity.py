@@ -27,7 +27,7 @@ from distill.errors import DataError
 from distill.gguf.importing import file_type, is_gguf
 from distill.gguf.writer import export_files
 from distill.progress import note
-from distill.recipe import GgufOptions, Target
+from distill.recipe import Configuration, GgufOptions, Target
 from distill.tables import Cell, Row, Table
 
 TORCH_NOISE = 1e-4  # fp32: logit gaps below this are rounding ties
@@ -158,22 +158,24 @@ def measured_rounding(
     target: Model,
     prompt: Sequence[int],
     text: Sequence[int],
-    lengths: Sequence[int],
-    others: Sequence[int] = (),
-    trees: bool = False,
+    configurations: Sequence[Configuration],
 ) -> Rounding:
     """The rounding of a target. In fp32 it is agreed; in other types it is measured on the plain `text` behind a
-    prompt, in pieces as long as rounds of these draft `lengths` read them, and of `others`: of trees, how many nodes.
-    Ties are then read in steps of every size up to the longest of the lengths, too, with `trees` also as paths through
-    trees, where the target takes them.
+    prompt, in pieces as long as the longest rounds of the greedy configurations: of a tree its nodes, of a lookup
+    before it its length. Ties are then read in steps of these sizes, and of every size up to the longest fixed length;
+    where trees are drafted also as paths through trees, where the target takes them.
     """
     if backend == "pytorch" and settings.dtype == "float32" and settings.quantise is None:
         return Rounding(TORCH_NOISE)
-    pieces = [text[start : start + length + 1] for length in (*lengths, *others) for start in (0, 16)]
+    greedy = [one for one in configurations if one.sampler == "greedy"]
+    drafted = {size for one in greedy for size in (one.most_nodes, 0 if one.drafter == "tree" else one.max_length)}
+    chains = [one.max_length for one in greedy if one.drafter == "draft" and one.length_rule == "fixed"]
+    pieces = [text[start : start + length + 1] for length in sorted(drafted - {0}) for start in (0, 16)]
     # A text may end before the longest length.
     noise = max((rounding_noise(target, prompt, piece) for piece in pieces if len(piece) > 1), default=0.0)
-    sizes = tuple(sorted({*range(2, max(lengths) + 2), *(length + 1 for length in others)}))
-    return Rounding(noise, sizes, trees and target.max_leaves > 1)
+    sizes = {*range(2, max(chains, default=0) + 2), *(length + 1 for length in drafted - {0})}
+    trees = any(one.most_nodes for one in configurations) and target.max_leaves > 1
+    return Rounding(noise, tuple(sorted(sizes)), trees)
 
 
 # ── How far the same target in another engine or type of file is from its own distributions ──

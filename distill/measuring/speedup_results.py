@@ -261,17 +261,10 @@ class SpeedupReport:
         return [measurement for measurement in self.measurements if measurement.in_sweep]
 
     @property
-    def fastest(self) -> list[Measurement]:
-        """The fastest fixed length of each pair and backend, in the order of the table."""
-        return _fastest(one for one in self.sweep if one.length)
-
-    @property
     def fastest_of_backends(self) -> dict[str, Measurement]:
         """The fastest fixed length of each backend's first pair: what its commands draft, and whether they pay."""
-        found: dict[str, Measurement] = {}
-        for one in self.fastest:
-            found.setdefault(one.backend, one)
-        return found
+        fastest = _fastest(one for one in self.sweep if one.length)
+        return {one.backend: one for one in reversed(fastest)}
 
     @property
     def best(self) -> list[Measurement]:

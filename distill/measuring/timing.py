@@ -31,11 +31,9 @@ from distill.measuring.compare import (
 )
 from distill.measuring.identity import measured_rounding
 from distill.measuring.speedup_results import PairMeasured, Sample, Segment, SpeedupPart
-from distill.recipe import Configuration
 
 SAMPLES = 3
 REPEATS = 7  # of a timed step or round, at most: 3 where their median lies within 5 % of the fastest
-LONGEST_OF_NONE = 4  # tokens drafted, for which ties are judged where no length is swept
 
 
 @dataclass(frozen=True)
@@ -82,10 +80,7 @@ def measure_pair(
     with_room = draft if reader is None else target  # a draft of another vocabulary checks its own room
     time_texts(target, with_room, prompts, new_tokens, prepared, f"{pair.backend}, prompts", watch)
     plain = prepared[0].texts[0].decoded.tokens
-    lengths = settings.speedup.lengths or (LONGEST_OF_NONE,)
-    others = _others_drafted(settings.speedup.configurations)
-    trees = any(one.branches or one.counts_ngrams for one in settings.configurations)
-    rounding = measured_rounding(settings.target, pair.backend, pair.target, prompts[0], plain, lengths, others, trees)
+    rounding = measured_rounding(settings.target, pair.backend, pair.target, prompts[0], plain, settings.configurations)
     identities = judge_identity(pair.target, prompts, prepared, rounding)
     steps = time_steps(prepared, pair.target, None if small is pair.target else small, REPEATS)
     waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
@@ -132,16 +127,6 @@ def _timed_costs(settings: PairSettings, pair: LoadedPair, given: PairTexts) -> 
 
 def _fitted(pair: LoadedPair, given: PairTexts, costs: Costs) -> Fitted:
     return Fitted(costs.of_target(pair.target), given.fits, given.table, pair.target.max_leaves)
-
-
-def _others_drafted(others: Sequence[Configuration]) -> list[int]:
-    """The most tokens that each greedy configuration beside the sweep drafts in a round: of a tree its nodes, and of a
-    lookup before it, its length."""
-    sizes: set[int] = set()
-    for one in others:
-        if one.sampler == "greedy":
-            sizes |= {one.most_nodes} if one.drafter == "tree" else {one.most_nodes, one.max_length}
-    return sorted(sizes - {0})
 
 
 def sample_texts(

@@ -243,7 +243,7 @@ def test_generate(world: Path, finished: Path, capsys: Capture) -> None:
             assert "tok/s" in found.err and ("tokens/round" in found.err) == (more != ("-C", "length=0"))
     assert len({*texts}) == 1 and texts[0].startswith("def alpha(") and len(texts[0]) > 30
     report = read_result(finished / "speedup.json", SpeedupReport)
-    assert begun[:1] == [str(one.length) for one in report.fastest if one.backend == "pytorch"]
+    assert begun[0] == str(report.fastest_of_backends["pytorch"].length)
     for more in ("verifier=block", "verifier=match", "drafter=tree"):
         said = tiny.shown(capsys, *command, *run, "--sampler", "temperature=.9,top_k=50", "-C", more)
         assert said.startswith("def alpha(")

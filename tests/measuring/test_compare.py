@@ -41,7 +41,6 @@ from distill.measuring.identity import (
     ties,
 )
 from distill.measuring.speedup_results import PairMeasured, StepFigures
-from distill.measuring.timing import _others_drafted
 from distill.recipe import Configuration, Target
 from distill.recipe.measuring import fixed_length
 from distill.tables import speed_ratio
@@ -210,13 +209,15 @@ def test_ties_are_judged_by_the_sizes_of_all_greedy_configurations() -> None:
         Configuration(drafter="lookup+tree", length=4, nodes=6),
         Configuration(length=9, sampler="recipe"),
     )
-    assert _others_drafted(others) == [4, 6, 12] and _others_drafted(others[2:]) == []
     half = Target(model="target", dtype="bfloat16")
     target = TorchModel(toy())
     prompt, text = [1, 2], [*range(20)]
-    assert measured_rounding(half, "pytorch", target, prompt, text, [1], [4, 6, 8]).sizes == (2, 5, 7, 9)
-    assert measured_rounding(half, "pytorch", target, prompt, text, [1, 3]).sizes == (2, 3, 4)
-    fp32 = measured_rounding(Target(model="target"), "pytorch", target, prompt, text, [1])
+    sizes = [
+        measured_rounding(half, "pytorch", target, prompt, text, some).sizes
+        for some in (others, [fixed_length(1), fixed_length(3)], others[2:])
+    ]
+    assert sizes == [(5, 7, 13), (2, 3, 4), ()]
+    fp32 = measured_rounding(Target(model="target"), "pytorch", target, prompt, text, others)
     assert fp32 == Rounding(TORCH_NOISE)
 
 
