@@ -228,14 +228,14 @@ def traffic(world: World) -> Strategy:
 
 
 def read_traffic(world: World, found: bytes) -> Readers:
-    from distill.data.traffic import begins_with, measure, read_lines, sort_lines, unfinished_line
+    from distill.data.traffic import begins_with, pin_of, read_lines, sort_lines, unfinished_line
 
     path = world.put("traffic.jsonl", found)
-    pin = {"path": str(path), **measure(path), "start": 0, "start_line": 0}
+    pin = pin_of(path)
 
     def whole() -> None:
         sort_lines(world.recipe, read_lines(pin), world.tokenizer)
-        assert begins_with(path, pin)
+        assert begins_with(path, pin["parts"][0])
         unfinished_line(pin)
 
     return [whole]
@@ -264,6 +264,8 @@ def records(world: World) -> Strategy:
         path = world.finished / name
         if name.endswith(".arrow"):
             files = edited_bytes(path.read_bytes())
+        elif name.endswith(".jsonl"):
+            files = lines_of([json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()[:6]])
         elif name.endswith(".yaml"):
             files = Tree(yaml.safe_load(path.read_text(encoding="utf-8"))).files()
         else:
