@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from random import Random
 
 import pytest
 from table_model import TableModel
@@ -12,7 +11,6 @@ from toys import random_prompts, speculative
 from distill.decoding.calibration import Recorded
 from distill.decoding.lengths import Features
 from distill.measuring.evaluation import calibration_error
-from distill.measuring.evaluation_results import CalibrationError
 from distill.measuring.measure import decode_rounds
 from distill.recipe import Evaluate
 
@@ -30,28 +28,6 @@ def test_by_hand() -> None:
     assert found.accepted.mean == 3 / 5
     assert found.error == pytest.approx((0.3 + 2 * (0.825 - 0.5) + 2 * (1 - 0.925)) / 5)
     assert calibration_error([[]]) is calibration_error([[Recorded((), 0)]]) is None
-
-
-def promising(count: int, bias: float, seed: int) -> CalibrationError:
-    """Drafts of up to three tokens, accepted with the probability that they promise, raised to a power."""
-    random, prompts = Random(seed), []
-    for _ in range(40):
-        own = []
-        for _ in range(count):
-            tops = [random.random() for _ in range(3)]
-            accepted = next((at for at, top in enumerate(tops) if random.random() >= top**bias), 3)
-            own.append(recorded(accepted, *tops))
-        prompts.append(own)
-    found = calibration_error(prompts)
-    assert found is not None
-    return found
-
-
-def test_kept_promises_have_the_error_of_chance() -> None:
-    kept, broken = promising(100, 1, seed=0), promising(100, 3, seed=0)
-    assert kept.error_of_chance / 3 < kept.error < 2 * kept.error_of_chance < 0.03
-    # promises p, keeps p³: ∫ p − p³ over judged tokens
-    assert broken.error > 0.1 > 5 * broken.error_of_chance and broken.promised > broken.accepted.high
 
 
 def test_decoded_rounds_carry_the_draft_s_probabilities() -> None:

@@ -159,14 +159,18 @@ def test_page_is_whole_fetches_nothing_and_changes_no_result(results: dict[str, 
     checker = checked(pages.build_page(whole))
     assert cards.build_card(whole) and whole == before
     # Two of training, a speedup for each backend.
-    assert checker.tags["svg"] == 4
+    assert whole.speedup is not None and checker.tags["svg"] == 4
+    drawn = plots.speedup_by_length(whole.speedup.sweep, "pytorch")
+    assert drawn == plots.speedup_by_length(whole.speedup.sweep, "pytorch")
+    assert "currentColor" in drawn and plots.INK not in drawn and drawn.startswith("<svg ") and drawn.endswith("</svg>")
     assert checker.tags["h1"] == 1 and checker.tags["h2"] == 11
 
 
 @pytest.mark.usefixtures("without_pictures")
-def test_page_holds_the_numbers(results: dict[str, Any]) -> None:
-    """Every table with its command, every row of a pair with its name."""
-    page = build_page(results)
+def test_page_and_card_hold_the_numbers(results: dict[str, Any]) -> None:
+    """And every section its command."""
+    results["donor"]["path"] = "example/donor-30m"
+    page, card = build_page(results), build_card(results)
     words = " ".join("".join(checked(page).words).split())
     answers, (file, *_), machine = (
         results["evaluation"]["domains"]["answers"],
@@ -175,16 +179,22 @@ def test_page_holds_the_numbers(results: dict[str, Any]) -> None:
     )
     for figure in (
         *(f"{results[role][name]:,}" for role in ("target", "draft") for name in ("parameters", "bytes")),
-        *("1.91×", "[1.84, 1.97]", "1.37×", "0.84×", "faster than plain", "slower than plain", "a round gives"),
+        *("1.91× [1.84, 1.97]", "1.37×", "0.84×", "faster than plain", "slower than plain", "a round gives"),
         *(in_words(Interval(**one["acceptance_sampling"]), "%") for one in answers.values()),
         *(in_words(Interval(**one["forward_kl"]), ".4f") for one in answers.values()),
         *(f"{answers['after']['tokens']:,}", f"{file['bytes']:,}", in_words(file["parity"]["top1_agreement"], "%")),
         *(machine["cpu"], machine["torch"], "temperature 1", "distill train recipe.yaml", "No GPU took part"),
+        *("assistant_model=draft", "-md gguf/draft-f16.gguf --spec-type draft-simple --spec-draft-n-max 3"),
+        *('"num_speculative_tokens": 3', '"method": "draft_model"', "(--spec-draft-sampling probabilistic)"),
     ):
-        assert figure in words, figure
+        assert figure in words and figure in card, figure
     sections = re.findall("<section.*?</section>", page, flags=re.S)
     assert all(("<table>" in part) == ('<p class="command">distill ' in part) for part in sections)
     assert all("big target ×4 &amp; &lt;draft&gt;" in part for part in (sections[0], sections[-2]))
+    assert card.startswith("---\n")
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert head["library_name"] == "transformers" and head["base_model"] == "example/donor-30m"
+    assert "speculative-decoding" in head["tags"]
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -266,14 +276,6 @@ def test_a_repeated_step_counts_once_and_long_runs_are_averaged(results: dict[st
     assert "900 steps" in page and "0.125" in page and "each point the mean of 3 steps" in page
 
 
-def test_plots_take_the_page_colour_and_are_the_same_each_time(results: dict[str, Any]) -> None:
-    measured = as_results(results).speedup
-    assert measured is not None
-    drawn = plots.speedup_by_length(measured.sweep, "pytorch")
-    assert drawn == plots.speedup_by_length(measured.sweep, "pytorch")
-    assert "currentColor" in drawn and plots.INK not in drawn and drawn.startswith("<svg ") and drawn.endswith("</svg>")
-
-
 @pytest.mark.usefixtures("without_pictures")
 def test_limits_and_doubts_follow_the_results(results: dict[str, Any]) -> None:
     page, measurements = build_page(results), results["speedup"]["parts"][0]["measurements"]
@@ -287,26 +289,6 @@ def test_limits_and_doubts_follow_the_results(results: dict[str, Any]) -> None:
     page = build_page(results)
     assert all(words in page for words in (*doubts, "lies between 1.17× and 3.14×, which is wide"))
     assert "No GPU took part" not in page
-
-
-def test_card_front_matter_and_numbers(results: dict[str, Any]) -> None:
-    results["donor"]["path"] = "example/donor-30m"
-    card = build_card(results)
-    assert card.startswith("---\n")
-    head = yaml.safe_load(card.split("---\n")[1])
-    assert head["library_name"] == "transformers" and head["base_model"] == "example/donor-30m"
-    assert "speculative-decoding" in head["tags"]
-    rate = results["evaluation"]["domains"]["answers"]["after"]["acceptance_sampling"]
-    for figure in (
-        *("1.91× [1.84, 1.97]", "slower than plain", in_words(Interval(**rate), "%"), "No GPU took part"),
-        *(
-            f"{results['draft']['parameters']:,}",
-            in_words(results["export"]["files"][0]["parity"]["top1_agreement"], "%"),
-        ),
-        *("assistant_model=draft", "-md gguf/draft-f16.gguf --spec-type draft-simple --spec-draft-n-max 3"),
-        *('"num_speculative_tokens": 3', '"method": "draft_model"', "(--spec-draft-sampling probabilistic)"),
-    ):
-        assert figure in card, figure
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -392,12 +374,6 @@ def test_a_figure_of_one_text_has_no_bounds() -> None:
     found = [Interval(0.334, 0.334, 0.334), Interval(0.334, 0.25, 0.5), Interval(0.334, math.nan, math.nan)]
     assert [in_words(one, "%") for one in found] == ["33.4 %", "33.4 % [25.0, 50.0]", "33.4 %"]
     assert [counted(count, "prompt") for count in (0, 1, 2043)] == ["0 prompts", "1 prompt", "2,043 prompts"]
-
-
-def test_steps_are_whole(results: dict[str, Any]) -> None:
-    drawn = plots.training_curve(as_results(results).steps)
-    labels = re.findall(r"<text[^>]*>([^<]+)</text>", drawn)
-    assert all(label.isdigit() for label in labels[: labels.index("step")])
 
 
 @pytest.mark.parametrize(
