@@ -15,7 +15,7 @@ from torch import Tensor
 
 from distill.decoding.drafters import NOTHING, ONLY, Drafter, ModelDrafter
 from distill.decoding.lengths import ROOT, LengthRule, Proposal
-from distill.decoding.on_device import RowRound, rounds_of_text, rounds_on_device
+from distill.decoding.on_device import RowRound, play, rounds_of_text, rounds_on_device
 from distill.decoding.rules import Constrained, Rules, require_lossless
 from distill.decoding.verify import CHAINS, TREES, draw_chain, draw_token, verify_greedy, walk, walk_greedy
 from distill.engines.model import Model, resent
@@ -176,7 +176,7 @@ def decode(
         room = min(limit - len(result.tokens) - 1, target.capacity - depth - 1, drafter.room(depth + 1))
         room = 0 if resent(target) > MOST_RESENT else room
         if rounds is not None:
-            proposal, accepted, token = rounds.play(drafter, context, room)
+            proposal, accepted, token = play(rounds, drafter, rules, context, room)
         else:
             proposal = drafter.propose(context, room, rules.ends) if room > 0 else NOTHING
             accepted, token = _verify(target, context, proposal, rules)

@@ -179,43 +179,22 @@ class ModelDrafter:
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """A chain, one step of the model for each token."""
-        if self.rule.limit() <= 0:
-            return NOTHING
-        if largest_logit_decides(self.argmax, self.sampler, [self.rule]):
-            return self._by_argmax(context, min(limit, self.rule.limit()), ends)
         chain = ChainDraft(self.rule, self.random, self.argmax, limit, ends)
-        read = 0
+        by_argmax, read = largest_logit_decides(self.argmax, self.sampler, [self.rule]), 0
         while chain.goes_on():
             if not chain.tokens:
-                self.index.read(context)
+                if not by_argmax:
+                    self.index.read(context)
                 self.catch_up(context)
                 read = self.model.lengths[0]
             fresh = chain.unread(context, read)
             logits = self.model.extend(fresh, want=[len(fresh) - 1])
+            if by_argmax:
+                chain.add(logits.argmax(NONE)[0])
+                continue
             sampler, history = distribution_sampler(self.sampler), [*context, *chain.tokens]
             chain.add_from(sampler.distributions(logits, [history], empty=True)[0], self.index, context)
         return chain.proposal()
-
-    def _by_argmax(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """At most `limit` tokens of largest logit, up to where there is none: `propose` without a distribution.
-
-        A separate loop with few calls: after each step of a large model, their code is fetched from memory again.
-        """
-        extend, step_on, tokens = self.model.extend, self.rule.step_on, list[int]()
-        while len(tokens) < limit and step_on(len(tokens)):
-            if tokens:
-                logits = extend(tokens[-1:], want=ONLY)
-            else:
-                self.catch_up(context)
-                fresh = context[self.model.lengths[0] :]
-                logits = extend(fresh, want=[len(fresh) - 1])
-            token = logits.argmax(NONE)[0]
-            if token == NONE:
-                break
-            tokens.append(token)
-            if token in ends:
-                break
-        return Proposal.chain(tokens) if len(tokens) >= max(self.rule.n_min, 1) else NOTHING
 
     def catch_up(self, context: Sequence[int]) -> None:
         """Read all but the last token of the context, where more than two are not read: the rule has begun to draft."""

@@ -16,14 +16,22 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from distill.decoding import verify
-from distill.decoding.drafters import NONE, ChainDraft, Drafter, FallbackDrafter, ModelDrafter, distribution_sampler
+from distill.decoding.drafters import (
+    NONE,
+    NOTHING,
+    ChainDraft,
+    Drafter,
+    FallbackDrafter,
+    ModelDrafter,
+    distribution_sampler,
+)
 from distill.decoding.lengths import Features, LengthRule, NGramIndex, Proposal, entropies
 from distill.decoding.rules import Rules
 from distill.devices import has_float64
@@ -319,54 +327,36 @@ def driven(models: Sequence[Any], rules: Rules) -> bool:
     return all(getattr(model, "steps_on_device", False) and has_float64(model.device) for model in models)
 
 
-class TextRounds:
-    """The rounds of one text on the target's device; where the drafter's model cannot be driven there too, its chains
-    come from the host."""
-
-    def __init__(self, drafter: Drafter, rules: Rules, chains: DeviceRounds) -> None:
-        own: Drafter = drafter.second if isinstance(drafter, FallbackDrafter) else drafter
-        self._rules, self._chains, self._own = rules, chains, own
-
-    def play(self, drafter: Drafter, context: Sequence[int], limit: int) -> tuple[Proposal, list[int], int]:
-        """A round: the proposal, its accepted nodes, and the token after them."""
-        rules, own = self._rules, self._own
-        row = RowRound(0, context, rules.random)
-        if limit > 0 and isinstance(drafter, FallbackDrafter):
-            looked_up = drafter.look_up(context, limit, rules.ends)
-            if looked_up.tokens:
-                return self._chain(replace(row, proposed=looked_up))
-            limit = min(limit, own.room(len(context)))
-        if limit <= 0:
-            return self._chain(row)
-        if self._chains.draft is not None:
-            assert isinstance(own, ModelDrafter)
-            return self._chain(self._drafting(own, row, limit))
-        return self._chain(replace(row, proposed=own.propose(context, limit, rules.ends)))
-
-    def _chain(self, row: RowRound) -> tuple[Proposal, list[int], int]:
-        outcome = self._chains.run([row])[0]
-        return outcome.proposal, list(range(outcome.accepted)), outcome.token
-
-    def _drafting(self, drafter: ModelDrafter, row: RowRound, limit: int) -> RowRound:
-        assert self._chains.draft is not None
-        self._chains.draft.looks = drafter.rule.reads_features
-        if self._chains.draft.looks:
-            drafter.index.read(row.context)
-        chain = ChainDraft(drafter.rule, drafter.random, drafter.argmax, limit, self._rules.ends)
-        if len(row.context) - drafter.model.lengths[0] > 2 and chain.goes_on():
-            drafter.catch_up(row.context)
-        return replace(row, chain=chain, index=drafter.index)
-
-
-def rounds_of_text(target: Model, drafter: Drafter, rules: Rules) -> TextRounds | None:
+def rounds_of_text(target: Model, drafter: Drafter, rules: Rules) -> DeviceRounds | None:
     """The rounds of this text on the target's device, the draft's part too where it is there; None on the host, which
     grows trees."""
     own = drafter.second if isinstance(drafter, FallbackDrafter) else drafter
-    if own.tree:
-        return None
     chains = None
     if type(own) is ModelDrafter:
         chains = rounds_on_device(target, rules, own.model, own.argmax, [own.rule], own.sampler)
-    if chains is None:
-        chains = rounds_on_device(target, rules, None)
-    return None if chains is None else TextRounds(drafter, rules, chains)
+    return chains or (None if own.tree else rounds_on_device(target, rules, None))
+
+
+def play(
+    rounds: DeviceRounds, drafter: Drafter, rules: Rules, context: Sequence[int], limit: int
+) -> tuple[Proposal, list[int], int]:
+    """A round: the proposal, its accepted tokens, and the token after them. Chains of a drafter whose model is not
+    driven on the device come from the host."""
+    own, proposed, chain, index = drafter, None, None, None
+    if isinstance(drafter, FallbackDrafter):
+        own = drafter.second
+        found = drafter.look_up(context, limit, rules.ends) if limit > 0 else NOTHING
+        proposed = found if found.tokens else None
+    if proposed is None and (limit := min(limit, own.room(len(context)))) > 0:
+        if rounds.draft is None:
+            proposed = own.propose(context, limit, rules.ends)
+        else:
+            assert isinstance(own, ModelDrafter)
+            index, rounds.draft.looks = own.index, own.rule.reads_features
+            if rounds.draft.looks:
+                index.read(context)
+            chain = ChainDraft(own.rule, own.random, own.argmax, limit, rules.ends)
+            if len(context) - own.model.lengths[0] > 2 and chain.goes_on():
+                own.catch_up(context)
+    outcome = rounds.run([RowRound(0, context, rules.random, chain, proposed, index)])[0]
+    return outcome.proposal, list(range(outcome.accepted)), outcome.token

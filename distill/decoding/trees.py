@@ -32,7 +32,7 @@ from distill.sampler import Logits, Sampler
 
 @dataclass(frozen=True)
 class Shape:
-    """A tree without tokens: the parent of each node (ROOT or an earlier node); siblings are ranked in order."""
+    """A tree without tokens: the parent of each node (ROOT or an earlier node)."""
 
     parents: tuple[int, ...]
 
@@ -52,11 +52,6 @@ class Shape:
             parents += [parent for parent in level for _ in range(width)]
             level = list(range(start, len(parents)))
         return cls(tuple(parents))
-
-    @property
-    def ranks(self) -> list[int]:
-        """Each node's place among its siblings, from 0."""
-        return [self.parents[:node].count(parent) for node, parent in enumerate(self.parents)]
 
     @property
     def depths(self) -> list[int]:

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -138,22 +137,22 @@ def token(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
     return Verdict(acceptance, p, q, tokens, torch.ones_like(acceptance))
 
 
-def match(p: Tensor, q: Tensor | None, tokens: Tensor, verify: Callable[..., Any] = token) -> Any:
+def match(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
     """Draw the target's own token y ~ p and accept the drafted one where it is y: h = p(x), residual p without x.
 
-    The output is y whatever was drafted and however (q is not used), so this is lossless with any draft. `verify` is
-    `token`, or `node_token`, which goes down to the child that is y.
+    The output is y whatever was drafted and however (q is not used), so this is lossless with any draft.
     """
-    return verify(p, None, tokens)
+    return token(p, None, tokens)
 
 
-def greedy(p: Tensor, q: Tensor | None, tokens: Tensor, verify: Callable[..., Any] = token) -> Any:
-    """Accept the target's best token (the first on ties), emit it at the first miss; lossless for a greedy sampler.
+def greedy(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
+    """Accept the target's best token (the first on ties), emit it at the first miss; lossless for a greedy sampler."""
+    return token(_best(p), None, tokens)
 
-    `verify` as of `match`.
-    """
-    best = torch.zeros_like(p).scatter(-1, p.argmax(-1, keepdim=True), 1)
-    return verify(best, None, tokens)
+
+def _best(p: Tensor) -> Tensor:
+    """All mass on the best token of each distribution."""
+    return torch.zeros_like(p).scatter(-1, p.argmax(-1, keepdim=True), 1)
 
 
 def block(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
@@ -273,8 +272,8 @@ def walk(verify: NodeVerifier, p: Tensor, proposal: Proposal, random: Random) ->
 
 CHAINS: dict[str, ChainVerifier] = {"greedy": greedy, "match": match, "token": token, "block": block}
 TREES: dict[str, NodeVerifier] = {
-    "greedy": partial(greedy, verify=node_token),
-    "match": partial(match, verify=node_token),
+    "greedy": lambda p, q, tokens: node_token(_best(p), None, tokens),
+    "match": lambda p, q, tokens: node_token(p, None, tokens),  # goes down to the child that the target drew
     "token": node_token,
     "distinct": partial(node_token, distinct=True),
 }
