@@ -27,7 +27,7 @@ from distill.files import is_utf8
 from distill.progress import farewell, handled, is_verbose, set_console, signalled
 from distill.recipe import Recipe
 from distill.recipe.measuring import SHORT
-from distill.recipe.target import WORDS, shown
+from distill.recipe.target import shown, worded
 
 app = typer.Typer(
     help="Make draft models for speculative decoding: cut a draft from a donor, train it on the target, measure it.",
@@ -160,16 +160,11 @@ def _missing_package(error: Exception) -> DistillError | None:
 
 
 def _reword(error: Any) -> None:
-    """Give an option's fault our words: recent versions of typer check options with pydantic and show its words."""
-    cause = error.__cause__
-    if not hasattr(cause, "errors"):
-        return
-    fault = cause.errors()[0]
-    if fault["type"] == "value_error":  # typer's own words: a value that is none of the choices
-        error.message = str(fault["ctx"]["error"])
-        return
-    words = WORDS[fault["type"]](fault.get("ctx", {})) if fault["type"] in WORDS else "cannot be used here"
-    error.message = f"{words} (got {shown(fault['input'])})"
+    """Shorten an option's fault: recent versions of typer check options with pydantic and show all its words."""
+    if hasattr(error.__cause__, "errors"):
+        fault = error.__cause__.errors()[0]
+        own = fault["ctx"]["error"] if fault["type"] == "value_error" else worded(fault["msg"])
+        error.message = f"{own} (got {shown(fault['input'])})"
 
 
 def _name_override(error: Any) -> None:

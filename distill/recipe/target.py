@@ -7,7 +7,6 @@ import re
 import reprlib
 import types
 import typing
-from collections.abc import Callable
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -33,39 +32,12 @@ class Section(BaseModel):
         return value
 
 
-# ── Mistakes in a section, in this project's words: where, what, and the value ──
+# ── Mistakes in a section: where, what, and the value ──
 
 SomeSection = typing.TypeVar("SomeSection", bound=Section)
 
 _SHORT = reprlib.Repr()
 _SHORT.maxstring, _SHORT.maxother, _SHORT.maxlevel, _SHORT.maxdict, _SHORT.maxlong = 80, 80, 3, 6, 40
-
-# What each type of error that pydantic reports means, in our words. One that is not listed says only that the value
-# cannot be used: its own words are never shown.
-_INTEGER, _NUMBER, _TEXT = "an integer is needed", "a number is needed", "text is needed"
-_LIST, _SECTION = "a list is needed", "a section is needed, with a key and a value on each line"
-WORDS: dict[str, Callable[[dict[str, Any]], str]] = {
-    "greater_than_equal": lambda c: f"must be at least {c['ge']}",
-    "greater_than": lambda c: f"must be above {c['gt']}",
-    "less_than_equal": lambda c: f"must be at most {c['le']}",
-    "less_than": lambda c: f"must be below {c['lt']}",
-    "finite_number": lambda c: "must be a finite number",
-    "string_pattern_mismatch": lambda c: f"must match {c['pattern']}",
-    "string_too_long": lambda c: f"must have at most {c['max_length']} characters",
-    "string_unicode": lambda c: "must be text without lone surrogates",
-    "too_short": lambda c: (
-        f"needs at least {c['min_length']} entries" if c["min_length"] != 1 else "needs at least 1 entry"
-    ),
-    "too_long": lambda c: f"must have at most {c['max_length']} entries",
-    "recursion_loop": lambda c: "contains itself",
-    "invalid_key": lambda c: "a key must be text",
-    **dict.fromkeys(("int_type", "int_parsing", "int_from_float", "int_parsing_size"), lambda c: _INTEGER),
-    **dict.fromkeys(("float_type", "float_parsing"), lambda c: _NUMBER),
-    **dict.fromkeys(("string_type", "string_sub_type"), lambda c: _TEXT),
-    **dict.fromkeys(("bool_type", "bool_parsing"), lambda c: "true or false is needed"),
-    **dict.fromkeys(("tuple_type", "list_type"), lambda c: _LIST),
-    **dict.fromkeys(("dict_type", "model_type", "model_attributes_type", "mapping_type"), lambda c: _SECTION),
-}
 
 
 def shown(value: Any) -> str:
@@ -107,8 +79,12 @@ def _explain(root: type[BaseModel], error: Any) -> str:
     if kind == "value_error":  # raised by a check of ours
         message = error["msg"].removeprefix("Value error, ")
         return f"{location}: {message} (got {given})" if error["loc"] else f"{location}: {message}"
-    words = WORDS[kind](error.get("ctx", {})) if kind in WORDS else "cannot be used here"
-    return f"{location}: {words} (got {given})"
+    return f"{location}: {worded(error['msg'])} (got {given})"
+
+
+def worded(message: str) -> str:
+    """pydantic's message inside a sentence."""
+    return message[0].lower() + message[1:]
 
 
 def parse_section(section: type[SomeSection], raw: dict[str, Any], where: str = "the options") -> SomeSection:

@@ -217,7 +217,7 @@ def test_the_build_names_the_devices_of_llama_cpp() -> None:
         ({"device": ["none", "CUDA0"]}, "none stands alone"),
         ({"device": ["CUDA0", "CUDA0"]}, "named once"),
         ({"n_gpu_layer": 3}, "did you mean `n_gpu_layers`"),
-        ({"threads": 0}, "must be at least 1"),
+        ({"threads": 0}, "input should be greater than or equal to 1"),
     ],
 )
 def test_options_that_contradict_each_other(options: dict[str, Any], words: str) -> None:
@@ -315,7 +315,7 @@ def test_generate_and_profile_pass_the_options_on(
     ("options", "words"),
     [
         (("--n-gpu-layers-draft", 4), "n_gpu_layers 4: the installed llama.cpp"),
-        (("--llama", "ts=1,x"), "tensor_split.1: a number is needed"),
+        (("--llama", "ts=1,x"), "tensor_split.1: input should be a valid number"),
         (("--llama", "ctv=q8_0"), "target: cache_type_v q8_0 needs flash attention"),
         (("-C", "drafter=lookup", "--llama-draft", "ub=8"), "for the draft: ubatch-size 8, but none is loaded"),
         (("-ctk", "q8_0"), "llama.cpp's options are --llama cache_type_k=VALUE"),

@@ -117,7 +117,7 @@ CHAT_SERVER = {"writer": {"urls": ["http://localhost:1/v1"], "api": "chat"}}
         ({"kind": "jsonl", "path": "a", "top_p": 1}, {}, "top_p: for kind target alone, and this source is of kind j"),
         ({"kind": "tree", "path": "a", "tokens": 96}, {}, "tokens: for kind target alone"),
         ({"kind": "jsonl"}, {}, "corpus.sources.0.path: is missing"),
-        (ASKING | {"temperature": 0}, {}, "temperature: must be above 0"),
+        (ASKING | {"temperature": 0}, {}, "temperature: input should be greater than 0"),
         (ASKING, {"answers": CHAT_SERVER}, "api chat sends whole messages: use api: completions"),
         (ASKING, {"target": {"model": "m", "load": False}, "answers": {"prompts": 0, "traffic": "t"}}, "qu"),
         (ASKING | {"openings": ["How", "Translate "]}, {}, "ends in a space"),

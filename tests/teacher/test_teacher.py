@@ -342,7 +342,7 @@ def test_the_sampler_is_that_of_the_answers(folders: dict[str, Path], tmp_path: 
     ("settings", "said"),
     [
         ({"kind": "exact", "mass": 0.9}, "mass is a setting of kind compact"),
-        ({"mass": 1.0}, "must be below 1"),
+        ({"mass": 1.0}, "input should be less than 1"),
         ({"gguf": "a.gguf", "kind": "exact"}, "gguf gives the entries of a compact store, but kind is exact"),
         ({"gguf": "a.gguf", "server": {"urls": ["http://a/v1"], "model": "m"}}, "two teachers"),
         ({"server": {"urls": [], "model": "m"}}, "urls"),
