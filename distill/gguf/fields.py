@@ -257,7 +257,7 @@ def _refuse_by_family(values: _Config, kind: str, shape: Shape) -> None:
 
 
 # ── The architecture's keys, written by config.json ──
-# Those that are read back below, beside the tables of families.py.
+# Keys that are written here and read back below, beside the tables of families.py.
 
 DEFAULT_THETA = 10000.0  # llama.cpp's, where a file names none
 HEAD_SIZES = ("attention.key_length", "attention.value_length")
