@@ -91,11 +91,16 @@ FITTED = {"features": FEATURE_TERMS, "context": FEATURE_TERMS + CONTEXT_TERMS}  
 
 @dataclass(frozen=True)
 class Calibration:
-    """σ(bias + Σ weight·term) of terms of the features; unless fitted, the draft's own largest probability."""
+    """σ(bias + Σ weight·term) of terms of the features; unless fitted, the draft's own largest probability.
+
+    It was fitted on `judged` positions, of which `accepted` were accepted.
+    """
 
     bias: float = 0.0
     weights: tuple[float, ...] = (1.0,)
     terms: tuple[str, ...] = ("logit_top",)
+    accepted: int = 0
+    judged: int = 0
 
     def accept(self, position: int, features: Features) -> float:
         """The probability that the token at `position` (from 0) is accepted, given that all before it are."""
@@ -109,34 +114,91 @@ UNFITTED = Calibration()
 
 
 def fit_calibration(rounds: Sequence[Recorded], terms: Sequence[str], ridge: float = 1e-3) -> Calibration:
-    """Weights of greatest likelihood by Newton's method; raises DataError without both outcomes.
+    """Weights of greatest likelihood by Newton's method; raises DataError without a judged position.
 
-    `ridge` times half the squared weights (the bias is free) is subtracted, so that separable rows have an optimum.
+    `ridge` times half the squared weights (the bias is free) is subtracted, so that separable rows have an optimum. For
+    the bias, positions that all had the same outcome count as half a position of the other one more: they are evidence
+    of a probability near 0 or 1, not of 0 or 1.
     """
     judged = _judged(rounds)
-    outcomes = {accepted for _, _, accepted in judged}
-    if len(outcomes) < 2:
-        what = f"only {'accepted' if True in outcomes else 'rejected'} positions" if judged else "no judged position"
-        raise DataError(f"calibration: {what} in {len(rounds)} rounds", "record more rounds on the validation split")
+    if not judged:
+        what = f"calibration: no judged position in {len(rounds)} rounds"
+        raise DataError(what, "record more rounds on the validation split")
     x = numpy.array([[1.0, *(TERMS[name](j, f) for name in terms)] for j, f, _ in judged])  # [N, 1 + F]
     y = numpy.array([float(hit) for _, _, hit in judged])  # [N]
+    weight, accepted = numpy.ones(len(y)), int(y.sum())
+    if accepted in (0, len(y)):
+        x, y = numpy.vstack([x, x.mean(0)]), numpy.append(y, float(not accepted))
+        weight = numpy.append(weight, 0.5)
     penalty = numpy.diag([1e-9, *([ridge] * len(terms))])
     weights = numpy.zeros(x.shape[1])
 
     def loss(w: Array) -> float:
-        return float(numpy.logaddexp(0, x @ w).sum() - y @ (x @ w) + w @ penalty @ w / 2)
+        return float(weight @ (numpy.logaddexp(0, x @ w) - y * (x @ w)) + w @ penalty @ w / 2)
 
     for _ in range(STEPS):
         p = 1 / (1 + numpy.exp(-numpy.clip(x @ weights, -500, 500)))
-        slope = x.T @ (y - p) - penalty @ weights
-        step = numpy.linalg.solve((x * (p * (1 - p))[:, None]).T @ x + penalty, slope)
+        slope = x.T @ (weight * (y - p)) - penalty @ weights
+        step = numpy.linalg.solve((x * (weight * p * (1 - p))[:, None]).T @ x + penalty, slope)
         size = 1.0
         while loss(weights + size * step) > loss(weights) + 1e-12 and size > 1e-6:
             size /= 2
         weights = weights + size * step
         if float(numpy.abs(step).max()) < 1e-9:
             break
-    return Calibration(float(weights[0]), tuple(float(w) for w in weights[1:]), tuple(terms))
+    return Calibration(float(weights[0]), tuple(map(float, weights[1:])), tuple(terms), accepted, len(judged))
+
+
+class Correction:
+    """What a session's own rounds add to a calibration: σ(bias + slope·logit c) of calibrated probabilities c.
+
+    A logistic regression whose prior, bias 0 and slope 1, counts for as many positions as the two `strengths` say, and
+    to which it returns as evidence ages: a position counts `KEEP` times less with every token after it.
+    """
+
+    KEEP = 0.997
+    FARTHEST = 5.0  # logits are taken to be no larger: one surprise must not turn the line
+
+    def __init__(self, strengths: tuple[float, float]) -> None:
+        self._prior = strengths[0] / 4, 0.0, strengths[1] / 2  # information: of the bias, of both, of the slope
+        self._information, self.bias, self.slope = self._prior, 0.0, 1.0
+
+    def _logit(self, probability: float) -> float:
+        return max(-self.FARTHEST, min(logit(probability), self.FARTHEST))
+
+    def probability(self, calibrated: float) -> float:
+        """The corrected probability."""
+        return clamp(sigmoid(self.bias + self.slope * self._logit(calibrated)))
+
+    def _solved(self, bias: float, slope: float) -> tuple[float, float]:
+        """The information's inverse times a vector."""
+        first, both, second = self._information
+        determinant = first * second - both * both
+        return (second * bias - both * slope) / determinant, (first * slope - both * bias) / determinant
+
+    def age(self, tokens: int) -> None:
+        """So many tokens were decoded: a step back to the prior."""
+        keep = self.KEEP**tokens
+        first, both, second = self._information
+        bias = keep * (first * self.bias + both * self.slope)
+        slope = keep * (both * self.bias + second * self.slope) + (1 - keep) * self._prior[2]
+        old = zip(self._information, self._prior, strict=True)
+        first, both, second = (keep * own + (1 - keep) * prior for own, prior in old)
+        self._information = first, both, second
+        self.bias, self.slope = self._solved(bias, slope)
+
+    def learn(self, calibrated: float, accepted: bool) -> None:
+        """A position with this calibrated probability was judged: one step of Newton's method, of half a logit at
+        most."""
+        x = self._logit(calibrated)
+        p = sigmoid(self.bias + self.slope * x)
+        information, error = max(p * (1 - p), 0.05), accepted - p
+        first, both, second = self._information
+        self._information = first + information, both + information * x, second + information * x * x
+        bias, slope = self._solved(error, error * x)
+        shorter = max(abs(bias), 2 * abs(slope), 0.5) / 0.5
+        self.bias += bias / shorter
+        self.slope = min(max(self.slope + slope / shorter, 0.0), 2.0)
 
 
 def _judged(rounds: Sequence[Recorded]) -> list[tuple[int, Features, bool]]:

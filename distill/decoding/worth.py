@@ -7,11 +7,11 @@ Legend: n tokens drafted, E expected tokens of a round, T target, λ tokens per 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
 
-from distill.decoding.calibration import Calibration
+from distill.decoding.calibration import UNFITTED, Calibration, Correction
 from distill.decoding.costs import Costs
 from distill.decoding.lengths import Features, LengthRule
 
@@ -36,6 +36,10 @@ class Worth:
         self.costs, self._memory = costs, memory
         self._tokens, self._seconds = 16.0, 16.0 * costs.target[0]
         self.rate = self._tokens / self._seconds
+
+    def begin(self, rate: float) -> None:
+        """λ at the start of a session in which drafting is expected to bring this rate."""
+        self._seconds, self.rate = self._tokens / rate, rate
 
     def learn(self, tokens: int, seconds: float, weight: float = 1.0) -> None:
         """So many tokens took so many seconds."""
@@ -116,55 +120,74 @@ class Size:
 
 # ── The length rule of greatest expected value ──
 
-LONGEST_REST = 1024  # tokens of plain decoding before another try
-PRIOR = 2.0  # tokens that the usual acceptance counts for, in addition to those of the round
+UNKNOWN = 2.1, 0.9  # accepted and rejected tokens that stand for a draft of which nothing is known
+MOST_KNOWN = 16.0  # tokens that the positions of a calibration count for at most
+FITTED, NOT_FITTED = (16.0, 24.0), (4.0, 12.0)  # strengths of a calibration against a session's own rounds
+HELD_UP = 4.0  # times its costs: what took longer was held up by something else, and counts as this much
 
 
 @dataclass
 class ExpectedValue(LengthRule):
     """The length of greatest E − λ·seconds, from measured costs and calibrated features (profile-guided lengths).
 
-    Drafting goes on while up to `look_ahead` + 1 more tokens could beat the best length so far, if each were accepted
-    with probability `optimism` + (1 − optimism)·(the mean so far). look_ahead 0 is the myopic rule. optimism 1 gives an
-    upper bound of the gain, and drafts too much where drafting costs. All drafted tokens are submitted. The mean
-    acceptance starts at `usual`.
+    Drafting goes on while more tokens could beat the best length so far. They are taken to be accepted with the
+    geometric mean of this round's probabilities and of the mean acceptance, which counts for `own` tokens. That mean
+    has a Beta distribution: it begins with the positions of the calibration, or with UNKNOWN, and a position counts
+    `forget` times less with every token after it. Whether a round drafts at all is asked of the mean and `optimism`
+    standard deviations of it, so that a draft of which little is known is tried. Probabilities are corrected by the
+    session's own rounds.
 
-    The rule decodes plainly for `probe` tokens after `patience` rounds in which nothing was worth submitting, or when
-    the rounds together lost `allowance` tokens' time against plain decoding, and more than chance explains: `doubt`
-    times the root of the sum of their squared losses. Then it tries again. It gives up after `tries` rounds or a
-    quarter of the allowance, unless a round drafts something or the loss is made up for. While drafting has lost more
-    than it gained in the whole text, each loss doubles the time of plain decoding. `usual`, `allowance` and `doubt`
-    were chosen on validation traces: with 24 tokens and no doubt, pairs that cannot gain lost up to a tenth.
+    Rounds with a draft may lose `allowance` tokens' time against plain decoding in all, or what chance explains
+    (`doubt` times the root of the sum of squared losses), a hundredth of a token more with each token decoded, and half
+    of the most that drafting has gained in this session. Beyond that, and where drafting is not worth it, the rule
+    decodes plainly for `rest` tokens and asks again.
     """
 
     worth: Worth
-    calibration: Calibration = field(default_factory=Calibration)
+    calibration: Calibration = UNFITTED
     longest: int = 15
-    look_ahead: int = 15
-    optimism: float = 0.3
-    patience: int = 8
-    tries: int = 4
-    probe: int = 32
-    allowance: float = 3.0
-    doubt: float = 2.5
-    usual: float = 0.6
+    optimism: float = 0.5
+    allowance: float = 2.5
+    doubt: float = 1.5
+    forget: float = 0.99
+    own: float = 2.0
+    rest: int = 8
 
     def __post_init__(self) -> None:
-        self.costs, self._usual = self.worth.costs, self.usual
-        self._start(0)
+        costs, calibration = self.worth.costs, self.calibration
+        self.costs, self._prior, strengths = costs, UNKNOWN, NOT_FITTED
+        if calibration.judged:
+            count, strengths = min(MOST_KNOWN / calibration.judged, 1.0), FITTED
+            rejected = calibration.judged - calibration.accepted
+            self._prior = 0.5 + count * calibration.accepted, 0.5 + count * rejected
+        self._correction = Correction(strengths)
+        self._plain = 0  # tokens of plain decoding left
+        self._seen = [0.0, 0.0]  # accepted and rejected tokens of this session, as far as they count
+        if calibration.judged:  # λ is that of the best length at this acceptance
+            expected = accumulate(accumulate([1.0] + [self._mean()] * self.limit(), lambda a, b: a * b))
+            rounds = enumerate(zip(expected, costs.target, strict=False))
+            self.worth.begin(max(e / (t + n * costs.draft + (n > 0) * costs.overhead) for n, (e, t) in rounds))
+        self._start()
         self._whole = False  # the last round was accepted whole
-        # Tokens' time that rounds lost, the squares since there was no loss, and the time that drafting gained in all.
-        self._loss, self._squares, self._gained = 0.0, 0.0, 0.0
-        # Rounds without a draft in a row; tokens of plain decoding left, and after the next time it gives up.
-        self._idle, self._plain, self._rest = 0, 0, self.probe
+        # In tokens' time: what drafting gained in all, the most that it ever had, and the squares of losses since then.
+        self._gained, self._most, self._squares, self._tokens = 0.0, 0.0, 0.0, 0
+
+    def _mean(self, deviations: float = 0.0) -> float:
+        """The mean acceptance, and so many standard deviations of it more."""
+        accepted, rejected = (prior + seen for prior, seen in zip(self._prior, self._seen, strict=True))
+        mean = accepted / (accepted + rejected)
+        if not deviations:
+            return mean
+        return min(mean + deviations * (mean * (1 - mean) / (accepted + rejected + 1)) ** 0.5, 0.995)
 
     def limit(self) -> int:
         """`longest`, as far as the curve reaches; 0 while decoding plainly."""
         return 0 if self._plain > 0 else min(self.longest, len(self.costs.target) - 1)
 
-    def _start(self, position: int) -> None:
-        if position == 0:  # n so far in this round, E of the round as it stands, and the chance of all so far
-            self._drafted, self._expected, self._survival = 0, 1.0, 1.0
+    def _start(self) -> None:
+        # n so far in this round, E of the round as it stands, the chance of all so far; seconds of its draft's steps
+        self._drafted, self._expected, self._survival, self._paid = 0, 1.0, 1.0, 0.0
+        self._declined: float | None = None  # the probability of a position that was looked at and not drafted
 
     def _value(self, drafted: int, expected: float) -> float:
         """E − λ·T(n + 1); the time of drafting is spent already."""
@@ -172,33 +195,46 @@ class ExpectedValue(LengthRule):
 
     def hoped(self, drafted: int, survival: float) -> float:
         """The acceptance of the next tokens, predicted from this round's `drafted` ones, all accepted with chance
-        `survival`: their geometric mean, with the usual acceptance as PRIOR more tokens."""
-        mean = (self._usual**PRIOR * survival) ** (1 / (PRIOR + drafted))
-        return self.optimism + (1 - self.optimism) * mean
+        `survival`."""
+        if not drafted:
+            return self._mean(self.optimism)
+        return float((self._mean() ** self.own * survival) ** (1 / (self.own + drafted)))
 
-    def _beatable(self, drafted: int, expected: float, survival: float, best: float, ahead: int) -> bool:
-        """Whether 1..`ahead` tokens after `drafted` ones could beat the value `best`, with the time of their steps."""
+    def _beatable(self, drafted: int, expected: float, survival: float, best: float) -> bool:
+        """Whether tokens after `drafted` ones could beat the value `best`, with the time of their steps."""
         if drafted == 0:  # the round's overhead, and a first step of two tokens, are still to be paid
-            extra = self.costs.draft_two - self.costs.draft if self._whole else 0.0
-            expected -= self.worth.rate * (self.costs.overhead + extra)
+            expected -= self.worth.rate * (self.costs.overhead + self._first_step() - self.costs.draft)
         line = Line(drafted, expected, survival)
-        return self.worth.beatable(best, [line], self.hoped(drafted, survival), ahead, self.longest)
+        return self.worth.beatable(best, [line], self.hoped(drafted, survival), self.longest, self.longest)
+
+    def _first_step(self) -> float:
+        return self.costs.draft_two if self._whole else self.costs.draft
+
+    def _affordable(self) -> bool:
+        """Whether drafting has not lost more than it may."""
+        lost, most = self._most - self._gained, max(self.allowance, self.doubt * self._squares**0.5)
+        return lost < most + 0.01 * self._tokens + 0.5 * self._most
 
     def step_on(self, position: int) -> bool:
         """Whether drafting more could beat the tokens drafted so far."""
-        self._start(position)
+        if position == 0:
+            self._start()
+            if not self._affordable():
+                return False
         best = self._value(self._drafted, self._expected)
-        return self._beatable(self._drafted, self._expected, self._survival, best, self.look_ahead + 1)
+        if not self._beatable(self._drafted, self._expected, self._survival, best):
+            return False
+        self._paid += self.costs.draft if position else self._first_step() + self.costs.overhead
+        return True
 
     def go_on(self, position: int, features: Features) -> bool:
         """Whether this token, alone or with more, could beat the tokens drafted so far."""
-        self._start(position)
         best = self._value(self._drafted, self._expected)
-        drafted, survival = self._drafted + 1, self._survival * self.calibration.accept(position, features)
+        probability = self._correction.probability(self.calibration.accept(position, features))
+        drafted, survival = self._drafted + 1, self._survival * probability
         expected = self._expected + survival
-        if self._value(drafted, expected) <= best and not self._beatable(
-            drafted, expected, survival, best, self.look_ahead
-        ):
+        if self._value(drafted, expected) <= best and not self._beatable(drafted, expected, survival, best):
+            self._declined = probability
             return False
         self._drafted, self._expected, self._survival = drafted, expected, survival
         return True
@@ -211,12 +247,13 @@ class ExpectedValue(LengthRule):
             chance += chances[node]
             nodes = max(size.count, node + 1)
             lines.append(Line(nodes, expected[nodes], chance, width))
-        levels = min(self.look_ahead + 1, self.longest - depth)
-        return self.worth.beatable(size.best, lines, self.hoped(depth, min(chance, 1.0)), levels, size.most)
+        levels = self.longest - depth
+        opened = self.worth.beatable(size.best, lines, self.hoped(depth, min(chance, 1.0)), levels, size.most)
+        self._paid += self.costs.draft if opened else 0.0
+        return opened
 
     def caught_up(self, seconds: float) -> None:
         """Catching up counts as a loss."""
-        self._loss += seconds / self.costs.target[0]
         self._gained -= seconds / self.costs.target[0]
 
     def resting(self) -> int:
@@ -224,31 +261,43 @@ class ExpectedValue(LengthRule):
         return self._plain
 
     def rested(self, tokens: int, seconds: float) -> None:
-        """Learn λ."""
+        """Learn λ; what is known of the draft ages."""
         self.worth.learn_plain(tokens, seconds)
         self._whole = False
         self._plain -= tokens
+        self._age(tokens)
+
+    def _age(self, tokens: int) -> None:
+        self._tokens += tokens
+        self._squares *= 0.5 ** (tokens / 400)
+        self._correction.age(tokens)
+        self._seen = [self.forget**tokens * seen for seen in self._seen]
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
-        """Learn λ and the usual acceptance; switch to plain decoding, or back from it."""
-        tokens = accepted + 1
+        """Learn λ and the acceptance; switch to plain decoding, or back from it."""
+        tokens, plain = accepted + 1, self.costs.target[0]
+        most = self.costs.target[min(drafted, len(self.costs.target) - 1)] + self._paid
+        seconds = min(max(seconds, 0.0), HELD_UP * most)
         self._whole = accepted == drafted > 0
         self.worth.learn(tokens, seconds)
+        self._age(tokens)
         if self._plain > 0:
             self._plain -= tokens
             return
         for position in range(min(drafted, accepted + 1)):
-            self._usual += 0.02 * ((position < accepted) - self._usual)
-        self._idle = 0 if drafted else self._idle + 1
-        lost = seconds / self.costs.target[0] - tokens
-        self._loss, self._squares = max(self._loss + lost, 0.0), self._squares + lost * lost
-        self._gained -= lost
-        if self._loss == 0:
-            self._squares = 0.0
-        if self._gained > 0:
-            self._rest = self.probe
-        lossy = self._loss >= max(self.allowance, self.doubt * self._squares**0.5)
-        if lossy or self._idle >= self.patience:
-            self._plain, self._idle = self._rest if lossy else self.probe, max(self.patience - self.tries, 0)
-            self._rest = min(2 * self._rest, LONGEST_REST) if lossy else self._rest
-            self._loss, self._squares = 0.75 * self.allowance, 0.0
+            self._seen[position == accepted] += 1
+            if position < len(features):
+                calibrated = self.calibration.accept(position, features[position])
+                self._correction.learn(calibrated, position < accepted)
+        if self._declined is not None and accepted == drafted:  # it would have been judged, and counts as half a token
+            self._seen[0] += self._declined / 2
+            self._seen[1] += (1 - self._declined) / 2
+        if drafted or self._paid:
+            lost = seconds / plain - tokens
+            self._gained -= lost
+            self._squares += lost * lost
+            if self._gained >= self._most:
+                self._most, self._squares = self._gained, 0.0
+        else:
+            self._plain = self.rest
+        self._start()

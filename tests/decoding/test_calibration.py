@@ -12,6 +12,7 @@ from distill.decoding.calibration import (
     FITTED,
     MOST_MARGIN,
     Calibration,
+    Correction,
     Recorded,
     expected_calibration_error,
     fit_calibration,
@@ -103,7 +104,20 @@ def test_scores_by_hand() -> None:
 
 
 @pytest.mark.parametrize("name", FITTED)
-@pytest.mark.parametrize("rounds", [[], [Recorded([Features(0.5, 0.2, 1.0)], 1)] * 50])
-def test_one_outcome_alone_is_refused(name: str, rounds: list[Recorded]) -> None:
-    with pytest.raises(DataError, match="calibration"):
-        fit_calibration(rounds, FITTED[name])
+def test_no_judged_position_is_refused(name: str) -> None:
+    with pytest.raises(DataError, match="no judged position"):
+        fit_calibration([], FITTED[name])
+
+
+def test_a_correction_is_learnt_and_forgotten() -> None:
+    """An overconfident calibration, whose .9 is .5: the correction finds it, and returns to it as its evidence ages."""
+    correction, draw = Correction((4.0, 12.0)), random.Random(1)
+    assert correction.probability(0.9) == pytest.approx(0.9)
+    for _ in range(400):
+        correction.learn(0.9, draw.random() < 0.5)
+        correction.age(1)
+    assert correction.probability(0.9) == pytest.approx(0.5, abs=0.08)
+    correction.age(4_000)
+    assert correction.probability(0.9) == pytest.approx(0.9, abs=0.01)
+    correction.learn(1.0, False)  # one surprise turns nothing
+    assert correction.probability(0.9) > 0.75

@@ -175,9 +175,10 @@ def test_calibrations_are_saved_and_read_again(tmp_path: Path) -> None:
     assert turned > 1.0 > calibrate([good, good, good, good], "here").log_loss["features"]
 
 
-def test_no_calibration_without_both_outcomes(tmp_path: Path) -> None:
+def test_calibrations_of_one_outcome_and_of_other_formats(tmp_path: Path) -> None:
     made = calibrate([recorded((0.9, 4, 4)), recorded((0.9, 4, 4))], "here")
-    assert made.fits == {} and all("only accepted positions" in why for why in made.unfitted.values())
+    assert made.fits.keys() == FITTED.keys() and not made.unfitted
+    assert all(one.accepted == one.judged == 8 for one in made.fits.values())
     (tmp_path / "calibration.json").write_text('{"format": 0, "fits": {}}')
     with pytest.raises(DataError, match="does not hold what this version writes"):
         load_calibrations(tmp_path / "calibration.json")

@@ -1,0 +1,184 @@
+"""The expected-value rule against the best fixed length in hindsight, on simulated drafts and measured costs.
+
+python scripts/benchmarks/rules.py [--rounds 64,400] [--worst 10]
+
+A text is a sequence of places; at each the target accepts the draft's token with a probability that only the simulation
+knows, and the draft shows features. All rules decode the same texts, as many tokens as the best fixed length (0 to 8,
+plain decoding included) makes of them in the given rounds. Printed is the rule's tokens per second over the fixed
+length's: with the draft's own probabilities (`no`), with a calibration on rounds of other texts (`yes`), and with one
+whose rounds were all accepted (`all`).
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import random
+import statistics
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from distill.decoding.calibration import FEATURE_TERMS, UNFITTED, Calibration, Recorded, fit_calibration
+from distill.decoding.costs import Costs
+from distill.decoding.lengths import Features, LengthRule
+from distill.decoding.worth import ExpectedValue, Worth
+
+LONGEST = 8
+CURVES = {  # T(1), …, T(9) over T(1) of Qwen2.5-Coder-1.5B on 2 cores
+    "PyTorch": (1, 1.0, 1.005, 1.01, 1.02, 1.02, 1.03, 1.04, 1.06),
+    "ik_llama.cpp": (1, 1.30, 1.35, 1.34, 1.33, 1.36, 1.46, 1.58, 1.70),
+    "llama.cpp": (1, 1.50, 1.60, 1.63, 2.16, 2.40, 2.65, 2.91, 3.1),
+}
+DRAFTS = 0.05, 0.2, 0.45  # a draft's step over T(1)
+ACCEPTED = 0.3, 0.6, 0.8, 0.95, 0.99
+KINDS = "constant", "blind", "told", "overconfident", "changing"
+SEEDS = 8
+
+
+def places(kind: str, mean: float, draw: random.Random) -> Iterator[tuple[float, float]]:
+    """The acceptance at each place of a text, and the draft's largest probability there.
+
+    constant, blind: always `mean`, which the draft knows, or says .6; told: spread around it, and the draft's own;
+    overconfident: the draft says more; changing: stretches of 60 places in the mean with more and with less, of which
+    the draft knows at half of the places.
+    """
+    good, left = draw.random() < 0.5, 0.0
+    while True:
+        if kind in ("constant", "blind"):
+            yield mean, mean if kind == "constant" else 0.6
+        elif kind == "changing":
+            if left <= 0:
+                good, left = not good, draw.expovariate(1 / 60)
+            left -= 1
+            accepted = min(mean + 0.25, 0.99) if good else max(mean - 0.35, 0.05)
+            yield accepted, accepted if draw.random() < 0.5 else mean
+        else:
+            accepted = min(max(draw.betavariate(1.2 * mean, 1.2 * (1 - mean)), 1e-4), 1 - 1e-4)
+            shown = 1.5 * math.log(accepted / (1 - accepted)) + 1.0
+            yield accepted, accepted if kind == "told" else 1 / (1 + math.exp(-shown))
+
+
+def features(top: float) -> Features:
+    """Features of a distribution whose largest probability is `top`."""
+    entropy = -sum(p * math.log(max(p, 1e-9)) for p in (top, 1 - top))
+    return Features(top, min(0.6 * (1 - top), top), entropy)
+
+
+class Text:
+    """The places of a text: what the draft shows there, and how many tokens from there on are accepted in a row."""
+
+    def __init__(self, kind: str, mean: float, seed: int, length: int) -> None:
+        draw = random.Random(f"{kind}/{mean}/{seed}")
+        found = [*itertools.islice(places(kind, mean, draw), length)]
+        self.shown = [features(top) for _, top in found]
+        self.run = [0] * (length + 1)
+        for place in range(length - 1, -1, -1):
+            self.run[place] = self.run[place + 1] + 1 if draw.random() < found[place][0] else 0
+
+    def rounds(self, count: int) -> list[Recorded]:
+        """Rounds of LONGEST drafted tokens, as a calibration records them."""
+        place, rounds = 0, list[Recorded]()
+        for _ in range(count):
+            rounds.append(Recorded(self.shown[place : place + LONGEST], min(self.run[place], LONGEST)))
+            place += rounds[-1].accepted + 1
+        return rounds
+
+
+def decode(rule: LengthRule, costs: Costs, text: Text, tokens: int) -> float:
+    """Seconds in which a rule decodes so many tokens of a text."""
+    place, seconds, whole = 0, 0.0, False
+    while place < tokens:
+        drafted, taken = 0, 0.0
+        for _ in range(min(rule.limit(), len(costs.target) - 1)):
+            if not rule.step_on(drafted):
+                break
+            taken += costs.draft_two if whole and not drafted else costs.draft
+            if not rule.go_on(drafted, text.shown[place + drafted]):
+                break
+            drafted += 1
+        accepted = min(text.run[place], drafted)
+        taken += costs.target[drafted] + (costs.overhead if drafted else 0.0)
+        rule.observe(drafted, accepted, text.shown[place : place + drafted], taken)
+        whole, place, seconds = accepted == drafted > 0, place + accepted + 1, seconds + taken
+    return seconds
+
+
+def decode_fixed(length: int, costs: Costs, text: Text, rounds: int) -> tuple[int, float]:
+    """Tokens and seconds of so many rounds of a fixed length."""
+    place, seconds, whole = 0, 0.0, False
+    for _ in range(rounds):
+        accepted = min(text.run[place], length)
+        seconds += costs.target[length] + length * costs.draft
+        seconds += costs.draft_two - costs.draft if whole else 0.0
+        whole, place = accepted == length > 0, place + accepted + 1
+    return place, seconds
+
+
+@dataclass(frozen=True)
+class Cell:
+    """The rule's speed over the best fixed length's, and that length."""
+
+    ratio: float
+    rounds: int
+    where: tuple[str, str, float, float, str]
+    length: int
+
+
+def simulate(
+    rounds: int, kinds: Sequence[str] = KINDS, accepted: Sequence[float] = ACCEPTED, seeds: int = SEEDS
+) -> list[Cell]:
+    """A cell for each cost curve, draft, kind of text, acceptance and calibration."""
+    cells = []
+    for kind, mean in itertools.product(kinds, accepted):
+        texts = [Text(kind, mean, seed, (LONGEST + 1) * (rounds + 1)) for seed in range(seeds)]
+        fitted: dict[str, list[Calibration]] = {"no": [UNFITTED] * seeds, "yes": []}
+        for seed in range(seeds):
+            others = Text(kind, mean, seeds + seed, (LONGEST + 1) * 61).rounds(60)
+            fitted["yes"].append(fit_calibration(others, FEATURE_TERMS))
+            if mean >= 0.95:
+                whole = [Recorded(one.features, len(one.features)) for one in others[:12]]
+                fitted.setdefault("all", []).append(fit_calibration(whole, FEATURE_TERMS))
+        for (curve, relative), draft in itertools.product(CURVES.items(), DRAFTS):
+            costs = Costs(tuple(0.1 * step for step in relative), 0.1 * draft, 0.105 * draft)
+            best, tokens, length = 0.0, list[int](), 0
+            for fixed in range(LONGEST + 1):
+                found = [decode_fixed(fixed, costs, text, rounds) for text in texts]
+                rate = sum(made for made, _ in found) / sum(taken for _, taken in found)
+                if rate > best:
+                    best, tokens, length = rate, [made for made, _ in found], fixed
+            for name, calibrations in fitted.items():
+                seconds = sum(
+                    decode(ExpectedValue(Worth(costs), calibration, longest=LONGEST), costs, text, made)
+                    for calibration, text, made in zip(calibrations, texts, tokens, strict=True)
+                )
+                cells.append(Cell(sum(tokens) / seconds / best, rounds, (curve, kind, mean, draft, name), length))
+    return cells
+
+
+def main() -> None:
+    """Print the share of cells below the goals, and the worst ones."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", default="64,400", help="rounds of the fixed length; several with commas")
+    parser.add_argument("--worst", type=int, default=8, help="cells printed")
+    asked = parser.parse_args()
+    print("| rounds | cells | least | a twentieth below | median | mean | below .95 | below .98 |")
+    print("|--:|--:|--:|--:|--:|--:|--:|--:|")
+    worst = []
+    for rounds in map(int, asked.rounds.split(",")):
+        cells = sorted(simulate(rounds), key=lambda cell: cell.ratio)
+        ratios = [cell.ratio for cell in cells]
+        figures = ratios[0], ratios[len(ratios) // 20], statistics.median(ratios), statistics.fmean(ratios)
+        low = [sum(ratio < goal for ratio in ratios) for goal in (0.95, 0.98)]
+        print(f"| {rounds} | {len(cells)} | {' | '.join(f'{f:.3f}' for f in figures)} | {low[0]} | {low[1]} |")
+        worst += cells[: asked.worst]
+    for cell in worst:
+        curve, kind, mean, draft, name = cell.where
+        print(
+            f"{cell.ratio:.3f} in {cell.rounds} rounds: {curve}, draft {draft}, {kind} {mean}, calibrated: {name}; "
+            f"best length {cell.length}"
+        )
+
+
+if __name__ == "__main__":
+    main()
