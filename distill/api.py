@@ -163,7 +163,7 @@ def evaluate(
     drafts = [_reference(one) for one in ([draft] if isinstance(draft, (str, Path)) else draft)]
     grid = Grid(_reference(target), drafts, corpus.block, types, caches, threads=threads, gguf=gguf)
     served = sampler or Sampler(1.0)
-    options = EvaluationOptions(served, Evaluate(), command, kl, costs=bool(types or caches), acceptance=acceptance)
+    options = EvaluationOptions(served, Evaluate(), command, kl, acceptance=acceptance)
     return evaluate_grid(grid, prompts_of(corpus, prompts), options)
 
 

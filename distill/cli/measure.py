@@ -114,7 +114,7 @@ def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, output: 
     """Print what was asked for of a report."""
     if not kl:
         stored = None if report.stored is None else replace(report.stored, bounds={})
-        report = replace(report, domains={}, pairs={}, stored=stored)
+        report = replace(report, domains={}, differences={}, stored=stored)
     if not acceptance:
         report = replace(report, positions={}, tokens_per_round={}, calibration_error={})
     shared.print_blocks(evaluation_blocks(report), report, output)

@@ -28,11 +28,9 @@ from distill.data.prompts import UserPrompts, open_tokenizer, read_user_prompts
 from distill.data.samples import Sample, prompt_seed, read_prompts
 from distill.decoding.batch import continue_prompts
 from distill.decoding.calibration import Recorded, expected_calibration_error
-from distill.decoding.costs import measure_steps, predicted_speedups
 from distill.decoding.decode import Round, plain, room_for
 from distill.decoding.rules import Rules
 from distill.devices import pick_device
-from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import LoadedPair, growing_decoder, load_pair, pair_of_models
 from distill.engines.pairs import require_pair
 from distill.engines.server_commands import DRAWN_AMONG
@@ -45,15 +43,12 @@ from distill.engines.torch.hugging_face import (
 )
 from distill.errors import DataError
 from distill.files import write_result, write_text
-from distill.gguf.head import open_head
 from distill.gguf.importing import file_type, folder_of, is_gguf
 from distill.measuring.evaluation_results import (
     Bounds,
     CalibrationError,
-    ComparedPair,
     EvaluationReport,
     Group,
-    PairCosts,
     StoredMeasures,
     evaluation_blocks,
 )
@@ -84,22 +79,16 @@ from distill.vocabulary.files import opening_of
 
 # ── Targets with their drafts, measured behind prompts ──
 
-LONGEST = 8  # tokens drafted a round, at most, where steps are timed
-REPEATS = 7  # of timed steps
-NO_COSTS: Mapping[str, PairCosts] = {}
-
 
 @dataclass(frozen=True)
 class EvaluationOptions:
     """What is measured of every pair. `batch` prompts are continued at once in transformers; `prepack` says whether
-    decoders lay out their layers, `costs` whether steps are timed, `acceptance` whether rounds of a grid are decoded.
-    """
+    decoders lay out their layers, `acceptance` whether rounds of a grid are decoded."""
 
     sampler: Sampler
     settings: Evaluate
     command: str
     divergences: bool = True
-    costs: bool = False
     seed: int = 0
     batch: int = 32
     prepack: bool = True
@@ -124,7 +113,6 @@ def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> Eval
     measured: dict[str, dict[str, Measured]] = {}
     decoded: dict[str, DecodedRounds] = {}
     sliced: SlicedValues | None = None
-    costs: dict[str, PairCosts] = {}
     pairs, ids = opened.pairs, [sample.prompt for sample in opened.prompts]
     first = next(iter(pairs.values()))
     size = min(model.vocabulary_size for pair in pairs.values() for model in (pair.target, pair.draft))
@@ -136,17 +124,12 @@ def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> Eval
         measured["answers"] = sum_by_document(sliced.watch(_values(pairs, own, options.sampler, size, "answers")))
         if opened.given is not None and len(opened.given):
             measured["files"] = sum_by_document(_values(pairs, opened.given, options.sampler, size, "files"))
-        if options.costs:
-            measure = "acceptance_sampling" if options.sampler.temperature else "acceptance_greedy"
-            depth = sum(len(prompt) + len(text) // 2 for prompt, text in zip(ids, texts, strict=True))
-            accepted = {name: found.divergences().measure(measure).mean for name, found in measured["answers"].items()}
-            costs = _step_costs(pairs, accepted, depth // len(ids))
     for name in opened.decoded:
         target, draft, models = pairs[name].target, pairs[name].draft, pairs[name].hugging_face
         if models is not None:  # with the layers laid out, without which they were loaded
             target, draft = (growing_decoder(model, size, options.prepack) for model in models)
         decoded[name] = decode_rounds(target, draft, ids, options.settings, first.ends, f"rounds {name}, prompts")
-    return as_report(measured, decoded, options, len(ids), opened.classes, sliced=sliced, costs=costs)
+    return as_report(measured, decoded, options, len(ids), opened.classes, sliced=sliced)
 
 
 def _values(pairs: Mapping[str, LoadedPair], blocks: Packed, sampler: Sampler, size: int, domain: str) -> Any:
@@ -157,21 +140,6 @@ def _values(pairs: Mapping[str, LoadedPair], blocks: Packed, sampler: Sampler, s
         return text_values(first.target, drafts, blocks, sampler, size, domain)
     models = {name: pair.hugging_face[1] for name, pair in pairs.items() if pair.hugging_face is not None}
     return block_values(first.hugging_face[0], models, blocks, sampler, size)
-
-
-def _step_costs(pairs: Mapping[str, LoadedPair], accepted: Mapping[str, float], depth: int) -> dict[str, PairCosts]:
-    """Timed steps behind `depth` tokens, and what they predict with the acceptance of single positions."""
-    found = {}
-    target = next(iter(pairs.values())).target
-    seconds = [*measure_steps(target, range(1, LONGEST + 2), depth, REPEATS).values()]
-    for name, pair in pairs.items():
-        assert isinstance(pair.draft, GgufModel) and isinstance(target, GgufModel)
-        step = measure_steps(pair.draft, [1], depth, REPEATS)[1]
-        speeds = predicted_speedups(seconds, step, [accepted[name]] * LONGEST)
-        length = speeds.index(max(speeds))
-        sizes = open_head(target.path).bytes, open_head(pair.draft.path).bytes
-        found[name] = PairCosts(*sizes, seconds, step, length, speeds[length])
-    return found
 
 
 # ── The target's texts ──
@@ -214,7 +182,6 @@ def as_report(
     classes: Sequence[str] = (),
     stored: StoredMeasures | None = None,
     sliced: SlicedValues | None = None,
-    costs: Mapping[str, PairCosts] = NO_COSTS,
 ) -> EvaluationReport:
     """The report of what was measured of each draft in each domain, and of the decoded rounds of each draft.
 
@@ -239,13 +206,13 @@ def as_report(
     answers, measure = measured.get("answers", {}), report.acceptance_measure
     groups = by_class(classes, answers, rounds, measure) if classes and answers else []
     groups += [] if sliced is None else sliced.results(measure)
-    pairs = {}
-    if costs or len(answers) > 1:
-        # Each draft's acceptance beside that of the first, paired by prompt.
-        (base, first_sums), *others = [(name, by_unit(own, measure, prompts)) for name, own in answers.items()]
-        apart = {name: paired_ratio_interval(*first_sums, *sums) for name, sums in others}
-        pairs = {name: ComparedPair(apart.get(name), costs.get(name)) for name in (base, *apart)}
-    return replace(report, groups=groups, pairs=pairs)
+    # Each draft's acceptance beside that of the first, paired by prompt.
+    sums = {name: by_unit(own, measure, prompts) for name, own in answers.items()}
+    first = next(iter(sums.values()), None)
+    differences = {
+        name: paired_ratio_interval(*first, *own) for name, own in sums.items() if first and own is not first
+    }
+    return replace(report, groups=groups, differences=differences)
 
 
 def by_unit(measured: Measured, measure: str, units: int) -> tuple[Any, Any]:
@@ -520,9 +487,8 @@ def evaluate_grid(grid: Grid, prompts: Prompts, options: EvaluationOptions) -> E
             }
         if len(drafts) == 1 and not _typed(grid):
             drafts = dict(zip(["draft"], drafts.values(), strict=True))
-        more = LONGEST + 1 if options.costs else 0  # tokens of timed steps, behind a text
-        pairs = _load(target, drafts, grid, grid.block + more, stack)
-        block = min(grid.block, *(model.capacity - more for one in pairs.values() for model in (one.target, one.draft)))
+        pairs = _load(target, drafts, grid, grid.block, stack)
+        block = min(grid.block, *(model.capacity for one in pairs.values() for model in (one.target, one.draft)))
         found = prompts(target, block)
         alone = next(iter(pairs.values())) if len(pairs) == 1 else None
         given = None if alone is None else _given(alone, found.texts, block, options.settings.file_blocks)
@@ -626,5 +592,5 @@ def evaluate_types(
     models = recipe.target.model, [str(run.path("draft"))]
     grid = Grid(*models, recipe.corpus.block, types, caches, written, threads, gguf)
     sampler, seed = Sampler.of(recipe.sampler), recipe.seed
-    options = EvaluationOptions(sampler, recipe.eval, command, kl, costs=True, seed=seed, acceptance=acceptance)
+    options = EvaluationOptions(sampler, recipe.eval, command, kl, seed=seed, acceptance=acceptance)
     return evaluate_grid(grid, lambda *_: found, options)

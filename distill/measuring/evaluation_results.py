@@ -4,12 +4,12 @@ terminal, eval.md, the report page and the model card."""
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from distill.engines.server_commands import SAMPLING
 from distill.files import Figure
-from distill.tables import Block, Cell, Columns, Interval, Row, Table, Value, counted, table_of
+from distill.tables import Block, Cell, Columns, Interval, Row, Table, counted, table_of
 
 CEILING = "acceptance_ceiling"  # shown of trimmed drafts only
 DRAWN = "acceptance_drawn"  # shown under a sampler only
@@ -165,46 +165,13 @@ SAMPLED_MEANS = (
 
 
 @dataclass(frozen=True)
-class PairCosts:
-    """Of a pair of GGUF files: their sizes, the target's T(1), T(2), … and the draft's step, in seconds.
-
-    `speedup` over plain decoding is predicted, with `length` tokens drafted a round (0: plain decoding is faster) and
-    the acceptance probability the same at each position.
-    """
-
-    target_bytes: int
-    draft_bytes: int
-    target_seconds: list[float]
-    draft_seconds: float
-    length: int
-    speedup: float
-
-    @property
-    def tokens_per_second(self) -> float:
-        """Predicted, with that draft length."""
-        return self.speedup / self.target_seconds[0]
-
-
-@dataclass(frozen=True)
-class ComparedPair:
-    """One of several pairs, on its target's own text.
-
-    `difference` is its acceptance probability less that of the first pair, by prompt; None for the first. `costs` is
-    None where no steps were timed.
-    """
-
-    difference: Interval | None
-    costs: PairCosts | None = None
-
-
-@dataclass(frozen=True)
 class EvaluationReport:
     """eval.json. `length` is γ of the decoded rounds; the dictionaries without a domain are by draft.
 
     `domains` is empty where no divergences were asked for; `positions` and `tokens_per_round` where no rounds were;
     `groups` has none where all prompts and positions are alike. `stored` where the target was not loaded; `sampler` is
-    then that of the stored distributions. `pairs` where several were compared, or their steps timed; the names of
-    drafts then name pairs.
+    then that of the stored distributions. `differences` are of each draft's
+    acceptance probability on `answers` to the first draft's, by prompt.
     """
 
     command: str
@@ -216,7 +183,7 @@ class EvaluationReport:
     stored: StoredMeasures | None = None
     groups: list[Group] = field(default_factory=list)
     calibration_error: dict[str, CalibrationError] = field(default_factory=dict)
-    pairs: dict[str, ComparedPair] = field(default_factory=dict)
+    differences: dict[str, Interval] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         if not all(self.domains.values()):
@@ -256,11 +223,6 @@ def shown_measures(drafts: Collection[Divergences]) -> list[str]:
     return [name for name in MEASURES if name not in left_out]
 
 
-PREDICTED = (
-    "T(1) is a step of the target over one token, D one of the draft. Speedups are predicted from measured steps, with "
-    "the acceptance probability of a single position at every drafted one; they leave out what a round costs beside "
-    "its steps. `distill speedup` measures."
-)
 BEFORE = "Before: the draft as cut from the donor; after: the trained draft."
 TRIMMED = "A trimmed draft: KL(target ‖ draft) is between the distributions over the tokens it can propose."
 
@@ -290,30 +252,17 @@ def _divergences(domain: str, drafts: dict[str, Divergences], command: str) -> T
     return Table(["", *drafts], rows, command, domain, " ".join(notes))
 
 
-def pair_table(report: EvaluationReport) -> Table:
-    """Each pair beside the first, and what its steps predict."""
+def _apart(report: EvaluationReport) -> Table:
+    """Each draft beside the first."""
     answers, measure = report.domains["answers"], report.acceptance_measure
-    costs = {name: one.costs for name, one in report.pairs.items() if one.costs is not None}
-    columns: dict[str, Callable[[str], Cell | Value]] = {
-        "draft" if {*report.pairs} >= {*SIDES} else "pair": lambda name: name,
+    columns: Columns[str] = {
+        "draft": lambda name: name,
         "KL, nats": lambda name: Cell(answers[name].forward_kl, ".4f"),
         "acceptance probability": lambda name: Cell(answers[name].measure(measure), "%"),
-        "difference to the first, by prompt": lambda name: Cell(report.pairs[name].difference, "+.4f"),
+        "difference to the first, by prompt": lambda name: Cell(report.differences.get(name), "+.4f"),
     }
-    if costs:
-        columns |= {
-            "target": lambda name: Cell(costs[name].target_bytes, "size"),
-            "draft": lambda name: Cell(costs[name].draft_bytes, "size"),
-            "T(1), ms": lambda name: costs[name].target_seconds[0] * 1e3,
-            "D, ms": lambda name: costs[name].draft_seconds * 1e3,
-            "drafted": lambda name: costs[name].length,
-            "speedup": lambda name: Cell(costs[name].speedup, "×"),
-            "tokens/s": lambda name: Cell(costs[name].tokens_per_second, ".1f"),
-        }
-    fastest = max(costs, key=lambda name: costs[name].tokens_per_second, default=None)
-    best = ["best" if name == fastest and costs[name].length else "" for name in report.pairs]
-    note = f"Acceptance probability: {_of_acceptance(report)}{f' {PREDICTED}' if costs else ''}"
-    return table_of(report.pairs, columns, report.command, "each beside the first", note, best)
+    note = f"Acceptance probability: {_of_acceptance(report)}"
+    return table_of(answers, columns, report.command, "each beside the first", note)
 
 
 def _stored(stored: StoredMeasures, command: str) -> list[Table]:
@@ -396,7 +345,7 @@ def evaluation_blocks(report: EvaluationReport) -> list[Block]:
         f"Sampler: {report.sampler_words}. Intervals resample prompts or documents.",
         *([report.stored.sentences] if report.stored is not None else []),
         *divergence_tables(report),
-        *([pair_table(report)] if report.pairs else []),
+        *([_apart(report)] if report.differences else []),
         *(position_tables(report) if report.positions else []),
         *([calibration_table(report)] if report.calibration_error else []),
     ]

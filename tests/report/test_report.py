@@ -245,7 +245,7 @@ def test_figures_that_were_not_measured_are_dashes(results: dict[str, Any]) -> N
     unknown = {"mean": None, "low": None, "high": None}
     evaluation, (part, *_) = results["evaluation"], results["speedup"]["parts"]
     del evaluation["domains"]["answers"]["before"]
-    evaluation["pairs"] = {}
+    evaluation["differences"] = {}
     evaluation["domains"]["files"]["after"]["acceptance_match"] = unknown
     row = {"position": 1, "drafted": 0, "accepted": 0, "rate": unknown}
     evaluation["positions"] = {"before": [], "after": [row]}
