@@ -119,7 +119,7 @@ SPEAKERS = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
     **dict.fromkeys(("tool", "function", "observation"), "tool"),
 }
-LISTS = {"messages": ("messages", "conversation"), "conversations": ("conversations",), "turns": ("turns",)}
+LISTS = ("messages", "conversation", "conversations", "turns")  # fields of messages; `turns` may be the user's texts
 PROMPTS = ("prompt", "instruction", "question", "query", "input")
 CONTEXTS = ("input", "context", "passage")  # texts that a prompt is about
 ANSWERS = ("answer", "completion", "response", "output")
@@ -139,8 +139,7 @@ MOST_FIELDS = 20  # that are named; hostile records have a new one each
 
 def known_names(source: Source) -> set[str]:
     """The fields of a source's records that are read as a text, a prompt or messages."""
-    names = {"text", *PROMPTS, *(name for known in LISTS.values() for name in known)}
-    return names | set(source.fields.values())
+    return {"text", *PROMPTS, *LISTS, *source.fields.values()}
 
 
 def form_of(record: Mapping[str, Any], source: Source) -> str | None:
@@ -148,10 +147,9 @@ def form_of(record: Mapping[str, Any], source: Source) -> str | None:
     if source.form != "auto":
         return source.form
     fields = Fields(record, source)
-    for form, known in LISTS.items():
-        found = fields.first(form, known)
-        if isinstance(found, list) or (isinstance(found, str) and found.lstrip()[:1] == "["):
-            return form
+    found = fields.first("messages", LISTS)
+    if isinstance(found, list) or (isinstance(found, str) and found.lstrip()[:1] == "["):
+        return "messages"
     if isinstance(record.get(source.fields.get("text", "text")), str) and "prompt" not in source.fields:
         return "text"
     return "prompt" if fields.first("prompt", PROMPTS) is not None else None
@@ -207,13 +205,10 @@ def read_conversation(
     if form == "prompt":
         messages = _asked(fields, left)
     else:
-        found = _parsed(fields.first(form, LISTS[form]))
-        if form == "turns" and has_form(found, [str]):
-            messages = [{"role": "user", "content": turn} for turn in found]
-        elif form == "turns" and not has_form(found, [{}]):
-            raise ValueError("turns that are not text")
-        else:
-            messages = _messages(found, left)
+        given = fields.first("messages", LISTS)
+        found = _parsed(given)
+        texts = found if given is record.get("turns") and has_form(found, [str]) else None
+        messages = _messages(found, left) if texts is None else [{"role": "user", "content": text} for text in texts]
     system = fields.first("system", SYSTEMS)
     if system is not None and not isinstance(system, str):
         raise ValueError("a system prompt that is not text")

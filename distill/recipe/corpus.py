@@ -59,14 +59,14 @@ class Source(Section):
     temperature: float = Field(1.0, gt=0, le=HOTTEST, description="target: sampling temperature of its questions")
     top_p: float = Field(0.99, gt=0, le=1, description="target: top-p of its questions; 1: off")
     pattern: str = Field("**/*.py", description="tree: pattern that file paths must match")
-    form: Literal["auto", "text", "prompt", "messages", "conversations", "turns"] = Field(
+    form: Literal["auto", "text", "prompt", "messages"] = Field(
         "auto",
         description="what a record holds ([prompts](prompts.md#sources)); auto: decided by its fields. For tree and "
         "text, prompt makes every file a user message",
     )
-    fields: dict[
-        Literal["text", "prompt", "context", "answer", "messages", "conversations", "turns", "system", "label"], str
-    ] = Field({}, description="records: names of these fields, where they differ")
+    fields: dict[Literal["text", "prompt", "context", "answer", "messages", "system", "label"], str] = Field(
+        {}, description="records: names of these fields, where they differ"
+    )
     given: bool = Field(
         True,
         description="records: also learn from the answers that they contain; false: use only their questions",
