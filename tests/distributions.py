@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.teacher.distributions import EMPTY, LogitForm, Teacher, TeacherChunk
-from distill.training.losses import PLAIN, LossSums, LossWeights, head_loss
+from distill.training.losses import PLAIN, LossSettings, LossSums, head_loss
 
 N, H, V = 17, 8, 29
 KINDS = ("random", "aligned", "one-hot")
@@ -29,7 +29,7 @@ class Distributions:
     k: int | None = None
     kept: list[int] | None = None
     kind: torch.dtype = torch.float64
-    asked: list[slice] = field(default_factory=list)
+    asked: list[tuple[slice, float]] = field(default_factory=list)
 
     @property
     def columns(self) -> int:
@@ -41,11 +41,16 @@ class Distributions:
     def restrict(self, kept: Tensor) -> Distributions:
         return Distributions(self.logits, self.k, kept.tolist(), self.kind)
 
-    def chunk(self, rows: slice) -> TeacherChunk:
-        self.asked.append(rows)
-        distribution = self.logits[rows].log_softmax(-1)
+    def dense(self, temperature: float) -> Tensor:
+        """log p [N, C], without what the draft cannot speak."""
+        distribution = (self.logits / temperature).log_softmax(-1)
+        return distribution if self.kept is None else distribution[:, self.kept]
+
+    def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
+        self.asked.append((rows, temperature))
+        distribution = (self.logits[rows] / temperature).log_softmax(-1)
         if self.k is None:
-            dense = distribution if self.kept is None else distribution[:, self.kept]
+            dense = self.dense(temperature)[rows]
             tail = (1 - dense.exp().sum(-1)).clamp(min=1e-30).log()
             return TeacherChunk(None, dense.to(self.kind), tail.to(self.kind))
         ids = distribution.argsort(-1, descending=True)[:, : self.k]
@@ -89,15 +94,15 @@ class Problem:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
 
-    def outcomes(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+    def outcomes(self, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
         """log p and log q [N, M] over the outcomes, position by position with Python's own lists."""
-        chunk = self.teacher.chunk(slice(0, N))
+        chunk = self.teacher.chunk(slice(0, N), temperature)
         if chunk.ids is None:
-            return chunk.log_probabilities, logits.log_softmax(-1)
+            return chunk.log_probabilities, (logits / temperature).log_softmax(-1)
         width = chunk.ids.shape[-1] + 1
         rows: list[tuple[Tensor, Tensor]] = []
         for ids, own, tail, row in zip(chunk.ids, chunk.log_probabilities, chunk.log_tail, logits, strict=True):
-            distribution = row.log_softmax(-1)
+            distribution = (row / temperature).log_softmax(-1)
             here = ids < len(distribution)
             rest = torch.tensor([i for i in range(len(distribution)) if i not in set(ids.tolist())], dtype=torch.long)
             p, q = own[here], distribution[ids[here]]
@@ -108,38 +113,40 @@ class Problem:
             rows.append(tuple(torch.nn.functional.pad(x, none, value=-math.inf) for x in (p, q)))  # type: ignore[arg-type]
         return torch.stack([p for p, _ in rows]), torch.stack([q for _, q in rows])
 
-    def named(self) -> Tensor:
+    def named(self, temperature: float) -> Tensor:
         """p [N, C] with the mass of what is not stored left out."""
-        chunk = self.teacher.chunk(slice(0, N))
+        chunk = self.teacher.chunk(slice(0, N), temperature)
         if chunk.ids is None:
             return chunk.log_probabilities.exp()
         wide = torch.zeros(N, self.columns + 1, dtype=torch.float64)
         return wide.scatter_add(-1, chunk.ids, chunk.log_probabilities.exp())[:, : self.columns]
 
-    def oracle(self, name: str, logits: Tensor) -> Tensor:
+    def oracle(self, name: str, settings: LossSettings, logits: Tensor) -> Tensor:
         """One loss [N] from logits [N, C], by the plain formulas."""
+        t = settings.temperature
         if name == "cross_entropy":
             labelled = self.labels < self.columns
             return divergences.cross_entropy(logits, self.labels.where(labelled, 0)) * labelled
-        log_p, log_q = self.outcomes(logits)
+        log_p, log_q = self.outcomes(logits, t)
         if name == "total_variation":
             return divergences.total_variation(log_p.exp(), log_q.exp())
         if name == "nla":
             return divergences.nla(log_p.exp(), log_q.exp())
         if name == "lk_hybrid":
             return divergences.lk_hybrid(log_p, log_q)
-        losses = {"jsd": divergences.jsd, "forward_kl": divergences.forward_kl, "reverse_kl": divergences.reverse_kl}
-        return losses[name](log_p, log_q)
+        if name == "jsd":
+            return t**2 * divergences.jsd(log_p, log_q)
+        return t**2 * {"forward_kl": divergences.forward_kl, "reverse_kl": divergences.reverse_kl}[name](log_p, log_q)
 
     def expected(
-        self, weights: LossWeights, form: LogitForm = PLAIN
+        self, settings: LossSettings, form: LogitForm = PLAIN
     ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, Tensor]:
         """Total, losses [N] by name, d_hidden, d_head and d_bias, by autograd in fp64."""
         hidden, head = self.hidden.clone().requires_grad_(), self.head.clone().requires_grad_()
         bias = torch.zeros(len(head), dtype=torch.float64, requires_grad=True)
         logits = form.apply((hidden @ head.T + bias)[:, : self.columns])
-        losses = {name: self.oracle(name, logits) for name in weights}
-        total = torch.stack([weights[name] * own.sum() for name, own in losses.items()]).sum()
+        losses = {name: self.oracle(name, settings, logits) for name in settings.losses}
+        total = torch.stack([settings.losses[name] * own.sum() for name, own in losses.items()]).sum()
         total.backward()
         assert hidden.grad is not None and head.grad is not None and bias.grad is not None
         return total.detach(), {n: x.detach() for n, x in losses.items()}, hidden.grad, head.grad, bias.grad
@@ -147,7 +154,7 @@ class Problem:
 
 def fused(
     problem: Problem,
-    weights: LossWeights,
+    settings: LossSettings,
     chunk: int = 7,
     kind: torch.dtype = torch.float64,
     teacher: Teacher | None = None,
@@ -157,7 +164,7 @@ def fused(
     problem.teacher.kind = torch.promote_types(kind, torch.float32)
     hidden, head = (x.to(kind, copy=True).requires_grad_() for x in (problem.hidden, problem.head))
     bias = torch.zeros(len(head), dtype=kind, requires_grad=True)
-    total, sums = head_loss(hidden, head, teacher or problem.teacher, problem.labels, weights, chunk, bias, form)
+    total, sums = head_loss(hidden, head, teacher or problem.teacher, problem.labels, settings, chunk, bias, form)
     total.backward()
     problem.teacher.kind = torch.float64
     assert hidden.grad is not None and head.grad is not None and bias.grad is not None

@@ -108,6 +108,13 @@ class Train(Section):
         None,
         description="weights of the losses; null: by the protocol",
     )
+    temperature: float = Field(
+        1.0,
+        gt=0,
+        le=100,
+        description="of both distributions in forward_kl, reverse_kl and jsd; these losses are multiplied by its "
+        "square",
+    )
     save_every: int = Field(100, ge=1, description="steps between checkpoints, of which two are kept")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "float32", description="autocast type; the weights stay float32; auto: as for target.dtype"

@@ -70,6 +70,14 @@ def validation_curve(evaluated: Sequence[Evaluation]) -> str:
             for one in evaluated
         ]
         _measured(axes, 0, label, [one.step for one in evaluated], intervals)
+        expected = [(one.step, one.expected_acceptance) for one in evaluated if known(one.expected_acceptance)]
+        if expected:
+            axes.plot(
+                *zip(*expected, strict=True),
+                color=COLOURS[1],
+                marker=MARKERS[1],
+                label="acceptance probability, same texts",
+            )
         axes.set(xlabel="step", ylabel="acceptance")
         _whole_ticks(axes)
     return done[0]

@@ -148,9 +148,9 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
                     parameter.grad = None
     norm = accelerator.clip_grad_norm_(learner.parameters(), CLIP)
     norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
-    weights = work.loss
-    losses = {name: totals.pop(f"loss/{name}") / scored for name in weights}
-    loss = sum(weights[name] * value for name, value in losses.items())
+    shares = work.loss.losses
+    losses = {name: totals.pop(f"loss/{name}") / scored for name in shares}
+    loss = sum(shares[name] * value for name, value in losses.items())
     if not math.isfinite(norm) or not math.isfinite(loss):
         checkpoint = newest_checkpoint(work.run.path("checkpoints"))
         left = "nothing was saved yet" if checkpoint is None else f"the last checkpoint, {checkpoint.name}, is kept"
@@ -238,6 +238,6 @@ def summary_of(work: Training) -> TrainingSummary:
         steps=steps,
         processes=work.accelerator.num_processes,
         rate=work.rate,
-        loss=dict(work.loss),
+        loss=dict(work.loss.losses),
         best=None if best is None else from_json(best, EvaluatedWeights, "the last checkpoint"),
     )

@@ -1,12 +1,12 @@
 """Losses over the outcomes of a position with closed-form gradients, and gradients of outcomes as those of logits.
 
-Legend: r positions of a block, C columns of the draft's head, K stored entries, M outcomes, L losses.
+Legend: r positions of a block, C columns of the draft's head, K stored entries, M outcomes, L losses, t a temperature.
 z are the draft's logits [r, C]; p and q the distributions of target and draft over the outcomes [r, M].
 
 Where the target's distribution is whole, the outcomes are the columns. Where a store has K entries and the mass of the
-rest, the outcomes are those entries and one bucket, M = K + 1, whose logit is logsumexp(z) over the columns
-outside. A loss over outcomes has a gradient g with respect to their logits, and dz = g at a stored column, g_bucket
-times the softmax among the columns outside elsewhere. The oracle is distill/divergences.py.
+rest, the outcomes are those entries and one bucket, M = K + 1, whose logit is logsumexp(z / t) over the columns
+outside. A loss over outcomes has a gradient g with respect to their logits, and dz = g / t at a stored column, g_bucket
+/ t times the softmax among the columns outside elsewhere. The oracle is distill/divergences.py.
 """
 
 from __future__ import annotations
@@ -38,14 +38,29 @@ PLAIN = LogitForm()
 Term = tuple[Tensor, Callable[[], Tensor]]  # a loss [r], and its gradient [r, M], computed on demand
 
 
-LossWeights = Mapping[str, float]  # of the losses of a mixture, by name
+@dataclass(frozen=True)
+class LossSettings:
+    """Weights of the losses of a mixture, and the settings of the losses.
+
+    The target's distribution p is taken at `temperature`, and so is q = softmax(z / temperature) in forward_kl,
+    reverse_kl and jsd, which are multiplied by temperature², and in total_variation, nla and lk_hybrid, which are not;
+    the cross-entropy takes z itself.
+    """
+
+    losses: Mapping[str, float]
+    temperature: float = 1.0
+
+    def scale(self, name: str) -> float:
+        """The factor that keeps a loss's gradient from shrinking with the temperature (Hinton et al. 2015)."""
+        return self.temperature**2 if name in ("forward_kl", "reverse_kl", "jsd") else 1.0
 
 
 # Sums over the N positions of a batch, scalars in fp64 and detached: add those of batches and processes, then divide.
-# `positions` is N. The STATISTICS mean the same under every mixture: forward KL and cross-entropy (nats; 0 where a
-# position has no label), `acceptance` Σ min(p, q) (upper end with a stored tail), `agreement` of the argmaxes over the
-# columns, and `match` p(argmax q) (lower end: 0 where that is not stored). `loss/NAME` is Σ loss, without its weight in
-# the mixture.
+# `positions` is N. The STATISTICS are of the distributions at the temperature of the settings, so that they mean the
+# same under every mixture: forward KL and cross-entropy (nats; 0 where a position has no label), `acceptance`
+# Σ min(p, q) (upper end with a stored tail), `agreement` of the argmaxes over the columns, and `match` p(argmax q)
+# (lower end: 0 where that is not stored). `loss/NAME` is Σ loss, with its temperature² but without its weight in the
+# mixture.
 LossSums = dict[str, Tensor]
 
 
@@ -59,6 +74,7 @@ class Draft:
     def __init__(self, logits: Tensor, ids: Tensor | None) -> None:
         self.logits = logits
         self.ids = ids
+        self.shares: dict[float, tuple[Tensor, Tensor]] = {}
         if ids is None:
             self.top = logits.argmax(-1)  # the outcome [r] with the largest logit
             return
@@ -73,31 +89,47 @@ class Draft:
         self.full = torch.isneginf(self.best)  # [r, 1]: every column is stored, and nothing is outside
         self.best.masked_fill_(self.full, 0)
 
-    def distribution(self) -> Tensor:
-        """log q [r, M] of softmax(z)."""
+    def distribution(self, t: float) -> Tensor:
+        """log q [r, M] of softmax(z / t)."""
         if self.ids is None:
-            return self.logits.log_softmax(-1)
-        self.shares = (self.logits - self.best).exp_()
-        self.total = self.shares.sum(-1, keepdim=True)
-        self.outcomes = torch.cat([self.inside, self.best + self.total.log()], -1)
-        return self.outcomes.log_softmax(-1).clamp_(min=EMPTY)
+            return (self.logits if t == 1 else self.logits / t).log_softmax(-1)
+        shares = self.logits - self.best
+        if t != 1:
+            shares.div_(t)
+        total = shares.exp_().sum(-1, keepdim=True)
+        self.shares[t] = shares, total
+        outcomes = torch.cat([self.inside / t, self.best / t + total.log()], -1)
+        return outcomes.log_softmax(-1).clamp_(min=EMPTY)
 
     def log_probability(self, log_q: Tensor, column: Tensor, logit: Tensor) -> Tensor:
-        """log q(column) [r] from the distribution, the columns [r, 1] and their original logits [r, 1]."""
+        """log q(column) [r] from the distribution at t = 1, the columns [r, 1] and their original logits [r, 1]."""
         if self.ids is None:
             return log_q.gather(-1, column).squeeze(-1)
-        return logit.squeeze(-1) - self.outcomes.logsumexp(-1)
+        _, total = self.shares[1.0]
+        outside = self.best + total.log()
+        return logit.squeeze(-1) - torch.cat([self.inside, outside], -1).logsumexp(-1)
 
-    def gradient(self, outcomes: Tensor) -> Tensor:
-        """dz [r, C] from the gradient [r, M] with respect to outcome logits, after `distribution`."""
+    def gradient(self, parts: Mapping[float, Tensor]) -> Tensor:
+        """dz [r, C] from gradients [r, M] with respect to outcome logits, by temperature; `distribution` was called at
+        each of them."""
         if self.ids is None:
-            return outcomes
-        self.shares.mul_((outcomes[:, -1:] / self.total).masked_fill(self.full, 0))
-        return self.shares.scatter_add_(-1, self.columns, outcomes[:, :-1])
+            whole = [part if t == 1 else part.div_(t) for t, part in parts.items()]
+            for part in whole[1:]:
+                whole[0].add_(part)
+            return whole[0]
+        result: Tensor | None = None
+        stored = torch.zeros_like(self.inside)
+        for t, part in parts.items():
+            shares, total = self.shares[t]
+            shares.mul_((part[:, -1:] / (t * total)).masked_fill(self.full, 0))
+            result = shares if result is None else result.add_(shares)
+            stored += part[:, :-1] / t
+        assert result is not None
+        return result.scatter_add_(-1, self.columns, stored)
 
 
 class Distributions:
-    """Both distributions over the outcomes of a block, with the quantities that losses share."""
+    """Both distributions over the outcomes of a block at one temperature, with the quantities that losses share."""
 
     def __init__(self, log_p: Tensor, log_q: Tensor) -> None:
         self.log_p, self.log_q = log_p, log_q
@@ -162,7 +194,7 @@ def _lk_hybrid(distributions: Distributions) -> Term:
     )
 
 
-# Losses of the two distributions; the cross-entropy reads the draft's alone.
+# Losses of the two distributions at the settings' temperature; the cross-entropy reads the draft's alone.
 DIVERGENCES: dict[str, Callable[[Distributions], Term]] = {
     "forward_kl": lambda both: (both.forward_kl, both.forward_kl_gradient),
     "reverse_kl": _reverse_kl,
@@ -174,7 +206,7 @@ DIVERGENCES: dict[str, Callable[[Distributions], Term]] = {
 
 
 def score_block(
-    logits: Tensor, target: TeacherChunk, labels: Tensor, weights: LossWeights, with_gradient: bool
+    logits: Tensor, target: TeacherChunk, labels: Tensor, settings: LossSettings, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """STATISTICS and losses [r, 5 + L] of a block, and on request dz [r, C]; the logits [r, C] are overwritten.
 
@@ -187,21 +219,25 @@ def score_block(
     log_p = target.log_probabilities
     if target.ids is not None:  # where the draft has nothing outside the stored columns, neither has p
         log_p = torch.cat([log_p, target.log_tail.unsqueeze(-1).masked_fill(draft.full, EMPTY)], -1)
-    pair = Distributions(log_p.clamp(min=EMPTY), draft.distribution())
-    entropy = -draft.log_probability(pair.log_q, column, label_logit) * labelled
+    pair = Distributions(log_p.clamp(min=EMPTY), draft.distribution(settings.temperature))
+    log_q = pair.log_q if settings.temperature == 1 else draft.distribution(1.0)
+    q = pair.q if log_q is pair.log_q else log_q.exp()
+    entropy = -draft.log_probability(log_q, column, label_logit) * labelled
 
     losses: dict[str, Tensor] = {}
-    summed: Tensor | None = None  # the gradient with respect to outcome logits
+    parts: dict[float, Tensor] = {}  # gradients with respect to outcome logits, by temperature
     for name in LOSSES:  # one at a time, to save memory
-        if name not in weights:
+        if name not in settings.losses:
             continue
         if name == "cross_entropy":  # its gradient at the label's column is added below
-            losses[name], gradient_of = entropy, lambda: pair.q * labelled.unsqueeze(-1)
+            t, (loss, gradient_of) = 1.0, (entropy, lambda: q * labelled.unsqueeze(-1))
         else:
-            losses[name], gradient_of = DIVERGENCES[name](pair)
-        if with_gradient and weights[name]:
-            part = gradient_of().mul_(weights[name])
-            summed = part if summed is None else summed.add_(part)
+            t, (loss, gradient_of) = settings.temperature, DIVERGENCES[name](pair)
+        losses[name] = loss * settings.scale(name)
+        weight = settings.losses[name] * settings.scale(name)
+        if with_gradient and weight:
+            part = gradient_of().mul_(weight)
+            parts[t] = parts[t].add_(part) if t in parts else part
 
     named = pair.p  # p of the outcomes that are tokens: the bucket has none
     if target.ids is not None:
@@ -209,13 +245,13 @@ def score_block(
     likeliest, best = named.max(-1)
     agreement = (likeliest > 0) & (draft.top == best)
     match = named.gather(-1, draft.top.unsqueeze(-1)).squeeze(-1)
-    columns = [pair.forward_kl, entropy, pair.acceptance, agreement, match, *(losses[n] for n in weights)]
+    columns = [pair.forward_kl, entropy, pair.acceptance, agreement, match, *(losses[n] for n in settings.losses)]
     values = torch.stack([own.to(logits.dtype) for own in columns], -1)
-    if summed is None:
+    if not with_gradient:
         return values, None
-    gradient = draft.gradient(summed)
-    if "cross_entropy" in weights:
-        at_label = -weights["cross_entropy"] * labelled.to(gradient.dtype)
+    gradient = draft.gradient(parts)
+    if "cross_entropy" in settings.losses:
+        at_label = -settings.losses["cross_entropy"] * labelled.to(gradient.dtype)
         gradient.scatter_add_(-1, column, at_label.unsqueeze(-1))
     return values, gradient
 
@@ -238,7 +274,7 @@ class _Scoring:
 
     teacher: Teacher
     labels: Tensor  # [N]
-    weights: LossWeights
+    settings: LossSettings
     chunk: int
     kind: torch.dtype
     wide: torch.dtype  # of everything but the products
@@ -254,7 +290,7 @@ def _positions(
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> Tensor:
     """STATISTICS and losses [N, 5 + L] of every position; adds to the gradients (d_hidden, d_head, d_bias) given."""
-    teacher, weights, kind, wide = scoring.teacher, scoring.weights, scoring.kind, scoring.wide
+    teacher, settings, kind, wide = scoring.teacher, scoring.settings, scoring.kind, scoring.wide
     count, columns = len(hidden), teacher.columns
     d_hidden, d_head, d_bias = gradients
     with_gradient = any(gradient is not None for gradient in gradients)
@@ -264,7 +300,7 @@ def _positions(
     buffer = torch.empty(min(scoring.chunk, filled_count(count, hidden)), columns, dtype=kind, device=hidden.device)
     threads = torch.get_num_threads()
     size = max(1, (CACHED * threads if hidden.device.type == "cpu" else STREAMED) // columns)
-    values = torch.empty(count, len(STATISTICS) + len(weights), dtype=wide, device=hidden.device)
+    values = torch.empty(count, len(STATISTICS) + len(settings.losses), dtype=wide, device=hidden.device)
     for start in range(0, count, scoring.chunk):
         here = slice(start, min(start + scoring.chunk, count))
         scored = here.stop - start
@@ -274,7 +310,7 @@ def _positions(
         logits[scored:] = 0
         if shift is not None:
             logits[:scored] += shift
-        target = teacher.chunk(here)
+        target = teacher.chunk(here, settings.temperature)
         for first in range(0, scored, size):
             block = slice(first, min(first + size, scored))
             at = slice(start + block.start, start + block.stop)
@@ -282,7 +318,7 @@ def _positions(
             own = TeacherChunk(ids, target.log_probabilities[block], target.log_tail[block])
             formed = scoring.form.apply(logits[block].to(wide))
             slope = scoring.form.slope(formed)
-            values[at], gradient = score_block(formed, own, scoring.labels[at], weights, with_gradient)
+            values[at], gradient = score_block(formed, own, scoring.labels[at], settings, with_gradient)
             if gradient is not None:
                 logits[block] = gradient if scoring.form == PLAIN else gradient * slope
         del target
@@ -335,7 +371,7 @@ class _HeadLoss(torch.autograd.Function):
 
 def _total(values: Tensor, scoring: _Scoring) -> Tensor:
     """Σ loss, in the type of the values."""
-    shares = torch.tensor([*scoring.weights.values()], dtype=values.dtype, device=values.device)
+    shares = torch.tensor([*scoring.settings.losses.values()], dtype=values.dtype, device=values.device)
     own = doubled(values[:, len(STATISTICS) :] * shares)
     return own.sum(-1).sum().to(values.device, values.dtype)
 
@@ -345,7 +381,7 @@ def head_loss(
     head: Tensor,
     teacher: Teacher,
     labels: Tensor,
-    weights: LossWeights,
+    settings: LossSettings,
     chunk: int,
     bias: Tensor | None = None,
     form: LogitForm = PLAIN,
@@ -355,12 +391,13 @@ def head_loss(
     hidden [N, H] after the final norm, head [R, H] and bias [R] of which the first teacher.columns rows learn, labels
     [N] as columns (outside them: no label), chunk positions at once. The products are in the type of `hidden`, or of an
     enclosing autocast; the rest is in fp32 (fp64 if that is fp64). Gradients reach hidden, head and bias, once; none is
-    computed where none is needed. Raises DataError for a reverse KL that is infinite.
+    computed where none is needed. Raises DataError for a reverse KL that is infinite and for a temperature that the
+    teacher lacks.
     """
     assert len(teacher) == len(hidden) == len(labels) and teacher.columns <= len(head) and chunk >= 1
     automatic = torch.is_autocast_enabled(hidden.device.type)
     kind = torch.get_autocast_dtype(hidden.device.type) if automatic else hidden.dtype
-    scoring = _Scoring(teacher, labels.long(), weights, chunk, kind, torch.promote_types(kind, torch.float32), form)
+    scoring = _Scoring(teacher, labels.long(), settings, chunk, kind, torch.promote_types(kind, torch.float32), form)
     with torch.autocast(hidden.device.type, enabled=False):  # so that neither the teacher nor the logs are rounded
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, head, bias)):
             total, values = _HeadLoss.apply(hidden, head, bias, scoring)
@@ -371,9 +408,9 @@ def head_loss(
 
 
 def _sums(values: Tensor, scoring: _Scoring) -> LossSums:
-    weights = scoring.weights
-    if "reverse_kl" in weights:
-        place = len(STATISTICS) + list(weights).index("reverse_kl")
+    settings = scoring.settings
+    if "reverse_kl" in settings.losses:
+        place = len(STATISTICS) + list(settings.losses).index("reverse_kl")
         infinite = int(torch.isposinf(values[:, place]).sum())
         if infinite:
             raise DataError(
@@ -382,5 +419,5 @@ def _sums(values: Tensor, scoring: _Scoring) -> LossSums:
                 "train on forward_kl or jsd, or on a store with fewer entries than tokens",
             )
     own = doubled(values)
-    names = (*STATISTICS, *(f"loss/{name}" for name in weights))
+    names = (*STATISTICS, *(f"loss/{name}" for name in settings.losses))
     return {"positions": own.new_tensor(len(own)), **dict(zip(names, own.sum(0), strict=True))}

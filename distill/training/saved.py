@@ -51,7 +51,8 @@ class TrainingStep:
 class EvaluatedWeights:
     """Weights whose drafts were measured on validation prompts, as `measure` names: DECODED or STORED.
 
-    Decoded: the conditional `acceptance`, accepted ÷ reached, in this many `rounds`. Stored: Σ min(p, q) at this many
+    Decoded: the conditional `acceptance`, accepted ÷ reached, in this many `rounds`, and `expected_acceptance`, the
+    acceptance probability on texts that are the same for all weights of a training. Stored: Σ min(p, q) at this many
     `positions` of the target's answers, at least `acceptance` and at most `most`, as a store holds likeliest tokens
     alone.
     """
@@ -60,9 +61,15 @@ class EvaluatedWeights:
     acceptance: float
     tokens_per_round: Figure = math.nan
     rounds: int = 0
+    expected_acceptance: Figure = math.nan
     measure: str = DECODED
     positions: int = 0
     most: Figure = math.nan
+
+    @property
+    def score(self) -> float:
+        """The acceptance that chooses weights: that on equal texts, as decoding a few ranks weights by chance."""
+        return self.acceptance if self.measure == STORED else self.expected_acceptance
 
     @property
     def words(self) -> str:
@@ -73,8 +80,8 @@ class EvaluatedWeights:
                 f"{self.positions} positions of validation answers, nothing decoded"
             )
         return (
-            f"conditional acceptance {self.acceptance:.3f}, {self.tokens_per_round:.2f} tokens per round on validation "
-            "prompts"
+            f"acceptance probability {self.expected_acceptance:.3f} on equal texts; decoded: conditional acceptance "
+            f"{self.acceptance:.3f}, {self.tokens_per_round:.2f} tokens per round on validation prompts"
         )
 
 

@@ -29,17 +29,9 @@ from distill.run import Run
 from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
 from distill.teacher.store import TeacherSource, open_teacher, read_manifest, require_fit
-from distill.training.losses import LossWeights
+from distill.training.losses import LossSettings
 from distill.training.saved import plain, present_weights, set_weights
-from distill.training.step import (
-    CHUNK,
-    Columns,
-    Learner,
-    batch_blocks,
-    loss_weights,
-    make_optimizer,
-    with_rate,
-)
+from distill.training.step import CHUNK, Columns, Learner, batch_blocks, loss_settings, make_optimizer, with_rate
 
 # ── Adapters ──
 
@@ -151,13 +143,15 @@ def merge(model: Any, init: Path | None = None) -> Any:
 
 ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"  # the variable that decides accelerate's device
 
-# The state before the first step. `tokens` counted in the loss; `ended` is the last step of a training that is over.
+# The state before the first step. `tokens` counted in the loss; expected acceptance is measured on `texts`; `ended` is
+# the last step of a training that is over.
 START: dict[str, Any] = {
     "step": 0,
     "best": None,
     "misses": 0,
     "sparsity": None,
     "tokens": 0,
+    "texts": None,
     "ended": None,
 }
 
@@ -169,7 +163,7 @@ class Training:
     recipe: Recipe
     run: Run
     accelerator: Any
-    loss: LossWeights
+    loss: LossSettings
     source: TeacherSource
     learner: Any
     optimizer: Any
@@ -364,7 +358,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     recipe = recipe.model_copy(update={"train": settings})
     accelerator = make_accelerator(recipe, run)
     device = accelerator.device
-    loss = loss_weights(settings, recipe.sampler.temperature)
+    loss = loss_settings(settings, recipe.sampler.temperature)
     trim = read_kept(run.path("cut"))
     require_fit(read_manifest(run), recipe)
     kept = trim["kept"] if trim else None

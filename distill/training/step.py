@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from distill.data.packing import Packed, epoch_order, scored_states
+from distill.errors import RecipeError
 from distill.machine import has_instructions
 from distill.recipe import Loss, Recipe, Train
 from distill.recipe.recipe import REASON
 from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import require_ramp
 from distill.teacher.distributions import Teacher, logit_form
-from distill.training.losses import LossSums, LossWeights, head_loss
+from distill.training.losses import LossSettings, LossSums, head_loss
 
 # ── The optimizer: AdamW, or Muon for the matrices of the layers and AdamW for all else; its rates ──
 
@@ -192,19 +193,24 @@ def protocol_of(settings: Train, temperature: float) -> Verifying:
     return settings.protocol
 
 
-def loss_weights(settings: Train, temperature: float) -> LossWeights:
+def loss_settings(settings: Train, temperature: float) -> LossSettings:
     """The mixture of losses, without those of weight 0; `temperature` is the served sampler's."""
     loss = settings.loss or PROTOCOL_LOSS[protocol_of(settings, temperature)]
-    return {name: weight for name, weight in loss.items() if weight > 0}
+    return LossSettings({name: weight for name, weight in loss.items() if weight > 0}, settings.temperature)
 
 
 def check_training(recipe: Recipe) -> list[str]:
     """The plan of the recipe's training as lines to print; RecipeError for settings that exclude each other."""
-    settings = with_rate(recipe.train, kept_share(recipe))
+    settings, teacher = with_rate(recipe.train, kept_share(recipe)), recipe.teacher
+    if teacher.kind == "compact" and settings.temperature != 1:
+        raise RecipeError(
+            f"train.temperature is {settings.temperature:g}, and a compact teacher keeps distributions at 1 alone",
+            "use teacher.kind exact or online, or leave train.temperature at 1",
+        )
     if settings.sparsity is not None:
         require_ramp(settings.steps, settings.embedding_steps, settings.sparsity.ramp)
     positions = settings.batch * recipe.corpus.block
-    mixture = loss_weights(settings, recipe.sampler.temperature)
+    mixture = loss_settings(settings, recipe.sampler.temperature).losses
     loss = ", ".join(f"{weight:g} {name}" for name, weight in mixture.items())
     lines = [f"train: {settings.steps} steps of {positions} positions at up to {settings.rate:g}: {loss}"]
     if settings.optimizer == "muon":
@@ -212,12 +218,10 @@ def check_training(recipe: Recipe) -> list[str]:
     chosen = "the last weights are taken"
     if settings.acceptance is not None and settings.sparsity is None:
         verifying = protocol_of(settings, recipe.sampler.temperature)
-        chosen = f"the weights accepted most on validation prompts are taken ({verifying} verification)"
-        if not recipe.target.load:
-            chosen = (
-                f"the weights of the highest acceptance probability ({verifying} verification) on stored distributions "
-                f"of validation answers are taken, no rounds are decoded: {REASON}"
-            )
+        stored = f"stored distributions of validation answers are taken, no rounds are decoded: {REASON}"
+        chosen = f"the weights of the highest acceptance probability ({verifying} verification) on " + (
+            "validation prompts are taken" if recipe.target.load else stored
+        )
     return [*lines, f"train: {chosen}"]
 
 
@@ -262,7 +266,7 @@ class Learner(torch.nn.Module):
         self.draft = draft
         self.columns, self.chunk = columns, chunk
 
-    def forward(self, blocks: Packed, teacher: Teacher, weights: LossWeights) -> tuple[Tensor, LossSums]:
+    def forward(self, blocks: Packed, teacher: Teacher, loss: LossSettings) -> tuple[Tensor, LossSums]:
         """Σ ℓ over the N scored positions, and the sums for the log; divide by their number over the whole step."""
         hidden = scored_states(self.draft, blocks)  # [N, H]
         head = self.draft.lm_head
@@ -270,7 +274,7 @@ class Learner(torch.nn.Module):
         bias = None if getattr(head, "bias", None) is None else self.columns.rows(head.bias)
         teacher = self.columns.teacher(teacher)
         labels = self.columns.labels(blocks.labels().long()[blocks.mask])
-        return head_loss(hidden, weight, teacher, labels, weights, self.chunk, bias, logit_form(self.draft.config))
+        return head_loss(hidden, weight, teacher, labels, loss, self.chunk, bias, logit_form(self.draft.config))
 
 
 def batch_blocks(step: int, batch: int, count: int, seed: int) -> Tensor:

@@ -142,6 +142,31 @@ class ServedTarget:
         rows = [BatchedTorchModel(model, len(prompts), self.vocabulary) for model in (self.model, draft)]
         return decode(rows[0], rows[1], ids, randoms=randoms)
 
+    @torch.inference_mode()
+    def expected(self, draft: Any, prompts: Sequence[Sample], texts: Sequence[Sequence[int]]) -> list[float]:
+        """Sums [B] of the probability to be accepted at each position of these texts, which follow the prompts.
+
+        On the same texts at each call and without chance, so that two drafts are compared far more sharply than by
+        decoding as many tokens with each.
+        """
+        sums = []
+        for prompt, text in zip(prompts, texts, strict=True):
+            ids = torch.tensor([[*prompt.prompt, *text]], device=self.model.device)
+            own, drafts = (self._logits(model, ids, len(text)) for model in (self.model, draft))
+            if self.protocol == "greedy":
+                chances = divergences.acceptance_greedy(own, drafts)
+            elif self.protocol == "match":
+                chances = divergences.acceptance_match(self.sampler.probabilities(own), drafts)
+            else:
+                chances = divergences.acceptance_sampling(*map(self.sampler.probabilities, (own, drafts)))
+            sums.append(round(float(doubled(chances).sum()), 6))
+        return sums
+
+    def _logits(self, model: Any, ids: Tensor, count: int) -> Tensor:
+        """The logits [count, V] that predict the last `count` of ids [1, S]."""
+        logits: Tensor = model(input_ids=ids, use_cache=False).logits[0, -count - 1 : -1, : self.vocabulary]
+        return logits.float()
+
 
 def decoded_acceptance(texts: Sequence[Decoded]) -> dict[str, Any]:
     """Conditional acceptance (accepted ÷ reached) and tokens per round of some decoded texts.
@@ -213,25 +238,34 @@ def measure_acceptance(work: Training) -> dict[str, Any]:
     """The acceptance of the present weights in their served form on the validation prompts, computed by the main
     process and the same in every process; every process must call it.
 
-    Decoded with the target; where that is not loaded, its probability on stored distributions.
+    Decoded with the target: the first texts, whose distribution is the target's alone, are kept, so that the expected
+    acceptance of all weights is measured on the same ones. Where the target is not loaded: its probability on stored
+    distributions.
     """
     settings, recipe = work.settings.acceptance, work.recipe
     assert settings is not None
     protocol = protocol_of(work.settings, recipe.sampler.temperature)
 
-    def decoded(draft: Any) -> dict[str, Any]:
+    def decoded(draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
         ends = end_ids(recipe.target.model, load_tokenizer(recipe.target.model))
         sampler = Sampler.of(recipe.sampler)
         target = ServedTarget(work.loaded_target(), work.source.vocabulary, ends, sampler, protocol, recipe.seed)
         prompts = read_prompts(work.run, "validation")[: settings.prompts]
-        return decoded_acceptance(target.decode(draft, prompts, settings.new_tokens, LENGTH))
+        found = target.decode(draft, prompts, settings.new_tokens, LENGTH)
+        texts = [text.tokens for text in found] if work.state["texts"] is None else work.state["texts"]
+        expected = sum(target.expected(draft, prompts, texts)) / max(1, sum(map(len, texts)))
+        return decoded_acceptance(found) | {"expected_acceptance": expected}, texts
 
-    figures, present = None, work.draft()
+    def stored(draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
+        return stored_acceptance(recipe, work.run, draft, protocol), None
+
+    measure, value, present = decoded if recipe.target.load else stored, None, work.draft()
     if is_main():
         with served_form(present, work.kept) as draft, torch.compiler.set_stance("force_eager"):
-            figures = decoded(draft) if recipe.target.load else stored_acceptance(recipe, work.run, draft, protocol)
-    found: dict[str, Any] = agree(figures)
-    return found
+            value = measure(draft)
+    figures: dict[str, Any]
+    figures, work.state["texts"] = agree(value)
+    return figures
 
 
 # ── The choice of weights ──
@@ -253,19 +287,17 @@ def evaluate_weights(work: Training) -> None:
     work.run.record(ACCEPTANCE_STAGE, step=step, **measured, tokens=state["tokens"], seconds=seconds)
     sent = {f"validation/{name}": value for name, value in figures.items() if name != "measure"}
     work.accelerator.log(sent, step=step)
-    shown = from_json({"step": step, **figures}, EvaluatedWeights, "the evaluation")
-    best = state["best"]
-    better = best is None or figures["acceptance"] > best["acceptance"]
+    found = from_json({"step": step, **figures}, EvaluatedWeights, "the evaluation")
+    best = None if state["best"] is None else from_json(state["best"], EvaluatedWeights, "the last checkpoint")
+    better = best is None or found.score > best.score
     # Before a kill they were, and took the place of `best`; where rounding differs they may not be any more.
     better |= step_of_weights(work.run, BEST) == step
     state["misses"] = 0 if better else state["misses"] + 1
     if better:
         state["best"] = {"step": step, **figures}
         save_weights(work.run, BEST, work.learner, step)
-    work.run.say(
-        f"  step {step}: {shown.words}"
-        + (" (the best so far)" if better else f" (best {best['acceptance']:.3f} at step {best['step']})")
-    )
+    before = "" if best is None or better else f" (best {best.score:.3f} at step {best.step})"
+    work.run.say(f"  step {step}: {found.words}{' (the best so far)' if better else before}")
 
 
 def ended(work: Training) -> bool:

@@ -28,6 +28,7 @@ from distill.data.packing import Packed, hidden_states
 from distill.devices import CPU, device_name, peak_memory_bytes, pick_device, synchronise, take_peaks
 from distill.machine import machine
 from distill.teacher.distributions import CompactTeacher, Head, Teacher
+from distill.training.losses import LossSettings
 from distill.training.step import Columns, Learner, parameter_groups
 
 
@@ -126,7 +127,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         top = [head.logits(part).log_softmax(-1).topk(ENTRIES) for part in stored.split(512)]
     ids, logs = torch.cat([part.indices for part in top]), torch.cat([part.values for part in top])
     tail = torch.log1p(-logs.exp().sum(-1).clamp(max=1 - 1e-6))
-    losses = {"forward_kl": 0.9, "cross_entropy": 0.1}
+    losses = LossSettings({"forward_kl": 0.9, "cross_entropy": 0.1})
 
     @torch.no_grad()
     def distributions(kind: str) -> Teacher:

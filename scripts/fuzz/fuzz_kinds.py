@@ -682,7 +682,7 @@ def read_shards(world: World, found: tuple[str, bytes]) -> Readers:
         require_fit(opened.manifest, world.recipe)
         every = torch.arange(opened.blocks)
         teacher = opened.teacher(every, torch.device("cpu"))
-        teacher.chunk(slice(0, 4))
+        teacher.chunk(slice(0, 4), 1.0)
 
     return [store]
 

@@ -22,6 +22,7 @@ from distill.measuring.measure import Measured, block_values, sum_by_document, t
 from distill.recipe import Target
 from distill.sampler import Sampler
 from distill.teacher.distributions import Head
+from distill.training.losses import LossSettings
 from distill.training.step import Columns, Learner
 
 CPU = torch.device("cpu")
@@ -36,7 +37,7 @@ def by_loss(target: Any, draft: Any, blocks: Packed, vocabulary: int, kept: list
     """What the log of a training step says of blocks: the same forward passes and the same loss, without a step."""
     states = hidden_states(target, blocks)[blocks.mask]
     learner = Learner(draft, Columns(vocabulary, kept, CPU), chunk=max(1, len(states) // 2))
-    settings = {"forward_kl": 1.0}
+    settings = LossSettings({"forward_kl": 1.0})
     sums = learner(blocks, Head.of(target, vocabulary).teacher(states), settings)[1]
     return float(sums["acceptance"]) / int(blocks.mask.sum())
 

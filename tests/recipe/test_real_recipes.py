@@ -26,7 +26,7 @@ from distill.recipe import Recipe, load_recipe
 from distill.surgery.cutter import TargetDistributions, check_cut, cut_model
 from distill.surgery.stage import load_donor
 from distill.teacher.store import OnlineTarget
-from distill.training.step import CHUNK, Columns, Learner, check_training, loss_weights, make_optimizer
+from distill.training.step import CHUNK, Columns, Learner, check_training, loss_settings, make_optimizer
 from distill.vocabulary.vocabulary import Vocabulary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -140,7 +140,7 @@ def packed(vocabulary: int) -> Packed:
 def loss_of(model: Any, source: OnlineTarget, recipe: Recipe) -> torch.Tensor:
     """The mean over all blocks of the loss that the recipe trains with."""
     learner = Learner(model, Columns(source.vocabulary, None, CPU), CHUNK)
-    teacher, settings = source.teacher(torch.arange(4), CPU), loss_weights(recipe.train, recipe.sampler.temperature)
+    teacher, settings = source.teacher(torch.arange(4), CPU), loss_settings(recipe.train, recipe.sampler.temperature)
     total, sums = learner(source.packed, teacher, settings)
     return total / sums["positions"]
 

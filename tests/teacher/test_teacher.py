@@ -104,7 +104,7 @@ def made(folder: Path, model: Path, **settings: Any) -> tuple[Recipe, Run]:
 
 
 @torch.no_grad()
-def own_distributions(model: Any, blocks: Packed) -> Tensor:
+def own_distributions(model: Any, blocks: Packed, temperature: float) -> Tensor:
     """log p [N, V] in fp64 at the scored positions: the model in fp64, each document alone, without our masks."""
     exact, rows = copy.deepcopy(model).double(), []
     for block in range(len(blocks)):
@@ -112,7 +112,7 @@ def own_distributions(model: Any, blocks: Packed) -> Tensor:
             here = blocks.documents[block] == document
             logits = exact(input_ids=blocks.ids[block][here].long().unsqueeze(0), use_cache=False).logits[0]
             scored = blocks.mask[block][here]
-            rows.append(logits[scored][:, : len(toy_vocabulary())].log_softmax(-1))
+            rows.append((logits[scored][:, : len(toy_vocabulary())] / temperature).log_softmax(-1))
     return torch.cat(rows)
 
 
@@ -133,7 +133,7 @@ def spread(chunk: TeacherChunk, columns: int) -> Tensor:
 def test_every_kind_gives_the_models_own_distributions(
     architecture: str, kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Whole and over kept tokens alone; a compact store holds all but one entry."""
+    """Whole and over kept tokens alone, at two temperatures unless compact, which stores all but one entry."""
     settings = {"top_k": 5000, "mass": None} if kind == "compact" else {}
     recipe, run = made(tmp_path, folders[architecture], kind=kind, **settings)
     source = open_teacher(run, recipe, CPU)
@@ -145,29 +145,30 @@ def test_every_kind_gives_the_models_own_distributions(
     # fp16 holds log p with 11 bits: that of a token with p = e⁻¹⁶ is off by up to 2⁻⁷·½.
     close = {"rtol": 6e-4, "atol": 1e-4} if kind == "compact" else {"rtol": 1e-5, "atol": 3e-5}
     kept = torch.arange(1, size, 3)
-    expected = own_distributions(model, source.packed.take(index))
-    assert len(distributions) == len(expected) and distributions.columns == size
-    halves = [distributions.chunk(rows) for rows in (slice(0, 7), slice(7, None))]
-    assert all(part.log_probabilities.dtype == torch.float32 for part in halves)
-    whole = torch.cat([spread(part, size) for part in halves])
-    torch.testing.assert_close(whole.double(), expected, **close)
-    trimmed = distributions.restrict(kept)
-    chunk = trimmed.chunk(slice(None))
-    assert trimmed.columns == len(kept)
-    named = chunk.log_probabilities.double().exp().sum(-1)
-    rest = expected.exp().sum(-1) - expected[:, kept].exp().sum(-1)
-    if chunk.ids is not None:  # the one token that is not stored is in the tail, kept or not
-        least = expected.min(-1).values.exp()
-        assert bool(((chunk.log_tail.double().exp() - rest).abs() < least + 2e-3).all())
-        gone = chunk.ids == len(kept)
-        assert bool((chunk.log_probabilities[gone] == -torch.inf).all())
-        rows, columns = (~gone).nonzero(as_tuple=True)
-        found = chunk.log_probabilities[rows, columns].double()
-        torch.testing.assert_close(found, expected[rows, kept[chunk.ids[rows, columns]]], **close)
-    else:
-        torch.testing.assert_close(chunk.log_probabilities.double(), expected[:, kept], **close)
-        torch.testing.assert_close(chunk.log_tail.double().exp(), rest, rtol=1e-5, atol=1e-6)
-    torch.testing.assert_close(named + chunk.log_tail.double().exp(), torch.ones_like(named), rtol=0, atol=2e-3)
+    for temperature in (1.0,) if kind == "compact" else (1.0, 2.0):
+        expected = own_distributions(model, source.packed.take(index), temperature)
+        assert len(distributions) == len(expected) and distributions.columns == size
+        halves = [distributions.chunk(rows, temperature) for rows in (slice(0, 7), slice(7, None))]
+        assert all(part.log_probabilities.dtype == torch.float32 for part in halves)
+        whole = torch.cat([spread(part, size) for part in halves])
+        torch.testing.assert_close(whole.double(), expected, **close)
+        trimmed = distributions.restrict(kept)
+        chunk = trimmed.chunk(slice(None), temperature)
+        assert trimmed.columns == len(kept)
+        named = chunk.log_probabilities.double().exp().sum(-1)
+        rest = expected.exp().sum(-1) - expected[:, kept].exp().sum(-1)
+        if chunk.ids is not None:  # the one token that is not stored is in the tail, kept or not
+            least = expected.min(-1).values.exp()
+            assert bool(((chunk.log_tail.double().exp() - rest).abs() < least + 2e-3).all())
+            gone = chunk.ids == len(kept)
+            assert bool((chunk.log_probabilities[gone] == -torch.inf).all())
+            rows, columns = (~gone).nonzero(as_tuple=True)
+            found = chunk.log_probabilities[rows, columns].double()
+            torch.testing.assert_close(found, expected[rows, kept[chunk.ids[rows, columns]]], **close)
+        else:
+            torch.testing.assert_close(chunk.log_probabilities.double(), expected[:, kept], **close)
+            torch.testing.assert_close(chunk.log_tail.double().exp(), rest, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(named + chunk.log_tail.double().exp(), torch.ones_like(named), rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("architecture", FORMS)
@@ -245,7 +246,7 @@ def test_entries_by_mass(folders: dict[str, Path], tmp_path: Path) -> None:
     blocks = training_blocks(recipe, run)[0]
     sample = blocks.take(torch.linspace(0, len(blocks) - 1, 3).round().long())
     model = load_model(str(folders["qwen2"]), "float32", CPU)
-    distribution = own_distributions(model, sample).exp().sort(-1, descending=True).values.cumsum(-1).mean(0)
+    distribution = own_distributions(model, sample, 1.0).exp().sort(-1, descending=True).values.cumsum(-1).mean(0)
     masses = mean_masses(ModelReader(model, len(toy_vocabulary())), sample, 200)
     torch.testing.assert_close(masses, distribution[:200], rtol=1e-5, atol=1e-5)
     wanted = int((distribution >= 0.9).nonzero()[0]) + 1

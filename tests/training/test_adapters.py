@@ -19,14 +19,14 @@ from distill.recipe import Adapter, Train, parse_section
 from distill.teacher.distributions import DenseTeacher, Head
 from distill.training import setup
 from distill.training.setup import attach, layer_names, load_base, merge
-from distill.training.step import Columns, Learner, loss_weights
+from distill.training.step import Columns, Learner, loss_settings
 
 torch.set_num_threads(1)
 
 CPU = torch.device("cpu")
 V = 61
 TRAIN = Train(batch=2, steps=6, rate=1e-2, loss={"forward_kl": 0.9, "cross_entropy": 0.1})
-LOSS = loss_weights(TRAIN, 1.0)
+LOSS = loss_settings(TRAIN, 1.0)
 
 
 def data(seed: int = 0) -> Packed:

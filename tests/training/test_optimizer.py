@@ -21,7 +21,7 @@ from distill.recipe import Adapter, Train, load_recipe, parse_section
 from distill.surgery.cutter import kept_share
 from distill.training.setup import attach
 from distill.training.step import (
-    loss_weights,
+    loss_settings,
     make_optimizer,
     orthogonalised,
     peak_rate,
@@ -141,7 +141,9 @@ def test_the_rate_follows_what_the_cut_leaves(world: Path, ready: Path, tmp_path
 
 def test_the_default_loss_is_that_of_the_protocol() -> None:
     settings = settings_of(steps=100, rate=1.0)
-    assert loss_weights(settings, 0.8) == {"jsd": 1.0} and loss_weights(settings, 0.0) == {"forward_kl": 1.0}
+    assert loss_settings(settings, 0.8).losses == {"jsd": 1.0} and loss_settings(settings, 0.0).losses == {
+        "forward_kl": 1.0
+    }
     assert protocol_of(settings.model_copy(update={"protocol": "match"}), 0.0) == "match"
 
 

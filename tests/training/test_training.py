@@ -49,6 +49,7 @@ from distill.run import BEGIN, Run
 from distill.sampler import Sampler
 from distill.teacher.distributions import Head
 from distill.training import loop, validation
+from distill.training.losses import LossSettings
 from distill.training.saved import (
     BEST,
     load_checkpoint,
@@ -58,7 +59,7 @@ from distill.training.saved import (
     step_of_weights,
 )
 from distill.training.setup import Training, make_accelerator
-from distill.training.step import Columns, Learner, loss_weights
+from distill.training.step import Columns, Learner, loss_settings
 from distill.training.validation import ServedTarget, decoded_acceptance, served_form
 
 
@@ -114,7 +115,7 @@ def test_processes_have_as_many_micro_batches_as_each_other(batch: int, ranks: i
 
     def blocks(rank: int, ranks: int) -> list[list[int]]:
         process = SimpleNamespace(process_index=rank, num_processes=ranks)
-        work: Any = Training(recipe, None, process, loss_weights(settings, 1.0), source, *[None] * 4)  # type: ignore[arg-type]
+        work: Any = Training(recipe, None, process, loss_settings(settings, 1.0), source, *[None] * 4)  # type: ignore[arg-type]
         return [piece.tolist() for piece in work.micro_batches(1)]
 
     found = [blocks(rank, ranks) for rank in range(ranks)]
@@ -139,7 +140,7 @@ def test_scaled_and_capped_logits_are_learnt_as_the_model_gives_them(kind: str) 
     blocks = pack([(ids[0].tolist(), 1)], 7, split_long=False)
     states, target = torch.randn(6, 32, generator=torch.Generator().manual_seed(1)), Head.of(toys.toy(), 61)
     learner = Learner(draft, Columns(61, None, torch.device("cpu")), 4)
-    total, _ = learner(blocks, target.teacher(states), {"forward_kl": 1.0})
+    total, _ = learner(blocks, target.teacher(states), LossSettings({"forward_kl": 1.0}))
     logs = draft(ids).logits[0, :-1].log_softmax(-1)
     expected = torch.nn.functional.kl_div(logs, target.logits(states).log_softmax(-1), log_target=True, reduction="sum")
     assert total.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -163,7 +164,7 @@ def gradient_at_embeddings(learner: Learner, target: Any, blocks: Any, document:
     handle = learner.draft.get_input_embeddings().register_forward_hook(hook)
     states = torch.randn(int(blocks.mask.sum()), 32, generator=torch.Generator().manual_seed(1))
     distributions = Head.of(target, 61).teacher(states)
-    total, _ = learner(blocks, distributions, {"forward_kl": 1.0, "lk_hybrid": 1.0})
+    total, _ = learner(blocks, distributions, LossSettings({"forward_kl": 1.0, "lk_hybrid": 1.0}))
     handle.remove()
     (gradient,) = torch.autograd.grad(total, kept)
     return gradient[0]
@@ -193,8 +194,8 @@ def test_activation_checkpointing_gives_the_same_weights(train: Trainer, whole: 
 def tell(monkeypatch: Patch, *acceptances: float) -> None:
     """Let the evaluations find these acceptances, one after the other."""
     told = iter(acceptances)
-    figures = {"tokens_per_round": 1.0, "rounds": 1}
-    monkeypatch.setattr(validation, "measure_acceptance", lambda work: {"acceptance": next(told), **figures})
+    figures = {"acceptance": 0.5, "tokens_per_round": 1.0, "rounds": 1}
+    monkeypatch.setattr(validation, "measure_acceptance", lambda work: {"expected_acceptance": next(told), **figures})
 
 
 def test_the_best_weights_are_taken_not_the_last(train: Trainer, monkeypatch: Patch) -> None:
@@ -277,6 +278,39 @@ def test_a_draft_that_is_the_target_is_accepted(protocol: Any) -> None:
         assert 0.2 < found["acceptance"] < 1
     else:
         assert found["acceptance"] == 1 and found["tokens_per_round"] > 3
+
+
+@pytest.mark.parametrize("protocol", ["sampling", "match", "greedy"])
+def test_expected_acceptance_by_hand(protocol: Any) -> None:
+    target, draft = toys.toy(seed=1), toys.toy(seed=2)
+    sampler = Sampler(temperature=0.7, top_k=20)
+    served = ServedTarget(target, 60, (), sampler, protocol, 0)  # of 61 columns, the last is padding
+    prompts = [Sample(str(i), ids) for i, ids in enumerate(toys.random_prompts(3, 60, 5))]
+    texts = toys.random_prompts(3, 60, 7)
+    found = served.expected(draft, prompts, texts)
+    for prompt, text, value in zip(prompts, texts, found, strict=True):
+        total = 0.0
+        for at in range(len(text)):
+            ids = torch.tensor([[*prompt.prompt, *text[:at]]])
+            with torch.no_grad():
+                own, other = (model(input_ids=ids).logits[:, -1, :60].float() for model in (target, draft))
+            p, q = sampler.probabilities(own)[0], sampler.probabilities(other)[0]
+            if protocol == "sampling":
+                total += sum(min(float(a), float(b)) for a, b in zip(p, q, strict=True))
+            elif protocol == "match":
+                total += float(p[int(other.argmax())])
+            else:
+                total += float(own.argmax() == other.argmax())
+        assert value == pytest.approx(total, abs=1e-4)
+    if protocol != "match":
+        assert served.expected(target, prompts, texts) == pytest.approx([len(text) for text in texts], abs=1e-4)
+
+
+def test_every_evaluation_has_it_on_the_same_texts(train: Trainer) -> None:
+    found = metrics(train("train.rate=1e-9"), "acceptance")
+    expected = [line["expected_acceptance"] for line in found]
+    assert [line["step"] for line in found] == [0, 4, 8] and 0 < expected[0] < 1
+    assert expected == pytest.approx([expected[0]] * 3, abs=1e-4), "weights that hardly change, on the same texts"
 
 
 # ── interruptions ──
@@ -394,7 +428,8 @@ def test_a_signal_to_one_process_stops_all_and_one_process_goes_on(
     assert [line["step"] for line in metrics(run)] == list(range(1, 9))
     same_up_to_rounding(run, whole)
     found, expected = (json.loads((one / "training.json").read_text()) for one in (run, whole))
-    assert found == expected
+    expectations = [one["best"].pop("expected_acceptance") for one in (found, expected)]
+    assert found == expected and expectations[0] == pytest.approx(expectations[1], abs=1e-6)
 
 
 def test_memory_that_runs_out_while_files_are_loaded_is_no_damage(
@@ -478,6 +513,7 @@ def test_other_errors_are_not_of_memory() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
+        ("train.temperature=2", "a compact teacher keeps distributions at 1 alone"),
         ("train.trackers=[wandb]", "not installed"),
         ("train.adapter={rank: 2, base: int4}", "bitsandbytes"),
     ],
