@@ -88,13 +88,11 @@ def parse_object(raw: bytes) -> dict[str, Any] | str:
     return found if isinstance(found, dict) else f"a JSON object is needed, got {kind_of(found)}"
 
 
-def read_numbers(
-    path: Path, bounds: Mapping[str, tuple[float, float]], hint: str, messages: bool = False
-) -> list[dict[str, Any]]:
+def read_numbers(path: Path, bounds: Mapping[str, tuple[float, float]], hint: str) -> list[dict[str, Any]]:
     """The JSON objects of a log, one a line, each with these numbers within their bounds, integers where those are.
 
-    With `messages`, lines that begin with no brace are a program's own, and passed over. DataError, with the line, for
-    others, and for a file without any.
+    Lines that begin with no brace are a program's own, and passed over. DataError, with the line, for others, and for a
+    file without any.
     """
     try:
         lines = path.read_bytes().splitlines()
@@ -102,7 +100,7 @@ def read_numbers(
         raise DataError(f"{path} cannot be read: {error.strerror}", hint) from None
     rows = []
     for number, line in enumerate(lines, 1):
-        if not line.strip() or (messages and line[:1] != b"{"):
+        if line[:1] != b"{":
             continue
         place, row = f"{path}, line {number}", parse_object(line)
         if isinstance(row, str):

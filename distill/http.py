@@ -31,6 +31,7 @@ CONNECT_SECONDS = 10.0
 FIRST_DELAY, LONGEST_DELAY, LONGEST_ASKED = 0.5, 60.0, 600.0  # seconds
 AGAIN = {408, 425, 429}  # and 5xx
 KEYLESS = (401, 403)  # statuses of a request without the server's key
+EVENT = b"data: "
 PARTING_SECONDS = 2.0  # for requests under way when the work ends early
 
 Form = TypeVar("Form", bound=BaseModel)
@@ -103,13 +104,15 @@ class HttpClient:
         """The reply to a GET, or to a POST of a body; Unanswered where none comes."""
         client = self._near if _is_here(url) else self._far
         parts: list[bytes] = []
-        times: list[float] = []
+        times, tail = list[float](), b""
         started = time.perf_counter()
         try:
             with client.stream("GET" if body is None else "POST", url, json=body) as response:
                 for part in response.iter_bytes():
                     parts.append(part)
-                    times += [time.perf_counter()] * part.count(b"data: ")
+                    tail += part
+                    times += [time.perf_counter()] * tail.count(EVENT)
+                    tail = tail[1 - len(EVENT) :]  # the next part may end what this one begins
                     if time.perf_counter() - started > self.seconds:
                         raise Unanswered("no reply in time")
                 wait_seconds = retry_after(response.headers.get("retry-after"))

@@ -159,11 +159,9 @@ def predicted_acceptance(run: Run | None, length: int | None) -> float:
 
 
 def arrivals(text: str) -> tuple[Load, ...]:
-    """The loads of --load: rates of requests separated by commas, or the file of a trace."""
-    from distill.serving.load import MAX_RATE, Load, read_trace
+    """The loads of --load: rates of requests separated by commas."""
+    from distill.serving.load import MAX_RATE, Load
 
-    if Path(text).suffix in (".jsonl", ".json"):
-        return (read_trace(Path(text)),)
     rates = shared.numbers(text, "--load", float, "0.5,1,2", 1e-6, MAX_RATE)
     return tuple(Load(rate=rate) for rate in sorted({*rates}))
 
@@ -200,7 +198,7 @@ def serve_check(
     n_max: Annotated[int | None, typer.Option(min=1, max=64, help="Most tokens drafted: 4, or the server's.")] = None,
     draft_sampling: Annotated[Literal["greedy", "probabilistic"] | None, typer.Option(help=DRAWN)] = None,
     concurrency: Annotated[str, typer.Option(help="Requests at once, separated by commas; 1: no load.")] = "1,4,16",
-    load: Annotated[str | None, typer.Option(help="Arriving requests a second, with commas; or a trace file.")] = None,
+    load: Annotated[str | None, typer.Option(help="Arriving requests a second, separated by commas.")] = None,
     wait: Annotated[float, shared.number_option(min=1, help="Most seconds to a healthy server, or a reply.")] = 300.0,
     outtype: Annotated[str | None, typer.Option(help="Of a run's files; by default the first written.")] = None,
     server: Annotated[Path | None, start_option(help="llama-server; its own arguments follow --.")] = None,

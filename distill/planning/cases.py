@@ -231,7 +231,7 @@ def import_curve(path: Path) -> CostCurve:
     m = 1, 2, ... without a gap are cut at the gap (`note` says so). Raises DataError when no depth has m = 1 and 2.
     """
     rows: dict[int, dict[int, list[float]]] = {}
-    for row in read_numbers(path, FIELDS, "give what llama-batched-bench prints with --output-format jsonl", True):
+    for row in read_numbers(path, FIELDS, "give what llama-batched-bench prints with --output-format jsonl"):
         depth = row["pp"] + row["tg"] // 2
         rows.setdefault(depth, {}).setdefault(row["pl"], []).append(row["t_tg"] / row["tg"])
     depths, seconds, notes = [], [], [NOTE]

@@ -40,7 +40,6 @@ from distill.serving.load import Load, apart, speeds_under
 from distill.serving.results import (
     Counts,
     ServeReport,
-    Text,
     acceptance,
     counts_of,
     lengths_by_load,
@@ -238,14 +237,6 @@ def _compare(check: Check, clients: Mapping[str, Client]) -> None:
         report.notes += filter(None, [apart(steps)])
 
 
-def _decoded(check: Check, source: str, files: tuple[Path, Path], rules: ServerRules) -> list[list[Text]]:
-    """The texts of our decoder with these files; what it accepts is added."""
-    settings = check.settings
-    texts = rules.decode_files(*files, settings.ids, settings.limit, settings.samples, check.server.threads)
-    check.report.acceptance.append(acceptance(findings.OURS + source, counts_of(texts)))
-    return texts
-
-
 def _decode_ours(check: Check, files: tuple[Path, Path], vllm: bool) -> None:
     """Add what our decoder accepts with the served files and, where they are others, with the run's own, and how the
     files differ, with the loss."""
@@ -258,15 +249,18 @@ def _decode_ours(check: Check, files: tuple[Path, Path], vllm: bool) -> None:
         return
     rules = ServerRules(Sampler.of(settings.sampler), length, check.server.probabilistic, vllm)
 
-    def refer_to(which: str, pair: tuple[Path, Path]) -> list[list[Text]]:
-        texts = _decoded(check, which, pair, rules)
-        report.reference, report.short = report.acceptance[-1], rise_of_tokens(check.texts, counts_of(texts))
-        return texts
+    def refer_to(which: str, pair: tuple[Path, Path]) -> list[Counts]:
+        texts = rules.decode_files(*pair, settings.ids, settings.limit, settings.samples, check.server.threads)
+        counts = counts_of(texts)
+        report.reference = acceptance(findings.OURS + which, counts)
+        report.acceptance.append(report.reference)
+        report.short = rise_of_tokens(check.texts, counts)
+        return counts
 
     served = refer_to("the same files", files)
     if from_run:
         assert settings.made is not None
-        loss = rise_of_tokens(counts_of(served), counts_of(refer_to("the run's own files", settings.made)))
+        loss = rise_of_tokens(served, refer_to("the run's own files", settings.made))
         from_run = [replace(difference, loss=loss) for difference in from_run]
     report.differences += from_run + in_pair
 
@@ -278,13 +272,9 @@ def _counts_on(settings: CheckSettings, server: LlamaServer) -> list[Counts]:
 
 
 def _other_drafts(check: Check) -> None:
-    """Add what the server accepts whose drafts are made the other way, drawn or not, and the tokens per round that
-    drawing them adds; of a build that cannot draw them what our decoder accepts so, where the files are known."""
+    """Add what the server accepts whose drafts are made the other way, drawn or not."""
     server, report = check.server, check.report
-    assert check.files is not None
     if not server.has(SAMPLING):
-        rules = ServerRules(Sampler.of(check.settings.sampler), server.n_max, probabilistic=True)
-        _decoded(check, "as a server that draws its drafts", check.files, rules)
         report.notes.append(f"this build has no {SAMPLING}, which newer builds have: it drafts the draft's best tokens")
         return
     other = replace(server, probabilistic=not server.probabilistic)
@@ -292,7 +282,6 @@ def _other_drafts(check: Check) -> None:
     counts = _counts_on(check.settings, other)
     kind = "drawn drafts" if other.probabilistic else "best tokens drafted"
     report.acceptance.insert(1, acceptance(f"llama-server, {kind}", counts))
-    report.drawn = rise_of_tokens(*((check.texts, counts) if other.probabilistic else (counts, check.texts)))
 
 
 def _compare_template(check: Check, client: LlamaClient) -> None:

@@ -126,11 +126,6 @@ EXPLAINED_SHARE = 0.5  # of a shortfall: differences that explain less leave som
 def sentences(report: ServeReport) -> list[str]:
     """About the acceptance rate, differences, the texts and the speed, in order of weight."""
     found = [_beside(report, report.acceptance[0])]
-    if known(report.drawn.mean):
-        found.append(
-            f"At n_max {report.n_max}, drafts drawn from the draft (--spec-draft-sampling probabilistic) give "
-            f"{shown(report.drawn, '.2f')} tokens per round more than its best tokens."
-        )
     found += [_difference(one) for one in sorted(report.differences, key=lambda one: not one.explains)]
     if report.short.low > LEAST_LOSS:
         short, explained = report.short.mean, sum(one.loss.mean for one in report.differences if one.explains)

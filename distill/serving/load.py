@@ -1,4 +1,4 @@
-"""Servers under load: a fixed number of requests at once, or requests that arrive (at random, or by a trace).
+"""Servers under load: a fixed number of requests at once, or requests that arrive at random.
 
 It measures what users wait for, and the seconds of a step of the plain server: its cost curve, where the weights are
 out of reach. Legend: P prompts, B requests in flight, T(B) seconds of a step that makes a token of each.
@@ -14,13 +14,11 @@ import time
 from collections import Counter, defaultdict, deque
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy
 
 from distill.decoding.costs import CostCurve
-from distill.errors import DataError, ServingError
-from distill.files import read_numbers
+from distill.errors import ServingError
 from distill.http import Unanswered, at_once
 from distill.machine import machine
 from distill.progress import Progress
@@ -31,7 +29,6 @@ from distill.tables import UNKNOWN, Numbers, speed_ratio
 
 PASSES = 2  # requests for each that is sent at once, and to each prompt where they arrive, at least
 MAX_RATE = 1000.0  # requests a second
-MAX_TRACE_SECONDS = 7 * 86400.0  # seconds of a trace
 MIN_STEPS = 4  # of a text with so many others
 LEAST_SHARE = 0.02  # of all steps
 TWO_PASSES = 1.8  # a step of two texts over one of one text, from which it may be two passes over the weights
@@ -44,43 +41,26 @@ TWO_PASSES = 1.8  # a step of two texts over one of one text, from which it may 
 class Load:
     """`concurrency` requests at once, each followed by the next.
 
-    With 0 of them requests arrive: `rate` a second in the mean by a Poisson process, or at the `times` of a trace
-    (seconds, rising).
+    With 0 of them requests arrive: `rate` a second in the mean by a Poisson process.
     """
 
     concurrency: int = 0
     rate: float = math.nan
-    times: tuple[float, ...] = ()
 
     @property
     def title(self) -> str:
         """In words."""
-        if self.concurrency:
-            return f"{self.concurrency} at once"
-        return f"{self.rate:.3g} requests/s{', trace' if self.times else ''}"
+        return f"{self.concurrency} at once" if self.concurrency else f"{self.rate:.3g} requests/s"
 
     def count(self, prompts: int) -> int:
         """Requests of one replay."""
-        if self.concurrency:
-            return max(prompts, PASSES * self.concurrency)
-        return len(self.times) or PASSES * prompts
+        return max(prompts, PASSES * self.concurrency) if self.concurrency else PASSES * prompts
 
     def due(self, count: int, seed: int) -> Numbers:
         """Seconds [count] from the beginning at which requests are sent; 0 where each follows another."""
         if self.concurrency:
             return numpy.zeros(count)
-        if self.times:
-            return numpy.array(self.times)
         return numpy.cumsum(numpy.random.default_rng(seed).exponential(1 / self.rate, count))
-
-
-def read_trace(path: Path) -> Load:
-    """Requests at the `timestamp`s of JSON lines, in seconds, the first of them at 0."""
-    hint = "a trace has a `timestamp` in seconds, one request a line"
-    found = sorted(float(row["timestamp"]) for row in read_numbers(path, {"timestamp": (-1e18, 1e18)}, hint))
-    if len(found) < PASSES or not 0 < found[-1] - found[0] <= MAX_TRACE_SECONDS:
-        raise DataError(f"{path} has {len(found)} requests, not at least {PASSES} within seven days", hint)
-    return Load(rate=(len(found) - 1) / (found[-1] - found[0]), times=tuple(moment - found[0] for moment in found))
 
 
 # ── requests ──

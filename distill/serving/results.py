@@ -125,8 +125,7 @@ class ChosenSettings:
 class ServeReport:
     """A pair on the user's server, with and without its draft, under `sampler` and from cold caches.
 
-    `acceptance` holds the server's own counts first. `drawn` are the tokens per round that drafts drawn from the draft
-    add to its best tokens, NaN where one of them was not measured. `reference` is our decoder on the same prompts, with
+    `acceptance` holds the server's own counts first. `reference` is our decoder on the same prompts, with
     the run's own files where there is a run, and `short` the tokens per round that the server lacks.
     `predicted` is what the run measured for the same draft length on its own test prompts; NaN where there is no run,
     and of sampled requests. `same_texts` of `texts` have the tokens of the plain server. `lengths` are of
@@ -148,7 +147,6 @@ class ServeReport:
     speeds: list[ServedSpeed]
     same_texts: int
     texts: int
-    drawn: Interval = UNKNOWN
     lengths: list[list[int]] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     reference: ServedAcceptance | None = None

@@ -36,7 +36,7 @@ from distill.data.samples import (
 from distill.data.traffic import write_traffic
 from distill.devices import barrier, process_count, process_index, share_of
 from distill.engines.torch.hugging_face import end_ids, load_config, load_tokenizer
-from distill.errors import DataError, EndpointError, faults_explained
+from distill.errors import EndpointError, faults_explained
 from distill.files import has_form, parse_object, write_json, write_result
 from distill.progress import Progress
 from distill.recipe import Recipe
@@ -206,15 +206,9 @@ def write_answers(
 ) -> int:
     """Write this process's share of the answers to prompts, as STAGE/NAME-NNNNN.arrow; the number of all files.
 
-    `what` is counted in the progress. With `idle`, there may be more processes than groups. Raises DataError where two
-    prompts have one name, by which replies find their prompts.
+    `what` is counted in the progress. With `idle`, there may be more processes than groups. Replies find their prompts
+    by name: each has its own.
     """
-    twice = [name for name, count in Counter(prompt.id for prompt in prompts).items() if count > 1]
-    if twice:
-        raise DataError(
-            f"{len(twice)} prompts have the name of another one, such as {twice[0]}",
-            "make them again with `distill train RECIPE --redo corpus`",
-        )
     groups = groups_of(prompts, recipe.answers.group_size, run.path(stage), name)
     index, count = share
     mine = groups[index::count] if idle else share_of(groups, share, "groups of prompts", "answers.group")
@@ -363,21 +357,29 @@ def _write_manifest(recipe: Recipe, run: Run, groups: int) -> None:
     """Write manifest.json with the target, the sampler and counts of answers."""
     answers = read_answers(run, "train")
     dropped = Counter(one.dropped for one in answers if one.dropped)
-    found = AnswerTexts(
-        answers=len(answers),
-        answer_tokens=sum(len(one.answer) for one in answers),
-        not_ended=sum(not one.ended and one.dropped in ("", *TEXT_FAULTS) for one in answers),
-        writer=writer_kind(recipe),
-        dropped=dict(sorted(dropped.items())),
-        by_class=count_texts((one.label, one.answer) for one in answers if not one.dropped),
-    )
-    reasons = "".join(f", {count} dropped: {reason}" for reason, count in found.dropped.items())
-    run.say(
-        f"  {found.answers} answers of {found.answer_tokens} tokens, {found.not_ended} of them cut short by a "
-        f"limit{reasons}"
-    )
+    found = _counted(recipe, answers, [one for one in answers if not one.dropped], dict(sorted(dropped.items())))
+    run.say(f"  {_said(found)}, {found.not_ended} of them cut short by a limit")
     manifest = {**target_metadata(recipe), "sampler": recipe.sampler.model_dump(mode="json"), "groups": groups}
     write_json(run.path("answers", "manifest.json"), manifest | asdict(found))
+
+
+def _counted(
+    recipe: Recipe, answers: Sequence[Sample], learnt: Sequence[Sample], dropped: dict[str, int]
+) -> AnswerTexts:
+    """The counts of answers, by class of those that are learnt from or measured."""
+    return AnswerTexts(
+        answers=len(answers),
+        answer_tokens=sum(len(one.answer) for one in answers),
+        not_ended=sum(not one.ended and one.dropped in ("", "truncated", *TEXT_FAULTS) for one in answers),
+        writer=writer_kind(recipe),
+        dropped=dropped,
+        by_class=count_texts((one.label, one.answer) for one in learnt),
+    )
+
+
+def _said(found: AnswerTexts) -> str:
+    reasons = "".join(f", {count} dropped: {reason}" for reason, count in found.dropped.items())
+    return f"{found.answers} answers of {found.answer_tokens} tokens{reasons}"
 
 
 def writer_kind(recipe: Recipe) -> str:
@@ -400,16 +402,9 @@ def _hold_out(recipe: Recipe, run: Run, split: Split) -> list[Path]:
         rules = replace(rules, new_tokens=new_tokens, keep_truncated=True)
         write_answers(recipe, run, prompts, rules, (0, 1), split, ANSWERS)
     texts = held_out(recipe, run, split)
-    tokens = sum(len(one.answer) for one in texts.answers)
-    listed = "".join(f", {count} dropped: {reason}" for reason, count in texts.dropped.items())
-    run.say(
-        f"  {len(texts.answers)} answers of {tokens} tokens to {split} prompts{listed}; "
-        f"{int(texts.given.mask.sum())} positions of given text"
-    )
+    summary = _counted(recipe, texts.answers, texts.answers, texts.dropped)
+    run.say(f"  {_said(summary)} to {split} prompts; {int(texts.given.mask.sum())} positions of given text")
     write_store(recipe, run, texts.blocks, (0, 1), split, all_entries=True)
-    not_ended = sum(not one.ended for one in texts.answers)
-    by_class = count_texts((one.label, one.answer) for one in texts.answers)
-    summary = AnswerTexts(len(texts.answers), tokens, not_ended, writer_kind(recipe), texts.dropped, by_class)
     write_result(run.path(split, "summary.json"), summary)
     return [run.path(split)]
 

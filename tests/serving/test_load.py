@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
-from pathlib import Path
 from typing import cast
 
 import numpy
@@ -19,7 +18,7 @@ import pytest
 from scipy.stats import expon, kstest
 
 from distill.cli.serve import arrivals
-from distill.errors import DataError, RecipeError, ServingError
+from distill.errors import RecipeError, ServingError
 from distill.serving.clients import Client, Reply
 from distill.serving.load import (
     Answered,
@@ -32,6 +31,7 @@ from distill.serving.load import (
     step_seconds,
 )
 from distill.serving.results import Counts
+from distill.tables import Numbers
 
 PROMPTS, LIMIT = 6, 61
 BASE, SLOPE = 8.0, 1.0  # seconds of a step: T(m) = BASE + SLOPE·m
@@ -39,6 +39,19 @@ BASE, SLOPE = 8.0, 1.0  # seconds of a step: T(m) = BASE + SLOPE·m
 
 def steps(m: float) -> float:
     return BASE + SLOPE * m
+
+
+@dataclass(frozen=True)
+class Moments(Load):
+    """Requests that arrive at given moments."""
+
+    moments: tuple[float, ...] = ()
+
+    def count(self, prompts: int) -> int:
+        return len(self.moments)
+
+    def due(self, count: int, seed: int) -> Numbers:
+        return numpy.array(self.moments)
 
 
 @dataclass
@@ -189,16 +202,6 @@ def test_so_many_at_once_are_in_flight() -> None:
         assert speed.tokens_per_second == pytest.approx(together / steps(together), rel=0.03)
 
 
-def test_requests_in_flight_follow_littles_law() -> None:
-    times = tuple(numpy.cumsum(numpy.random.default_rng(0).exponential(200.0, 300)))
-    load = Load(rate=299 / (times[-1] - times[0]), times=times)
-    replay = simulate(load, 5.0)
-    speed = Served.under(load, [replay], PROMPTS).speed("x", load, None)
-    stay = numpy.mean([one.reply.end - one.due for one in replay])
-    assert speed.requests == 300 and speed.in_flight == pytest.approx(speed.requests_per_second * stay)
-    assert speed.requests_per_second == pytest.approx(load.rate, rel=0.05)  # and the last ones to be answered
-
-
 # Arrivals.
 
 
@@ -216,38 +219,11 @@ def test_arrivals_are_a_poisson_process() -> None:
     assert not Load(4).due(9, 0).any()
 
 
-def test_a_trace_is_taken_as_it_is(tmp_path: Path) -> None:
-    path = tmp_path / "trace.jsonl"
-    path.write_text('{"timestamp": 12.5, "input_length": 3}\n\n{"timestamp": 10}\n{"timestamp": 20}\n')
-    (load,) = arrivals(str(path))
-    assert load.times == (0.0, 2.5, 10.0) and load.rate == pytest.approx(0.2) and load.count(50) == 3
-    assert list(load.due(3, 1)) == [0.0, 2.5, 10.0] and "trace" in load.title
-
-
-@pytest.mark.parametrize(
-    ("lines", "message"),
-    [
-        ('{"timestamp": 1}\n{"timestamp": "x"}\n', r"line 2: `timestamp` is 'x', not a number"),
-        ('{"timestamp": 1}\n[1]\n{"timestamp": 2}\n', r"line 2: "),
-        ('{"timestamp": true}\n', r"line 1: `timestamp` is True, not"),
-        ('{"timestamp": 1}\n', r"1 requests, not at least 2"),
-        ('{"timestamp": 1}\n{"timestamp": 1}\n', r"not at least 2 within"),
-        ('{"timestamp": 1}\n{"timestamp": 1e12}\n', r"within seven days[\s\S]*in seconds"),
-    ],
-)
-def test_a_trace_that_is_none(tmp_path: Path, lines: str, message: str) -> None:
-    (tmp_path / "t.jsonl").write_text(lines)
-    with pytest.raises(DataError, match=message):
-        arrivals(str(tmp_path / "t.jsonl"))
-
-
 def test_rates() -> None:
     assert [load.rate for load in arrivals("2,0.5,2")] == [0.5, 2.0]
     for wrong in ("0", "-1", "a", "1,", "nan", "inf", "1e9", ""):
         with pytest.raises(RecipeError, match=r"--load .*numbers"):
             arrivals(wrong)
-    with pytest.raises(DataError, match="cannot be read"):
-        arrivals("/no/such/trace.jsonl")
 
 
 # Requests to a server: who waits for whom, and seconds of a clock that the client moves.
@@ -306,7 +282,7 @@ def test_so_many_at_once() -> None:
 
 def test_requests_are_sent_when_they_are_due() -> None:
     """None before it is due, and none waits for the reply to another: all five are there before one is answered."""
-    load = Load(rate=50.0, times=(0.0, 0.02, 0.021, 0.08, 0.1))
+    load = Moments(rate=50.0, moments=(0.0, 0.02, 0.021, 0.08, 0.1))
     client = Batching(together=5)
     found = send(client, PLACES, 3, load, 0)  # type: ignore[arg-type]
     assert client.most == 5
@@ -318,7 +294,7 @@ def test_the_wait_for_a_connection_counts(monkeypatch: pytest.MonkeyPatch) -> No
     clock = Clock()
     monkeypatch.setattr("distill.serving.load.CONNECTIONS", 1)
     monkeypatch.setattr("distill.serving.load.time", clock)
-    load = Load(rate=50.0, times=(0.0,) * 4)
+    load = Moments(rate=50.0, moments=(0.0,) * 4)
     found = send(Batching(clock=clock), PLACES, 3, load, 0)  # type: ignore[arg-type]
     speed = Served.under(load, [found], PROMPTS).speed("x", load, None)
     assert speed.first_seconds == pytest.approx(tuple(numpy.percentile([1, 4, 7, 10], [50, 95])))

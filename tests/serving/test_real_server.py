@@ -109,7 +109,7 @@ def test_the_server_accepts_what_our_decoder_accepts(
     assert server.by_position is not None and len(server.by_position) == 4
     assert server.by_position == sorted(server.by_position, reverse=True)
     assert not found.differences and "as predicted" in sentences(found)[0] and "50.0 %" in sentences(found)[0]
-    assert math.isnan(found.drawn.mean) and "Greedy" in document(serving_blocks(found))
+    assert "Greedy" in document(serving_blocks(found))
     assert found.same_texts >= found.texts - 1
     assert [one.concurrency for one in found.speeds] == [1, 1, 4, 4, 0, 0]
     # Texts that end keep their places until others begin: several were in flight, and never more than four.
@@ -227,9 +227,7 @@ def test_both_ways_to_draft_are_ours(settings: LlamaServer, pairs: dict[str, Pat
         texts = rules.decode_files(pairs["target"], pairs["draft"], sampled.ids, LIMIT, 2, 1)
         ways.append((found.acceptance[1], acceptance("best tokens", counts_of(texts))))
         drawn, best = (server.rate.mean for server, _ in ways)
-        assert (
-            drawn > 1.2 * best and found.drawn.low > 0.1 and found.acceptance[1].source.endswith("best tokens drafted")
-        )
+        assert drawn > 1.2 * best and found.acceptance[1].source.endswith("best tokens drafted")
     for server, ours in ways:
         # Texts of one prompt are alike, so that their spread by prompt is what the two can differ by.
         assert abs(server.rate.mean - ours.rate.mean) < 3 * (server.rate.high - server.rate.low) / 4, sentences(found)

@@ -330,11 +330,8 @@ def test_a_build_that_cannot_draw_its_drafts(settings: LlamaServer, monkeypatch:
     monkeypatch.setenv("FAKE", "old")
     assert not settings.has(SAMPLING)
     found = check_started(wanted(concurrency=(1,), sampler=SAMPLED), settings)
-    assert [one.source for one in found.acceptance[1:]] == [
-        "distill, the same files",
-        "distill, as a server that draws its drafts",
-    ]
-    assert any("--spec-draft-sampling" in line for line in found.notes) and math.isnan(found.drawn.mean)
+    assert [one.source for one in found.acceptance[1:]] == [f"{OURS}the same files"]
+    assert any("--spec-draft-sampling" in line for line in found.notes)
 
 
 @pytest.mark.usefixtures("ours")
@@ -594,14 +591,6 @@ def test_an_unknown_server_is_shown_with_its_words(status: int, said: Any, shown
         kind_of_server(Http(f"http://127.0.0.1:{port}", 20))
 
 
-def test_a_vllm_that_is_not_ready_and_one_that_wants_a_key(monkeypatch: Patch) -> None:
-    monkeypatch.setenv("SERVER_KEY", "sk-hidden-1")
-    with VllmServing(key="sk-hidden-1").running() as serving:
-        assert VllmClient(Http(serving.url, 5, "SERVER_KEY")).complete([1, 2], 8).counts.drafted
-    with running(Saying, (503, {"detail": "loading"})) as port, pytest.raises(ServingError, match=r"503\): loading"):
-        VllmClient(Http(f"http://127.0.0.1:{port}", 20))
-
-
 # The command.
 
 
@@ -667,7 +656,6 @@ def test_what_was_measured_before_an_end_is_shown(
         (("--server", "a", "--", "-np", "4"), "give --concurrency"),
         (("--server", "a", "--concurrency", "1,900"), "from 1 to 64"),
         (("--server", "a", "--load", "0"), "--load 0: numbers must be finite, from"),
-        (("--server", "a", "--load", "none.jsonl"), "cannot be read"),
         (("--server", "a", "-o", "xml"), "'xml' is not one of 'md', 'json'"),
     ],
 )

@@ -7,7 +7,6 @@ import random
 import shutil
 from collections import Counter
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,20 +18,15 @@ from writing_worlds import BadServer, interrupted
 
 from distill.data.chat_template import ChatTemplate
 from distill.data.corpus import corpus
-from distill.data.samples import AskedQuestions, CorpusTexts, QuestionTexts, Reply, Request, read_prompts
+from distill.data.samples import AskedQuestions, QuestionTexts, Reply, Request, read_prompts
 from distill.data.sources import read_documents, split_of, with_questions
 from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.errors import DataError, RecipeError
 from distill.files import read_json, read_result
 from distill.gguf.writer import export_gguf
-from distill.pipeline.preflight import QUESTIONS, shortened
 from distill.pipeline.running import plan_run
 from distill.pipeline.stages import Contents, find_stage, key_parts
-from distill.planning.hours import Rehearsed, rehearsed_hours
 from distill.recipe import Chat, Recipe, load_recipe, parse_recipe
-from distill.report.page import section
-from distill.report.sections import _texts
-from distill.report.tables import RunResults
 from distill.run import Run
 from distill.teacher.questions import (
     ALIKE,
@@ -247,23 +241,6 @@ def test_repeats_are_those_of_comparing_all_pairs(seed: int) -> None:
     assert min(Counter(verdicts)[kind] for kind in (EQUAL, ALIKE, "")) > 5
 
 
-def test_repeats_of_many_texts_with_one_beginning() -> None:
-    """Their common beginning is among the rarest grams of none: few pairs are compared."""
-    draw = random.Random(0)
-    texts = ["Write a Python function that " + " ".join(draw.choices(WORDS, k=12)) for _ in range(5000)]
-    compared = 0
-
-    def counted(own: frozenset[int], other: frozenset[int]) -> bool:
-        nonlocal compared
-        compared += 1
-        return False
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("distill.teacher.questions._alike", counted)
-        repeats(texts)
-    assert compared < 20 * len(texts)
-
-
 def test_every_reason_is_counted(talking: Path, told_to: Any, monkeypatch: Patch) -> None:
     """Constructed texts, one per reason and three that stay."""
     tokenizer = load_tokenizer(str(talking / "target"))
@@ -447,30 +424,6 @@ def test_labels_weights_and_other_sources(told_to: Any, tmp_path: Path) -> None:
 
 
 # ── rehearsals and reports ──
-
-
-def test_a_rehearsal_asks_fewer(talking: Path, tmp_path: Path) -> None:
-    recipe = load_recipe(talking / "recipe.yaml", ["corpus.sources.0.questions=4800", "corpus.test=0.04"])
-    short = shortened(recipe, tmp_path)
-    assert short.corpus.asked[0].questions == QUESTIONS and short.corpus.test == short.corpus.validation == 0.25
-    measured = Rehearsed("questions", 12.0, 10.0, 10**8, 0, 10**6)
-    (found,) = rehearsed_hours(recipe, short, Run(tmp_path / short.name, short), [measured])
-    assert found.low == found.high == 2 + 100 * 10 and found.disk_bytes == 100 * 10**6
-
-
-def test_the_page_shows_questions_and_escapes_them(asked: Path, talking: Path) -> None:
-    own = Run(asked, load_recipe(talking / "recipe.yaml"))
-    told = {"dropped": {NOT_ENDED: 50, EQUAL: 4}}
-    told |= {"wanted": 200}
-    one = replace(summary_of(own), **told, examples=["<script>alert(1)</script>", "What is & why?", "x" * 500])
-    results = RunResults.__new__(RunResults)
-    corpus = read_result(own.path("corpus", "summary.json"), CorpusTexts)
-    values = {"questions": QuestionTexts("gguf", [one]), "corpus": corpus, "answers": None, "held_out": {}}
-    for name, value in (values | {"command": "distill train"}).items():
-        object.__setattr__(results, name, value)
-    page = section(_texts(results))
-    assert "<script>" not in page and "&lt;script&gt;alert(1)" in page and "What is &amp; why?" in page
-    assert "50 not ended within the limit; 4 equal to another" in page
 
 
 def test_a_target_without_a_template_writes_texts(talking: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +14,7 @@ from test_teacher import CPU, ROWS, TOKENS, begin, finish, text
 from tiny import Capture, Patch
 from torch import Tensor
 from toys import save_toy, toy, toy_tokenizer
-from vllm_server import KEY, VllmServer
+from vllm_server import VllmServer
 
 from distill import http
 from distill.data.packing import Packed, pack
@@ -218,26 +217,6 @@ def test_the_tail_of_rounded_log_probabilities() -> None:
     assert bool(found.isfinite().all()) and float(found[~clear].exp().max()) < 1e-5
 
 
-def test_faults_that_pass_lose_nothing(target: Path, model: Any, tmp_path: Path, capsys: Capture) -> None:
-    """429, 408, 500, 503, cut connections, slow replies and HTML: the same store, and each request counted."""
-    with VllmServer(model, max_logprobs=64).running() as good:
-        recipe, run = served(tmp_path / "good", target, good)
-        teacher(recipe, run)
-    faults = [None, "429", "500", None, "cut", "wrong JSON", "408", "slow", "503", "429", None, "cut"]
-    with VllmServer(model, max_logprobs=64, faults=faults).running() as bad:
-        recipe, faulty = served(tmp_path / "bad", target, bad, timeout=1.5, retries=len(faults))
-        teacher(recipe, faulty)
-        count = len(bad.requests)
-    wanted, found = tiny.contents(run.path("teacher")), tiny.contents(faulty.path("teacher"))
-    assert found == wanted and len(wanted) > 4
-    said = capsys.readouterr().err
-    late = int(re.search(r"(\d+) × no reply in time", said)[1])  # type: ignore[index]
-    assert late >= 1, "one, and those that a busy machine was late with"
-    assert f"server: {count - 8 - late + 1} requests, {8 + late} failed attempts" in said
-    for told in ("2 × status 429", "1 × status 500", "2 × broken connection", "1 × a reply that is not a JSON object"):
-        assert told in said
-
-
 REFUSED = {
     "another model": "answers for the model another-model",
     "other ids": r"its ids are not those of the target's tokenizer",
@@ -283,18 +262,6 @@ def test_a_server_of_another_model_is_refused(target: Path, model: Any, tmp_path
                 teacher(recipe, run)
     with pytest.raises(EndpointError, match=r"cannot be reached: no connection"):
         teacher(recipe, run)
-
-
-def test_a_key_stands_nowhere(target: Path, model: Any, tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
-    monkeypatch.setenv("TEST_KEY", KEY)
-    with VllmServer(model, max_logprobs=64, key=KEY).running() as one:
-        recipe, run = served(tmp_path / "a", target, one, key="TEST_KEY")
-        teacher(recipe, run)
-        recipe, run = served(tmp_path / "b", target, one)
-        with pytest.raises(EndpointError, match=r"teacher\.server\.key"):
-            teacher(recipe, run)
-    written = b"".join(path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
-    assert KEY.encode() not in written and KEY not in capsys.readouterr().err and KEY not in recipe.model_dump_json()
 
 
 def test_the_server_can_move_without_a_new_store(target: Path, tmp_path: Path) -> None:
