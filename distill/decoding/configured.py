@@ -282,8 +282,6 @@ def _model_drafter(
             draft, sampler, random, configuration.most_nodes, depth=depth, calibration=calibration, rule=rule
         )
     argmax = sampler.temperature == 0 or configuration.verified_by == "match"
-    if configuration.draft_top_k is not None:
-        sampler = Sampler(sampler.temperature, configuration.draft_top_k)
     return ModelDrafter(draft, make_rule(configuration, fitted, worth), sampler, random, argmax)
 
 

@@ -7,14 +7,14 @@ V vocabulary.
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Generator, Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from torch import Tensor
 
-from distill.decoding.drafters import NOTHING, ONLY, Drafter, ModelDrafter
-from distill.decoding.lengths import ROOT, LengthRule, Proposal
+from distill.decoding.drafters import NOTHING, ONLY, Drafter
+from distill.decoding.lengths import ROOT, Proposal
 from distill.decoding.on_device import RowRound, play, rounds_of_text, rounds_on_device
 from distill.decoding.rules import Constrained, Rules, require_lossless
 from distill.decoding.verify import CHAINS, TREES, draw_chain, draw_token, verify_greedy, walk, walk_greedy
@@ -163,13 +163,9 @@ def decode(
     context = [*prompt, first]
     certain, ended = add_tokens(result, [first], 0, rules)
     yielded, rounds = 0, rounds_of_text(target, drafter, rules)
-    resting = drafter.rule if type(drafter) is ModelDrafter and rules.by_argmax and rounds is None else None
     while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
         yield result.tokens[yielded:certain]
         yielded = certain
-        if resting is not None and resting.resting():
-            yielded, certain, ended = yield from _rest(target, resting, context, limit, rules, result, yielded)
-            continue
         round_started = time.perf_counter()
         depth = target.lengths[0]
         # No more than can still be used: the round emits one token beyond those accepted.
@@ -189,35 +185,6 @@ def decode(
         result.seconds += seconds
         result.rounds.append(Round(depth, len(proposal.tokens), len(accepted), seconds))
     yield result.tokens[yielded:]
-
-
-def _rest(
-    target: Model, rule: LengthRule, context: list[int], limit: int, rules: Rules, result: Decoded, yielded: int
-) -> Generator[list[int], None, tuple[int, int, bool]]:
-    """Plain steps for as long as the rule rests or until the text ends; yields as `decode`, but for the last step.
-
-    The rule is told once, at the end: where steps are short, the bookkeeping of a round would take noticeable time.
-    Returns how many tokens were yielded, how many are certain, and whether the text ended.
-    """
-    left, depth, first = rule.resting(), target.lengths[0], len(result.rounds)
-    left = min(left, limit - len(result.tokens), target.capacity - depth)
-    try:
-        while True:
-            started = time.perf_counter()
-            token = target.extend(context[-1:], want=ONLY).argmax()[0]
-            certain, ended = add_tokens(result, [token], 0, rules)
-            context.append(token)
-            seconds = time.perf_counter() - started
-            result.seconds += seconds
-            result.rounds.append(Round(depth, 0, 0, seconds))
-            depth, left = depth + 1, left - 1
-            if ended or not left:
-                return yielded, certain, ended
-            yield result.tokens[yielded:certain]
-            yielded = certain
-    finally:
-        rested = result.rounds[first:]
-        rule.rested(len(rested), sum(round_.seconds for round_ in rested))
 
 
 def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Rules) -> tuple[list[int], int]:

@@ -181,13 +181,6 @@ class LengthRule:
     def caught_up(self, seconds: float) -> None:
         """The draft has read text that was decoded without it; `observe` is not told of these seconds."""
 
-    def resting(self) -> int:
-        """How many tokens will be decoded plainly before the rule has anything to decide; 0 where it has now."""
-        return 0
-
-    def rested(self, tokens: int, seconds: float) -> None:
-        """That many tokens, at most `resting()`, were decoded plainly; in place of `observe` of each."""
-
 
 @dataclass
 class Fixed(LengthRule):

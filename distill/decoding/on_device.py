@@ -300,13 +300,12 @@ def rounds_on_device(
     draft: Model | None,
     argmax: bool = False,
     lengths: Sequence[LengthRule] = (),
-    drawn: Sampler | None = None,
 ) -> DeviceRounds | None:
     """The rounds of this target on its device, with a draft there or without one; None where the host takes part.
 
     That is for models on a CPU with a growing cache and those of other engines, under a grammar or a repetition
-    penalty, which read the text, with n_min, and on a device without fp64. `lengths` are the draft's length rules,
-    `drawn` its sampler where that is not the served one; with `argmax` its best tokens are taken, else they are drawn.
+    penalty, which read the text, with n_min, and on a device without fp64. `lengths` are the draft's length rules;
+    with `argmax` its best tokens are taken, else they are drawn.
     """
     models: list[Any] = [target] if draft is None else [target, draft]
     counted = any(rule.n_min > 1 for rule in lengths)  # on the host, before drafts are verified
@@ -315,7 +314,7 @@ def rounds_on_device(
     if draft is None:
         return DeviceRounds(models[0], rules, None)
     looks = any(rule.reads_features for rule in lengths)
-    own = distribution_sampler(drawn or rules.sampler)
+    own = distribution_sampler(rules.sampler)
     return DeviceRounds(models[0], rules, DeviceDraft(models[1], own, argmax, looks, rules.ends))
 
 
@@ -333,7 +332,7 @@ def rounds_of_text(target: Model, drafter: Drafter, rules: Rules) -> DeviceRound
     own = drafter.second if isinstance(drafter, FallbackDrafter) else drafter
     chains = None
     if type(own) is ModelDrafter:
-        chains = rounds_on_device(target, rules, own.model, own.argmax, [own.rule], own.sampler)
+        chains = rounds_on_device(target, rules, own.model, own.argmax, [own.rule])
     return chains or (None if own.tree else rounds_on_device(target, rules, None))
 
 

@@ -92,12 +92,6 @@ class Configuration(Section):
         "features: by features of the distribution; context: also by which token followed the same tokens before; "
         f"none: the probability itself; null: {CALIBRATION}",
     )
-    draft_top_k: int | None = Field(
-        None,
-        ge=1,
-        description="draft, lookup+draft with rule fixed or p_min, verified by token or block: draw from this many "
-        "likeliest tokens at the served temperature alone, as llama-server's probabilistic drafts do (10)",
-    )
     verifier: VerifierName | None = Field(
         None, description="null: greedy; when sampling, token, or match for a lookup and for trees that are not drawn"
     )
@@ -133,7 +127,7 @@ class Configuration(Section):
         if self.drafter == "table":
             return always | {"length", "rule", "nodes"}
         if self.drafter in ("draft", "lookup+draft"):
-            always |= {"n_min"} | ({"draft_top_k"} if self._draws else set())
+            always |= {"n_min"}
         if self.drafter != "tree":
             return always | {"length", "rule", *RULES[self.length_rule]}
         if self.widths is not None:
@@ -144,12 +138,6 @@ class Configuration(Section):
         if self.drafter == "tree":
             return "drafter tree" + (" of widths" if self.widths is not None else "")
         return f"drafter {self.drafter}" + (f" with rule {self.length_rule}" if self.drafts else "")
-
-    @property
-    def _draws(self) -> bool:
-        """Whether tokens of a chain are drawn from a draft's distribution, which no calibration reads."""
-        chain = self.drafter in ("draft", "lookup+draft") and self.length_rule in ("fixed", "p_min")
-        return chain and self.verified_by in ("token", "block")
 
     @property
     def length_rule(self) -> RuleName:
@@ -253,8 +241,6 @@ class Configuration(Section):
             parts.append(f"verifier {self.verified_by}")
         if self.n_min is not None:
             parts.append(f"n_min {self.n_min}")
-        if self.draft_top_k is not None:
-            parts.append(f"drawn from {self.draft_top_k}")
         return ", ".join(parts + (["sampled"] if self.sampler == "recipe" else []))
 
     def setting(self, name: str) -> Any:

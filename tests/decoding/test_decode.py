@@ -17,10 +17,7 @@ from test_export import needs_llama
 from toys import Scripted, blurred, random_prompts, save_toy, speculative, toy, toy_tokenizer
 
 from distill.data.samples import first_difference
-from distill.decoding.decode import Decoded, decode, plain, room_for
-from distill.decoding.drafters import ModelDrafter
-from distill.decoding.lengths import LengthRule
-from distill.decoding.rules import Rules, stop_before
+from distill.decoding.decode import Decoded, plain, room_for
 from distill.decoding.verify import verify_greedy
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.torch.model import TorchLogits, TorchModel
@@ -107,64 +104,6 @@ def test_full_rounds_of_a_perfect_draft() -> None:
         assert all(r.drafted == r.accepted == length for r in result.rounds[:-1])
         assert target.calls == [3, *(r.drafted + 1 for r in result.rounds)]
         assert len(result.rounds) == -(-(limit - 1) // (length + 1))
-
-
-class Resting(LengthRule):
-    """Drafts two tokens a round, and after every `every` rounds rests for the next of `rests`."""
-
-    def __init__(self, rests: list[int], every: int) -> None:
-        self.rests, self.every, self.rounds, self.told = rests, every, 0, list[tuple[int, float]]()
-        self.reads_features = False
-
-    def limit(self) -> int:
-        return 2
-
-    def resting(self) -> int:
-        return self.rests[0] if self.rests and self.rounds == self.every else 0
-
-    def rested(self, tokens: int, seconds: float) -> None:
-        assert 0 < tokens <= self.rests.pop(0)
-        self.rounds, self.told = 0, [*self.told, (tokens, seconds)]
-
-    def observe(self, *_: Any) -> None:
-        assert not self.resting(), "a resting rule is not told of single rounds"
-        self.rounds += 1
-
-
-@settings(max_examples=150, deadline=None)
-@given(
-    st.lists(st.integers(1, 12), max_size=5),
-    st.integers(0, 3),
-    st.integers(1, 40),
-    st.integers(4, 50),
-    st.sampled_from([(), (3,), (0, 7)]),
-    st.integers(1, 45),
-    st.booleans(),
-)
-def test_a_rule_that_rests_is_plain_and_told_once(
-    rests: list[int], every: int, limit: int, room: int, ends: tuple[int, ...], taken: int, stops: bool
-) -> None:
-    prompt = [1, 2]
-    target = Scripted(functools.partial(rule, 0, 1.0, 9), len(prompt) + room, 9)
-    draft = Scripted(functools.partial(rule, 5, 0.6, 9), len(prompt) + room, 9)
-    end = stop_before(lambda token: bytes([97 + token]), ["bfa", "cc"]) if stops else None
-    rules, made, result = Rules(ends=ends, stop=end), Resting(list(rests), every), Decoded()
-    expected = plain(target, prompt, limit, rules=rules).tokens
-    drafter = ModelDrafter(draft, made, rules.sampler, rules.random)
-    rounds = decode(target, drafter, prompt, limit, rules, result)
-    assert [token for new in rounds for token in new] == result.tokens == expected
-    alone = [one for one in result.rounds if not one.drafted]
-    assert sum(tokens for tokens, _ in made.told) <= len(alone)
-    assert sum(seconds for _, seconds in made.told) <= sum(one.seconds for one in alone) + 1e-12
-    # A reader that stops in the middle: the rule knows what it has cost so far.
-    again, result = Resting(list(rests), 0), Decoded()
-    rounds = decode(target, ModelDrafter(draft, again, rules.sampler, rules.random), prompt, limit, rules, result)
-    for _ in itertools.islice(rounds, taken):
-        pass
-    rounds.close()  # type: ignore[attr-defined]
-    rested = sum(tokens for tokens, _ in again.told)
-    assert rested == min(len(result.rounds), sum(rests[: len(again.told)]))
-    assert stops or result.tokens == expected[: len(result.tokens)]
 
 
 def test_verify_and_room() -> None:

@@ -120,15 +120,6 @@ def test_the_output_follows_the_targets_distribution(
     assert found < EXACT and drafted > 1 and accepted > 0
 
 
-def test_a_draft_with_a_sampler_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    own, asked = Sampler(0.4), list[Sampler]()
-    unchecked = Sampler.unchecked
-    monkeypatch.setattr(Sampler, "unchecked", lambda self, logits: (asked.append(self), unchecked(self, logits))[1])
-    make: Make = lambda draft, _, chance: ModelDrafter(draft, Fixed(2), own, chance)  # noqa: E731
-    found, _, accepted = decoded(2, make, "token", Sampler(1.2), on_device=True)
-    assert found < EXACT and accepted == 2 and set(asked) == {own, Sampler(1.2)}
-
-
 def test_pairs_that_are_refused_show() -> None:
     assert decoded(3, chains("fixed", True), "greedy", Sampler(), 4, rounds=1, on_device=True)[0] > SEEN
 

@@ -27,7 +27,7 @@ from distill.decoding import batch as batch_module
 from distill.decoding import decode as decode_module
 from distill.decoding.batch import decode_batch
 from distill.decoding.calibration import Calibration
-from distill.decoding.configured import TableDrafter, make_drafter
+from distill.decoding.configured import TableDrafter
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.lengths import Fixed, LengthRule
@@ -35,7 +35,6 @@ from distill.decoding.ngrams import NGramTable, count_ngrams
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import TREES, Random, refusal
-from distill.recipe import Configuration
 from distill.sampler import Sampler
 
 torch.set_num_threads(1)
@@ -145,22 +144,6 @@ def test_rules(name: str) -> None:
         assert found < EXACT if refusal(verifier, kind, 1.0) is None else found > SEEN, (verifier, kind, found)
         tried.add(tuple(counts))
     assert (2, 2) in tried
-
-
-@pytest.mark.parametrize("verifier", ["token", "block"])
-def test_drafts_drawn_from_the_likeliest_tokens(verifier: str) -> None:
-    """As llama-server draws them: from the draft's two likeliest of three, whatever else the served sampler does."""
-    served = Sampler(0.8, top_p=0.95)
-
-    def make(draft: TableModel, sampler: Sampler, random: Random) -> ModelDrafter:
-        drafter = make_drafter(
-            Configuration(length=2, sampler="recipe", verifier=verifier, draft_top_k=2), draft, sampler, random
-        )
-        assert isinstance(drafter, ModelDrafter) and drafter.sampler == Sampler(0.8, top_k=2)
-        return drafter
-
-    found, *counts = decoded(3, make, verifier, served)
-    assert found < EXACT and counts == [2, 2]
 
 
 @pytest.mark.parametrize(

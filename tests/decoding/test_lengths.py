@@ -207,7 +207,6 @@ def test_rested_tokens_count_as_rounds_of_one() -> None:
         return rule
 
     assert rested(True).worth.rate == pytest.approx(rested(False).worth.rate, rel=1e-12)
-    assert Fixed(0).resting() == 0  # a rule that never drafts has nothing to be told either
 
 
 def test_a_calibration_accepted_whole_is_evidence() -> None:
