@@ -208,9 +208,7 @@ def measure_speedup(
     drawn = next((one for one in every if one.sampler == "recipe" and not sampled), None)
     if drawn is not None:
         raise RecipeError(f"`{drawn.title}` is sampled", "give a sampler (--sampler temperature=1)")
-    for line in check_configurations(
-        speedup, sampler, [one for one in every if not one.other_vocabulary], "the options"
-    ):
+    for line in check_configurations(speedup, sampler, "the options"):
         warn(line)
     big, small = pair_references(_reference(target), None if draft is None else _reference(draft), every)
     if table is None and any(one.counts_ngrams for one in every):

@@ -241,8 +241,6 @@ def make_drafter(
     `max_leaves`, chains where it takes none. ValueError for a tree under a repetition penalty.
     """
     if configuration.other_vocabulary:
-        if configuration.length_rule != "fixed":
-            raise ValueError("drafter string drafts fixed lengths only")
         assert isinstance(draft, DraftReader)
         argmax = configuration.verified_by == "match"
         return StringMatchDrafter(draft, configuration.max_length, sampler, random, argmax)
@@ -293,7 +291,8 @@ def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:
     if not configuration.drafts:
         return None
     nobody: Any = None  # the kind of the drafted tokens depends on no model
-    drafter = make_drafter(configuration, nobody, sampler, lambda: 0.0)
+    string = configuration.other_vocabulary
+    drafter = StringMatchDrafter if string else make_drafter(configuration, nobody, sampler, lambda: 0.0)
     return refusal(configuration.verified_by, drafter.kind, sampler.temperature, drafter.tree)
 
 
@@ -326,18 +325,14 @@ def check_trees(recipe: Recipe, donor: str) -> None:
 
 
 def check_configurations(
-    settings: Speedup,
-    sampler: SamplerSettings,
-    configurations: Sequence[Configuration] | None = None,
-    where: str = "speedup.configurations",
+    settings: Speedup, sampler: SamplerSettings, where: str = "speedup.configurations"
 ) -> list[str]:
     """A line for each configuration that is lossy and allowed to be; RecipeError where it is not allowed or impossible.
 
-    Loads nothing, so that a recipe is refused before hours are spent on it. Without `configurations`: the settings'
-    own; `where` is the place that messages name.
+    Loads nothing, so that a recipe is refused before hours are spent on it. `where` is the place that messages name.
     """
     lines = []
-    for configuration in settings.configurations if configurations is None else configurations:
+    for configuration in settings.configurations:
         title = configuration.title
         try:
             reason = lossy_reason(configuration, configured_sampler(configuration, sampler))

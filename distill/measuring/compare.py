@@ -22,9 +22,7 @@ from distill.decoding.decode import Decoded, Round, decode_text, plain, room_for
 from distill.decoding.drafters import Drafter
 from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.rules import Rules
-from distill.decoding.verify import refusal
 from distill.engines.model import Model, Step, Watch
-from distill.errors import RecipeError
 from distill.measuring.identity import Identity, Rounding, judged
 from distill.measuring.speedup_results import (
     REPEATS,
@@ -146,8 +144,6 @@ def prepare(
     if not configuration.drafts:
         return TimedConfiguration(configuration, rules, None)
     make = partial(make_drafter, configuration, draft, sampler, draws, fitted)
-    if configuration.other_vocabulary:
-        return TimedConfiguration(configuration, rules, make, refusal(rules.verifier, make().kind, sampler.temperature))
     return TimedConfiguration(configuration, rules, make, lossy_reason(configuration, sampler))
 
 
@@ -156,8 +152,7 @@ def prepare_all(
 ) -> list[TimedConfiguration]:
     """Plain greedy decoding, the sweep (a configuration a length), and all others.
 
-    Where some of these are sampled, plain sampling stands before them, as their base. RecipeError for one that would
-    change the target's distribution, unless the settings allow that.
+    Where some of these are sampled, plain sampling stands before them, as their base.
     """
     ready = partial(prepare, settings, draft=draft, ends=ends, fitted=fitted)
     greedy, drawn = replace(ready(PLAIN), length=0), ready(PLAIN_SAMPLED)
@@ -165,13 +160,7 @@ def prepare_all(
     others = [*map(ready, settings.speedup.configurations)]
     for one in (*sweep, *others):
         one.base = drawn if one.sampled else greedy
-    prepared = [greedy, *sweep, *([drawn] if any(one.sampled for one in others) else []), *others]
-    refused = next((one for one in prepared if one.lossy is not None and not settings.speedup.allow_lossy), None)
-    if refused is not None:
-        raise RecipeError(
-            f"`{refused.title}` would change the target's distribution: {refused.lossy}", "change it, or --allow-lossy"
-        )
-    return prepared
+    return [greedy, *sweep, *([drawn] if any(one.sampled for one in others) else []), *others]
 
 
 # ── Plain against speculative decoding of one pair by one backend: interleaved, cold caches, distinct prompts ──

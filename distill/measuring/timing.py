@@ -62,8 +62,7 @@ def measure_pair(
 ) -> SpeedupPart:
     """Measure a loaded pair; `reader` is a draft of another vocabulary.
 
-    Raises RecipeError for a configuration that would change the target's distribution, unless the settings allow that,
-    and DataError for trees in models that take none and for contexts without room.
+    Raises DataError for trees in models that take none and for contexts without room.
     """
     if any(one.branches for one in settings.configurations):
         require_trees(pair.target, pair.draft)

@@ -98,7 +98,8 @@ def test_lossy_pairs_have_reasons_and_are_refused_unless_asked_for() -> None:
     (line,) = check_configurations(Speedup(configurations=(after,), allow_lossy=True), HOT)
     assert line.startswith("LOSSY configuration `draft, p_min 0.5, ≤ 8, verifier token, n_min 2, sampled`")
     with pytest.raises(RecipeError, match="no verifier `block` for trees"):
-        check_configurations(Speedup(), HOT, [Configuration(drafter="tree", verifier="block", sampler="recipe")])
+        wrong = Configuration(drafter="tree", verifier="block", sampler="recipe")
+        check_configurations(Speedup(configurations=(wrong,)), HOT)
 
 
 @pytest.fixture(scope="module")
