@@ -10,7 +10,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distill.data.records import form_of, known_names
+from distill.data.records import LISTS, PROMPTS, form_of
 from distill.errors import DataError
 from distill.files import has_form, kind_of, parse_json
 from distill.recipe import Source
@@ -28,7 +28,8 @@ def read_records(source: Source, paths: list[Path], dropped: Counter[str]) -> It
         yield from _hub(source)
         return
     tables: dict[str, Callable[[Path], Iterator[Record]]]
-    tables = {"csv": partial(_csv, known_names(source), dropped), "parquet": _parquet}
+    wanted = {"text", *PROMPTS, *LISTS, *source.fields.values()}
+    tables = {"csv": partial(_csv, wanted, dropped), "parquet": _parquet}
     read = tables.get(source.kind, read_json_records)
     for path in paths:
         empty = True

@@ -137,11 +137,6 @@ NAMING = ("id", "idx", "index", "uuid")  # fields that name a record and say not
 MOST_FIELDS = 20  # that are named; hostile records have a new one each
 
 
-def known_names(source: Source) -> set[str]:
-    """The fields of a source's records that are read as a text, a prompt or messages."""
-    return {"text", *PROMPTS, *LISTS, *source.fields.values()}
-
-
 def form_of(record: Mapping[str, Any], source: Source) -> str | None:
     """How a record holds its text: the source's `form`, or what its fields say; None where no field is known."""
     if source.form != "auto":

@@ -85,7 +85,7 @@ def _files_of(path: Path) -> list[Path]:
 
 
 def _whole_lines(path: Path) -> Iterator[bytes]:
-    """The lines of a file but a last one without its newline; raises DataError when it cannot be read."""
+    """All complete lines of a file; an unterminated last line is skipped. Raises DataError when it cannot be read."""
     try:
         with open(path, "rb") as handle:
             yield from (line for line in handle if line.endswith(b"\n"))

@@ -137,7 +137,7 @@ class Source(Section):
         except (IndexError, NotImplementedError, ValueError, re.error):
             usable = False
         if not usable or len(value) > 1000:
-            raise ValueError("this is no pattern of files below a folder; such as **/*.py or docs/*.md")
+            raise ValueError("not a valid pattern of files below a folder; valid are **/*.py or docs/*.md")
         return value
 
 

@@ -58,11 +58,6 @@ def talk(style: str) -> list[dict[str, Any]]:
 # ── templates ──
 
 
-def answered(template: ChatTemplate, messages: list[dict[str, Any]], thinking: bool | None = None) -> list[str]:
-    """Prompt and answer as text."""
-    return [template.tokenizer.decode(ids) for ids in template.answered([*map(normal, messages)], thinking)]
-
-
 @pytest.mark.parametrize("style", ["llama-3", "mistral", "gemma"])
 def test_scored_tokens_are_those_that_the_template_marks(plain: Any, style: str) -> None:
     """Against transformers' own masks of the same templates with generation marks."""
@@ -84,15 +79,6 @@ def test_the_end_of_an_answer(plain: Any, style: str) -> None:
     tokenizer = dressed(plain, style)
     end = chat_templates.STYLES[style][2]
     assert ChatTemplate(tokenizer, Chat()).end == [tokenizer.convert_tokens_to_ids(end)]
-
-
-def test_thinking_is_part_of_its_own_answer_and_of_no_later_prompt(plain: Any) -> None:
-    r1, qwen = (ChatTemplate(dressed(plain, style), Chat()) for style in ("r1", "qwen-3"))
-    thought = {"role": "assistant", "content": "<think>\nsum\n</think>\n\nFour."}
-    prompt, text = answered(r1, [USER, thought, USER, thought])
-    assert "sum" not in prompt and prompt.endswith("<|Assistant|><think>\n") and text.startswith("sum\n</think>")
-    prompt, text = answered(qwen, [USER, {"role": "assistant", "content": "Four."}], thinking=False)
-    assert prompt.endswith("assistant\n<think>\n\n</think>\n\n") and text == "Four.<|im_end|>"
 
 
 def test_a_template_that_cannot_do_it_is_refused(plain: Any) -> None:
