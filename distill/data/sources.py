@@ -108,7 +108,7 @@ def source_files(source: Source) -> list[Path]:
 
 
 def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
-    """The text in pieces of `size` to 2 · `size` characters, cut at paragraph breaks where possible, else at line breaks.
+    """Pieces of `size` to 2 · `size` characters, cut at paragraph breaks where possible, else at line breaks.
 
     A text of at most 2 · `size` characters is one piece. Cuts depend on the text before them alone: a file that grows
     keeps its pieces but the last.
