@@ -1,0 +1,69 @@
+"""The one HTTP client: what it never asks, how long it waits, what it reads."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Iterator
+
+import pytest
+from loopback import LoopbackHandler, running
+from pydantic import BaseModel
+from tiny import Patch
+
+from distill.http import HttpClient, Unanswered
+
+
+class Pieces(LoopbackHandler):
+    """Sends its owner's pieces, a moment apart."""
+
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+        self.close_connection = True
+        with contextlib.suppress(ConnectionError):
+            for piece in self.owner:
+                self.wfile.write(piece)
+                self.wfile.flush()
+                time.sleep(0.05)
+
+
+@contextlib.contextmanager
+def client(seconds: float) -> Iterator[HttpClient]:
+    with contextlib.closing(HttpClient(seconds, 1)) as found:
+        yield found
+
+
+def test_a_reply_that_trickles_ends_in_time() -> None:
+    with running(Pieces, [b"x"] * 400) as port, client(0.3) as own:
+        started = time.monotonic()
+        with pytest.raises(Unanswered, match="no reply in time"):
+            own.send(f"http://127.0.0.1:{port}/")
+        assert time.monotonic() - started < 10
+
+
+def test_an_event_may_be_split() -> None:
+    with running(Pieces, [b"da", b"ta: 1\n\ndata", b": 2\n\n"]) as port, client(20) as own:
+        found = own.send(f"http://127.0.0.1:{port}/")
+    assert found.content == b"data: 1\n\ndata: 2\n\n" and len(found.times) == 2
+    assert found.started < found.times[0] < found.times[1]
+
+
+def test_no_proxy_stands_before_this_machine(monkeypatch: Patch) -> None:
+    monkeypatch.setenv("HTTP_PROXY", "http://127.0.0.1:9")
+    with running(Pieces, [b"here"]) as port, client(20) as own:
+        for host in ("127.0.0.1", "localhost"):
+            assert own.send(f"http://{host}:{port}/").content == b"here"
+        with pytest.raises(Unanswered, match="no connection"):  # of the proxy, which is not there
+            own.send("http://server.invalid/")
+
+
+def test_forms_are_read_whole() -> None:
+    class Form(BaseModel):
+        number: int
+
+    with client(1) as own:
+        assert own.read(b'{"number": 3, "more": 1}', Form).number == 3
+        for content, reason in ((b"<html>", "not a JSON object"), (b'{"number": "x"}', "usable number")):
+            with pytest.raises(Unanswered, match=reason):
+                own.read(content, Form)
