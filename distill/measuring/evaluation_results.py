@@ -227,42 +227,25 @@ BEFORE = "Before: the draft as cut from the donor; after: the trained draft."
 TRIMMED = "A trimmed draft: KL(target ‖ draft) is between the distributions over the tokens it can propose."
 
 
-def divergence_tables(report: EvaluationReport) -> list[Table]:
-    """Every measure by domain; of a store also its bounds; then the acceptance probability by group."""
-    tables = [_divergences(domain, drafts, report.command) for domain, drafts in report.domains.items()]
-    if report.stored is not None:
-        tables += _stored(report.stored, report.command)
-    return tables + ([_groups(report)] if report.groups else [])
-
-
 def form_of(measure: str) -> str:
     """The form of a measure's figures."""
     return "%" if measure in RATES else ".4f"
 
 
-def _divergences(domain: str, drafts: dict[str, Divergences], command: str) -> Table:
+def _divergences(domain: str, report: EvaluationReport) -> Table:
     """The drafts side by side."""
+    drafts = report.domains[domain]
     rows: list[Row] = [
         [MEASURES[name], *(Cell(found.measure(name), form_of(name)) for found in drafts.values())]
         for name in shown_measures(drafts.values())
     ]
+    if domain == "answers" and report.differences:
+        label = f"{MEASURES[report.acceptance_measure]}: difference to the first, by prompt"
+        rows.append([label, *(Cell(report.differences.get(name), "+.4f") for name in drafts)])
     counts = [f"{counted(one.tokens, 'token')}, {counted(one.prompts, 'prompt')}" for one in drafts.values()]
     rows.append(["measured on", *counts])
     notes = [BEFORE] * (drafts.keys() >= {*SIDES}) + [TRIMMED] * any(draft.trimmed for draft in drafts.values())
-    return Table(["", *drafts], rows, command, domain, " ".join(notes))
-
-
-def _apart(report: EvaluationReport) -> Table:
-    """Each draft beside the first."""
-    answers, measure = report.domains["answers"], report.acceptance_measure
-    columns: Columns[str] = {
-        "draft": lambda name: name,
-        "KL, nats": lambda name: Cell(answers[name].forward_kl, ".4f"),
-        "acceptance probability": lambda name: Cell(answers[name].measure(measure), "%"),
-        "difference to the first, by prompt": lambda name: Cell(report.differences.get(name), "+.4f"),
-    }
-    note = f"Acceptance probability: {_of_acceptance(report)}"
-    return table_of(answers, columns, report.command, "each beside the first", note)
+    return Table(["", *drafts], rows, report.command, domain, " ".join(notes))
 
 
 def _stored(stored: StoredMeasures, command: str) -> list[Table]:
@@ -308,8 +291,8 @@ def _groups(report: EvaluationReport) -> Table:
     return Table(heads, rows, report.command, "by group of positions", _of_acceptance(report) + note)
 
 
-def position_tables(report: EvaluationReport) -> list[Table]:
-    """Conditional acceptance by drafted position, and what a round gives."""
+def _positions(report: EvaluationReport) -> Table:
+    """Conditional acceptance by drafted position."""
     columns: Columns[tuple[str, PositionAcceptance]] = {
         "draft": lambda one: one[0],
         "position": lambda one: one[1].position,
@@ -319,24 +302,23 @@ def position_tables(report: EvaluationReport) -> list[Table]:
     }
     rows = [(draft, one) for draft, positions in report.positions.items() for one in positions]
     note = f"Accepted ÷ reached; greedy, up to {report.length} drafted. A token after a rejected one is not reached."
-    rounds: list[Row] = [[draft, found] for draft, found in report.tokens_per_round.items()]
-    return [
-        table_of(rows, columns, report.command, "conditional acceptance by draft position", note),
-        *([Table(["draft", "tokens per round"], rounds, report.command, "rounds")] if rounds else []),
-    ]
+    return table_of(rows, columns, report.command, "conditional acceptance by draft position", note)
 
 
-def calibration_table(report: EvaluationReport) -> Table:
-    """What a draft's probabilities promise, beside what was accepted."""
-    columns: Columns[tuple[str, CalibrationError]] = {
-        "draft": lambda one: one[0],
-        "tokens": lambda one: one[1].tokens,
-        "promised": lambda one: Cell(one[1].promised, "%"),
-        "accepted": lambda one: Cell(one[1].accepted, "%"),
-        "calibration error": lambda one: Cell(one[1].error, ".3f"),
-        "by chance alone": lambda one: Cell(one[1].error_of_chance, ".3f"),
+def _rounds(report: EvaluationReport) -> Table:
+    """What a round gives, and what a draft's probabilities promise beside what was accepted."""
+    errors = report.calibration_error
+    columns: Columns[str] = {
+        "draft": lambda name: name,
+        "tokens per round": lambda name: report.tokens_per_round[name],
+        "tokens judged": lambda name: errors[name].tokens if name in errors else None,
+        "promised": lambda name: Cell(errors[name].promised if name in errors else None, "%"),
+        "accepted": lambda name: Cell(errors[name].accepted if name in errors else None, "%"),
+        "calibration error": lambda name: Cell(errors[name].error if name in errors else None, ".3f"),
+        "by chance alone": lambda name: Cell(errors[name].error_of_chance if name in errors else None, ".3f"),
     }
-    return table_of(report.calibration_error.items(), columns, report.command, "the draft's own probabilities")
+    note = "Promised: the draft's own probabilities of its tokens, on which rules such as p_min stop."
+    return table_of(report.tokens_per_round, columns, report.command, "rounds", note)
 
 
 def evaluation_blocks(report: EvaluationReport) -> list[Block]:
@@ -344,8 +326,9 @@ def evaluation_blocks(report: EvaluationReport) -> list[Block]:
     return [
         f"Sampler: {report.sampler_words}. Intervals resample prompts or documents.",
         *([report.stored.sentences] if report.stored is not None else []),
-        *divergence_tables(report),
-        *([_apart(report)] if report.differences else []),
-        *(position_tables(report) if report.positions else []),
-        *([calibration_table(report)] if report.calibration_error else []),
+        *(_divergences(domain, report) for domain in report.domains),
+        *(_stored(report.stored, report.command) if report.stored is not None else []),
+        *([_groups(report)] if report.groups else []),
+        *([_positions(report)] if report.positions else []),
+        *([_rounds(report)] if report.tokens_per_round else []),
     ]

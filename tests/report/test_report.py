@@ -214,7 +214,7 @@ def test_a_training_that_did_not_help_is_named(
         for words in (page, build_card(results), capsys.readouterr().err):
             assert ("Training did not help" in words) == said
         assert "800 steps at a peak rate of 0.0003; loss: 1 jsd." in page
-        assert ("The weights of step 600 were taken: conditional acceptance 0.568" in page) == (best is trained.best)
+        assert ("The weights of step 600 were taken: " in page) == (best is trained.best)
 
 
 def test_hostile_text_stays_text(results: dict[str, Any]) -> None:
