@@ -41,12 +41,9 @@ def test_shapes_beyond_the_capacity_are_forgotten() -> None:
     assert kept == [400, 0, 200] and forgotten > 0  # what decoding needs stays
 
 
-@pytest.mark.parametrize(
-    ("name", "capacity", "shapes", "again"),
-    [("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "700", 600, 0), ("DNNL_PRIMITIVE_CACHE_CAPACITY", "5", 20, 20)],
-)
-def test_the_users_capacity_counts(name: str, capacity: str, shapes: int, again: int) -> None:
-    assert compiled(shapes, shapes, **{name: capacity}) == [shapes, again]
+@pytest.mark.parametrize("name", ["ONEDNN_PRIMITIVE_CACHE_CAPACITY", "DNNL_PRIMITIVE_CACHE_CAPACITY"])
+def test_the_users_capacity_counts(name: str) -> None:
+    assert compiled(20, 20, **{name: "5"}) == [20, 20]
 
 
 def test_a_batchs_number_of_positions_makes_few_shapes(monkeypatch: pytest.MonkeyPatch) -> None:

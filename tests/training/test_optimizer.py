@@ -161,8 +161,7 @@ def test_a_rate_that_is_constant_and_then_falls_in_a_line() -> None:
 @pytest.mark.parametrize(
     ("overrides", "killed_at"),
     [
-        ((*MUON, trainings.MIXED), 7),
-        ((*MUON, "train.embedding_steps=5"), 3),
+        ((*MUON, trainings.MIXED, "train.embedding_steps=5"), 3),
         ((*MUON, "train.adapter={rank: 4}", "train.acceptance=null"), 5),
         pytest.param(
             (*MUON, "train.steps=12", "train.sparsity={mlp_width: 32, ramp: 0.9}"), 7, marks=pytest.mark.slow
