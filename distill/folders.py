@@ -207,15 +207,12 @@ class Stored:
         data = numpy.fromfile(self.path, kind, count * width, offset=self.start + first * width * kind.itemsize)
         return data.reshape(count, *self.shape[1:])
 
-    def read(self, first: int = 0, count: int | None = None) -> Tensor:
-        """`count` values from `first` on, flat; all of them, in shape, when None."""
+    def read(self) -> Tensor:
+        """The whole tensor."""
         import torch
 
-        kind, width = torch_type(self.dtype), ITEM_BYTES[self.dtype]
-        values = self.numel if count is None else count
-        data = numpy.fromfile(self.path, numpy.uint8, values * width, offset=self.start + first * width)
-        flat = torch.from_numpy(data).view(kind)
-        return flat.view(self.shape) if count is None else flat
+        data = numpy.fromfile(self.path, numpy.uint8, self.bytes, offset=self.start)
+        return torch.from_numpy(data).view(torch_type(self.dtype)).view(self.shape)
 
 
 # Every command reads weights through these functions. Other programs choose differently among several files, so files
@@ -342,15 +339,15 @@ def _require_one_head(folder: Path, stored: Mapping[str, Stored]) -> None:
     if embedding is None or head is None:
         return
     ours, theirs = stored[embedding], stored[head]
-    same = ours.shape == theirs.shape
+    rows = ours.shape[0] if ours.shape and ours.numel else 0
     step = max(1, COMPARED_VALUES // max(1, math.prod(ours.shape[1:])))
-    for first in range(0, ours.shape[0] if same and ours.shape and ours.numel else 0, step):
-        count = min(step, ours.shape[0] - first)
-        embedded, own = (to_floats(one.rows(first, count), one.dtype) for one in (ours, theirs))
-        same = numpy.array_equal(embedded, own, equal_nan=True)
-        if not same:
-            break
-    if not same:
+
+    def values(of: Stored, first: int) -> Floats:
+        return to_floats(of.rows(first, min(step, rows - first)), of.dtype)
+
+    if ours.shape != theirs.shape or not all(
+        numpy.array_equal(values(ours, first), values(theirs, first), equal_nan=True) for first in range(0, rows, step)
+    ):
         raise DataError(
             f"{folder}: tie_word_embeddings in config.json makes the head the embedding, but {head} differs from "
             f"{embedding}",
