@@ -139,6 +139,8 @@ class StoredMeasures:
             "A store without every token gives bounds: each mean lies between them, the table shows their middle, and "
             "its interval runs from the least's lower end to the largest's upper end. What it cannot bound is not "
             "measured: the KL from draft to target, and any KL of a trimmed draft.",
+            "The share of the sampled answers' tokens that are the draft's argmax estimates the acceptance probability "
+            "of the match protocol at the served sampler, without bias.",
         ]
         widths = [
             found["acceptance_sampling"].most - found["acceptance_sampling"].least
@@ -158,10 +160,6 @@ class StoredMeasures:
 
 WIDE = 0.05  # bounds of an acceptance probability further apart say little
 SAMPLED = "share of the sampled answers' tokens that are the draft's argmax"  # label of StoredMeasures.sampled
-SAMPLED_MEANS = (
-    "It estimates, without bias, the acceptance probability of the match protocol (the draft's argmax compared with a "
-    "sampled token) at the served sampler."
-)
 
 
 @dataclass(frozen=True)
@@ -242,25 +240,12 @@ def _divergences(domain: str, report: EvaluationReport) -> Table:
     if domain == "answers" and report.differences:
         label = f"{MEASURES[report.acceptance_measure]}: difference to the first, by prompt"
         rows.append([label, *(Cell(report.differences.get(name), "+.4f") for name in drafts)])
+    if domain == "answers" and report.stored is not None:
+        rows.append([SAMPLED, *(Cell(report.stored.sampled[name], "%") for name in drafts)])
     counts = [f"{counted(one.tokens, 'token')}, {counted(one.prompts, 'prompt')}" for one in drafts.values()]
     rows.append(["measured on", *counts])
     notes = [BEFORE] * (drafts.keys() >= {*SIDES}) + [TRIMMED] * any(draft.trimmed for draft in drafts.values())
     return Table(["", *drafts], rows, report.command, domain, " ".join(notes))
-
-
-def _stored(stored: StoredMeasures, command: str) -> list[Table]:
-    """The bounds that the store gives for each mean, and what the sampled answers show."""
-    tables = []
-    for domain, drafts in stored.bounds.items():
-        rows: list[Row] = [
-            [MEASURES[name], draft, Cell(one.least, form_of(name)), Cell(one.most, form_of(name))]
-            for draft, found in drafts.items()
-            for name, one in found.items()
-            if name != CEILING
-        ]
-        tables.append(Table(["", "draft", "least", "most"], rows, command, f"{domain}, bounds of the means"))
-    row: Row = [SAMPLED, *(Cell(found, "%") for found in stored.sampled.values())]
-    return [*tables, Table(["", *stored.sampled], [row], command, "sampled answers", SAMPLED_MEANS)]
 
 
 def _of_acceptance(report: EvaluationReport) -> str:
@@ -327,7 +312,6 @@ def evaluation_blocks(report: EvaluationReport) -> list[Block]:
         f"Sampler: {report.sampler_words}. Intervals resample prompts or documents.",
         *([report.stored.sentences] if report.stored is not None else []),
         *(_divergences(domain, report) for domain in report.domains),
-        *(_stored(report.stored, report.command) if report.stored is not None else []),
         *([_groups(report)] if report.groups else []),
         *([_positions(report)] if report.positions else []),
         *([_rounds(report)] if report.tokens_per_round else []),

@@ -126,8 +126,8 @@ def test_a_whole_run_without_weights(either: Path, capsys: Capture) -> None:
         == report["domains"]["answers"]["after"]["tokens"]
     )
     rows = tiny.shown(capsys, "eval", run, "-o", "csv")
-    assert "sampled answers,share of the sampled answers' tokens that are the draft's argmax," in rows
-    assert '"answers, bounds of the means","acceptance probability, rejection sampling",' in rows
+    assert "answers,share of the sampled answers' tokens that are the draft's argmax," in rows
+    assert 'answers,"acceptance probability, rejection sampling",' in rows
     assert f"| {run.name} | finished |" in tiny.shown(capsys, "runs", "--runs", run.parent)
 
 
