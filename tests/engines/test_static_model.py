@@ -203,14 +203,6 @@ def test_a_graph_for_each_number_of_tokens(traced: list[str]) -> None:
 
 
 @pytest.mark.slow
-def test_layers_with_windows_are_traced(traced: list[str]) -> None:
-    mirror, _ = walk(toy("gemma3", seed=3), [[1]])
-    for token in range(8):  # past the window of 6
-        mirror.chain([token])
-    assert traced == ["chain_1"]
-
-
-@pytest.mark.slow
 def test_a_cache_that_doubles_is_traced_again(traced: list[str]) -> None:
     mirror, model = walk(toy(layers=1, seed=3, max_position_embeddings=400), [[1]], size=1)
     before = model.size
