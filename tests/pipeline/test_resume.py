@@ -204,7 +204,7 @@ def test_the_plan_of_each_state(world: Path, copied: Path) -> None:
     done = dict.fromkeys(tiny.STAGES, "skip")
     assert planned() == done
     assert planned(until="cut") == dict.fromkeys(tiny.STAGES[:4], "skip")
-    assert planned(eval__new_tokens=10) == {**done, "eval": "redo", "speedup": "wait", "report": "wait"}
+    assert planned(eval__new_tokens=10) == {**done, "eval": "redo", "report": "wait"}
     assert planned(answers__new_tokens=20) == {"corpus": "refuse"}
     assert planned(train__steps=9) == {**dict.fromkeys(tiny.STAGES[:4], "skip"), "train": "refuse"}
     waiting = dict.fromkeys(("eval", "export", "speedup", "report"), "wait")
