@@ -41,17 +41,12 @@ class Worth:
         """λ at the start of a session in which drafting is expected to bring this rate."""
         self._seconds, self.rate = self._tokens / rate, rate
 
-    def learn(self, tokens: int, seconds: float, weight: float = 1.0) -> None:
+    def learn(self, tokens: int, seconds: float) -> None:
         """So many tokens took so many seconds."""
         keep = 0.5 ** (tokens / self._memory)
-        self._tokens = keep * self._tokens + weight * tokens
-        self._seconds = keep * self._seconds + weight * seconds
+        self._tokens = keep * self._tokens + tokens
+        self._seconds = keep * self._seconds + seconds
         self.rate = self._tokens / self._seconds
-
-    def learn_plain(self, tokens: int, seconds: float) -> None:
-        """The same as of so many rounds of a token each that took equally long."""
-        each = 0.5 ** (1 / self._memory)
-        self.learn(tokens, seconds, (1 - each**tokens) / ((1 - each) * max(tokens, 1)))
 
     def value(self, expected: float, seconds: float) -> float:
         """The worth of a round."""
@@ -255,17 +250,6 @@ class ExpectedValue(LengthRule):
     def caught_up(self, seconds: float) -> None:
         """Catching up counts as a loss."""
         self._gained -= seconds / self.costs.target[0]
-
-    def resting(self) -> int:
-        """The tokens of plain decoding left."""
-        return self._plain
-
-    def rested(self, tokens: int, seconds: float) -> None:
-        """Learn λ; what is known of the draft ages."""
-        self.worth.learn_plain(tokens, seconds)
-        self._whole = False
-        self._plain -= tokens
-        self._age(tokens)
 
     def _age(self, tokens: int) -> None:
         self._tokens += tokens

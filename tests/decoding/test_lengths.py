@@ -181,32 +181,13 @@ def test_plain_decoding_until_a_draft_may_be_worth_it() -> None:
         tell(rule, 2, 0, 1.8)
     assert rule.limit() == 2 and not rule.step_on(0)
     tell(rule, 0, 0, 1.0)
-    assert rule.resting() == 5 and rule.limit() == 0
-    rule.rested(5, 5.0)
-    assert rule.limit() == 2 and not rule.resting()
-    asked = next(
-        tokens for tokens in itertools.count(5, 5) if rule.step_on(0) or tell(rule, 0, 0) or rule.rested(5, 5.0)
-    )
+    limits = []
+    for _ in range(6):
+        limits.append(rule.limit())
+        tell(rule, 0, 0, 1.0)
+    assert limits == [0, 0, 0, 0, 0, 2]
+    asked = next(tokens for tokens in itertools.count() if (rule.limit() and rule.step_on(0)) or tell(rule, 0, 0, 1.0))
     assert 20 < asked < 400
-
-
-def test_rested_tokens_count_as_rounds_of_one() -> None:
-    def rested(told_once: bool) -> ExpectedValue:
-        rule = ExpectedValue(Worth(Costs((1.0, 1.1, 1.2), 0.1, 0.1), 30.0), rest=40)
-        tell(rule, 0, 0, 1.1)
-        assert rule.resting() == 40 and rule.limit() == 0
-        if told_once:
-            rule.rested(7, 7 * 1.3)
-            rule.rested(30, 30 * 1.2)
-        else:
-            for second in [1.3] * 7 + [1.2] * 30:
-                tell(rule, 0, 0, second)
-        assert rule.resting() == 3
-        rule.rested(3, 3.0)
-        assert rule.resting() == 0 and rule.limit() == 2
-        return rule
-
-    assert rested(True).worth.rate == pytest.approx(rested(False).worth.rate, rel=1e-12)
 
 
 def test_a_calibration_accepted_whole_is_evidence() -> None:
