@@ -1,5 +1,5 @@
 """The commands that serve a pair, for llama-server, vLLM and transformers: all that `distill` prints or runs; and the
-head to draft with that a target ships.
+heads to draft with that a target ships.
 
 tests/engines/test_server_commands.py holds the options to real servers, and vLLM's to its sources.
 """
@@ -7,16 +7,19 @@ tests/engines/test_server_commands.py holds the options to real servers, and vLL
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import re
 import shlex
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 from distill.errors import DistillError
 from distill.files import read_object
 from distill.folders import present_files, read_header
 from distill.gguf.head import open_head
+from distill.recipe import is_path
 
 LLAMA_SERVER = "the llama-server of llama-cpp-python 0.3.36's sources"  # the build on which these options were run
 VLLM = "0.32.0"  # the version on which these options were run, in its build for CPUs
@@ -135,42 +138,75 @@ def transformers(target: str, draft: str, length: int, same_vocabulary: bool) ->
     return "\n".join(lines)
 
 
-# ── A head for multi-token prediction that a target ships, or a copy of it has lost ──
-# Names of keys and tensors: DeepSeek-V3, GLM-4.5, Qwen3.5, MiMo; nextn: llama.cpp.
+# ── What a target ships to draft with: a head inside it (multi-token prediction), and for it in files beside it ──
+# Names of keys and tensors: DeepSeek-V3, GLM-4.5, Qwen3.5, MiMo; of architectures: llama.cpp, SGLang, DFlash.
 
 HEAD_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # of config.json
 HEAD_TENSORS = re.compile(r"(^|\.)(mtp|mtp_layers|nextn|eh_proj)\.")
+HEAD_KINDS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}  # as servers name them
+MOST_BESIDE = 64  # files or folders that are looked at
 MORE = "docs/choosing.md#drafts-of-other-kinds says when a plain draft still wins"
-OF_FILES, OF_FOLDERS = f"{SPEC_TYPE} draft-mtp {N_MAX} 3", {"method": "mtp", "num_speculative_tokens": 1}
+MTP_OF_FILES, MTP = f"{SPEC_TYPE} draft-mtp {N_MAX} 3", {"method": "mtp", "num_speculative_tokens": 1}
 
 
 def shipped_heads(target: str) -> list[str]:
-    """Lines about the head of a model folder, hub name or GGUF file: how to use it, or that this copy has lost it.
+    """A line for each head of a model folder, hub name or GGUF file: how to use it, or that this copy has lost it.
 
     Nothing for a hub name whose files cannot be had; DataError for a damaged GGUF file or config.json.
     """
+    found = list(_heads_of_file(Path(target)) if target.endswith(".gguf") else _heads_of_folder(target))
+    return [*found, MORE] if found else []
+
+
+def _heads_of_file(path: Path) -> Iterator[str]:
+    head, key = open_head(path), "nextn_predict_layers"
+    yield from _inside(key, head.size(key, 0, 2**16), head.shapes, f"llama-server {MTP_OF_FILES}")
+    others = sorted(one for one in path.parent.glob("*.gguf") if one != path)
+    for other in itertools.islice(others, MOST_BESIDE):
+        with contextlib.suppress(DistillError, OSError):
+            kind = open_head(other).text("general.architecture")
+            if kind in HEAD_KINDS:
+                use = f"llama-server -md {other.name} {SPEC_TYPE} draft-{kind}"
+                yield f"target: {other.name} beside it is for {HEAD_KINDS[kind]}; if it was made for this target: {use}"
+
+
+def _heads_of_folder(target: str) -> Iterator[str]:
     from distill.engines.torch.hugging_face import local_snapshot, text_folder
 
-    if target.endswith(".gguf"):
-        head = open_head(Path(target))
-        stated, names = ("nextn_predict_layers", head.size("nextn_predict_layers", 0, 2**16)), list(head.shapes)
-        use = f"llama-server {OF_FILES}"
-    else:
-        try:
-            config = read_object(text_folder(target) / "config.json")
-        except DistillError:  # `plan` needs no more than a configuration
-            return []
-        inner = config.get("text_config")
-        config |= inner if isinstance(inner, dict) else {}
-        stated = next(((key, config[key]) for key in HEAD_KEYS if config.get(key)), ("", None))
-        use = f"vLLM, --speculative-config '{json.dumps(OF_FOLDERS)}'; its GGUF file, llama-server {OF_FILES}"
-        names, whole = ["mtp."], local_snapshot(target) if stated[1] else None
-        if whole is not None:
-            with contextlib.suppress(DistillError, OSError):  # without weights here, config.json is believed
-                names = [name for file in present_files(whole) for name in read_header(file)]
-    if not stated[1]:
-        return []
-    about = f"a head for multi-token prediction ({stated[0]} {stated[1]})"
-    if any(map(HEAD_TENSORS.search, names)):
-        return [f"target: it has {about}; measure it first: {use}", MORE]
-    return [f"target: it states {about} and holds no tensor of it: this copy lost it", MORE]
+    try:
+        folder = text_folder(target)
+    except DistillError:  # `plan` needs no more than a configuration
+        return
+    config = _language(read_object(folder / "config.json"))
+    key = next((key for key in HEAD_KEYS if config.get(key)), "")
+    names, whole = ["mtp."], local_snapshot(target) if key else None
+    if whole is not None:
+        with contextlib.suppress(DistillError, OSError):  # without weights here, config.json is believed
+            names = [name for file in present_files(whole) for name in read_header(file)]
+    use = f"vLLM, --speculative-config '{json.dumps(MTP)}'; its GGUF file, llama-server {MTP_OF_FILES}"
+    yield from _inside(key, config.get(key), names, use)
+    places = [*folder.glob("*/config.json"), *folder.parent.glob("*/config.json")] if is_path(target) else []
+    for place in itertools.islice(sorted(places), MOST_BESIDE):
+        with contextlib.suppress(DistillError, OSError):
+            other = _language(read_object(place))
+            architectures = " ".join(map(str, other.get("architectures") or [])).lower()
+            kind = next((kind for kind in HEAD_KINDS if kind in architectures), None)
+            if kind is not None and other.get("hidden_size") == config.get("hidden_size"):
+                used = json.dumps({"method": kind, "model": str(place.parent), "num_speculative_tokens": 3})
+                use = f"vLLM, --speculative-config '{used}'"
+                yield f"target: {place.parent} has its width and is for {HEAD_KINDS[kind]}: {use}"
+
+
+def _language(config: dict[str, Any]) -> dict[str, Any]:
+    """A configuration with that of its language model in front, where it is one of several parts."""
+    inner = config.get("text_config")
+    return config | inner if isinstance(inner, dict) else config
+
+
+def _inside(key: str, layers: Any, names: Iterable[str], use: str) -> Iterator[str]:
+    """The line about a head inside, where the target states `layers` of it: whether its tensors' `names` have one."""
+    about = f"a head for multi-token prediction ({key} {layers})"
+    if layers and any(map(HEAD_TENSORS.search, names)):
+        yield f"target: it has {about}; measure it first: {use}"
+    elif layers:
+        yield f"target: it states {about} and holds no tensor of it: this copy lost it"

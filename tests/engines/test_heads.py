@@ -41,6 +41,24 @@ def test_a_head_inside_or_lost(target: Path, key: str, tensor: str, nested: bool
     assert "llama-server --spec-type draft-mtp" in held
 
 
+def test_heads_in_folders_beside_it(target: Path) -> None:
+    width = json.loads((target / "config.json").read_text())["hidden_size"]
+    for name, architecture, hidden in (
+        ("one", "LlamaForCausalLMEagle3", width),
+        ("two", "DFlashDraftModel", width),
+        ("other", "LlamaForCausalLMEagle3", 2 * width),
+        ("plain", "LlamaForCausalLM", width),
+    ):
+        (target.parent / name).mkdir()
+        edit(target.parent / name / "config.json", architectures=[architecture], hidden_size=hidden)
+    (target.parent / "damaged").mkdir()
+    (target.parent / "damaged" / "config.json").write_text("{")
+    found = shipped_heads(str(target))
+    assert len(found) == 3
+    assert "one has its width and is for EAGLE-3" in found[0] and '"method": "eagle3"' in found[0]
+    assert "two has its width and is for DFlash" in found[1] and '"method": "dflash"' in found[1]
+
+
 def gguf_file(path: Path, architecture: str, layers: int | None = None, tensor: str = "output_norm.weight") -> Path:
     from gguf import GGUFWriter
 
@@ -58,7 +76,11 @@ def test_heads_of_files(tmp_path: Path) -> None:
     assert "(nextn_predict_layers 1); measure it first: llama-server --spec-type draft-mtp --spec-draft-n-max 3" in held
     assert "this copy lost it" in shipped_heads(str(gguf_file(path, "qwen35", 1)))[0]
     assert shipped_heads(str(gguf_file(path, "qwen35", 0))) == []
-    assert shipped_heads(str(gguf_file(path, "qwen35"))) == []
+    gguf_file(tmp_path / "b.gguf", "eagle3")
+    (tmp_path / "c.gguf").write_bytes(b"damaged")
+    (beside, _) = shipped_heads(str(gguf_file(path, "qwen35")))
+    assert "b.gguf beside it is for EAGLE-3" in beside
+    assert beside.endswith("llama-server -md b.gguf --spec-type draft-eagle3")
 
 
 def test_check_and_plan_say_it(world: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:
