@@ -139,8 +139,7 @@ def prepare(
     """Make a configuration ready under the settings' seed and sampler; a `DraftReader` has another vocabulary."""
     sampler = configured_sampler(configuration, settings.sampler)
     draws = random.Random(f"{settings.seed}/{configuration.title}").random
-    verifier = configuration.verified_by if configuration.drafts else "token" if sampler.temperature else "greedy"
-    rules = Rules(sampler, verifier, ends, draws)
+    rules = Rules(sampler, configuration.verified_by, ends, draws)
     if not configuration.drafts:
         return TimedConfiguration(configuration, rules, None)
     make = partial(make_drafter, configuration, draft, sampler, draws, fitted)

@@ -84,19 +84,12 @@ class GroupFigures:
 
 
 @dataclass(frozen=True)
-class Segment:
-    """A run of text: `kind` is `accepted` (drafted and accepted) or `target` (the target's own)."""
-
-    text: str
-    kind: str
-
-
-@dataclass(frozen=True)
 class Sample:
-    """A text that was decoded after a prompt."""
+    """A text that was decoded after a prompt, in pieces, and whether each was drafted and accepted, or is the target's
+    own."""
 
     prompt: str
-    segments: list[Segment]
+    pieces: list[tuple[str, bool]]
 
 
 @dataclass(frozen=True)

@@ -30,7 +30,7 @@ from distill.measuring.compare import (
     time_texts,
 )
 from distill.measuring.identity import measured_rounding
-from distill.measuring.speedup_results import PairMeasured, Sample, Segment, SpeedupPart
+from distill.measuring.speedup_results import PairMeasured, Sample, SpeedupPart
 
 SAMPLES = 3
 REPEATS = 7  # of a timed step or round, at most: 3 where their median lies within 5 % of the fastest
@@ -136,17 +136,16 @@ def sample_texts(
 ) -> list[Sample]:
     """The first texts, cut into the draft's accepted tokens and the target's own, for the report.
 
-    A character that several tokens share belongs to the segment of the last of them.
+    A character that several tokens share belongs to the piece of the last of them.
     """
     samples = []
     for text in texts[:SAMPLES]:
         tokens = list(zip(text.decoded.tokens, text.decoded.from_draft, strict=True))
-        segments, decoder = [], characters()
+        pieces, decoder = list[tuple[str, bool]](), characters()
         for from_draft, group in groupby(tokens, key=lambda pair: pair[1]):
             piece = "".join(decoder.decode(token_bytes(token)) for token, _ in group)
-            segments.append(Segment(piece, "accepted" if from_draft else "target"))
-        if segments:
-            segments[-1] = Segment(segments[-1].text + decoder.decode(b"", final=True), segments[-1].kind)
-        prompt = written(list(prompts[text.prompt]))
-        samples.append(Sample(prompt, segments))
+            pieces.append((piece, from_draft))
+        if pieces:
+            pieces[-1] = pieces[-1][0] + decoder.decode(b"", final=True), pieces[-1][1]
+        samples.append(Sample(written(list(prompts[text.prompt])), pieces))
     return samples

@@ -228,10 +228,10 @@ def _samples(report: SpeedupReport) -> list[Block]:
 
 
 def _sample(one: Measurement, sample: Sample) -> list[Block]:
-    accepted = sum(len(piece.text) for piece in sample.segments if piece.kind == "accepted")
-    written = sum(len(piece.text) for piece in sample.segments)
+    accepted = sum(len(text) for text, from_draft in sample.pieces if from_draft)
+    written = sum(len(text) for text, _ in sample.pieces)
     share = f"{percent(accepted / written)} of the characters from the draft" if written else "nothing written"
-    pieces = [(piece.text, "mark" if piece.kind == "accepted" else "") for piece in sample.segments]
+    pieces = [(text, "mark" if from_draft else "") for text, from_draft in sample.pieces]
     return [Heading(one.pair), f"{engine_name(one.backend)}, {share}", Code([(sample.prompt, "prompt"), *pieces])]
 
 

@@ -93,10 +93,10 @@ def results(of_run: dict[str, Any]) -> dict[str, Any]:
             speed = {0: 1.0, 1: peak - 0.2, 3: peak}[row["length"]]
             row |= {"speedup": speed, "speedup_low": speed - 0.07, "speedup_high": speed + 0.06}
             row |= {"tokens_per_second": 40 * speed, "plain_tokens_per_second": 40.0}
-    hostile = [{"text": EVIL, "kind": kind} for kind in ("accepted", "target")]
+    hostile = [[EVIL, True], [EVIL, False]]
     for row in (row for part in found["speedup"]["parts"] for row in part["measurements"]):
         row["samples"] = row["samples"][:1]
-    found["speedup"]["parts"][1]["measurements"][1]["samples"] = [{"prompt": EVIL, "segments": hostile}]
+    found["speedup"]["parts"][1]["measurements"][1]["samples"] = [{"prompt": EVIL, "pieces": hostile}]
     return found
 
 
