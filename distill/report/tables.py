@@ -100,25 +100,17 @@ SIZES: dict[str, Callable[[ModelSizes], int]] = {
 
 
 def models(results: RunResults) -> Table:
-    """Target, donor and draft side by side, and how the draft differs from its donor."""
-    donor, draft = results.donor, results.draft
-    every = {"target": results.target, "donor (before)": donor, "draft (after)": draft}
+    """Target, donor and draft side by side."""
+    every = {"target": results.target, "donor (before)": results.donor, "draft (after)": results.draft}
     shown = {title: model for title, model in every.items() if model is not None}
-    rows: list[list[Cell | Value]] = [
+    rows: list[Row] = [
         ["path", *(model.path for model in shown.values())],
         ["architecture", *(model.architecture for model in shown.values())],
     ]
     for label, of in SIZES.items():
         form = "bytes" if label == "bytes" else ""
         rows.append([label, *(Cell(of(model), form) for model in shown.values())])
-    if donor is None:
-        return Table(["", *shown], rows, results.command)
-    same = "same" if donor.architecture == draft.architecture else "changed"
-    sizes = [(of(donor), of(draft)) for of in SIZES.values()]
-    changes: list[Cell | Value] = [Cell(new / old - 1, "%") if old and new != old else "same" for old, new in sizes]
-    for row, change in zip(rows, ["", same, *changes], strict=True):
-        row.append(change)
-    return Table(["", *shown, "donor → draft"], rows, results.command)
+    return Table(["", *shown], rows, results.command)
 
 
 def cuts(results: RunResults) -> Table:
