@@ -105,7 +105,7 @@ class BadServer:
         return TEXTS[hashlib.sha256(shown.encode()).digest()[0] % len(TEXTS)]
 
     def post(self, handler: LoopbackHandler, body: dict[str, Any]) -> None:
-        prompt = body["messages"] if "messages" in body else body["prompt"]
+        prompt = body["prompt"]
         with self._lock:
             self.bodies.append(body)
             self.headers.append(dict(handler.headers))
@@ -138,14 +138,9 @@ class BadServer:
     def completion(self, body: dict[str, Any], prompt: Any, kind: str) -> dict[str, Any]:
         from distill.engines.torch.hugging_face import encode
 
-        chat = "messages" in body
-        if chat:
-            prompt = self.tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True)
         text = self.text(prompt)
         new = encode(self.tokenizer, text)
-        count = len(prompt) if isinstance(prompt, list) else len(encode(self.tokenizer, prompt))
-        choice: dict[str, Any] = {"finish_reason": "stop", "index": 0}
-        choice |= {"message": {"content": text}, "token_ids": new} if chat else {"text": text}
+        choice: dict[str, Any] = {"finish_reason": "stop", "index": 0, "text": text}
         if kind == "empty text":
             choice["text"] = ""
         if kind == "length":
@@ -155,7 +150,7 @@ class BadServer:
         return {
             "model": "another" if kind == "other model" else body["model"],
             "choices": [] if kind == "no choice" else [choice],
-            "usage": {"prompt_tokens": count + (kind == "other tokens"), "completion_tokens": len(new) + 1},
+            "usage": {"prompt_tokens": len(prompt) + (kind == "other tokens"), "completion_tokens": len(new) + 1},
         }
 
 

@@ -43,18 +43,12 @@ class Sample:
 
 @dataclass(frozen=True)
 class Request:
-    """A prompt to continue: its token ids, the seed of its random numbers, and the most new tokens.
-
-    `messages` are those that the prompt was rendered from, with the template's further `arguments` (such as
-    enable_thinking); None where it is not a chat.
-    """
+    """A prompt to continue: its token ids, the seed of its random numbers, and the most new tokens."""
 
     id: str
     ids: list[int]
     seed: int
     limit: int
-    messages: list[dict[str, Any]] | None = None
-    arguments: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,6 @@ class Recipe(Section):
                 f"answers.prompt_tokens + answers.new_tokens = {self.answers.prompt_tokens + self.answers.new_tokens} "
                 f"does not fit corpus.block = {self.corpus.block}"
             )
-        self._can_ask_the_target()
         if not self.target.load:
             needing = list(self._weights_needed())
             if needing:
@@ -104,14 +103,6 @@ class Recipe(Section):
             if kind not in self.export.outtypes:
                 raise ValueError(f"speedup measures {backend} in {kind}, which is not among export.outtypes")
         return self
-
-    def _can_ask_the_target(self) -> None:
-        """Raise ValueError where sources of kind target ask for what the writer or section chat does not give."""
-        if self.corpus.asked and self.answers.writer is not None and self.answers.writer.api == "chat":
-            raise ValueError(
-                "corpus.sources of kind target continue the beginning of a prompt, and answers.writer.api chat sends "
-                "whole messages: use api: completions"
-            )
 
     def _weights_needed(self) -> Iterator[str]:
         """Everything that needs the target's weights where `target.load` is false, each with the remedy."""

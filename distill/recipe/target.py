@@ -165,11 +165,6 @@ class WriterSettings(Servers):
     """
 
     gguf: str | None = Field(None, description="a GGUF file of the target")
-    api: Literal["completions", "chat"] = Field(
-        "completions",
-        description="completions: send the rendered prompt; chat: send the messages, to servers that return token "
-        "ids (vLLM)",
-    )
     missing: float = Field(
         0.0,
         ge=0,
@@ -183,7 +178,7 @@ class WriterSettings(Servers):
         if (self.gguf is None) == (not self.urls):
             raise ValueError("give either gguf, a file, or urls, servers")
         if self.gguf is not None:
-            served = ("model", "api", *(name for name in CONNECTION_KEYS if name != "urls"), "missing")
+            served = ("model", *(name for name in CONNECTION_KEYS if name != "urls"), "missing")
             given = [name for name in served if getattr(self, name) != type(self).model_fields[name].default]
             if given:
                 raise ValueError(f"{', '.join(given)}: for servers (urls) alone, and this is a GGUF file")

@@ -17,7 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from distill.data.chat_template import ChatTemplate, messages_after, next_prompt
+from distill.data.chat_template import ChatTemplate, next_prompt
 from distill.data.samples import (
     TEXT_FAULTS,
     AnswerTexts,
@@ -73,14 +73,12 @@ class AnswerRules:
     text_of: Callable[[Sequence[int]], str]
     template: ChatTemplate | None = None
 
-    def request(self, name: str, prompt: Sample, ids: list[int], texts: list[str]) -> Request | None:
-        """The next request after answers with these texts; None where the block has no room left for it."""
+    def request(self, name: str, ids: list[int]) -> Request | None:
+        """The request for an answer to a prompt; None where the block has no room left for it."""
         limit = min(self.new_tokens, self.room - len(ids))
         if limit < 1:
             return None
-        messages = None if prompt.chat is None else messages_after(prompt.chat, texts)
-        arguments = (prompt.chat or {}).get("arguments") or {}
-        return Request(name, ids, prompt_seed(self.seed, name), limit, messages, arguments)
+        return Request(name, ids, prompt_seed(self.seed, name), limit)
 
     def next_prompt(self, prompt: Sample, texts: list[str]) -> list[int] | None:
         """The next prompt of a conversation after answers with these texts; None where it is over."""
@@ -117,7 +115,7 @@ class Conversation:
 
     def begin(self, rules: AnswerRules, known: dict[str, Reply]) -> None:
         """Go on to the first request that no reply in `known` answers."""
-        self.request = rules.request(self.prompt.id, self.prompt, self.prompt.prompt, [])
+        self.request = rules.request(self.prompt.id, self.prompt.prompt)
         if self.request is None:
             self._add(self.prompt.id, self.prompt.prompt, Reply("", [], False, "no room in the block"), rules)
         while self.request is not None and self.request.id in known:
@@ -133,7 +131,7 @@ class Conversation:
         self.texts.append(rules.text_of(answer.answer))
         ids = rules.next_prompt(self.prompt, list(self.texts))
         if ids is not None:
-            self.request = rules.request(f"{self.prompt.id}/{len(self.texts)}", self.prompt, ids, self.texts)
+            self.request = rules.request(f"{self.prompt.id}/{len(self.texts)}", ids)
 
     def _add(self, name: str, ids: list[int], reply: Reply, rules: AnswerRules) -> Sample:
         dropped = reply.dropped or ("" if reply.ended or rules.keep_truncated else "truncated") or fault_of(reply.ids)
@@ -385,7 +383,7 @@ def _said(found: AnswerTexts) -> str:
 def writer_kind(recipe: Recipe) -> str:
     """The kind of writer, for the manifest; without addresses."""
     settings = recipe.answers.writer
-    return "transformers" if settings is None else "gguf" if settings.gguf is not None else f"server, {settings.api}"
+    return "transformers" if settings is None else "server" if settings.gguf is None else "gguf"
 
 
 def _hold_out(recipe: Recipe, run: Run, split: Split) -> list[Path]:

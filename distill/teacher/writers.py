@@ -183,7 +183,7 @@ class Choice(BaseModel):
 
 
 class Completion(BaseModel):
-    """The reply of /v1/completions or /v1/chat/completions."""
+    """The reply of /v1/completions."""
 
     choices: list[Choice] = Field(min_length=1)
     prompt_token_ids: list[int] | None = None
@@ -260,17 +260,19 @@ class ServerWriter:
     def _ask(self, request: Request) -> Reply:
         """The reply to one request; runs in a thread of the pool."""
         try:
-            return self._chat(request) if self.settings.api == "chat" else self._complete(request)
+            return self._complete(request)
         except Refused as error:
             return Reply(request.id, [], False, f"refused by the server ({error})", error.detail)
         except Unanswered as error:
             return Reply(request.id, [], False, f"no reply ({error})", error.detail, lasting=False)
 
     def _body(self, request: Request) -> dict[str, Any]:
-        """What both kinds of request say. Every setting is sent: the servers' defaults differ, and none is off."""
+        """A request. Every setting is sent: the servers' defaults differ, and none is off."""
         sampler, answers = self.recipe.sampler, self.recipe.answers
         body = {
             "model": self.model,
+            "prompt": request.ids,
+            "add_special_tokens": False,
             "max_tokens": request.limit,
             "temperature": sampler.temperature,
             "top_p": sampler.top_p,
@@ -291,34 +293,9 @@ class ServerWriter:
         return body | ({"stop": list(answers.stop)} if answers.stop else {})
 
     def _complete(self, request: Request) -> Reply:
-        body = self._body(request) | {"prompt": request.ids, "add_special_tokens": False}
-        answer = self.endpoint.post("completions", body, Completion)
+        answer = self.endpoint.post("completions", self._body(request), Completion)
         if not answer.is_of(request.ids):
             return Reply(request.id, [], False, OTHER_PROMPT)
-        return self._reply(request, answer)
-
-    def _chat(self, request: Request) -> Reply:
-        if request.messages is None:
-            raise DataError(
-                "answers.writer.api is chat, and the prompts are not chats",
-                "make chat prompts in section corpus, or use api: completions, which takes any prompt",
-            )
-        body = self._body(request) | {"messages": request.messages}
-        arguments = dict(request.arguments)
-        if tools := arguments.pop("tools", self.recipe.chat.tools):
-            body["tools"] = list(tools)
-        if arguments:
-            body["chat_template_kwargs"] = arguments
-        answer = self.endpoint.post("chat/completions", body, Completion)
-        if not answer.is_of(request.ids):
-            return Reply(request.id, [], False, OTHER_PROMPT)
-        if answer.choices[0].token_ids is None:
-            raise EndpointError(
-                "a chat reply without token_ids: the text of a message is not the target's own, which had thinking "
-                "and tool calls taken out of it",
-                "serve the target with vLLM, which returns them, or use answers.writer.api: completions, which any "
-                "server with OpenAI's API takes (llama-server, SGLang)",
-            )
         return self._reply(request, answer)
 
     def _reply(self, request: Request, answer: Completion) -> Reply:

@@ -98,7 +98,6 @@ def summary_of(run: Run) -> AskedQuestions:
 # ── the recipe ──
 
 ASKING = {"kind": "target", "questions": 5}
-CHAT_SERVER = {"writer": {"urls": ["http://localhost:1/v1"], "api": "chat"}}
 
 
 @pytest.mark.parametrize(
@@ -112,7 +111,6 @@ CHAT_SERVER = {"writer": {"urls": ["http://localhost:1/v1"], "api": "chat"}}
         ({"kind": "tree", "path": "a", "tokens": 96}, {}, "tokens: for kind target alone"),
         ({"kind": "jsonl"}, {}, "corpus.sources.0.path: is missing"),
         (ASKING | {"temperature": 0}, {}, "temperature: input should be greater than 0"),
-        (ASKING, {"answers": CHAT_SERVER}, "api chat sends whole messages: use api: completions"),
         (ASKING, {"target": {"model": "m", "load": False}, "answers": {"prompts": 0, "traffic": "t"}}, "qu"),
         (ASKING | {"openings": ["How", "Translate "]}, {}, "ends in a space"),
         (ASKING | {"openings": ["How", " \n"]}, {}, "has no words"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import shutil
 import subprocess
 import sys
 import threading
@@ -20,15 +19,15 @@ from tiny import Capture, Patch
 from writing_worlds import BadServer, answer_lines, begin
 
 from distill import http
-from distill.data.samples import Request, Sample, read_answers, write_samples
-from distill.engines.torch.hugging_face import encode, load_config, load_tokenizer
-from distill.errors import DataError, EndpointError
+from distill.data.samples import read_answers
+from distill.engines.torch.hugging_face import encode, load_tokenizer
+from distill.errors import EndpointError
 from distill.files import read_json
 from distill.pipeline.stages import Contents, difference, find_stage, key_parts
 from distill.run import Run
 from distill.serving.server import LlamaServer, started
 from distill.teacher.answers import answers
-from distill.teacher.writers import OTHER_PROMPT, ServerWriter
+from distill.teacher.writers import OTHER_PROMPT
 
 
 @pytest.fixture(scope="module")
@@ -241,90 +240,6 @@ def test_retry_after_and_delays(monkeypatch: Patch) -> None:
         assert http.delay_seconds(attempt, 100) == 100 and http.delay_seconds(attempt, 10**9) == 600
 
 
-# ── chat ──
-
-
-def test_chat_requests_and_replies(world: Path, tokenizer: Any, tmp_path: Path) -> None:
-    """The server's ids are the answer, up to a stop string; a server that gives none is refused."""
-    choices: list[dict[str, Any]] = []
-    ids, end = encode(tokenizer, "a b c d"), tokenizer.eos_token_id
-
-    class Chat(BadServer):
-        def completion(self, body: dict[str, Any], prompt: Any, kind: str) -> dict[str, Any]:
-            choice = {"message": {"content": "yes it is"}, "finish_reason": "stop", **choices.pop(0)}
-            return {"model": "tiny", "choices": [choice], "usage": {"prompt_tokens": len(ids)}}
-
-    with Chat(tokenizer, ok) as server:
-        tools = "chat.tools=[{type: function, function: {name: add, parameters: {type: object}}}]"
-        recipe, _ = begin(world, tmp_path, 1, served(server.url, api="chat"), tools, "answers.stop=[' it']")
-        writer = ServerWriter(recipe, tokenizer, load_config(recipe.target.model))
-        request = Request("r", ids, 1, 60, [{"role": "user", "content": "hello"}], {"enable_thinking": False})
-        whole = encode(tokenizer, "<think>\nhm hm\n</think>\n\nyes")
-        choices.append({"token_ids": [*whole, end], "stop_reason": None})
-        reply = writer._ask(request)
-        assert reply.ended and reply.ids == [*whole, end] and not reply.dropped
-        assert server.bodies[-1]["messages"] == request.messages
-        assert server.bodies[-1]["chat_template_kwargs"] == {"enable_thinking": False}
-        assert server.bodies[-1]["tools"] == list(recipe.chat.tools) != []
-        choices.append({"token_ids": [*whole, *encode(tokenizer, " it")], "stop_reason": " it"})
-        assert writer._ask(request).ids == whole
-        choices.append({})
-        with pytest.raises(EndpointError, match=r"without token_ids[\s\S]*vLLM[\s\S]*api: completions"):
-            writer._ask(request)
-        writer.close()
-
-
-TALKING = (
-    "{% for m in messages %}[{{ m['role'] }}] {{ m['content'] }}{% if m['role'] == 'assistant' %}{{ eos_token }}"
-    "{% endif %} / {% endfor %}{% if add_generation_prompt %}[assistant] {% endif %}"
-)
-
-
-def test_the_chat_api_is_asked_turn_by_turn(world: Path, tokenizer: Any, tmp_path: Path) -> None:
-    """Each later question comes with the reply before it, and is a sample of its own; a broken turn ends its talk."""
-    model = tmp_path / "model"
-    shutil.copytree(world / "target", model)
-    (model / "chat_template.jinja").write_text(TALKING)
-    own = load_tokenizer(str(model))
-
-    def behave(messages: Any, attempt: int) -> str:
-        if attempt == 0 and len(messages) == 3:
-            return "500"
-        return "other tokens" if len(messages) == 5 and messages[0]["content"] == "q2" else "ok"
-
-    with BadServer(own, behave) as server:
-        overrides = (f"target.model={model}", served(server.url, api="chat"), "corpus.block=200")
-        recipe, run = begin(world, tmp_path / "run", 0, *overrides)
-        samples = []
-        for number in range(8):
-            chat = {"messages": [{"role": "user", "content": f"q{number}"}], "turns": ["and", "then"][: number % 3]}
-            rendered = own.apply_chat_template(chat["messages"], tokenize=False, add_generation_prompt=True)
-            samples.append(Sample(f"p{number}", encode(own, rendered), label="talk", chat=chat))
-        write_samples(run.path("corpus", "prompts-train.arrow"), samples)
-        answers(recipe, run)
-        bodies = server.bodies
-    written = {one.id: one for one in read_answers(run, "train") if not one.dropped}
-    assert len(written) == 3 * 1 + 3 * 2 + 2 * 3 - 1 and "p2/2" not in written
-    for one in written.values():
-        assert one.ended and one.label == "talk" and own.decode(one.prompt).endswith("[assistant] ")
-        shown = own.decode(one.prompt)
-        assert one.answer == [*encode(own, server.text(shown)), own.eos_token_id]
-    third = written["p5/2"]
-    first, second = (own.decode(written[name].answer, skip_special_tokens=True) for name in ("p5", "p5/1"))
-    end = own.eos_token
-    assert own.decode(third.prompt) == (
-        f"[user] q5 / [assistant] {first}{end} / [user] and / [assistant] {second}{end} / [user] then / [assistant] "
-    )
-    asked = next(body["messages"] for body in bodies if len(body["messages"]) == 5)
-    assert [one["role"] for one in asked] == ["user", "assistant", "user", "assistant", "user"]
-    assert server.asked.total() == len(written) + 1 + 5, "each second question again, after its status 500"
-
-
-def test_chat_needs_chat_prompts(tokenizer: Any, write: Any) -> None:
-    with BadServer(tokenizer, ok) as server, pytest.raises(DataError, match="the prompts are not chats"):
-        write(3, server, api="chat")
-
-
 # ── kills, and a server as users run it ──
 
 
@@ -412,7 +327,7 @@ def test_a_llama_server_of_today_answers(world: Path, gguf: Path, tmp_path: Path
 
 
 def test_the_address_of_a_server_is_not_part_of_the_key(world: Path, tmp_path: Path) -> None:
-    """A run goes on where the server moved; another model, another file or another API is another target."""
+    """A run goes on where the server moved; another model or another file is another target."""
 
     def parts(*overrides: str) -> dict[str, Any]:
         recipe, run = begin(world, tmp_path, 1, *overrides)
@@ -420,8 +335,8 @@ def test_the_address_of_a_server_is_not_part_of_the_key(world: Path, tmp_path: P
 
     first = parts(served("http://a/v1"))
     assert parts(served("http://b/v1", concurrency=9, key="K", retries=1, missing=0.1, timeout=3)) == first
-    chat = parts(served("http://a/v1", api="chat"))
-    assert difference(first, chat) == ["answers.writer.api: 'completions' -> 'chat'"]
+    other = parts(served("http://a/v1", model="other"))
+    assert difference(first, other) == ["answers.writer.model: 'tiny' -> 'other'"]
     found = []
     for content in ("GGUF1", "GGUF2"):
         (tmp_path / "x.gguf").write_text(content)
