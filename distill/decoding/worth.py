@@ -134,8 +134,7 @@ class ExpectedValue(LengthRule):
 
     Rounds with a draft may lose `allowance` tokens' time against plain decoding in all, or what chance explains
     (`doubt` times the root of the sum of squared losses), a hundredth of a token more with each token decoded, and half
-    of the most that drafting has gained in this session. Beyond that, and where drafting is not worth it, the rule
-    decodes plainly for `rest` tokens and asks again.
+    of the most that drafting has gained in this session. Beyond that the rule decodes plainly.
     """
 
     worth: Worth
@@ -146,7 +145,6 @@ class ExpectedValue(LengthRule):
     doubt: float = 1.5
     forget: float = 0.99
     own: float = 2.0
-    rest: int = 8
 
     def __post_init__(self) -> None:
         costs, calibration = self.worth.costs, self.calibration
@@ -156,7 +154,6 @@ class ExpectedValue(LengthRule):
             rejected = calibration.judged - calibration.accepted
             self._prior = 0.5 + count * calibration.accepted, 0.5 + count * rejected
         self._correction = Correction(strengths)
-        self._plain = 0  # tokens of plain decoding left
         self._seen = [0.0, 0.0]  # accepted and rejected tokens of this session, as far as they count
         if calibration.judged:  # λ is that of the best length at this acceptance
             expected = accumulate(accumulate([1.0] + [self._mean()] * self.limit(), lambda a, b: a * b))
@@ -176,8 +173,8 @@ class ExpectedValue(LengthRule):
         return min(mean + deviations * (mean * (1 - mean) / (accepted + rejected + 1)) ** 0.5, 0.995)
 
     def limit(self) -> int:
-        """`longest`, as far as the curve reaches; 0 while decoding plainly."""
-        return 0 if self._plain > 0 else min(self.longest, len(self.costs.target) - 1)
+        """`longest`, as far as the curve reaches."""
+        return min(self.longest, len(self.costs.target) - 1)
 
     def _start(self) -> None:
         # n so far in this round, E of the round as it stands, the chance of all so far; seconds of its draft's steps
@@ -258,16 +255,13 @@ class ExpectedValue(LengthRule):
         self._seen = [self.forget**tokens * seen for seen in self._seen]
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
-        """Learn λ and the acceptance; switch to plain decoding, or back from it."""
+        """Learn λ and the acceptance."""
         tokens, plain = accepted + 1, self.costs.target[0]
         most = self.costs.target[min(drafted, len(self.costs.target) - 1)] + self._paid
         seconds = min(max(seconds, 0.0), HELD_UP * most)
         self._whole = accepted == drafted > 0
         self.worth.learn(tokens, seconds)
         self._age(tokens)
-        if self._plain > 0:
-            self._plain -= tokens
-            return
         for position in range(min(drafted, accepted + 1)):
             self._seen[position == accepted] += 1
             if position < len(features):
@@ -282,6 +276,4 @@ class ExpectedValue(LengthRule):
             self._squares += lost * lost
             if self._gained >= self._most:
                 self._most, self._squares = self._gained, 0.0
-        else:
-            self._plain = self.rest
         self._start()

@@ -68,9 +68,7 @@ EAGER: dict[str, Callable[[], LengthRule]] = {
     "ratio, forgetting": lambda: AcceptedRatio(2, 0.3, 0.1, 0.1, 1, 3),
     "beta, forgetting": lambda: BetaFilter(3, 0.35, 4, 0.5, 0.2),
     "expected-value, learning": lambda: ExpectedValue(Worth(COSTS, 2.0), Calibration(-0.5), 3, forget=0.5),
-    "expected-value, tired": lambda: ExpectedValue(
-        Worth(COSTS), Calibration(-0.5), 3, allowance=0.5, doubt=0.0, rest=1
-    ),
+    "expected-value, tired": lambda: ExpectedValue(Worth(COSTS), Calibration(-0.5), 3, allowance=0.5, doubt=0.0),
     "expected-value, context": lambda: ExpectedValue(
         Worth(COSTS), Calibration(-0.5, (0.5, 1.0, -1.0, 0.5, -0.5), ("margin", *CONTEXT_TERMS)), 3
     ),
