@@ -195,22 +195,6 @@ class RoundCostMeter:
         )
 
 
-def prompts_as_long(others: Sequence[Sequence[int]], lengths: Sequence[int], count: int = PROMPTS) -> list[list[int]]:
-    """`count` prompts for a meter, as long as the quantiles of `lengths`, because deeper rounds cost more.
-
-    Each ends as one of `others` does, in turn; a short one stands behind the others before it.
-    """
-    ordered, prompts = sorted(lengths), list[list[int]]()
-    for index in range(count):
-        size, text = ordered[len(ordered) * (2 * index + 1) // (2 * count)], list[int]()
-        for back in itertools.count():
-            text = [*others[(index - back) % len(others)], *text]
-            if len(text) >= size:
-                break
-        prompts.append(text[-size:])
-    return prompts
-
-
 def measure_costs(
     target: Model,
     draft: Model,

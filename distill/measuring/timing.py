@@ -16,7 +16,7 @@ from distill.decoding.configured import NO_COSTS, Fitted, require_trees
 from distill.decoding.costs import Costs
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader
-from distill.decoding.round_costs import keep_costs, measure_costs, pair_costs, prompts_as_long
+from distill.decoding.round_costs import PROMPTS, keep_costs, measure_costs, pair_costs
 from distill.decoding.rules import characters
 from distill.engines.loaded import LoadedPair
 from distill.engines.model import Model, Watch
@@ -118,7 +118,8 @@ def _timed_costs(settings: PairSettings, pair: LoadedPair, given: PairTexts) -> 
     longest = _longest_priced(settings)
     if not longest:
         return NO_COSTS
-    spare = prompts_as_long(given.spare, [len(prompt) for prompt in given.prompts])
+    ordered = sorted(given.spare, key=len)  # deeper rounds cost more
+    spare = [ordered[len(ordered) * (2 * index + 1) // (2 * PROMPTS)] for index in range(PROMPTS)]
     costs = measure_costs(pair.target, pair.draft, spare, longest, REPEATS, settings.speedup.new_tokens)
     keep_costs(pair, len(spare[len(spare) // 2]), costs)
     return costs

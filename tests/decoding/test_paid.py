@@ -21,7 +21,7 @@ from distill.decoding.costs import Costs, accepted_by_position, measure_steps, r
 from distill.decoding.decode import decode_text, plain
 from distill.decoding.drafters import LookupDrafter, ModelDrafter
 from distill.decoding.lengths import LengthRule
-from distill.decoding.round_costs import RoundCostMeter, measure_costs, prompts_as_long
+from distill.decoding.round_costs import RoundCostMeter, measure_costs
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.worth import ExpectedValue, Worth
 from distill.engines.model import AroundModel, Watch
@@ -103,14 +103,6 @@ def test_fixed_lengths_are_predicted_by_steps_and_acceptance(pair: tuple[Any, An
     plainly, drafted = (totals(one.texts)[1].sum() for one in prepared[:2])
     found = [predicted_speedup(one, steps) for one in prepared]
     assert found == [None, pytest.approx(plainly / drafted, rel=0.02), None, None]
-
-
-def test_prompts_as_long() -> None:
-    others = [[1, 2, 3], [4], [5, 6]]
-    assert prompts_as_long(others, [3, 3], 2) == [[1, 2, 3], [2, 3, 4]]
-    found = prompts_as_long(others, [9, 1, 5], 3)
-    assert [len(one) for one in found] == [1, 5, 9]
-    assert found == [[3], [5, 6, 1, 2, 3, 4][-5:], [1, 2, 3, 4, 5, 6, 1, 2, 3, 4, 5, 6][-9:]]
 
 
 def test_acceptance_is_counted_where_a_position_was_reached() -> None:
