@@ -101,6 +101,7 @@ class Choices(NamedTuple):
     tokens: Sequence[int]
     chances: Sequence[float]
     place: Any = ()
+    judged: tuple[Features, int] | None = None  # of a draft's: the features of its distribution, and its best token
 
 
 @dataclass
@@ -117,6 +118,7 @@ class Grown:
     depths: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
     unread: list[int] = field(default_factory=list)
+    known: dict[tuple[int, ...], Choices] = field(default_factory=dict)  # of a draft, by the path before them
 
     def path(self, node: int) -> tuple[int, ...]:
         """The tokens down to a node."""
@@ -186,12 +188,13 @@ def draft_tree(
 ) -> Grown:
     """The best-first tree of a draft, which is called once a level, and takes some nodes that the tree then leaves out.
 
-    A node's value is the product of its path's probabilities of acceptance: those that `calibration` makes of the
-    draft's. `root` [V] is the distribution after the context; children are the `branching` best tokens. `max_leaves`
-    bounds the branches of the tree and of the nodes that the draft takes. With a `rule` the tree gets as many nodes as
-    are worth verifying, and as many levels as may be worth their steps.
+    A node's value is the product of its path's probabilities of acceptance: those that the rule, or else `calibration`
+    makes of the draft's. `root` [V] is the distribution after the context; children are the `branching` best tokens.
+    `max_leaves` bounds the branches of the tree and of the nodes that the draft takes. With a `rule` the tree gets as
+    many nodes as are worth verifying, and as many levels as may be worth their steps.
     """
-    (first,) = _choices([()], root[None], branching, calibration)
+    judge = calibration if rule is None else rule
+    (first,) = _choices([()], root[None], branching, judge)
     known: dict[tuple[int, ...], Choices] = {(): first}
     drafted: dict[tuple[int, ...], int] = {(): ROOT}  # numbers of the nodes that the draft took
     leaves = Leaves(max_leaves, ())
@@ -211,23 +214,26 @@ def draft_tree(
             above = [drafted[paths[node][:-1]] for node in taken]
             distributions = expand([grown.tokens[node] for node in taken], above)
             opened = [paths[node] for node in taken]
-            known |= zip(opened, _choices(opened, distributions, branching, calibration), strict=True)
+            known |= zip(opened, _choices(opened, distributions, branching, judge), strict=True)
             drafted |= {path: len(drafted) - 1 + number for number, path in enumerate(opened)}
         elif len(taken) == len(unread):
+            grown.known = known
             return grown
 
 
 def _choices(
-    paths: Sequence[tuple[int, ...]], distributions: Tensor, branching: int, calibration: Calibration
+    paths: Sequence[tuple[int, ...]], distributions: Tensor, branching: int, judge: Calibration | ExpectedValue
 ) -> Iterator[Choices]:
     """The `branching` best tokens after each path, from the draft's distributions [m, V] there."""
-    asked = "entropy" in calibration.terms
+    asked = "entropy" in (judge.calibration if isinstance(judge, ExpectedValue) else judge).terms
     every = entropies(distributions).tolist() if asked else [0.0] * len(distributions)
     best = best_tokens(distributions, max(branching, 2))
     for path, entropy, (tokens, found) in zip(paths, every, best, strict=True):
         top, second = (*found[:2], 0.0, 0.0)[:2]
-        chances = calibrated(found, Features(top, second, entropy), len(path), calibration)
-        yield by_chance(tokens[:branching], chances[:branching], path)
+        features = Features(top, second, entropy)
+        chances = calibrated(found, features, len(path), judge)
+        choices = by_chance(tokens[:branching], chances[:branching], path)
+        yield choices._replace(judged=(features, tokens[0])) if tokens else choices
 
 
 def by_chance(tokens: Sequence[int], chances: Sequence[float], place: Any) -> Choices:
@@ -238,7 +244,9 @@ def by_chance(tokens: Sequence[int], chances: Sequence[float], place: Any) -> Ch
     return Choices(tokens, chances, place)
 
 
-def calibrated(chances: Sequence[float], features: Features, position: int, calibration: Calibration) -> list[float]:
+def calibrated(
+    chances: Sequence[float], features: Features, position: int, calibration: Calibration | ExpectedValue
+) -> list[float]:
     """The probability that each child is accepted, from the draft's probabilities of a node's children, best first.
 
     A chain's calibration tells that of the best child; the others share the rest as in the distribution.
@@ -329,9 +337,12 @@ class TreeDrafter:
         self.kind = "deterministic" if shape is None else "distinct" if distinct else "sampled"
         self.branching, self.depth, self.calibration, self.rule = branching, depth, calibration, rule
         self._late = 0.0  # seconds of this round in which the draft read what was decoded without it
+        self._known: dict[tuple[int, ...], Choices] = {}  # of the last tree, behind this many tokens
+        self._length = 0
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Read the prompt but for its last token; nothing where it has no room, or where no tree is worth its steps."""
+        self._known = {}
         read_prompt(self.model, prompt, self.nodes > 0 and self._starts())
 
     def _starts(self) -> bool:
@@ -357,6 +368,8 @@ class TreeDrafter:
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """A tree of at most `limit` levels, of `size`."""
+        if self.rule is not None and self._known:
+            self._learn(self.rule, context[self._length :])
         shape, nodes = self.size(limit)
         if nodes == 0 or not self._starts():
             return NOTHING
@@ -372,7 +385,7 @@ class TreeDrafter:
         root = distributions(self.model.extend(fresh, want=[len(fresh) - 1]))[0]
         if shape is not None:
             return sampled_tree(shape, root, expand, self.random, not self.distinct)
-        return draft_tree(
+        grown = draft_tree(
             root,
             expand,
             nodes,
@@ -381,7 +394,20 @@ class TreeDrafter:
             calibration=self.calibration,
             max_leaves=self.model.max_leaves,
             rule=self.rule,
-        ).proposal()
+        )
+        self._known, self._length = grown.known, len(context)
+        return grown.proposal()
+
+    def _learn(self, rule: ExpectedValue, new: Sequence[int]) -> None:
+        """What was written behind the last tree judges the draft's best tokens there."""
+        path: tuple[int, ...] = ()
+        for token in new:
+            if (choices := self._known.get(path)) is None or choices.judged is None:
+                break
+            features, best = choices.judged
+            rule.judged(len(path), features, token == best)
+            path = (*path, token)
+        self._known = {}
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Drop the tree, and let the rule learn; the accepted path is read again together with the next token."""

@@ -219,10 +219,18 @@ class ExpectedValue(LengthRule):
         self._paid += self.costs.draft if position else self._first_step() + self.costs.overhead
         return True
 
+    def accept(self, position: int, features: Features) -> float:
+        """The corrected probability that the best token at `position` is accepted, given that all before it are."""
+        return self._correction.probability(self.calibration.accept(position, features))
+
+    def judged(self, position: int, features: Features, accepted: bool) -> None:
+        """The target has judged the best token at a position."""
+        self._correction.learn(self.calibration.accept(position, features), accepted)
+
     def go_on(self, position: int, features: Features) -> bool:
         """Whether this token, alone or with more, could beat the tokens drafted so far."""
         best = self._value(self._drafted, self._expected)
-        probability = self._correction.probability(self.calibration.accept(position, features))
+        probability = self.accept(position, features)
         drafted, survival = self._drafted + 1, self._survival * probability
         expected = self._expected + survival
         if self._value(drafted, expected) <= best and not self._beatable(drafted, expected, survival, best):
@@ -237,8 +245,10 @@ class ExpectedValue(LengthRule):
         expected, chance, lines = list(accumulate(chances, initial=1.0)), 0.0, list[Line]()
         for width, node in enumerate(level, start=1):
             chance += chances[node]
-            nodes = max(size.count, node + 1)
-            lines.append(Line(nodes, expected[nodes], chance, width))
+            # Behind a full tree, nodes of one, two or four more levels take the place of its least likely ones.
+            full = {max(node + 1, size.most - levels * width) for levels in (1, 2, 4)}
+            for nodes in {max(size.count, node + 1), *full}:
+                lines.append(Line(nodes, expected[min(nodes, len(chances))], chance, width))
         levels = self.longest - depth
         opened = self.worth.beatable(size.best, lines, self.hoped(depth, min(chance, 1.0)), levels, size.most)
         self._paid += self.costs.draft if opened else 0.0
@@ -265,8 +275,7 @@ class ExpectedValue(LengthRule):
         for position in range(min(drafted, accepted + 1)):
             self._seen[position == accepted] += 1
             if position < len(features):
-                calibrated = self.calibration.accept(position, features[position])
-                self._correction.learn(calibrated, position < accepted)
+                self.judged(position, features[position], position < accepted)
         if self._declined is not None and accepted == drafted:  # it would have been judged, and counts as half a token
             self._seen[0] += self._declined / 2
             self._seen[1] += (1 - self._declined) / 2

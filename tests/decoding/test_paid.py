@@ -23,6 +23,7 @@ from distill.decoding.drafters import LookupDrafter, ModelDrafter
 from distill.decoding.lengths import LengthRule
 from distill.decoding.round_costs import RoundCostMeter, measure_costs
 from distill.decoding.rules import GREEDY, Rules
+from distill.decoding.trees import TreeDrafter
 from distill.decoding.worth import ExpectedValue, Worth
 from distill.engines.model import AroundModel, Watch
 from distill.errors import DataError
@@ -209,3 +210,18 @@ def test_small_contexts_and_drafts_without_tokens_end(pair: tuple[Any, Any]) -> 
         model.capacity = 12
     costs = measure_costs(*pair, [[1, 2, 3]], 8, repeats=2)
     assert costs.target == pytest.approx([10 + 1.5 * n for n in range(9)])
+
+
+@pytest.mark.parametrize(("unlike", "more", "gain"), [(0.3, 0.05, 0.93), (0.6, 0.05, 1.05), (0.6, 1.5, 0.93)])
+def test_a_tree_is_as_fast_as_the_chain_that_it_contains(
+    pair: tuple[Any, Any], unlike: float, more: float, gain: float
+) -> None:
+    """A level costs a step of the chain: where the draft knows less and steps are flat, trees are faster."""
+    clock, table, speeds = pair[0]._clock, TableModel(40, 3, memory=3, sharpness=2.0, capacity=400), []
+    target, draft = Clocked(table, clock, 10.0, more), Clocked(table.near(unlike, 4), clock, 2.0, 0.0)
+    costs = Costs(tuple(10 + more * m for m in range(20)), 2.0, 2.0)
+    for branches in (False, True):
+        rule = ExpectedValue(Worth(costs), longest=8)
+        chain, tree = ModelDrafter(draft, rule, GREEDY, float), TreeDrafter(draft, GREEDY, float, 12, rule=rule)
+        speeds.append(decode_text(target, tree if branches else chain, [1, 2, 3], 300, Rules()).tokens_per_second())
+    assert speeds[1] > gain * speeds[0] > gain * 0.1
