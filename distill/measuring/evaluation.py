@@ -74,7 +74,7 @@ from distill.run import Run
 from distill.sampler import Sampler
 from distill.tables import document, paired_ratio_interval, ratio_interval
 from distill.teacher.distributions import TeacherChunk, head_logits
-from distill.teacher.store import TeacherStore, held_out, redo
+from distill.teacher.store import TeacherStore, held_out, how_to_redo
 from distill.vocabulary.files import opening_of
 
 # ── Targets with their drafts, measured behind prompts ──
@@ -398,7 +398,7 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
     store, texts = TeacherStore(run, "test"), held_out(recipe, run, "test")
     blocks = texts.blocks
     if not torch.equal(store.packed.ids, blocks.ids):
-        raise DataError(f"{store.folder} holds other texts than those of this run", redo("test"))
+        raise DataError(f"{store.folder} holds other texts than those of this run", how_to_redo("test"))
     blocks = replace(blocks, mask=store.packed.mask)  # without documents that could not be sent as text
     own = len(texts.own)
     domains = {"answers": range(own), **({"files": range(own, len(blocks))} if len(blocks) > own else {})}

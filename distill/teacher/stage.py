@@ -39,8 +39,8 @@ from distill.teacher.store import (
     TeacherStore,
     bytes_per_position,
     head_path,
+    how_to_redo,
     read_manifest,
-    redo,
     shard_path,
     target_metadata,
     tokenizer_digest,
@@ -265,7 +265,7 @@ def expected_tokens(store: TeacherStore, answers: Sequence[Sample], device: torc
     scored = [one.answer if one.prompt else one.answer[1:] for one in answers]
     written = [*chain.from_iterable(scored)]
     if store.packed.labels()[store.packed.mask][: len(written)].tolist() != written:
-        raise DataError(f"{store.folder} holds the distributions of other answers", redo("teacher"))
+        raise DataError(f"{store.folder} holds the distributions of other answers", how_to_redo("teacher"))
     ids, chances, read = list[Tensor](), list[Tensor](), 0
     for block in range(store.blocks):
         if read >= len(written):

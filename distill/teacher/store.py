@@ -42,7 +42,7 @@ FAINT = 1e-30  # sums of exponentials below this have lost bits in fp32
 PACKED_BYTES = 4 + 2 + 4 + 1  # a position's id, document, position and mask
 
 
-def redo(stage: str) -> str:
+def how_to_redo(stage: str) -> str:
     """The remedy for a store that cannot be used."""
     return f"make it again with `distill train RECIPE --redo {stage}`"
 
@@ -316,5 +316,5 @@ def require_fit(manifest: dict[str, Any], recipe: Recipe) -> None:
     if manifest["tokenizer_digest"] != tokenizer_digest(recipe.target.model):
         raise DataError(
             f"the teacher was made with another tokenizer of {manifest['target']} than the recipe has now",
-            redo("teacher"),
+            how_to_redo("teacher"),
         )

@@ -163,7 +163,7 @@ class Usage(BaseModel):
 class Choice(BaseModel):
     """A finished text: `text` of a completion, and the generated ids where the server gives them (vLLM)."""
 
-    finish_reason: Literal["stop", "tool_calls", "length"]
+    finish_reason: Literal["stop", "length"]
     text: str = ""
     token_ids: list[int] | None = None
     prompt_token_ids: list[int] | None = None
@@ -260,11 +260,14 @@ class ServerWriter:
     def _ask(self, request: Request) -> Reply:
         """The reply to one request; runs in a thread of the pool."""
         try:
-            return self._complete(request)
+            answer = self.endpoint.post("completions", self._body(request), Completion)
         except Refused as error:
             return Reply(request.id, [], False, f"refused by the server ({error})", error.detail)
         except Unanswered as error:
             return Reply(request.id, [], False, f"no reply ({error})", error.detail, lasting=False)
+        if not answer.is_of(request.ids):
+            return Reply(request.id, [], False, OTHER_PROMPT)
+        return self._reply(request, answer)
 
     def _body(self, request: Request) -> dict[str, Any]:
         """A request. Every setting is sent: the servers' defaults differ, and none is off."""
@@ -291,12 +294,6 @@ class ServerWriter:
             "spaces_between_special_tokens": False,
         }
         return body | ({"stop": list(answers.stop)} if answers.stop else {})
-
-    def _complete(self, request: Request) -> Reply:
-        answer = self.endpoint.post("completions", self._body(request), Completion)
-        if not answer.is_of(request.ids):
-            return Reply(request.id, [], False, OTHER_PROMPT)
-        return self._reply(request, answer)
 
     def _reply(self, request: Request, answer: Completion) -> Reply:
         """The reply of a server's answer to the request."""
