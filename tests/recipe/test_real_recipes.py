@@ -1,12 +1,10 @@
-"""The recipes of real models: their checks, cuts, a training step and the export at small width."""
+"""The recipes of real models: what `distill check` asks of them."""
 
 from __future__ import annotations
 
-import copy
 import json
 import struct
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,23 +13,13 @@ import torch
 from test_vocabulary import byte_level, save, sentencepiece
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from distill.data.packing import Packed
-from distill.engines.torch.hugging_face import load_config, load_tokenizer, real_tokens, text_folder
+from distill.engines.torch.hugging_face import load_config, load_tokenizer
 from distill.errors import DataError
-from distill.folders import copy_tokenizer
-from distill.gguf.head import open_head
-from distill.gguf.writer import export_gguf
 from distill.pipeline.preflight import check_pair, check_stages
-from distill.recipe import Recipe, load_recipe
-from distill.surgery.cutter import TargetDistributions, check_cut, cut_model
-from distill.surgery.stage import load_donor
-from distill.teacher.store import OnlineTarget
-from distill.training.step import CHUNK, Columns, Learner, check_training, loss_settings, make_optimizer
-from distill.vocabulary.vocabulary import Vocabulary
+from distill.recipe import load_recipe
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
-CPU = torch.device("cpu")
 RECIPES = tiny.ROOT / "recipes"
 # Of models that are here, and whose figures are measured.
 OTHERS = {"demo", "demo-transplant", "gemma-3-270m", "smollm2", "smollm2-demo"}
@@ -106,89 +94,6 @@ def test_what_distill_check_asks_of_the_published_models(name: str, tmp_path: Pa
     pretended_weights(places["donor"])
     recipe = load_recipe(RECIPES / f"{name}.yaml", overrides)
     assert check_stages(recipe) and check_pair(recipe)
-
-
-def small(hub: str) -> dict[str, Any]:
-    """The configuration 32 wide, with the published layers; of a target that no stage cuts, four."""
-    config = copy.deepcopy(CONFIGURATIONS[hub])
-    config |= {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2}
-    # Padding rows differ as published.
-    config |= {"head_dim": 8, "vocab_size": {151936: 288, 152064: 320}.get(config["vocab_size"], 300)}
-    if config["num_hidden_layers"] > 28:
-        config |= {"num_hidden_layers": 4}
-    return config
-
-
-def random_model(config: dict[str, Any], seed: int) -> Any:
-    """A language model of this configuration, far from uniform."""
-    torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(**config))
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.ndim > 1:
-                parameter.normal_(0, 0.2)
-    return model.float().eval()
-
-
-def packed(vocabulary: int) -> Packed:
-    """Four blocks of 32 made-up tokens, a document each."""
-    ids = torch.randint(0, vocabulary, (4, 32), generator=torch.Generator().manual_seed(3))
-    positions = torch.arange(32).expand(4, 32)
-    return Packed(ids, torch.zeros_like(ids), positions, positions < 31)
-
-
-def loss_of(model: Any, source: OnlineTarget, recipe: Recipe) -> torch.Tensor:
-    """The mean over all blocks of the loss that the recipe trains with."""
-    learner = Learner(model, Columns(source.vocabulary, None, CPU), CHUNK)
-    teacher, settings = source.teacher(torch.arange(4), CPU), loss_settings(recipe.train, recipe.sampler.temperature)
-    total, sums = learner(source.packed, teacher, settings)
-    return total / sums["positions"]
-
-
-@pytest.mark.parametrize("name", REAL)
-def test_cut_step_and_export_at_small_width(name: str, tmp_path: Path) -> None:
-    """The recipe's checks; its cut of a donor of the published family and depth, which then has the target's rows; a
-    step by its section train, which lowers its loss; a GGUF file of the donor's architecture, the target's tokens."""
-    path = RECIPES / f"{name}.yaml"
-    written = load_recipe(path)
-    configurations = {hub: small(hub) for hub in (written.target.model, written.donor_model)}
-    found, overrides = folders(path, tmp_path, configurations)
-    rule = ["cut.layer_rule=influence"] if written.cut.layers is not None else []
-    recipe = load_recipe(path, [*overrides, *rule, "train.batch=4", "train.rate=1e-3"])
-    donor = configurations[written.donor_model]
-    random_model(donor, 1).save_pretrained(found["donor"])
-    target_config = load_config(recipe.target.model)
-    assert check_cut(recipe) and check_training(recipe)
-
-    target = random_model(configurations[written.target.model], 2)
-    vocabulary = real_tokens(target_config, load_tokenizer(recipe.target.model))
-    blocks = packed(vocabulary)
-    distributions = TargetDistributions.measure(target, blocks, vocabulary)
-    run: Any = SimpleNamespace(path=lambda *parts: tmp_path.joinpath(*parts))
-    model, before, changes = load_donor(recipe, run, CPU, distributions)
-    changes += cut_model(model, recipe.cut, blocks.take(slice(0, 2)), distributions, own=False)
-    layers = written.cut.layers or before.layers
-    assert model.config.num_hidden_layers == len(model.model.layers) == layers < 28
-    assert model.get_output_embeddings().weight.shape[0] == target_config.vocab_size
-    assert before.layers == donor["num_hidden_layers"] and bool(changes) == (
-        recipe.cut.transplant is not None or before.layers > layers or before.vocabulary != model.config.vocab_size
-    )
-
-    source = OnlineTarget(target, blocks, {"vocabulary": vocabulary}, batch=4)
-    loss = loss_of(model, source, recipe)
-    optimizer = make_optimizer(model, recipe.train)
-    loss.backward()
-    torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-    optimizer.step()
-    assert loss_of(model, source, recipe) < loss
-
-    draft, outtype = tmp_path / "draft", (*recipe.export.outtypes, "q8_0")[0]
-    model.save_pretrained(draft)
-    copy_tokenizer(text_folder(recipe.target.model), draft)
-    export_gguf(draft, tmp_path / "draft.gguf", outtype)
-    head = open_head(tmp_path / "draft.gguf")
-    assert head.architecture == donor["model_type"].removesuffix("_text") and head.count("block_count") == layers
-    assert Vocabulary.read(draft).tokens == Vocabulary.read(found["target"]).tokens
 
 
 @pytest.mark.parametrize("load", [load_config, load_tokenizer])
