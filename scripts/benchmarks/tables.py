@@ -22,17 +22,28 @@ from distill.decoding.calibration import TABLE_TERMS, fit_calibration
 from distill.decoding.configured import LOOKED_UP, TableCalibration, TableDrafter, guesses
 from distill.decoding.costs import Costs
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter
+from distill.decoding.lengths import ROOT, Proposal
 from distill.decoding.ngrams import ORDER, NGramTable, count_ngrams
 from distill.decoding.worth import Worth
-from distill.measuring.calibrate import follow
 from distill.recipe import load_recipe
-from distill.recipe.configuration import LENGTH, NODES
+from distill.recipe.configuration import LENGTH, TABLE_NODES
 from distill.run import Run
 from distill.tables import Cell, Row, Table, document
 from distill.teacher.stage import expected_tokens, packed_order
 from distill.teacher.store import TeacherStore
 
 Text = tuple[list[int], list[int]]
+
+
+def follow(proposal: Proposal, text: list[int]) -> int:
+    """How many tokens of a proposal a text accepts."""
+    children, node = proposal.children(), ROOT
+    for count, token in enumerate(text):
+        below = [child for child in children.get(node, ()) if proposal.tokens[child] == token]
+        if not below:
+            return count
+        node = below[0]
+    return len(text)
 
 
 def replay(drafter: Drafter, texts: list[Text], costs: Costs) -> tuple[float, float, float]:
@@ -60,7 +71,7 @@ def main() -> None:
     given = parser.parse_args()
     run = Run(given.run, load_recipe(given.run / "config.yaml"))
     steps = numbers(given.costs, "--costs", float, "1,1.1,1.2")
-    costs = Costs((*steps, *[steps[-1]] * (NODES + 1 - len(steps))), 0.0, 0.0)
+    costs = Costs((*steps, *[steps[-1]] * (TABLE_NODES + 1 - len(steps))), 0.0, 0.0)
     answers = [one for one in read_answers(run, "train") if not one.dropped]
     stored = packed_order(answers, run.recipe)
     likely = dict(zip(map(id, stored), expected_tokens(TeacherStore(run), stored, torch.device("cpu")), strict=True))
@@ -78,7 +89,7 @@ def main() -> None:
             fit_calibration([one for text in some for one in text], TABLE_TERMS) for some in zip(*known[0], strict=True)
         )
         worth = Worth(costs)
-        own = TableDrafter(table, NODES, LENGTH, calibration=TableCalibration(*fits), worth=worth)
+        own = TableDrafter(table, TABLE_NODES, LENGTH, calibration=TableCalibration(*fits), worth=worth)
         drafter = FallbackDrafter(LookupDrafter(LENGTH, LOOKED_UP, worth), own)
         right = sum(one.accepted > 0 for text, _ in known[1] for one in text) / sum(len(new) for _, new in held[1::2])
         ngrams = 0 if table is None else sum(len(level.tokens) for level in table.levels)
