@@ -31,7 +31,7 @@ from distill.serving.results import DraftSettings
 # ── Requests ──
 
 CONNECTIONS = 256
-NEITHER = "is this the address of llama-server or vLLM (--url), and its --kind?"
+NEITHER = "is this the address of llama-server or vLLM (--url)?"
 
 
 class Event(BaseModel):
@@ -118,7 +118,7 @@ class Http:
 
     def _unanswered(self, reason: str) -> ServingError:
         if reason == "no reply in time":
-            hint = "ask for fewer --tokens, or wait longer (--reply-seconds)"
+            hint = "ask for fewer --tokens, or wait longer (--wait)"
             return ServingError(f"{self.url} did not answer within {self.seconds:g} s", hint)
         for _ in range(20):  # a process that was killed is known to be dead a moment later
             death = self.death()
@@ -352,7 +352,7 @@ def _wait_healthy(running: Running, seconds: float, last: bool) -> bool:
     raise ServingError(
         f"{shlex.join(running.settings.command(0))[:600]}\n  was not healthy after {seconds:g} s; its last lines:\n"
         f"{running.tail()}",
-        "wait longer (--start-seconds), or start it by hand and give its address (--url)",
+        "wait longer (--wait), or start it by hand and give its address (--url)",
     )
 
 

@@ -137,7 +137,7 @@ def test_a_server_that_does_not_listen_to_a_signal_is_killed(settings: LlamaServ
     [
         ("exits", (), r"ended at once \(status 1\)[\s\S]*failed to load model[\s\S]*damaged"),
         ("", ("--nonsense", "1"), r"invalid argument: --nonsense[\s\S]*does not know --nonsense"),
-        ("never healthy", (), r"was not healthy after 20 s[\s\S]*load_model[\s\S]*--start-seconds"),
+        ("never healthy", (), r"was not healthy after 20 s[\s\S]*load_model[\s\S]*--wait"),
     ],
 )
 def test_a_server_that_does_not_start(
@@ -220,7 +220,7 @@ def test_a_plain_server_gets_no_option_of_a_draft(settings: LlamaServer) -> None
     [
         ("refuses", r"status 400\): request \(160 tokens\) exceeds[\s\S]*larger context"),
         ("killed", r"died under a request:[\s\S]*signal 9[\s\S]*out of memory"),
-        ("slow", r"did not answer within 1 s[\s\S]*--reply-seconds"),
+        ("slow", r"did not answer within 1 s[\s\S]*--wait"),
         ("fails later", r"compute error"),
         ("no timings", r"gives no timings"),
         ("warm", r"took 5 tokens of a prompt from its cache"),
