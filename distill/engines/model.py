@@ -280,14 +280,14 @@ class Noted:
     """A model of one row whose steps are noted. All else is the model's own, so that either can go on with a text."""
 
     def __init__(self, model: Any, steps: list[Step]) -> None:
-        self.model, self.steps = model, steps
+        self._inner, self.steps = model, steps  # `model` is the model's own, too
 
     def __getattr__(self, name: str) -> Any:
-        return getattr(self.model, name)
+        return getattr(self._inner, name)
 
     def _noted(self, tokens: int, call: Callable[..., Any], *arguments: Any) -> Any:
         # What watching takes is the model's time rather than the round's own: between steps it would show more.
-        started, depth = time.perf_counter(), self.model.lengths[0]
+        started, depth = time.perf_counter(), self._inner.lengths[0]
         logits = call(*arguments)
         self.steps.append(Step(depth, tokens, started, time.perf_counter() - started))
         return logits
@@ -296,17 +296,17 @@ class Noted:
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> Any:
         """See `Model`."""
-        return self._noted(len(tokens), self.model.extend, tokens, counts, parents, want)
+        return self._noted(len(tokens), self._inner.extend, tokens, counts, parents, want)
 
     # Rounds on a device drive a model past `extend`.
 
     def step(self, ids: Tensor, *arguments: Any) -> Any:
         """See `StaticTorchModel`."""
-        return self._noted(ids.shape[1], self.model.step, ids, *arguments)
+        return self._noted(ids.shape[1], self._inner.step, ids, *arguments)
 
     def grow(self, ids: Tensor, *arguments: Any) -> Any:
         """See `StaticTorchModel`."""
-        return self._noted(len(ids), self.model.grow, ids, *arguments)
+        return self._noted(len(ids), self._inner.grow, ids, *arguments)
 
 
 class Watch:

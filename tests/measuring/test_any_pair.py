@@ -244,6 +244,7 @@ def test_steps_of_static_models_are_noted() -> None:
     watched.keep([[1]])
     watched.extend([6, 7])
     assert model.lengths == watched.lengths == [6]
+    assert watched.model is model.model  # type: ignore[attr-defined]  # messages name it
     assert [(step.depth, step.tokens) for step in watch.target] == [(0, 3), (3, 2), (4, 2)]
     model.rollback([4])
     assert watched.lengths == [4] and watch.take()[0][0].depth == 3
