@@ -431,12 +431,7 @@ def read_result(path: Path, kind: type[Result]) -> Result:
 _ADAPTERS: dict[Any, TypeAdapter[Any]] = {}  # of each kind that was read: a TypeAdapter takes a while to make
 
 
-def from_json(
-    value: Any,
-    kind: type[Result],
-    source: str,
-    hint: str = "make it again: `distill train RECIPE --redo STAGE`, with the stage that wrote it",
-) -> Result:
+def from_json(value: Any, kind: type[Result], source: str) -> Result:
     """A dataclass from JSON values, nested ones too; raises DataError, which names `source`, for another form."""
     if kind not in _ADAPTERS:
         _ADAPTERS[kind] = TypeAdapter(kind)
@@ -445,5 +440,6 @@ def from_json(
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise DataError(
-            f"{source} does not hold what this version writes: {where or 'it'} is missing or of another kind", hint
+            f"{source} does not hold what this version writes: {where or 'it'} is missing or of another kind",
+            "make it again: `distill train RECIPE --redo STAGE`, with the stage that wrote it",
         ) from error

@@ -271,9 +271,9 @@ class WrittenFile:
     notes: tuple[str, ...] = ()
 
 
-def export_gguf(folder: Path, output: Path, outtype: str, source_model_name: str | None = None) -> WrittenFile:
+def export_gguf(folder: Path, output: Path, outtype: str) -> WrittenFile:
     """Write the model in `folder` to one GGUF file; see `export_files`."""
-    return export_files(folder, {output: outtype}, Origin(source_model_name))[0]
+    return export_files(folder, {output: outtype})[0]
 
 
 def export_files(

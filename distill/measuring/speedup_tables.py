@@ -69,7 +69,7 @@ def round_table(rows: Sequence[Measurement], command: str) -> Table:
         "the rest, ms": lambda one: milliseconds(one.rounds.overhead_seconds),
         "tokens/s": lambda one: one.rounds.tokens_per_second,
         "bound": lambda one: one.rounds.bound,
-        "attained": lambda one: Cell(one.rounds.tokens_per_second / one.rounds.bound, "%"),
+        "attained": lambda one: Cell(one.rounds.tokens_per_second / (one.rounds.bound or math.nan), "%"),
     }
     note = (
         "The prompt apart; of plain decoding, a step. Bound: τ ÷ the seconds of its steps, timed with one model alone."
