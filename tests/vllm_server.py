@@ -103,6 +103,16 @@ class VllmServer:
 
 class Handler(LoopbackHandler):
     owner: VllmServer
+    working = False  # on a request that is not yet answered
+
+    def reply(self, status: int, value: Any, **more: Any) -> None:
+        self.end_work()  # before the client can send its next request
+        super().reply(status, value, **more)
+
+    def end_work(self) -> None:
+        with self.owner.lock:
+            self.owner.active -= self.working
+        self.working = False
 
     def refused(self) -> bool:
         if self.owner.key is None or self.headers.get("Authorization") == f"Bearer {self.owner.key}":
@@ -125,13 +135,13 @@ class Handler(LoopbackHandler):
         with self.owner.lock:
             number = len(self.owner.requests)
             self.owner.requests.append(body)
+            self.working = True
             self.owner.active += 1
             self.owner.most_active = max(self.owner.active, self.owner.most_active)
         try:
             self.answer(body, self.owner.fault(number))
         finally:
-            with self.owner.lock:
-                self.owner.active -= 1
+            self.end_work()
 
     def answer(self, body: dict[str, Any], fault: str | None) -> None:
         if fault in ("408", "429", "500", "503"):
