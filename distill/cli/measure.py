@@ -40,9 +40,9 @@ def evaluate(
     cache_types: Annotated[str | None, typer.Option(help="Types of the draft's cache; f16 if left out.")] = None,
     prompts: shared.PromptsOption = None,
     temperature: Annotated[
-        float | None, shared.number_option(min=0, max=100, help="Models: of the sampler [default: 1].")
+        float | None, shared.number_option(min=0, max=100, help="Models: of the sampler; by default 1.")
     ] = None,
-    count: Annotated[int | None, typer.Option(min=4, help="Models: the number of prompts [default: 32].")] = None,
+    count: Annotated[int | None, typer.Option(min=4, help="Models: the number of prompts; by default 32.")] = None,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
@@ -126,12 +126,12 @@ def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, output: 
 def speedup(
     words: shared.PairArgument = None,
     prompts: shared.PromptsOption = None,
-    count: Annotated[int | None, shared.number_option(min=2, help="Most prompts [default: 12].")] = None,
+    count: Annotated[int | None, shared.number_option(min=2, help="Most prompts; by default 12.")] = None,
     prompt_tokens: Annotated[
-        int | None, shared.number_option(min=2, help="Tokens of a prompt that is cut from text [default: 64].")
+        int | None, shared.number_option(min=2, help="Tokens of a prompt that is cut from text; by default 64.")
     ] = None,
-    tokens: Annotated[int | None, shared.number_option(min=8, help="Most new tokens a prompt [default: 96].")] = None,
-    lengths: Annotated[str | None, typer.Option(help="Fixed draft lengths; 0: none [default: 1,2,4,8].")] = None,
+    tokens: Annotated[int | None, shared.number_option(min=8, help="Most new tokens a prompt; by default 96.")] = None,
+    lengths: Annotated[str | None, typer.Option(help="Fixed draft lengths; 0: none; by default 1,2,4,8.")] = None,
     configuration: Annotated[
         list[str] | None,
         typer.Option(
@@ -142,7 +142,7 @@ def speedup(
         ),
     ] = None,
     sampler: shared.SamplerOption = None,
-    seed: Annotated[int | None, shared.number_option(min=0, help="Seed of all draws [default: 0].")] = None,
+    seed: Annotated[int | None, shared.number_option(min=0, help="Seed of all draws; by default 0.")] = None,
     table: shared.TableOption = None,
     dtype: Annotated[str | None, typer.Option(help=shared.DTYPE_HELP)] = None,
     pytorch: shared.PyTorchOption = None,
