@@ -89,10 +89,10 @@ def opened(run: Run, name: str, scratch: Path, threads: int) -> Iterator[Case]:
             folder = scratch / size
             target().save_pretrained(folder)
             load_tokenizer(recipe.target.model).save_pretrained(folder)
-            export_gguf(folder, file, "f16", size)
+            export_gguf(folder, file, "f16")
         other = scratch / "draft.gguf"
         if not other.exists():
-            export_gguf(draft_folder, other, "f16", "draft")
+            export_gguf(draft_folder, other, "f16")
         files = (file, file if pair == "same" else other)
         models = [GgufModel(path, context=CAPACITY, threads=threads) for path in files]
         case = Case(models[0], models[1], None, files)
