@@ -57,10 +57,10 @@ WARM_TOKENS = 8
 class Reply(Text):
     """One completion: `count` tokens, seconds until the first of them and until the end, as this client saw them.
 
-    `cached` are the tokens of the prompt that the server did not compute again. `started` is the moment at which the
-    request was sent, `times` are those of its events with tokens (perf_counter): a llama-server sends one for each
-    token, vLLM for each step. The counts of a server that counts for no single request are those of a text without a
-    draft; `own` are vLLM's with it.
+    `cached` are the tokens of the prompt that the server did not compute again, `later_seconds` those that it took for
+    all tokens behind the first, by its own clock. `started` is the moment at which the request was sent, `times` are
+    those of its events with tokens (perf_counter): a llama-server sends one for each token, vLLM for each step. The
+    counts of a server that counts for no single request are those of a text without a draft; `own` are vLLM's with it.
     """
 
     count: int
@@ -69,6 +69,7 @@ class Reply(Text):
     started: float = 0.0
     times: Sequence[float] = ()
     cached: int = 0
+    later_seconds: float | None = None
     own: Counts | None = None
 
     @property
@@ -126,6 +127,7 @@ class LlamaTimings(BaseModel):
     """What llama-server counts for a request: generated, drafted and accepted tokens, cached ones of the prompt."""
 
     predicted_n: int | None = None
+    predicted_ms: float = 0.0
     draft_n: int = 0
     draft_n_accepted: int = 0
     cache_n: int = 0
@@ -192,8 +194,10 @@ class LlamaClient(Client):
         tokens, first_seconds, times = _timed([event.tokens for event in events], received)
         count = len(tokens) if timings.predicted_n is None else timings.predicted_n
         counts = Counts.of_text(count, timings.draft_n, timings.draft_n_accepted)
-        cached = max(0, timings.cache_n)
-        return Reply(tokens, counts, count, first_seconds, received.seconds, received.started, times, cached)
+        cached, later_seconds = max(0, timings.cache_n), timings.predicted_ms / 1e3
+        return Reply(
+            tokens, counts, count, first_seconds, received.seconds, received.started, times, cached, later_seconds
+        )
 
     def build(self) -> str:
         """The build that /props names."""
