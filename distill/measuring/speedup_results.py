@@ -219,7 +219,7 @@ class SpeedupReport:
 
     `calibration` says what was fitted on which other texts, empty where nothing was. `gguf` and `pytorch` name the
     engines' settings that are not the defaults. Of any two models, `target` and `draft` are their names as they were
-    given, and `dropped` counts the records that were left out, by reason. A backend whose KL is above `most_kl` is not
+    given, and `dropped` counts the records that were left out, by reason. A backend whose KL is above MOST_KL is not
     the target's; of all others, `in_turns` has plain decoding and the fastest way, the fastest first.
     """
 
@@ -231,7 +231,6 @@ class SpeedupReport:
     parts: list[SpeedupPart]
     calibration: str = ""
     in_turns: list[InTurns] = field(default_factory=list)
-    most_kl: float = MOST_KL
     gguf: str = ""
     pytorch: str = ""
     target: str = ""
@@ -246,7 +245,7 @@ class SpeedupReport:
     @property
     def _accepted(self) -> list[Measurement]:
         """Those of backends that decode the target's own distributions, or nearly so."""
-        return [one for part in self.parts if (part.kl or 0) <= self.most_kl for one in part.measurements]
+        return [one for part in self.parts if (part.kl or 0) <= MOST_KL for one in part.measurements]
 
     @property
     def sweep(self) -> list[Measurement]:

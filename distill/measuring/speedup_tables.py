@@ -14,7 +14,7 @@ from distill.measuring.speedup_results import (
     SpeedupPart,
     SpeedupReport,
 )
-from distill.recipe.measuring import engine_name
+from distill.recipe.measuring import MOST_KL, engine_name
 from distill.tables import Block, Cell, Columns, Interval, Row, Table, Value, listed, shown, table_of
 
 INTERLEAVED = (
@@ -139,9 +139,9 @@ def verdict(report: SpeedupReport) -> list[str]:
         )
     lines += [
         f"{part.pair}, {engine_name(part.backend)}, does not count: its distributions are {part.kl:.2g} nats of KL "
-        f"from the target's own, and {report.most_kl:g} is accepted."
+        f"from the target's own, and {MOST_KL:g} is accepted."
         for part in report.parts
-        if (part.kl or 0) > report.most_kl
+        if (part.kl or 0) > MOST_KL
     ]
     for one in report.best:
         if one.key != plain.key and one.speedup > 1 and one.tokens_per_second < plain.tokens_per_second:
