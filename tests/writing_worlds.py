@@ -114,11 +114,10 @@ class BadServer:
             attempt = self.asked[json.dumps(prompt)]
             self.asked[json.dumps(prompt)] += 1
         kind = self.behave(prompt, attempt)
-        try:
-            self.reply(handler, body, prompt, kind)
-        finally:
-            with self._lock:
-                self._now -= 1
+        time.sleep({"slow": 1.5, "a moment": 0.02}.get(kind, 0))
+        with self._lock:  # before the reply: whoever has read it may ask again before this thread goes on
+            self._now -= 1
+        self.reply(handler, body, prompt, kind)
 
     def reply(self, handler: LoopbackHandler, body: dict[str, Any], prompt: Any, kind: str) -> None:
         if kind == "cut":
@@ -132,7 +131,6 @@ class BadServer:
             more = {"Retry_After": "0"} if kind == "429" else {}
             handler.reply(int(kind), {"error": {"message": f"no: {handler.headers.get('Authorization')}"}}, **more)
         else:
-            time.sleep({"slow": 1.5, "a moment": 0.02}.get(kind, 0))
             handler.reply(200, self.completion(body, prompt, kind))
 
     def completion(self, body: dict[str, Any], prompt: Any, kind: str) -> dict[str, Any]:
