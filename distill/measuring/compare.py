@@ -10,7 +10,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
 
@@ -24,8 +24,8 @@ from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.rules import Rules
 from distill.engines.model import Model, Step, Watch
 from distill.measuring.identity import Identity, Rounding, judged
+from distill.measuring.measure import SEEN, repetition
 from distill.measuring.speedup_results import (
-    REPEATS,
     GroupFigures,
     Measurement,
     PairMeasured,
@@ -209,18 +209,13 @@ def judge_identity(
     return [Identity(**counts[id(one)]) if id(one) in counts else None for one in prepared]
 
 
-def repeated_share(texts: Sequence[Sequence[int]]) -> float:
-    """The share of all tokens that lie in REPEATS tokens which the same text had before; 0 without tokens."""
-    total = repeated = 0
-    for text in texts:
-        seen, reached = set[tuple[int, ...]](), 0  # up to where tokens are counted
-        for start in range(len(text) - REPEATS + 1):
-            if (run := tuple(text[start : start + REPEATS])) in seen:
-                repeated += start + REPEATS - max(start, reached)
-                reached = start + REPEATS
-            seen.add(run)
-        total += len(text)
-    return repeated / total if total else 0.0
+def repeated_share(texts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> float:
+    """The share of new tokens that end REPEATED tokens which stood before, in the prompt or the text; 0 without tokens.
+
+    `texts` are pairs of a prompt and the new tokens after it. What a lookup can get right after a match of two.
+    """
+    places = [place for prompt, new in texts for place in repetition([*prompt, *new])[len(prompt) :]]
+    return places.count(SEEN) / len(places) if places else 0.0
 
 
 def accepted_per_drafted(rounds: Sequence[Round]) -> tuple[float | None, float | None]:
@@ -253,6 +248,7 @@ def measurement(
     identity: Identity | None,
     steps: StepFigures,
     pair: PairMeasured,
+    prompts: Sequence[Sequence[int]],
     classes: Sequence[str] = (),
     synchronous: bool = True,
 ) -> Measurement:
@@ -278,7 +274,7 @@ def measurement(
         speedup_high=ratio.high,
         predicted=predicted_speedup(one, steps),
         lossy=one.lossy,
-        repeated=repeated_share([text.decoded.tokens for text in one.texts]),
+        repeated=repeated_share((prompts[text.prompt], text.decoded.tokens) for text in one.texts),
         prompt_seconds=prompt_seconds(one),
         rounds=round_figures(one, steps, synchronous),
         by_class=by_class(one, classes),

@@ -30,7 +30,6 @@ class PairMeasured:
 
 
 NEAR = 0.6  # one machine's minutes hardly differ by more
-REPEATS = 16  # tokens in a row that a text had before: they count as repeated
 
 
 @dataclass(frozen=True)
@@ -101,8 +100,9 @@ class Measurement(PairMeasured):
     `identical`, `excused` and `different` count texts against the plain greedy run; None where texts are sampled.
     `lossy` is the reason why the text does not follow the target's distribution, None where it does.
     `predicted` is the speedup expected from the costs of steps and the conditional acceptance.
-    `repeated` is the share of the tokens that lie in REPEATS tokens which the same text had before: lookups profit from
-    these, and a degenerate text is full of them. `prompt_seconds` are the mean seconds until the first token.
+    `repeated` is the share of the tokens that end three tokens which stood before in the prompt or the text: lookups
+    profit from these, and a degenerate text is full of them. `prompt_seconds` are the mean seconds until the first
+    token.
     """
 
     configuration: str

@@ -6,8 +6,8 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
+from distill.measuring.measure import REPEATED
 from distill.measuring.speedup_results import (
-    REPEATS,
     GroupFigures,
     InTurns,
     Measurement,
@@ -48,7 +48,9 @@ def measurement_table(rows: Sequence[Measurement], command: str, best: Iterable[
     plain = {
         f"{100 * one.repeated:.0f} % ({one.configuration}, {engine_name(one.backend)})" for one in rows if one.is_plain
     }
-    note = f"Of the texts, so much lies in {REPEATS} tokens that the same text had before: {', '.join(sorted(plain))}."
+    note = (
+        f"Repeated text (tokens that end {REPEATED} which stood before, prompt included): {', '.join(sorted(plain))}."
+    )
     return table_of(rows, columns, command, "configurations", note if plain else "", classes=classes)
 
 

@@ -84,7 +84,7 @@ def measure_pair(
     steps = time_steps(prepared, pair.target, None if small is pair.target else small, REPEATS)
     waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
     rows = [
-        measurement(one, identity, steps, label, given.classes, waits)
+        measurement(one, identity, steps, label, prompts, given.classes, waits)
         for one, identity in zip(prepared, identities, strict=True)
     ]
     greedy = [place for place, row in enumerate(rows) if row.sampler is None and not row.is_plain]

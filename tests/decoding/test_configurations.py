@@ -119,7 +119,7 @@ def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableMode
     time_texts(target, draft, prompts, 30, prepared, "prompts")
     assert [one.title for one in prepared] == ["plain", "draft, γ = 2", *(one.title for one in CONFIGURATIONS)]
     assert judge_identity(target, prompts, prepared, Rounding(0)) == [Identity(identical=6)] * len(prepared)
-    rows = {one.title: measurement(one, None, NOT_TIMED, LABEL) for one in prepared}
+    rows = {one.title: measurement(one, None, NOT_TIMED, LABEL, prompts) for one in prepared}
     drafted = {title for title, row in rows.items() if (row.tokens_per_round or 0) > 1.05}
     assert drafted == set(rows) - {"plain"}  # each of them does draft, and is right now and then
     assert not any(row.lossy for row in rows.values())
@@ -140,8 +140,9 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
     others = prepared[2:]
     assert [one.title for one in others] == [PLAIN_SAMPLED.title, *(one.title for one in asked)]
     assert [one.lossy is not None for one in others] == [False, False, True]
-    time_texts(target, draft, random_prompts(4, 12, 3), 16, prepared, "prompts")
-    rows = [measurement(one, None, NOT_TIMED, LABEL) for one in prepared]
+    prompts = random_prompts(4, 12, 3)
+    time_texts(target, draft, prompts, 16, prepared, "prompts")
+    rows = [measurement(one, None, NOT_TIMED, LABEL, prompts) for one in prepared]
     *_, plain_row, lossless, lossy = rows
     assert plain_row.speedup == 1 and plain_row.tokens_per_round is None
     assert lossless.plain_tokens_per_second == plain_row.tokens_per_second and lossless.identical is None

@@ -63,7 +63,7 @@ def test_measurements_by_hand() -> None:
         fixed(2, timed(10, 1.0, rounds_of((2, 2), (2, 1))), timed(30, 3.0, rounds_of((2, 0), (1, 1))), base=plainly),
         fixed(5, timed(10, 4.0, rounds_of((0, 0))), timed(30, 8.0, rounds_of((0, 0))), base=plainly),
     ]
-    plain_row, two, five = (measurement(one, None, NOT_TIMED, PAIR) for one in (plainly, *both))
+    plain_row, two, five = (measurement(one, None, NOT_TIMED, PAIR, [[], []]) for one in (plainly, *both))
     assert plain_row.length == 0 and plain_row.tokens_per_second == pytest.approx(40 / 6)
     assert plain_row.tokens_per_round is None and plain_row.acceptance is None
     assert (plain_row.speedup, plain_row.speedup_low, plain_row.speedup_high) == (1, 1, 1)
@@ -75,17 +75,17 @@ def test_measurements_by_hand() -> None:
 
 
 def test_the_share_that_repeats() -> None:
-    """Against marking the tokens of every run of 16 that occurs earlier, overlapping or not."""
+    """Against a search for the last three tokens in all of the text before, prompt included."""
     draws = random.Random(0)
-    texts = [[1] * 40, [], list(range(50)), [*range(20), *range(18), 7, *range(2, 19)]]
-    texts += [draws.choices(range(2), (9, 1), k=200) for _ in range(5)]
-    for some in ([one] for one in texts):
-        (text,), marked = some, set[int]()
-        for start in range(len(text) - 15):
-            if any(text[other : other + 16] == text[start : start + 16] for other in range(start)):
-                marked |= set(range(start, start + 16))
-        assert repeated_share(some) == (len(marked) / len(text) if text else 0)
-    assert repeated_share(texts[:3]) == 39 / 90 and repeated_share([]) == 0
+    texts = [([1] * 4, [1] * 36), ([], []), ([], [*range(50)]), ([*range(20)], [*range(18), 7, *range(2, 19)])]
+    texts += [(draws.choices(range(4), k=9), draws.choices(range(4), (9, 1, 1, 1), k=100)) for _ in range(5)]
+    for prompt, new in texts:
+        text = prompt + new
+        ends = range(max(len(prompt), 2), len(text))
+        seen = [any(text[i : i + 3] == text[end - 2 : end + 1] for i in range(end - 2)) for end in ends]
+        assert repeated_share([(prompt, new)]) == (sum(seen) / len(new) if new else 0)
+    assert repeated_share(texts[:3]) == 36 / 86 and repeated_share([]) == 0
+    assert repeated_share(texts[3:4]) == (16 + 15) / 36
 
 
 def test_speed_ratio_is_paired() -> None:
