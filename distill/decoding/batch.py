@@ -1,9 +1,8 @@
 """Many texts at once: one call of a model serves all rows, and each row gets the text that it would get alone.
 
-`decode_batch` is the loop of `decode.py`, with a list of rows instead of one. `continue_prompts`
-and `refill` sample many texts without drafts, each with random numbers of its own: all of a batch at once, or new ones
-as finished texts make room. Legend: B prompts, R rows of a model, γ drafted tokens of a round, N distributions of a
-call (row by row, in the order of the rows), V vocabulary.
+`decode_batch` is the loop of `decode.py`, with a list of rows instead of one. `refill` samples many texts without
+drafts, each with random numbers of its own; new ones begin as finished texts make room. Legend: B prompts, R rows of a
+model, γ drafted tokens of a round, N distributions of a call (row by row, in the order of the rows), V vocabulary.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,8 +25,8 @@ from distill.decoding.rules import Rules, Stop, require_lossless
 from distill.decoding.verify import Random, draw_chain, draw_token, unchecked_transform, verify_greedy
 from distill.devices import CPU, float64_device
 from distill.engines.model import Model
-from distill.engines.torch.model import TorchLogits, model_name, send
-from distill.sampler import Logits, Sampler, place_from, place_of
+from distill.engines.torch.model import TorchLogits, send
+from distill.sampler import Logits, Sampler, place_from
 
 CHUNK = 256  # tokens of a prompt that one call reads
 CACHED = 2**20  # logits of rows that a processor shapes at once: its caches hold these and what is made of them
@@ -275,61 +273,19 @@ def uniform_numbers(seed: int, count: int) -> torch.Tensor:
     return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-@torch.inference_mode()
 def continue_prompts(
-    model: Any,
+    model: Model,
     prompts: Sequence[Sequence[int]],
     sampler: Sampler,
     limit: int,
     seeds: Sequence[int],
-    ends: Sequence[int],
+    ends: Collection[int],
     vocabulary: int | None = None,
 ) -> list[list[int]]:
-    """Continue B prompts (of any lengths) together, each with random numbers of its own.
-
-    Returns up to `limit` new ids per prompt; a text that ends keeps its end id as the last. Row b's draws depend on
-    seeds[b] and on its own distributions alone (the other rows affect it only through rounding). Ids from `vocabulary`
-    on are padding and never drawn.
-    """
-    from transformers import DynamicCache
-
-    device = next(model.parameters()).device
-    longest = max(len(prompt) for prompt in prompts)
-    rows = len(prompts)
-    ids = torch.zeros(rows, longest, dtype=torch.long)
-    mask = torch.zeros(rows, longest + limit, dtype=torch.long)
-    draws = torch.empty(rows, limit, dtype=torch.float64)
-    for row, prompt in enumerate(prompts):  # left-padded, so that every row's last token is in the last column
-        ids[row, longest - len(prompt) :] = torch.tensor(prompt)
-        mask[row, longest - len(prompt) :] = 1
-        draws[row] = uniform_numbers(seeds[row], limit)
-    mask, draws = mask.to(device), draws.to(float64_device(device))
-    positions = (mask[:, :longest].cumsum(-1) - 1).clamp(min=0)
-    padded = bool((mask[:, :longest] == 0).any())
-    stop = torch.tensor(list(ends), device=device)
-    finished = torch.zeros(rows, dtype=torch.bool, device=device)
-    cache = DynamicCache()
-    step_ids, step_positions = ids.to(device), positions
-    chosen: list[torch.Tensor] = []
-    for step in range(limit):
-        logits = model(
-            input_ids=step_ids,
-            attention_mask=mask[:, : longest + step] if padded else None,
-            position_ids=step_positions,
-            past_key_values=cache,
-            use_cache=True,
-            logits_to_keep=1,
-        ).logits[:, -1, :vocabulary]
-        place = place_of(model_name(model), [len(prompt) + step for prompt in prompts])
-        token = unchecked_transform(sampler.probabilities(logits, place=place), draws[:, step]).unsqueeze(-1)
-        chosen.append(token)
-        finished |= torch.isin(token.squeeze(-1), stop)
-        if bool(finished.all()):
-            break
-        step_ids, step_positions = token, step_positions[:, -1:] + 1
-    table = torch.cat(chosen, dim=1).tolist()
-    end_set = set(ends)
-    return [row[: next((i + 1 for i, token in enumerate(row) if token in end_set), len(row))] for row in table]
+    """Up to `limit` new ids for each prompt, as `refill` draws them."""
+    asked = (Request(str(n), list(ids), seed, limit) for n, (ids, seed) in enumerate(zip(prompts, seeds, strict=True)))
+    found = {reply.id: reply.ids for reply in refill(model, deque(asked), sampler, ends, vocabulary)}
+    return [found[str(number)] for number in range(len(prompts))]
 
 
 @dataclass

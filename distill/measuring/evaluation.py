@@ -31,7 +31,7 @@ from distill.decoding.calibration import Recorded, expected_calibration_error
 from distill.decoding.decode import Round, plain, room_for
 from distill.decoding.rules import Rules
 from distill.devices import pick_device
-from distill.engines.loaded import LoadedPair, growing_decoder, load_pair, pair_of_models
+from distill.engines.loaded import LoadedPair, growing_decoder, load_pair, pair_of_models, with_rows
 from distill.engines.pairs import require_pair
 from distill.engines.server_commands import DRAWN_AMONG
 from distill.engines.torch.described import read_kept
@@ -152,13 +152,12 @@ def _continued(pair: LoadedPair, opened: TargetWithDrafts, options: EvaluationOp
     limit = min(options.settings.new_tokens, opened.block - max(map(len, ids)))  # served prompts may be long
     texts: list[list[int]] = []
     if pair.hugging_face is not None:
-        target = pair.hugging_face[0]
-        limit = min(limit, target.config.max_position_embeddings - max(map(len, ids)))
+        limit = min(limit, pair.target.capacity - max(map(len, ids)))
         if limit < 1:
             raise DataError("the prompts fill the target's context", "lower answers.prompt_tokens")
-        for start in range(0, len(ids), options.batch):
-            rows = slice(start, start + options.batch)
-            texts += continue_prompts(target, ids[rows], options.sampler, limit, seeds[rows], pair.ends, size)
+        model = with_rows(pair.target, min(options.batch, len(ids))) or pair.target
+        texts = continue_prompts(model, ids, options.sampler, limit, seeds, pair.ends, size)
+        model.close()
         return texts
     progress = Progress("the target continues prompts", len(ids))
     for prompt, seed in zip(ids, seeds, strict=True):

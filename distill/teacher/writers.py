@@ -13,11 +13,11 @@ from typing import Any, Literal
 from pydantic import BaseModel, Field
 
 from distill.data.samples import Reply, Request, decoded, listed
-from distill.decoding.batch import continue_prompts, refill
+from distill.decoding.batch import refill
 from distill.decoding.rules import Stop, stop_before, token_bytes
 from distill.devices import pick_device
 from distill.engines.llama_cpp.model import GgufModel
-from distill.engines.loaded import BatchedTorchModel
+from distill.engines.loaded import BatchedTorchModel, growing_decoder
 from distill.engines.model import Model
 from distill.engines.pairs import VocabularyMetadata, compare_pair
 from distill.engines.torch.hugging_face import encode, end_ids, load_target, real_tokens, text_folder
@@ -60,11 +60,10 @@ def _stop_of(recipe: Recipe, ends: Sequence[int]) -> Stop | None:
 class _LocalWriter:
     """A model whose rows finished texts leave to waiting prompts; see `distill.teacher.answers.Writer`.
 
-    The sampler is the served one with the penalty of the answers. Without `engine`, subclasses write otherwise.
+    The sampler is the served one with the penalty of the answers.
     """
 
-    engine: Model | None = None
-    together = 1
+    engine: Model
 
     def __init__(self, recipe: Recipe, ends: Sequence[int], vocabulary: int) -> None:
         self.ends, self.vocabulary = ends, vocabulary
@@ -72,68 +71,47 @@ class _LocalWriter:
         self.sampler = replace(Sampler.of(recipe.sampler), repetition_penalty=recipe.answers.repetition_penalty)
         self.notes: list[str] = []
 
+    @property
+    def together(self) -> int:
+        """The rows of the model."""
+        return self.engine.rows
+
+    @property
+    def by_prompt(self) -> bool:
+        """Whether no text shares its rounding with others."""
+        return self.engine.rows == 1
+
     def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
         """A reply to each request, in any order; requests appended to `waiting` between replies are answered too."""
-        assert self.engine is not None
         self.engine.rollback([0] * self.engine.rows)
         yield from refill(self.engine, waiting, self.sampler, self.ends, self.vocabulary, self.stop)
 
     def close(self) -> list[str]:
         """Free the cache; lines about what went wrong and was mended."""
-        if self.engine is not None:
-            self.engine.close()
+        self.engine.close()
         return self.notes
 
 
 class TorchWriter(_LocalWriter):
-    """The target in transformers, `answers.batch` texts at a time.
+    """The target in transformers, `answers.batch` texts at a time; a model that takes no rows, text by text.
 
-    A model whose attention takes no rows of different lengths is asked batch by batch: each ends with its longest text.
+    DataError for a model that cannot be decoded here.
     """
 
-    by_prompt = False
-
     def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
-        self.model = load_target(recipe.target, pick_device(recipe.device))
-        config = self.model.config
-        super().__init__(recipe, end_ids(recipe.target.model, tokenizer), real_tokens(config, tokenizer))
-        self.batch = recipe.answers.batch
+        model = load_target(recipe.target, pick_device(recipe.device))
+        super().__init__(recipe, end_ids(recipe.target.model, tokenizer), real_tokens(model.config, tokenizer))
+        fast, reason = prepacked(model) if recipe.pytorch.prepack else (model, "")
+        self.notes += filter(None, [reason])
         try:
-            packs = recipe.pytorch.prepack
-            fast, reason = prepacked(self.model) if packs else (self.model, "")
-            self.notes += filter(None, [reason])
-            self.engine = BatchedTorchModel(fast, self.batch, self.vocabulary)
-            self.together = self.batch
+            self.engine = BatchedTorchModel(fast, recipe.answers.batch, self.vocabulary)
         except ValueError as error:
-            if recipe.answers.repetition_penalty != 1:
-                raise DataError(
-                    f"answers.repetition_penalty is not possible with this target: {error}",
-                    "set it to 1, or use a GGUF file or a server (answers.writer)",
-                ) from None
-            self.notes.append(f"batches were not refilled: {error}")
-
-    def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
-        """See `_LocalWriter`."""
-        if self.engine is not None:
-            yield from super().write(waiting)
-        while waiting:
-            asked = [waiting.popleft() for _ in range(min(self.batch, len(waiting)))]
-            limit = max(request.limit for request in asked)
-            prompts, seeds = [request.ids for request in asked], [request.seed for request in asked]
-            texts = continue_prompts(self.model, prompts, self.sampler, limit, seeds, self.ends, self.vocabulary)
-            for request, text in zip(asked, texts, strict=True):
-                text = text[: request.limit]
-                found = None if self.stop is None else self.stop(text, 0)
-                if found is not None and found.ended:
-                    yield Reply(request.id, text[: found.kept], True)
-                else:
-                    yield Reply(request.id, text, text[-1] in self.ends)
+            self.engine = growing_decoder(fast, self.vocabulary, prepack=False)
+            self.notes.append(f"answers were written one by one: {error}")
 
 
 class GgufWriter(_LocalWriter):
     """A GGUF file of the target in llama.cpp, text by text."""
-
-    by_prompt = True
 
     def __init__(self, recipe: Recipe, tokenizer: Any, config: Any) -> None:
         settings = recipe.answers.writer

@@ -39,6 +39,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from distill.data.samples import Sample, prompt_seed, read_prompts
 from distill.decoding.batch import continue_prompts
+from distill.engines.loaded import BatchedTorchModel
 from distill.engines.torch.hugging_face import end_ids, load_model, load_tokenizer
 from distill.errors import DistillError
 from distill.files import write_json
@@ -70,10 +71,8 @@ class Texts:
         seeds = [prompt_seed(recipe.seed, prompt.id) for prompt in prompts]
         ids = [one.prompt for one in prompts]
         limit = min(options.new_tokens, target.config.max_position_embeddings - max(map(len, ids)))
-        answers: list[list[int]] = []
-        for start in range(0, len(ids), recipe.answers.batch):
-            some = slice(start, start + recipe.answers.batch)
-            answers += continue_prompts(target, ids[some], sampler, limit, seeds[some], ends, vocabulary)
+        rows = BatchedTorchModel(target, recipe.answers.batch, vocabulary)
+        answers = continue_prompts(rows, ids, sampler, limit, seeds, ends)
         self.rows = [(p, a) for p, a in zip(ids, answers, strict=True) if len(a) > 1]
         self.sampler, self.vocabulary = sampler, vocabulary
         self.distributions = [self._logits(target, row) for row in self.rows]

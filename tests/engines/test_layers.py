@@ -168,7 +168,8 @@ def test_trimmed_heads_and_rows_of_batches() -> None:
 
     model = toy("gemma3")
     prompts, ends = [[3, 1, 4, 1, 5, 9, 2], [6], [5, 3]], [60]
-    texts = [continue_prompts(one, prompts, Sampler(0.0), 24, [0, 1, 2], ends) for one in (model, prepacked(model)[0])]
+    rows = [BatchedTorchModel(one, 3) for one in (model, prepacked(model)[0])]
+    texts = [continue_prompts(one, prompts, Sampler(0.0), 24, [0, 1, 2], ends) for one in rows]
     assert texts[0] == texts[1] and max(map(len, texts[0])) == 24
 
 

@@ -232,8 +232,8 @@ def test_model_and_position_are_named() -> None:
     rows = BatchedTorchModel(model, 3)
     with pytest.raises(DataError, match="models/mine, row 2, after 2 tokens"):
         rows.extend([5, 6], [0, 0, 2], want=[1]).argmax()
-    with pytest.raises(DataError, match="models/mine after 3 tokens"):
-        continue_prompts(model, [[1, 2, 3], [4]], Sampler(1.0), 4, [0, 1], [])
+    with pytest.raises(DataError, match="models/mine, row 0, after 3 tokens"):
+        continue_prompts(rows, [[1, 2, 3], [4]], Sampler(1.0), 4, [0, 1], [])
 
 
 # Commands.
@@ -266,7 +266,7 @@ def test_commands_name_the_damaged_model(
         for options in (("--kl",), ("--acceptance",)):
             text = ("--prompts", world / "corpus" / "test", "--count", 4)
             told = tiny.refused(capsys, "eval", *pair, *text, *options)
-            assert "are not finite" in told and f"{broken} after " in told
+            assert "are not finite" in told and f"the logits of {broken}" in told
 
 
 def test_training_stops_at_a_loss_that_is_not_finite(

@@ -20,9 +20,9 @@ from writing_worlds import answer_lines, begin, interrupt_after, interrupted
 from distill.data.samples import Reply, Request, Sample, fault_of, is_looping, read_answers
 from distill.decoding.batch import continue_prompts, refill
 from distill.decoding.rules import stop_before
-from distill.engines.loaded import BatchedTorchModel
+from distill.engines.loaded import BatchedTorchModel, growing_decoder
 from distill.engines.torch.model import TorchModel
-from distill.errors import DataError, RecipeError
+from distill.errors import RecipeError
 from distill.files import read_json
 from distill.gguf.writer import export_gguf
 from distill.recipe import parse_recipe
@@ -60,9 +60,6 @@ def test_refilled_rows_equal_each_text_alone(kind: str, sampler: Sampler) -> Non
         alone = written(TorchModel(model, V), [request], sampler, ends)[request.id]
         assert together[request.id] == alone
         assert len(alone.ids) <= request.limit and alone.ended == (alone.ids[-1] in ends)
-        if sampler.repetition_penalty == 1:
-            batch = continue_prompts(model, [request.ids], sampler, request.limit, [request.seed], ends)
-            assert alone.ids == batch[0], "the same seeds mean the same text in every loop"
     assert written(BatchedTorchModel(model, 4, V), asked[::-1], sampler, ends) == together
     assert {reply.ended for reply in together.values()} == {True, False}
 
@@ -129,7 +126,7 @@ def test_interrupted_answers_end_in_equal_bytes(world: Path, tmp_path: Path, mon
     assert tiny.contents(run.path("answers")) == tiny.contents(whole.path("answers"))
 
 
-def test_a_model_that_takes_no_rows_is_asked_batch_by_batch(
+def test_a_model_that_takes_no_rows_writes_text_by_text(
     world: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
 ) -> None:
     recipe, run = begin(world, tmp_path / "rows", 9)
@@ -139,13 +136,10 @@ def test_a_model_that_takes_no_rows_is_asked_batch_by_batch(
         raise ValueError("a window of 8")
 
     monkeypatch.setattr("distill.teacher.writers.BatchedTorchModel", refuse)
-    _, other = begin(world, tmp_path / "batches", 9)
+    _, other = begin(world, tmp_path / "alone", 9)
     answers(recipe, other)
-    assert "batches were not refilled: a window of 8" in capsys.readouterr().err
+    assert "answers were written one by one: a window of 8" in capsys.readouterr().err
     assert answer_lines(other) == answer_lines(run)
-    recipe, penal = begin(world, tmp_path / "penalty", 3, "answers.repetition_penalty=1.2")
-    with pytest.raises(DataError, match="repetition_penalty is not possible with this target: a window of 8"):
-        answers(recipe, penal)
 
 
 # ── conversations ──
@@ -266,20 +260,28 @@ def generated(model: object, prompts: list[list[int]], limit: int, ends: list[in
 @pytest.mark.parametrize("kind", KINDS)
 def test_greedy_equals_generate(kind: str) -> None:
     model = toy(kind)
-    prompts = random_prompts(9, V, seed=1)
-    free = continue_prompts(model, prompts, Sampler(0.0), 24, list(range(9)), [])
+    prompts, rows = random_prompts(9, V, seed=1), BatchedTorchModel(model, 4)
+    free = continue_prompts(rows, prompts, Sampler(0.0), 24, list(range(9)), [])
     assert free == generated(model, prompts, 24, [])
     assert all(len(text) == 24 for text in free)
     ends = [free[0][5], free[1][3]]  # tokens that do come up
-    stopped = continue_prompts(model, prompts, Sampler(0.0), 24, list(range(9)), ends)
+    stopped = continue_prompts(rows, prompts, Sampler(0.0), 24, list(range(9)), ends)
     assert stopped == generated(model, prompts, 24, ends)
+
+
+@pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "bamba", "lfm2"])
+def test_recurrent_models_write_what_they_generate(kind: str) -> None:
+    model, prompts = toy(kind), random_prompts(4, V, seed=1)
+    found = continue_prompts(growing_decoder(model), prompts, Sampler(0.0), 24, range(4), [])
+    assert found == [generated(model, [prompt], 24, [])[0] for prompt in prompts]
 
 
 @pytest.mark.parametrize("sampler", [Sampler(), Sampler(0.7, 12), Sampler(1.2, 0, 0.8, 0.02)])
 def test_frequencies_follow_the_distribution(sampler: Sampler) -> None:
     model = toy(initializer_range=0.15)
     prompt = [5, 17, 3, 40]
-    drawn = torch.tensor(continue_prompts(model, [prompt] * 4000, sampler, 1, list(range(4000)), []))
+    rows = BatchedTorchModel(model, 500)
+    drawn = torch.tensor(continue_prompts(rows, [prompt] * 4000, sampler, 1, list(range(4000)), []))
     counts = torch.bincount(drawn.flatten(), minlength=V)
     with torch.inference_mode():
         logits = model(torch.tensor([prompt])).logits[:, -1]
