@@ -142,9 +142,9 @@ def compare(source: Original, gguf: Path, texts: list[str], positions: int) -> P
     """
     window = min(WINDOW, source.shape.context)
     with GgufModel(gguf, context=window, batch=window) as quantised:
-        if quantised.head_rows != source.shape.vocabulary:
+        if quantised.file.head_rows != source.shape.vocabulary:
             raise DataError(
-                f"{gguf} has {quantised.head_rows} rows, {source.folder} has {source.shape.vocabulary}",
+                f"{gguf} has {quantised.file.head_rows} rows, {source.folder} has {source.shape.vocabulary}",
                 hint="compare a GGUF file with the folder it was exported from",
             )
         mismatches = list(_mismatches(source.tokenizer, quantised, texts))
@@ -191,7 +191,7 @@ def _mismatches(tokenizer: Any, quantised: GgufModel, texts: list[str]) -> Itera
     """The number of each text with other ids, and the first place where they differ."""
     for index, text in enumerate(texts):
         plain = as_llama_reads(tokenizer.backend_tokenizer, text)
-        ids = with_opening(quantised.tokenize(plain, True), quantised.opening)
+        ids = with_opening(quantised.file.tokenize(plain, True), quantised.file.opening)
         position = first_difference(encode_text(tokenizer, text), ids)
         if position is not None:
             yield index, position

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.engines.llama_cpp.model import GgufModel, token_bytes_and_ends
+from distill.engines.llama_cpp.model import GgufModel, ends_of, token_bytes_of
 from distill.errors import DataError
 from distill.files import kind_of, parse_json
 from distill.machine import install_extra
@@ -58,8 +58,8 @@ class Tokens:
     @classmethod
     def of_gguf(cls, model: GgufModel) -> Tokens:
         """From a GGUF file; `ends` are the tokens with which llama.cpp ends a text."""
-        bytes_of, ends = token_bytes_and_ends(model)
-        return cls(bytes_of, tuple(ends), lambda data: model.tokenize(data.decode("utf-8", "ignore")))
+        write = model.file.tokenize
+        return cls(token_bytes_of(model), tuple(ends_of(model)), lambda data: write(data.decode("utf-8", "ignore")))
 
     @cached_property
     def library(self) -> Any:

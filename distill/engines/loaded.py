@@ -104,7 +104,7 @@ class LoadedPair:
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token; none for ids that stand for nothing."""
         if isinstance(self.target, GgufModel):
-            return self.target.detokenize([token])
+            return self.target.file.detokenize([token])
         return self.vocabulary.text_bytes([token])
 
     def text(self, tokens: Sequence[int]) -> str:
@@ -181,7 +181,7 @@ def torch_decoder(
     Ids from `vocabulary` on are padding. `tokens` are those that a text is expected to hold.
     """
     if is_draft and pytorch.draft_weights is not None:
-        return TorchModel(rounded(model, pytorch.draft_weights, model_name(model)), vocabulary)
+        return growing_decoder(rounded(model, pytorch.draft_weights, model_name(model)), vocabulary, prepack=False)
     if not pytorch.static:
         return growing_decoder(model, vocabulary, pytorch.prepack)
     own = model if pytorch.compile else _packed(model, pytorch.prepack)  # compiled steps choose their own layouts

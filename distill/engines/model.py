@@ -250,12 +250,6 @@ def check_chain(
     return list(counts)
 
 
-def check_no_paths(paths: Sequence[Sequence[int]], rows: int) -> None:
-    """Raise ValueError unless there is an empty path for each row of a model without a tree."""
-    if len(paths) != rows or any(len(path) for path in paths):
-        raise ValueError(f"no tree is pending: paths must be {[[]] * rows}, got {list(paths)}")
-
-
 def check_lengths(lengths: Sequence[int], committed: Sequence[int]) -> list[int]:
     """The lengths to which rows go back; ValueError unless there is one for each, within what it has committed."""
     pairs = zip(lengths, committed, strict=False)
@@ -303,10 +297,6 @@ class Noted:
     def step(self, ids: Tensor, *arguments: Any) -> Any:
         """See `StaticTorchModel`."""
         return self._noted(ids.shape[1], self._inner.step, ids, *arguments)
-
-    def grow(self, ids: Tensor, *arguments: Any) -> Any:
-        """See `StaticTorchModel`."""
-        return self._noted(len(ids), self._inner.grow, ids, *arguments)
 
 
 class Watch:

@@ -275,7 +275,7 @@ def compare_types(model: str, types: Sequence[str], threads: int | None, repeats
                     note(f"{library}, {kind}: left out: {error.what}")
                     continue
                 with opened as decoder:
-                    texts = [[*decoder.opening, *decoder.tokenize(text)] for text in TEXTS]
+                    texts = [[*decoder.file.opening, *decoder.file.tokenize(text)] for text in TEXTS]
                     reference = reference or OwnDistributions(decoder, texts)
                     kl = reference.kl(decoder) if figures else 0.0
                     steps = measure_steps(decoder, SIZES, DEPTH, repeats)

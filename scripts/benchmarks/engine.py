@@ -164,7 +164,7 @@ def over_peer(case: Case, prompt: Sequence[int], own: Decoded, length: int, opti
     assert case.files is not None and isinstance(case.target, GgufModel)
     binary = options.llama_bin / "llama-speculative-simple"
     command = simple_command(binary, case.files, length, options.tokens, CAPACITY, options.threads)
-    text = case.target.detokenize(prompt).decode("utf-8", "replace")
+    text = case.target.file.detokenize(prompt).decode("utf-8", "replace")
     tokens, seconds, _ = simple([*command, "-fa", "off", "--ignore-eos"], text)
     return (len(own.tokens) - 1) / own.seconds * seconds / tokens
 

@@ -636,16 +636,17 @@ def read_imports(world: World, found: bytes) -> Readers:
 
 def read_gguf(world: World, found: bytes) -> Readers:
     """llama.cpp itself: the vocabulary alone as for a prompt, then the model, a text and its bytes."""
-    from distill.engines.llama_cpp.model import GgufModel, token_bytes_and_ends
+    from distill.engines.llama_cpp.model import GgufModel, ends_of, token_bytes_of
     from distill.engines.loaded import encode_prompt
 
     path = world.put("model.gguf", found)
 
     def decode() -> None:
         with GgufModel(path, context=32, batch=16, threads=1) as model:
-            ids = model.tokenize("def alpha(beta): total")[:12] or [0]
-            model.detokenize(ids)
-            token_bytes_and_ends(model)
+            ids = model.file.tokenize("def alpha(beta): total")[:12] or [0]
+            model.file.detokenize(ids)
+            token_bytes_of(model)
+            ends_of(model)
             model.extend(ids).argmax()
             model.rollback([1])
             model.extend(ids[:3]).full()

@@ -203,7 +203,7 @@ def test_gguf_never_says_padding(tmp_path: Path) -> None:
     export_gguf(save_toy(model, tokenizer, tmp_path / "padded"), tmp_path / "padded.gguf", "f32")
     prompt = tokenizer("def f(self)")["input_ids"]
     with GgufModel(tmp_path / "padded.gguf", context=64) as quantised:
-        assert (quantised.head_rows, quantised.vocabulary_size) == (real + 20, real)
+        assert (quantised.file.head_rows, quantised.vocabulary_size) == (real + 20, real)
         assert plain(quantised, prompt, 30).tokens == plain(TorchModel(model, real), prompt, 30).tokens
         quantised.rollback([0])
         logits = quantised.extend(prompt).full()

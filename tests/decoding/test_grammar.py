@@ -497,7 +497,7 @@ def test_gguf_text(gguf_toys: tuple[Path, Path]) -> None:
         grammar = constraint("gbnf", GBNF, tokens)
 
         def valid(found: list[int]) -> bool:
-            return bool(re.fullmatch(HEAD, target.detokenize(found).decode()))
+            return bool(re.fullmatch(HEAD, target.file.detokenize(found).decode()))
 
         check_ways(target, draft, grammar, valid, 1)
 

@@ -146,8 +146,8 @@ def test_a_whole_file_is_read_as_llama_cpp_reads_it(model: Path) -> None:
     metadata = VocabularyMetadata.read(str(model.with_suffix(".gguf")))
     assert Loaded(metadata.reference).same_as(metadata)
     with GgufModel(metadata.reference, context=8, threads=1) as loaded:
-        context = loaded._file.library.llama_model_n_ctx_train(loaded._file.model)
-        assert (metadata.context, metadata.rows) == (context, loaded.head_rows)
+        context = loaded.file.library.llama_model_n_ctx_train(loaded.file.model)
+        assert (metadata.context, metadata.rows) == (context, loaded.file.head_rows)
 
 
 ADDED: dict[str, dict[str, Any]] = {f"other {end}": {f"add_{end}_token": True} for end in ("bos", "eos")}  # in both

@@ -28,7 +28,6 @@ from distill.decoding.worth import Worth
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import BatchedTorchModel, growing_decoder, torch_decoder
 from distill.engines.model import SNAPSHOTS, resent
-from distill.engines.torch.model import TorchModel
 from distill.errors import DataError
 from distill.recipe import PyTorch
 from distill.sampler import Sampler
@@ -153,8 +152,6 @@ def test_what_a_recurrent_state_does_not_allow_is_refused(monkeypatch: pytest.Mo
         BatchedTorchModel(hugging_face, 2)
     with pytest.raises(DataError, match="cannot decode with a static cache: it has"):
         torch_decoder(hugging_face, pytorch=PyTorch(static=True))
-    with pytest.raises(DataError, match="cannot be decoded here: it has"):
-        TorchModel(hugging_face)
     settings = {"num_heads": 4, "head_dim": 16, "n_groups": 1, "state_size": 8, "chunk_size": 8}
     config = transformers.Mamba2Config(vocab_size=V, hidden_size=32, num_hidden_layers=2, **settings)
     config.max_position_embeddings = 99

@@ -358,13 +358,13 @@ def test_gguf_refusals_change_nothing(exported: Path, noise: float) -> None:
             model.extend([1], parents=[-1])
         model.keep([[]])
         with pytest.raises(ValueError, match="ids"):
-            model.detokenize([model.head_rows])
+            model.file.detokenize([model.file.head_rows])
         model.extend([1] * 16)  # to the end of the context
         model.close()
     for leaves in (-1, 256, 16):
         with pytest.raises(ValueError):
             GgufModel(exported, context=16, max_leaves=leaves)
-    for call in (lambda: model.keep([[]]), lambda: model.extend([1]), lambda: model.tokenize("a")):
+    for call in (lambda: model.keep([[]]), lambda: model.extend([1]), lambda: model.file.tokenize("a")):
         with pytest.raises(ValueError, match="closed"):
             call()
 

@@ -114,7 +114,7 @@ def check_logits(name: str, model: Any, path: Path, tokenizer: PreTrainedTokeniz
     with torch.inference_mode():
         expected = model(torch.tensor([ids])).logits[0, :, : len(tokenizer)].log_softmax(-1)
     with GgufModel(path, context=200, threads=1) as gguf:
-        assert gguf.head_rows == len(tokenizer) + 5 and gguf.vocabulary_size == len(tokenizer)
+        assert gguf.file.head_rows == len(tokenizer) + 5 and gguf.vocabulary_size == len(tokenizer)
         actual = gguf.extend(ids).full().log_softmax(-1)
     # The f16 cache is the only rounding, but for GELU, which llama.cpp computes from an f16 table; a wrong permutation,
     # bias or norm gives differences above 0.1.

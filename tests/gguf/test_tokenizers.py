@@ -135,13 +135,13 @@ def test_tokenizer_equals_on_held_out_files(exported: Path) -> None:
     with GgufModel(exported.parent / "f16.gguf", context=8) as gguf:
         for text in texts:
             ids = tokenizer(text)["input_ids"]
-            assert gguf.tokenize(text, parse_special=True) == ids
-            assert gguf.detokenize(ids) == text.encode()
+            assert gguf.file.tokenize(text, parse_special=True) == ids
+            assert gguf.file.detokenize(ids) == text.encode()
         # Without parse_special a control token in a text is plain text; padding rows have names of their own.
-        assert len(gguf.tokenize("<|im_end|>")) > 1
-        name = f"[PAD{gguf.head_rows - 1}]"
-        assert gguf.detokenize([gguf.head_rows - 1]) in (b"", name.encode())
-        assert gguf.tokenize(name, parse_special=True) == tokenizer.encode(name)
+        assert len(gguf.file.tokenize("<|im_end|>")) > 1
+        name = f"[PAD{gguf.file.head_rows - 1}]"
+        assert gguf.file.detokenize([gguf.file.head_rows - 1]) in (b"", name.encode())
+        assert gguf.file.tokenize(name, parse_special=True) == tokenizer.encode(name)
 
 
 @needs_llama
@@ -157,7 +157,7 @@ def test_unreachable_tokens_decide_between_llama3_names(tmp_path: Path) -> None:
         assert read_tokenizer(tmp_path / "m", len(tokenizer) + 6).pre == pre
         export_gguf(tmp_path / "m", tmp_path / "m.gguf", "f16")
         with GgufModel(tmp_path / "m.gguf", context=8) as gguf:
-            ids = gguf.tokenize("zyxwv")
+            ids = gguf.file.tokenize("zyxwv")
         assert ids == Tokenizer.from_file(str(path)).encode("zyxwv").ids
         assert (ids == [len(tokenizer)]) == ignore
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,23 +59,23 @@ class GgufModel:
             raise ValueError(f"max_leaves must lie in 0..{MOST_LEAVES} and below batch and context, got {max_leaves}")
         self.capacity = context
         self._length = 0
-        self._file = GgufFile(self.path, options=options)
-        self._text = Retold() if self._file.recurrent else None
-        max_leaves = 0 if self._file.recurrent else max_leaves
+        self.file = GgufFile(self.path, options=options)
+        self._text = Retold() if self.file.recurrent else None
+        max_leaves = 0 if self.file.recurrent else max_leaves
         self._undoable = 0  # of the last tokens, by llama.cpp itself; −1 where it has just taken some back
-        self.head_rows, self.vocabulary_size = self._file.head_rows, self._file.vocabulary_size
-        self.build = self._file.build  # of the library that computes
+        self.vocabulary_size = self.file.vocabulary_size
+        self.build = self.file.build  # of the library that computes
         try:
             options = options.model_copy(update={"threads": options.threads or threads})
-            self.batches = checked_batches(self._file, options)
+            self.batches = checked_batches(self.file, options)
             if self.batches is not None:
                 if self.batches.largest is not None or (max_leaves and not self.batches.takes_trees):
                     note(f"{self.path.name}: {self.batches.describe()}")
                 options = options.model_copy(update={"ubatch_size": self.batches.largest or options.ubatch_size})
                 max_leaves = max_leaves if self.batches.takes_trees else 0
-            self._context = GgufContext(self._file, context, batch, max_leaves + 1, options)
+            self._context = GgufContext(self.file, context, batch, max_leaves + 1, options)
         except BaseException:
-            self._file.close()
+            self.file.close()
             raise
         # Whether rejected tokens leave others that are computed again.
         self.resends = self._text is not None and not self._context.undoable
@@ -101,7 +101,7 @@ class GgufModel:
         indices outside the tokens, a chain below a pending tree, more than `max_leaves` branches, or more nodes than
         the cache has cells or a batch has tokens; DataError when llama.cpp fails.
         """
-        self._file.require_open()
+        self.file.require_open()
         if self._text is not None:
             return self._extend_text(self._text, list(tokens), counts, parents, want)
         return self._extend(tokens, counts, parents, want)
@@ -186,7 +186,7 @@ class GgufModel:
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Commit one path of the pending tree and drop its other nodes; ValueError for no path from the root."""
-        self._file.require_open()
+        self.file.require_open()
         self._length += self._branches.commit(paths, self._length)
 
     def _decode_all(self, tokens: Sequence[int], want: Sequence[int] | None) -> NDArray[np.float32]:
@@ -211,7 +211,7 @@ class GgufModel:
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget a pending tree and the tokens beyond `lengths` (one number); ValueError outside 0..the committed."""
-        self._file.require_open()
+        self.file.require_open()
         (length,) = check_lengths(lengths, self.lengths)
         if self._text is not None:
             del self._text.tokens[length:]
@@ -226,28 +226,10 @@ class GgufModel:
             self._length = length
             self._branches.shorten(length)
 
-    def tokenize(self, text: str, parse_special: bool = False) -> list[int]:
-        """The file's own ids for `text`, without added tokens; `parse_special` reads control tokens in the text."""
-        return self._file.tokenize(text, parse_special)
-
-    @property
-    def opening(self) -> list[int]:
-        """The ids that the file puts before a text."""
-        return self._file.opening
-
-    def detokenize(self, ids: Sequence[int]) -> bytes:
-        """The exact bytes of `ids`, special tokens as written; ValueError for ids outside the rows."""
-        return self._file.detokenize(ids)
-
-    def library_and_vocabulary(self) -> tuple[Any, Any]:
-        """llama_cpp and the vocabulary's handle, for llama.cpp's other functions on tokens; ValueError once closed."""
-        self._file.require_open()
-        return self._file.library, self._file.vocabulary
-
     def close(self) -> None:
         """Free the model; safe to call twice. Logits returned before become unreadable."""
         self._context.close()
-        self._file.close()
+        self.file.close()
 
     def __enter__(self) -> Self:
         return self
@@ -265,18 +247,17 @@ def _outputs(count: int, want: Sequence[int] | None) -> tuple[NDArray[np.int8], 
     return mask, None if np.array_equal(wanted, needed) else order
 
 
-def token_bytes_and_ends(model: GgufModel) -> tuple[list[bytes], list[int]]:
-    """The bytes [V] of each token, empty for control tokens and unused ones, and the ids that end a text."""
-    llama, vocabulary = model.library_and_vocabulary()
+def token_bytes_of(model: GgufModel) -> list[bytes]:
+    """The bytes [V] of each token, empty for control tokens and unused ones."""
+    llama, vocabulary = model.file.library, model.file.vocabulary
     silent = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_UNUSED | llama.LLAMA_TOKEN_ATTR_UNKNOWN
-    token_bytes = [
-        b"" if llama.llama_vocab_get_attr(vocabulary, token) & silent else model.detokenize([token])
+    return [
+        b"" if llama.llama_vocab_get_attr(vocabulary, token) & silent else model.file.detokenize([token])
         for token in range(model.vocabulary_size)
     ]
-    return token_bytes, ends_of(model)
 
 
 def ends_of(model: GgufModel) -> list[int]:
     """The ids that end a text."""
-    llama, vocabulary = model.library_and_vocabulary()
-    return [token for token in range(model.vocabulary_size) if llama.llama_vocab_is_eog(vocabulary, token)]
+    is_end = model.file.library.llama_vocab_is_eog
+    return [token for token in range(model.vocabulary_size) if is_end(model.file.vocabulary, token)]

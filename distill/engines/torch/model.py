@@ -180,7 +180,6 @@ class TorchModel:
     def __init__(self, model: Any, vocabulary: int | None = None) -> None:
         from transformers import DynamicCache
 
-        self._require_layers(model)
         self.model = model
         self.device = next(model.parameters()).device
         self.vocabulary_size: int = min(model.config.vocab_size, vocabulary or model.config.vocab_size)
@@ -192,12 +191,6 @@ class TorchModel:
         self._cache: Any = DynamicCache()
         self._length = 0
         self._tree = PendingTree()
-
-    @staticmethod
-    def _require_layers(model: Any) -> None:
-        """Raise DataError for a model whose cache cannot be cut."""
-        if (reason := state_refusal(type(model), model.config)) is not None:
-            raise DataError(f"{model_name(model)} cannot be decoded here: {reason}", "name a model of attention layers")
 
     @property
     def lengths(self) -> list[int]:
@@ -358,10 +351,6 @@ class RecurrentTorchModel(TorchModel):
         self._cache = self._new_cache()
         self._text = Retold()
         self._require_equal()
-
-    @staticmethod
-    def _require_layers(model: Any) -> None:
-        """The layers are looked at where the cache is made."""
 
     @property
     def lengths(self) -> list[int]:

@@ -20,7 +20,7 @@ from torch import Tensor
 from transformers.cache_utils import Cache, StaticLayer
 
 from distill.devices import begin_replay, records_graphs
-from distill.engines.model import SPARE_NODES, Ints, PendingTree, check_call, check_lengths, check_no_paths
+from distill.engines.model import SPARE_NODES, Ints, PendingTree, check_call, check_lengths
 from distill.engines.torch.hugging_face import logits_of
 from distill.engines.torch.model import (
     TorchLogits,
@@ -273,6 +273,7 @@ class StaticTorchModel(TorchModel):
     ) -> None:
         if rows < 1:
             raise ValueError(f"a batch has at least one row, got {rows}")
+        self._require_layers(model)
         super().__init__(model, vocabulary)
         self.rows, self.steps_on_device = rows, True
         self.max_leaves = sys.maxsize if rows == 1 else 0
@@ -401,8 +402,8 @@ class StaticTorchModel(TorchModel):
         """As of `TorchModel`; rows that take no trees have only empty paths."""
         if self.max_leaves:
             super().keep(paths)
-        else:
-            check_no_paths(paths, self.rows)
+        elif list(map(list, paths)) != [[]] * self.rows:
+            raise ValueError(f"no tree is pending: paths must be {[[]] * self.rows}, got {list(paths)}")
 
     def _drop_tree(self, kept: int) -> None:
         self._lengths[0] += kept
