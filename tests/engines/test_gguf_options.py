@@ -196,14 +196,6 @@ def test_options_that_the_gpus_do_not_allow(options: dict[str, Any], words: str)
     assert re.search(words, f"{caught.value.what} {caught.value.hint}")
 
 
-def test_the_build_names_the_devices_of_llama_cpp() -> None:
-    """Against llama.cpp's own report of the system, which names every device's back end."""
-    names = llama_cpp.llama_print_system_info().decode()
-    assert bool(library.gpus()) == any(f"{kind} :" in names for kind in ("CUDA", "MTL", "Vulkan", "ROCm", "SYCL"))
-    if not llama_cpp.llama_supports_gpu_offload():
-        assert "a CPU-only build" in library.describe_build() and "DGGML_METAL=on" in library.describe_build()
-
-
 @pytest.mark.parametrize(
     ("options", "words"),
     [

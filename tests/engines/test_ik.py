@@ -92,19 +92,6 @@ def test_what_it_cannot_do_is_refused(files: dict[str, Path], monkeypatch: pytes
 # ── Batches against single tokens ──
 
 
-@pytest.mark.parametrize(
-    ("kl", "largest"),
-    [
-        ({2: 0.0, 8: 0.0, 64: 0.0}, None),
-        ({2: 0.001, 8: 0.009, 64: 0.0}, None),
-        ({2: 0.0, 8: 0.0, 31: 0.0, 32: 1.6, 64: 0.0}, 31),
-        ({2: 0.02, 8: 0.0}, 1),
-    ],
-)
-def test_no_more_tokens_are_computed_at_once_than_are_sound(kl: dict[int, float], largest: int | None) -> None:
-    assert BatchCheck("llama.cpp", kl, 0.0).largest == largest
-
-
 def test_trees_whose_gaps_hide_tokens_are_found_and_not_used(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

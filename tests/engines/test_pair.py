@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import random
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -139,17 +138,6 @@ def test_a_model_fits_its_own_file(model: Path) -> None:
     assert ours.tokens[ours.eos or 0] == "<|endoftext|>" and not ours.chat_template
 
 
-@needs_llama
-def test_a_whole_file_is_read_as_llama_cpp_reads_it(model: Path) -> None:
-    from distill.engines.llama_cpp.model import GgufModel
-
-    metadata = VocabularyMetadata.read(str(model.with_suffix(".gguf")))
-    assert Loaded(metadata.reference).same_as(metadata)
-    with GgufModel(metadata.reference, context=8, threads=1) as loaded:
-        context = loaded.file.library.llama_model_n_ctx_train(loaded.file.model)
-        assert (metadata.context, metadata.rows) == (context, loaded.file.head_rows)
-
-
 ADDED: dict[str, dict[str, Any]] = {f"other {end}": {f"add_{end}_token": True} for end in ("bos", "eos")}  # in both
 # What differs in the draft's file; whether the rules of distill, llama.cpp and vLLM hold; words of the first reason.
 CASES: dict[str, tuple[dict[str, Any], tuple[bool, bool, bool], str]] = {
@@ -159,6 +147,11 @@ CASES: dict[str, tuple[dict[str, Any], tuple[bool, bool, bool], str]] = {
     "token 4": ({"words": changed(4)}, (False, True, True), "token 4 is"),
     "token 5": ({"words": changed(5)}, (False, False, True), "token 5 is"),
     "token 7": ({"words": changed(7)}, (False, False, True), "token 7 is '<0x04>' in the target and 'changed' in the"),
+    "two tokens": (
+        {"words": changed(9, [*WORDS[:7], "other", *WORDS[8:]])},
+        (False, False, True),
+        "the first of 2 differences",
+    ),
     "last": ({"words": changed(len(WORDS) - 1)}, (False, False, True), f"token {len(WORDS) - 1} is"),
     "128 more": ({"words": longer(128)}, (True, True, False), f"{len(WORDS)} in the target and {len(WORDS) + 128} in"),
     "129 more": ({"words": longer(129)}, (True, False, False), f"{len(WORDS)} and {len(WORDS) + 129} differ by more"),
@@ -199,16 +192,6 @@ def test_spaces_of_added_tokens_are_the_same_in_files_and_folders() -> None:
     assert distill_rule(folder, file) is None and distill_rule(file, folder) is None
     other = distill_rule(folder, sentencepiece(["<s>", "</s>", "▁a", "   "]))
     assert other is not None and "token 3" in other[0]
-
-
-def test_every_difference_is_counted(tmp_path: Path) -> None:
-    target, draft = write_file(tmp_path / "a.gguf"), write_file(tmp_path / "b.gguf", changed(9, changed(7, changed(3))))
-    report = compare_pair(target, draft)
-    for against, parts in (
-        (report.distill, ("token 3 is", "first of 3 differences")),
-        (report.llama_cpp, ("token 7 is", "first of 2")),
-    ):
-        assert against is not None and all(part in against.reason for part in parts)
 
 
 @needs_llama
@@ -272,16 +255,9 @@ def test_folder_with_a_changed_token(index: int, llama_cpp: bool, model: Path, c
         assert raised.value.hint is not None and "cut.transplant" in raised.value.hint
 
 
-def test_only_our_own_rule_is_required(model: Path, copied: Path) -> None:
-    edit(copied / "config.json", vocab_size=500, max_position_embeddings=100)
-    edit(copied / "tokenizer_config.json", add_bos_token=True)
-    report = require_pair(str(model), str(copied))
-    assert fits(report) == (True, False, False, False)
-
-
 def test_report_as_text(model: Path, copied: Path) -> None:
     edit(copied / "config.json", vocab_size=310, max_position_embeddings=100)
-    report = compare_pair(str(model), str(copied))
+    report = require_pair(str(model), str(copied))
     lines = report.lines()
     assert lines[0] == (
         f"target {model}: qwen2, BPE, 290 tokens in 305 rows, context 160, adds no bos or eos, no chat template"
@@ -406,36 +382,6 @@ def test_hub_names_fetch_no_weights(model: Path, monkeypatch: pytest.MonkeyPatch
     assert raised.value.hint is not None and "network" in raised.value.hint
 
 
-def test_truncated_files(model: Path, tmp_path: Path) -> None:
-    whole = model.with_suffix(".gguf").read_bytes()
-    path = tmp_path / "cut.gguf"
-    for length in [0, 3, 4, 7, 8, 23, 24, 30, *range(60, len(whole), len(whole) // 300), len(whole) - 1]:
-        path.write_bytes(whole[:length])
-        with pytest.raises(DataError) as raised:
-            VocabularyMetadata.read(str(path))
-        assert str(path) in raised.value.what and "\n" not in raised.value.what and raised.value.hint, length
-    path.write_bytes(whole)
-    assert VocabularyMetadata.read(str(path)).rows == 305
-
-
-def test_damaged_bytes_give_one_error_or_metadata(tmp_path: Path) -> None:
-    whole = Path(write_file(tmp_path / "whole.gguf")).read_bytes()
-    path = tmp_path / "damaged.gguf"
-    draw, refused = random.Random(0), 0
-    for _ in range(400):
-        damaged = bytearray(whole)
-        for _ in range(draw.choice((1, 4))):
-            damaged[draw.randrange(4, len(whole))] = draw.randrange(256)
-        path.write_bytes(damaged)
-        try:
-            VocabularyMetadata.read(str(path))
-            compare_pair(str(path), str(tmp_path / "whole.gguf")).lines()
-        except DataError as error:
-            refused += 1
-            assert str(path) in error.what and "\n" not in error.what
-    assert 50 < refused < 400
-
-
 def test_other_files_are_refused(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "x.gguf"
     whole = model.with_suffix(".gguf").read_bytes()
@@ -473,7 +419,6 @@ def real(name: str, rows: int, folder: Path) -> str:
 
 def test_real_tokenizers(tmp_path: Path) -> None:
     llama_3, qwen = real("llama-3", 128_256, tmp_path), real("qwen2.5", 151_936, tmp_path)
-    llama_2, gpt_2 = real("llama-2", 32_000, tmp_path), real("gpt-2", 50_257, tmp_path)
     report = compare_pair(llama_3, qwen)
     # The first 256 are the bytes in both; read off the vocabularies independently.
     contents = [json.loads((Path(folder) / "tokenizer.json").read_text()) for folder in (llama_3, qwen)]
@@ -487,8 +432,3 @@ def test_real_tokenizers(tmp_path: Path) -> None:
     assert (report.target.add_bos, report.target.bos) == (True, 128_000)
     assert report.draft.real_tokens < report.draft.rows == 151_936 and report.draft.chat_template
     assert report.target.real_tokens == 128_256
-    assert fits(compare_pair(gpt_2, f"{gpt_2}/../gpt-2")) == (True,) * 4
-    other = compare_pair(llama_2, gpt_2)
-    assert (other.target.kind, other.target.add_bos, other.target.bos, other.target.eos) == ("SPM", True, 1, 2)
-    assert other.llama_cpp is not None
-    assert other.llama_cpp.reason == "the target's vocabulary is of type SPM, the draft's BPE"

@@ -11,7 +11,6 @@ import shlex
 from typing import Any
 
 import pytest
-import tiny
 
 from distill.engines.server_commands import VLLM, llama_server, pair_arguments, transformers, vllm
 from distill.recipe import Gguf, parse_section
@@ -58,10 +57,3 @@ def test_transformers_takes_the_names_that_are_printed() -> None:
             line.split(".generation_config.")[1].split(" ")[0] for line in program.splitlines() if "_config." in line
         ]
         assert names and all(hasattr(config, name) for name in names)
-
-
-def test_no_removed_option_is_left_anywhere() -> None:
-    """--draft-max and its kin end today's llama-server."""
-    removed = ("--draft-max", "--draft-min", "--draft-n ")
-    places = [*(tiny.ROOT / "distill").rglob("*.py"), *(tiny.ROOT / "docs").glob("*.md"), tiny.ROOT / "README.md"]
-    assert not [path for path in places if any(name in path.read_text(encoding="utf-8") for name in removed)]

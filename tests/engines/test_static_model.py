@@ -113,20 +113,6 @@ def test_the_cache_doubles_and_then_stays() -> None:
     assert model._cache.layers[0].keys is None
 
 
-@pytest.mark.parametrize(("kind", "tolerance"), [(torch.bfloat16, 0.25), (torch.float16, 0.03), (torch.float64, 1e-9)])
-def test_other_types(kind: torch.dtype, tolerance: float) -> None:
-    """Logits lie as near those of a prefill as the type allows; fp64 shows that no other error enters."""
-    hugging_face = toy("llama", seed=3).to(kind)
-    draws = random.Random(1)
-
-    def compare(got: torch.Tensor, expected: torch.Tensor) -> None:
-        torch.testing.assert_close(got.double(), expected.double(), rtol=0, atol=tolerance)
-
-    mirror = Mirror(StaticTorchModel(hugging_face), lambda text: prefill(hugging_face, text), compare)
-    for _ in range(14):
-        mirror.step(draws, 99)
-
-
 def test_models_that_are_refused() -> None:
     """test_families.py has those of a recurrent state."""
     mixed = toy("qwen2", seed=3)
