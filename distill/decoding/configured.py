@@ -173,7 +173,7 @@ def guesses(
 
 # ── From words to parts ──
 
-LOOKED_UP = 2  # tokens of a match in the text that is followed before another drafter is asked
+LOOKED_UP = 2  # tokens of a match that is followed before another drafter, where its worth is not compared with theirs
 NO_COSTS = Costs((1.0, 1.0), 0.0, 0.0)
 CHAINS_ONLY = "draft chains: another drafter than tree"
 
@@ -260,7 +260,8 @@ def make_drafter(
         assert not isinstance(draft, DraftReader), f"`{configuration.title}` needs a draft of the target's vocabulary"
         own = _model_drafter(configuration, draft, sampler, random, fitted, worth)
     if configuration.looks_up:
-        return FallbackDrafter(LookupDrafter(configuration.max_length, LOOKED_UP, worth), own)
+        shortest = LOOKED_UP if worth is None or configuration.counts_ngrams else 1
+        return FallbackDrafter(LookupDrafter(configuration.max_length, shortest, worth), own)
     return own
 
 

@@ -121,6 +121,15 @@ class Costs:
         """T(1..) in rounds whose tokens come from text or counts."""
         return self.target_only or self.target
 
+    def draft_step(self, unread: int) -> float:
+        """D of a step that reads so many tokens: beyond two it grows as the target's steps do, beyond these as a
+        prompt."""
+        if unread <= 2:
+            return self.draft_two if unread == 2 else self.draft
+        curve = self.undrafted
+        grown = self.draft * curve[min(unread, len(curve)) - 1] / curve[0]
+        return max(grown, self.draft_two) + max(unread - len(curve), 0) * self.draft_prompt
+
     def again(self, drafted: int, expected: float, whole: float) -> float:
         """Seconds beyond T(n + 1) for tokens that are computed again, now and because of this round.
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from distill.decoding.lengths import LONGEST, Features, LengthRule, NGramIndex, Proposal, features_of
 from distill.decoding.verify import Random, draw_token
-from distill.decoding.worth import Size, Worth
+from distill.decoding.worth import ExpectedValue, Size, Worth
 from distill.engines.model import Model
 from distill.sampler import Sampler
 
@@ -82,7 +82,7 @@ class ChainDraft:
     def unread(self, context: Sequence[int], read: int) -> list[int]:
         """The tokens that the draft takes in this step, of which it has read the first `read` of the context.
 
-        One token, or two in the first step after a round that was accepted whole.
+        One token, or in a round's first step all that it has not read: two after a round that was accepted whole.
         """
         return self.tokens[-1:] or list(context[read:])
 
@@ -133,10 +133,14 @@ def read_prompt(model: Model, prompt: Sequence[int], drafts: bool) -> None:
         model.extend(prompt[:-1], want=[len(prompt) - 2])
 
 
-def catch_up(model: Model, context: Sequence[int]) -> float:
-    """Let a draft read all but the last token of the context, where more than two are not read; the seconds of that."""
+TOGETHER = 48  # tokens that a draft's first step reads; on a device two, because its shapes are fixed
+
+
+def catch_up(model: Model, context: Sequence[int], together: int = TOGETHER) -> float:
+    """Let a draft read all but the last token of the context, where more than `together` are not read, as when its rule
+    begins to draft after a long text; the seconds of that."""
     read = model.lengths[0]
-    if len(context) - read <= 2:
+    if len(context) - read <= together:
         return 0.0
     started = time.perf_counter()
     model.extend(context[read:-1], want=[len(context) - read - 2])
@@ -179,6 +183,7 @@ class ModelDrafter:
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """A chain, one step of the model for each token."""
+        self.rule.behind(len(context) - self.model.lengths[0])
         chain = ChainDraft(self.rule, self.random, self.argmax, limit, ends)
         by_argmax, read = largest_logit_decides(self.argmax, self.sampler, [self.rule]), 0
         while chain.goes_on():
@@ -196,9 +201,9 @@ class ModelDrafter:
             chain.add_from(sampler.distributions(logits, [history], empty=True)[0], self.index, context)
         return chain.proposal()
 
-    def catch_up(self, context: Sequence[int]) -> None:
-        """Read all but the last token of the context, where more than two are not read: the rule has begun to draft."""
-        self._late = catch_up(self.model, context)
+    def catch_up(self, context: Sequence[int], together: int = TOGETHER) -> None:
+        """Read all but the last token of the context, where more than `together` are not read."""
+        self._late = catch_up(self.model, context, together)
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Forget the rejected tokens (the last drafted one was never read) and let the rule learn."""
@@ -348,10 +353,16 @@ class LookupDrafter:
 
 
 class FallbackDrafter:
-    """A lookup's proposal, or the second drafter's where that is empty."""
+    """A lookup's proposal, or the second drafter's where that is empty.
+
+    A match is taken where it is worth more than the second one's round: what a model's rule promises, or else the mean
+    of its rounds.
+    """
 
     def __init__(self, first: LookupDrafter, second: Drafter) -> None:
         self.first, self.second = first, second
+        self._model: Any = getattr(second, "model", None)  # none where the second one counts n-grams
+        self._rule = getattr(second, "rule", None)
         # Those of the second one: a lookup has no distribution that a verifier would ask for.
         self.tree, self.kind = second.tree, second.kind
         self._last: Drafter = second
@@ -374,6 +385,9 @@ class FallbackDrafter:
 
     def look_up(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """The first one's proposal; where it is empty, this is the second one's round."""
+        if isinstance(self._rule, ExpectedValue):
+            self._rule.behind(len(context) - self._model.lengths[0])
+            self.first.rival = self._rule.promise()
         proposal = self.first.propose(context, min(limit, self.first.room(len(context))), ends)
         self._last = self.first if proposal.tokens else self.second
         return proposal
@@ -382,5 +396,5 @@ class FallbackDrafter:
         """The drafter that proposed learns; the other reads the new tokens with its next proposal, and a lookup learns
         what the second one's rounds give."""
         self._last.accepted(proposal, count, length, seconds)
-        if self._last is self.second:
+        if self._last is self.second and not isinstance(self._rule, ExpectedValue):
             self.first.passed(count, seconds)

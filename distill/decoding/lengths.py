@@ -167,6 +167,10 @@ class LengthRule:
         """The most tokens to draft this round; 0 decodes plainly."""
         raise NotImplementedError
 
+    def behind(self, unread: int) -> None:
+        """The round's first step will read so many tokens of the context: one, two after a round that was accepted
+        whole, more after rounds without the draft."""
+
     def step_on(self, position: int) -> bool:
         """Whether the draft's step for `position` is worth its time; callers may skip this question."""
         return True

@@ -355,7 +355,8 @@ def play(
             if rounds.draft.looks:
                 index.read(context)
             chain = ChainDraft(own.rule, own.random, own.argmax, limit, rules.ends)
+            own.rule.behind(len(context) - own.model.lengths[0])
             if len(context) - own.model.lengths[0] > 2 and chain.goes_on():
-                own.catch_up(context)
+                own.catch_up(context, together=2)
     outcome = rounds.run([RowRound(0, context, rules.random, chain, proposed, index)])[0]
     return outcome.proposal, list(range(outcome.accepted)), outcome.token

@@ -370,6 +370,8 @@ class TreeDrafter:
         """A tree of at most `limit` levels, of `size`."""
         if self.rule is not None and self._known:
             self._learn(self.rule, context[self._length :])
+        if self.rule is not None:
+            self.rule.behind(len(context) - self.model.lengths[0])
         shape, nodes = self.size(limit)
         if nodes == 0 or not self._starts():
             return NOTHING

@@ -160,7 +160,9 @@ class ExpectedValue(LengthRule):
             rounds = enumerate(zip(expected, costs.target, strict=False))
             self.worth.begin(max(e / (t + n * costs.draft + (n > 0) * costs.overhead) for n, (e, t) in rounds))
         self._start()
-        self._whole = False  # the last round was accepted whole
+        self._unread = 1  # tokens of the context that the round's first step reads
+        # Rounds with a draft, and those of them that began with what was decoded without it.
+        self._rounds, self._interrupted = 8.0, 1.0
         # In tokens' time: what drafting gained in all, the most that it ever had, and the squares of losses since then.
         self._gained, self._most, self._squares, self._tokens = 0.0, 0.0, 0.0, 0
 
@@ -194,18 +196,39 @@ class ExpectedValue(LengthRule):
 
     def _beatable(self, drafted: int, expected: float, survival: float, best: float) -> bool:
         """Whether tokens after `drafted` ones could beat the value `best`, with the time of their steps."""
-        if drafted == 0:  # the round's overhead, and a first step of two tokens, are still to be paid
+        if drafted == 0:  # the round's overhead, and a first step of more than a token, are still to be paid
             expected -= self.worth.rate * (self.costs.overhead + self._first_step() - self.costs.draft)
         line = Line(drafted, expected, survival)
         return self.worth.beatable(best, [line], self.hoped(drafted, survival), self.longest, self.longest)
 
+    def behind(self, unread: int) -> None:
+        """Note what the first step reads."""
+        self._unread = unread
+
     def _first_step(self) -> float:
-        return self.costs.draft_two if self._whole else self.costs.draft
+        """What a round must earn for its first step. What was decoded without the draft is read for the rounds to come
+        as well, so that this one pays the share of rounds that begin so; a long text is a loss, and not asked for."""
+        alone = self.costs.draft_step(min(self._unread, 2))
+        late = self.costs.draft_step(min(self._unread, len(self.costs.target))) - alone
+        return alone + late * self._interrupted / self._rounds
 
     def _affordable(self) -> bool:
         """Whether drafting has not lost more than it may."""
         lost, most = self._most - self._gained, max(self.allowance, self.doubt * self._squares**0.5)
         return lost < most + 0.01 * self._tokens + 0.5 * self._most
+
+    def promise(self) -> float:
+        """The worth that a round is expected to have, before its first step: of the best length, or of none."""
+        best = self._value(0, 1.0)
+        if self._affordable():
+            mean, survival, expected = self._mean(self.optimism), 1.0, 1.0
+            paid = self.costs.overhead + self._first_step()
+            for n in range(1, self.limit() + 1):
+                survival *= mean
+                expected += survival
+                best = max(best, self._value(n, expected) - self.worth.rate * paid)
+                paid += self.costs.draft
+        return best
 
     def step_on(self, position: int) -> bool:
         """Whether drafting more could beat the tokens drafted so far."""
@@ -216,7 +239,7 @@ class ExpectedValue(LengthRule):
         best = self._value(self._drafted, self._expected)
         if not self._beatable(self._drafted, self._expected, self._survival, best):
             return False
-        self._paid += self.costs.draft if position else self._first_step() + self.costs.overhead
+        self._paid += self.costs.draft if position else self.costs.draft_step(self._unread) + self.costs.overhead
         return True
 
     def accept(self, position: int, features: Features) -> float:
@@ -269,7 +292,6 @@ class ExpectedValue(LengthRule):
         tokens, plain = accepted + 1, self.costs.target[0]
         most = self.costs.target[min(drafted, len(self.costs.target) - 1)] + self._paid
         seconds = min(max(seconds, 0.0), HELD_UP * most)
-        self._whole = accepted == drafted > 0
         self.worth.learn(tokens, seconds)
         self._age(tokens)
         for position in range(min(drafted, accepted + 1)):
@@ -279,6 +301,9 @@ class ExpectedValue(LengthRule):
         if self._declined is not None and accepted == drafted:  # it would have been judged, and counts as half a token
             self._seen[0] += self._declined / 2
             self._seen[1] += (1 - self._declined) / 2
+        if self._paid:
+            self._rounds += 1
+            self._interrupted += self._unread > 2
         if drafted or self._paid:
             lost = seconds / plain - tokens
             self._gained -= lost

@@ -1,12 +1,12 @@
 """The expected-value rule against the best fixed length in hindsight, on simulated drafts and measured costs.
 
-python scripts/benchmarks/rules.py [--rounds 64,400] [--worst 10]
+python scripts/benchmarks/rules.py [--rounds 64,400] [--worst 10] [--others]
 
 A text is a sequence of places; at each the target accepts the draft's token with a probability that only the simulation
 knows, and the draft shows features. All rules decode the same texts, as many tokens as the best fixed length (0 to 8,
 plain decoding included) makes of them in the given rounds. Printed is the rule's tokens per second over the fixed
 length's: with the draft's own probabilities (`no`), with a calibration on rounds of other texts (`yes`), and with one
-whose rounds were all accepted (`all`).
+whose rounds were all accepted (`all`). `--others` replays the rules without costs on the same texts instead.
 """
 
 from __future__ import annotations
@@ -16,13 +16,14 @@ import itertools
 import math
 import random
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from distill.decoding.calibration import FEATURE_TERMS, UNFITTED, Calibration, Recorded, fit_calibration
 from distill.decoding.costs import Costs
-from distill.decoding.lengths import Features, LengthRule
+from distill.decoding.lengths import AcceptedRatio, BetaFilter, Features, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.worth import ExpectedValue, Worth
+from distill.recipe.configuration import FLOOR, MORE, P_MIN, START
 
 LONGEST = 8
 CURVES = {  # T(1), …, T(9) over T(1) of Qwen2.5-Coder-1.5B on 2 cores
@@ -34,6 +35,15 @@ DRAFTS = 0.05, 0.2, 0.45  # a draft's step over T(1)
 ACCEPTED = 0.3, 0.6, 0.8, 0.95, 0.99
 KINDS = "constant", "blind", "told", "overconfident", "changing"
 SEEDS = 8
+OTHERS: dict[str, Callable[[], LengthRule]] = {
+    "fixed, 2": lambda: Fixed(2),
+    "fixed, 4": lambda: Fixed(4),
+    "fixed, 8": lambda: Fixed(LONGEST),
+    f"p_min {P_MIN}": lambda: ProbabilityFloor(LONGEST, P_MIN),
+    f"start-continue {START}, {MORE}": lambda: ProbabilityFloor(LONGEST, START, MORE),
+    "ratio": lambda: AcceptedRatio(longest=LONGEST),
+    f"beta {FLOOR}": lambda: BetaFilter(LONGEST, FLOOR),
+}
 
 
 def places(kind: str, mean: float, draw: random.Random) -> Iterator[tuple[float, float]]:
@@ -90,6 +100,7 @@ def decode(rule: LengthRule, costs: Costs, text: Text, tokens: int) -> float:
     place, seconds, whole = 0, 0.0, False
     while place < tokens:
         drafted, taken = 0, 0.0
+        rule.behind(2 if whole else 1)
         for _ in range(min(rule.limit(), len(costs.target) - 1)):
             if not rule.step_on(drafted):
                 break
@@ -139,21 +150,58 @@ def simulate(
             if mean >= 0.95:
                 whole = [Recorded(one.features, len(one.features)) for one in others[:12]]
                 fitted.setdefault("all", []).append(fit_calibration(whole, FEATURE_TERMS))
-        for (curve, relative), draft in itertools.product(CURVES.items(), DRAFTS):
-            costs = Costs(tuple(0.1 * step for step in relative), 0.1 * draft, 0.105 * draft)
-            best, tokens, length = 0.0, list[int](), 0
-            for fixed in range(LONGEST + 1):
-                found = [decode_fixed(fixed, costs, text, rounds) for text in texts]
-                rate = sum(made for made, _ in found) / sum(taken for _, taken in found)
-                if rate > best:
-                    best, tokens, length = rate, [made for made, _ in found], fixed
+        for where, costs in priced():
+            best, tokens, length = best_fixed(costs, texts, rounds)
             for name, calibrations in fitted.items():
                 seconds = sum(
                     decode(ExpectedValue(Worth(costs), calibration, longest=LONGEST), costs, text, made)
                     for calibration, text, made in zip(calibrations, texts, tokens, strict=True)
                 )
+                curve, draft = where
                 cells.append(Cell(sum(tokens) / seconds / best, rounds, (curve, kind, mean, draft, name), length))
     return cells
+
+
+def priced() -> Iterator[tuple[tuple[str, float], Costs]]:
+    """The costs of every curve and draft."""
+    for (curve, relative), draft in itertools.product(CURVES.items(), DRAFTS):
+        yield (curve, draft), Costs(tuple(0.1 * step for step in relative), 0.1 * draft, 0.105 * draft)
+
+
+def best_fixed(costs: Costs, texts: Sequence[Text], rounds: int) -> tuple[float, list[int], int]:
+    """Tokens per second of the best fixed length in hindsight, the tokens it makes of each text, and the length."""
+    best, tokens, length = 0.0, list[int](), 0
+    for fixed in range(LONGEST + 1):
+        found = [decode_fixed(fixed, costs, text, rounds) for text in texts]
+        rate = sum(made for made, _ in found) / sum(taken for _, taken in found)
+        if rate > best:
+            best, tokens, length = rate, [made for made, _ in found], fixed
+    return best, tokens, length
+
+
+def replay(rounds: int) -> dict[str, list[float]]:
+    """For each rule, uncalibrated, its speed over the best fixed length's in every cell."""
+    found: dict[str, list[float]] = {}
+    for kind, mean in itertools.product(KINDS, ACCEPTED):
+        texts = [Text(kind, mean, seed, (LONGEST + 1) * (rounds + 1)) for seed in range(SEEDS)]
+        for _, costs in priced():
+            best, tokens, _ = best_fixed(costs, texts, rounds)
+            makers = OTHERS | {"expected value": lambda costs=costs: ExpectedValue(Worth(costs), longest=LONGEST)}
+            for name, make in makers.items():
+                seconds = sum(decode(make(), costs, text, made) for text, made in zip(texts, tokens, strict=True))
+                found.setdefault(name, []).append(sum(tokens) / seconds / best)
+    return found
+
+
+def print_others(rounds: int) -> None:
+    """Print what every rule gives, and in how many cells it is faster than the expected-value rule."""
+    found = replay(rounds)
+    print(f"| {rounds} rounds, uncalibrated | least | median | mean | most | faster than expected value by .01 |")
+    print("|---|--:|--:|--:|--:|--:|")
+    for name, ratios in found.items():
+        figures = min(ratios), statistics.median(ratios), statistics.fmean(ratios), max(ratios)
+        ahead = sum(own > other + 0.01 for own, other in zip(ratios, found["expected value"], strict=True))
+        print(f"| {name} | {' | '.join(f'{f:.2f}' for f in figures)} | {ahead} of {len(ratios)} |")
 
 
 def main() -> None:
@@ -161,7 +209,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", default="64,400", help="rounds of the fixed length; several with commas")
     parser.add_argument("--worst", type=int, default=8, help="cells printed")
+    parser.add_argument("--others", action="store_true", help="replay the rules without costs")
     asked = parser.parse_args()
+    if asked.others:
+        for rounds in asked.rounds.split(","):
+            print_others(int(rounds))
+        return
     print("| rounds | cells | least | a twentieth below | median | mean | below .95 | below .98 |")
     print("|--:|--:|--:|--:|--:|--:|--:|--:|")
     worst = []

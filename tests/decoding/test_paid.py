@@ -174,15 +174,15 @@ def test_a_draft_that_is_not_asked_reads_nothing(pair: tuple[Any, Any]) -> None:
     assert not draft.steps and result.tokens == plain(target, [1, 2, 3], 40).tokens
 
     class Late(LengthRule):
-        """Drafts one token from the fourth round on."""
+        """Drafts one token after so many rounds."""
 
         told: float | None = None
 
-        def __init__(self) -> None:
-            self.rounds: list[float] = []
+        def __init__(self, plain: int) -> None:
+            self.plain, self.rounds = plain, list[float]()
 
         def limit(self) -> int:
-            return int(len(self.rounds) >= 3)
+            return int(len(self.rounds) >= self.plain)
 
         def caught_up(self, seconds: float) -> None:
             assert self.told is None
@@ -191,12 +191,16 @@ def test_a_draft_that_is_not_asked_reads_nothing(pair: tuple[Any, Any]) -> None:
         def observe(self, drafted: int, accepted: int, features: Any, seconds: float) -> None:
             self.rounds.append(seconds)
 
-    late = Late()
-    result = decode_text(target, ModelDrafter(draft, late, Rules().sampler, Rules().random), [1, 2, 3], 12, Rules())
-    assert draft.steps[:2] == [6, 1] and late.told == pytest.approx(2 + 5 * 0.25)
-    assert late.rounds[:4] == pytest.approx([10, 10, 10, 2 + 11.5])
-    assert result.rounds[3].seconds == pytest.approx(2 + 5 * 0.25 + 2 + 11.5)
-    assert result.tokens == plain(target, [1, 2, 3], 12).tokens
+    late = Late(3)
+    decode_text(target, ModelDrafter(draft, late, Rules().sampler, Rules().random), [1, 2, 3], 12, Rules())
+    assert draft.steps[0] == 7 and late.told is None  # together with its first step
+    draft.steps.clear()
+    late = Late(60)
+    result = decode_text(target, ModelDrafter(draft, late, Rules().sampler, Rules().random), [1, 2, 3], 70, Rules())
+    assert draft.steps[:2] == [63, 1] and late.told == pytest.approx(2 + 62 * 0.25)
+    assert late.rounds[59:61] == pytest.approx([10, 2 + 11.5])
+    assert result.rounds[60].seconds == pytest.approx(2 + 62 * 0.25 + 2 + 11.5)
+    assert result.tokens == plain(target, [1, 2, 3], 70).tokens
 
 
 def test_small_contexts_and_drafts_without_tokens_end(pair: tuple[Any, Any]) -> None:

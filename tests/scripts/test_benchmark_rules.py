@@ -1,22 +1,34 @@
-"""The expected-value rule against the best fixed length in hindsight: scripts/benchmarks/rules.py at a small size."""
+"""The expected-value rule against the best fixed length in hindsight, and a lookup before a draft against its parts:
+scripts/benchmarks/rules.py and joined.py at a small size."""
 
 from __future__ import annotations
 
-import importlib.util
+import importlib
 import statistics
-import sys
 from pathlib import Path
+from typing import Any
 
-PATH = Path(__file__).parents[2] / "scripts" / "benchmarks" / "rules.py"
+import pytest
+
+SCRIPTS = Path(__file__).parents[2] / "scripts" / "benchmarks"
 
 
-def test_the_rule_loses_little_to_the_best_length_and_to_plain_decoding() -> None:
-    spec = importlib.util.spec_from_file_location("rules_benchmark", PATH)
-    assert spec is not None and spec.loader is not None
-    rules = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(rules)
-    cells = rules.simulate(200, kinds=("constant", "told"), accepted=(0.3, 0.8, 0.95), seeds=3)
+def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.syspath_prepend(SCRIPTS)
+    return importlib.import_module(name)
+
+
+def test_the_rule_loses_little_to_the_best_length_and_to_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = script("rules", monkeypatch).simulate(200, kinds=("constant", "told"), accepted=(0.3, 0.8, 0.95), seeds=3)
     assert len(cells) == 2 * (2 + 2 + 3) * 9
     worst = min(cells, key=lambda cell: cell.ratio)
     assert worst.ratio > 0.94, worst
     assert statistics.fmean(cell.ratio for cell in cells) > 0.99
+
+
+def test_a_lookup_before_a_draft_loses_little_to_the_better_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
+    cells = script("joined", monkeypatch).simulate(200, 2, copied=(0.3, 0.9))
+    assert len(cells) == 2 * 3 * 9
+    worst = min(cells, key=lambda cell: cell.ratio)
+    assert worst.ratio > 0.92, worst
+    assert statistics.fmean(cell.ratio for cell in cells) > 1.03
