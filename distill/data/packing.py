@@ -62,9 +62,8 @@ class Packed:
         return torch.roll(self.ids, -1, dims=1)
 
     def number(self, block: int, document: int) -> int:
-        """The number of a block's document among all; DataError for blocks that do not number their documents."""
-        if self.first is None:
-            raise DataError("these blocks do not number their documents", "make them again: `--redo corpus`")
+        """The number of a block's document among all."""
+        assert self.first is not None, "these blocks do not number their documents"
         return int(self.first[block]) + document
 
     def tensors(self) -> dict[str, Tensor]:

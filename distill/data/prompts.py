@@ -178,19 +178,14 @@ def cut_prompts(
 
 def _mixed(candidates: list[Candidate], weights: Mapping[str, float]) -> list[Candidate]:
     """Candidates in an order in which each source has its share of every beginning; weight 0 leaves a source out."""
-    waiting: dict[str, list[Candidate]] = {}
+    taken: Counter[str] = Counter()  # by source, in the order of their first candidates
+    turns = []
     for candidate in candidates:
-        if weights[candidate[2].source] > 0:
-            waiting.setdefault(candidate[2].source, []).append(candidate)
-    found = []
-    taken = dict.fromkeys(waiting, 0)
-    while waiting:
-        name = min(waiting, key=lambda source: (taken[source] + 1) / weights[source])
-        found.append(waiting[name][taken[name]])
-        taken[name] += 1
-        if taken[name] == len(waiting[name]):
-            del waiting[name]
-    return found
+        name = candidate[2].source
+        if weights[name] > 0:
+            taken[name] += 1
+            turns.append((taken[name] / weights[name], [*taken].index(name), candidate))
+    return [candidate for *_, candidate in sorted(turns, key=lambda turn: turn[:2])]
 
 
 # ── Prompts that a user gives for a pair ──

@@ -213,7 +213,7 @@ def read_conversation(
             raise ValueError("two system prompts: a field and a message")
         if not given:
             messages.insert(0, {"role": "system", "content": system})
-    arguments = _template_arguments(fields)
+    arguments = template_arguments(fields)
     asked = _usable(tuple(messages), left)
     if isinstance(record.get(fields.names.get("label", "category")), str):
         fields.read.add(fields.names.get("label", "category"))
@@ -298,7 +298,7 @@ def _answer(fields: Fields, left: Counter[str]) -> list[dict[str, Any]]:
     return [normal({"role": "assistant", "content": answer, **thinking})]
 
 
-def _template_arguments(fields: Fields) -> dict[str, Any]:
+def template_arguments(fields: Fields) -> dict[str, Any]:
     """The arguments that a record gives the chat template; ValueError where they are of another kind."""
     arguments = _parsed(fields.first("chat_template_kwargs", ("chat_template_kwargs",))) or {}
     if not isinstance(arguments, dict):

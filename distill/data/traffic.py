@@ -16,12 +16,12 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from distill.data.records import THINKING, THOUGHT, normal
+from distill.data.records import THINKING, THOUGHT, Fields, normal, template_arguments
 from distill.data.samples import SPLITS, Sample, fault_of, write_samples
 from distill.data.sources import split_of
 from distill.errors import DataError
 from distill.files import has_form, names_of, parse_object, read_json, write_json
-from distill.recipe import Chat, Recipe
+from distill.recipe import Chat, Recipe, Source
 from distill.run import Run
 
 PIN = "traffic (content)"  # the entry in the answers stage's key that identifies the lines read
@@ -30,7 +30,8 @@ PART = {"path": str, "bytes": int, "lines": int, "sha256": str, "start": int, "s
 PINNED = {"path": str, "lines": int, "start_line": int, "parts": [PART]}  # the form of a pin
 LINES_PER_FILE = 2048
 MOST_LINES = 1000  # that a check reads
-MOST_NAMES = 20  # of arguments that are named; hostile logs have a new one in each line
+MOST_REASONS = 20  # that are named; hostile logs have a new argument in each line
+TOO_LONG, CUT = "prompts left out, too long for corpus.block", "answers cut to fit corpus.block"
 
 
 @dataclass(frozen=True)
@@ -170,25 +171,22 @@ def parse_line(raw: bytes, number: int) -> Line | str:
         return "`messages` must be a list of at least a question and an answer"
     try:
         *asked, last = map(normal, record["messages"])
+        arguments = template_arguments(Fields(record, Source(kind="jsonl", path=SOURCE)))
     except ValueError as error:
         return str(error)
     if last["role"] != "assistant":
         return f"the last message is the {last['role']}'s, not the assistant's"
     if not last["content"] and not last.get("tool_calls") and (ended or THOUGHT not in last):
         return "an empty answer"
-    arguments = record.get("chat_template_kwargs") or {}
-    offered = {name: record[name] for name in ("tools", "documents") if record.get(name)}
-    if not isinstance(arguments, dict) or not has_form([*offered.values()], [[{}]]):
-        return "`chat_template_kwargs` must be an object, `tools` and `documents` lists of objects"
-    return Line(number, asked, last, ended, arguments | offered)
+    return Line(number, asked, last, ended, arguments)
 
 
 def encode_line(
-    line: Line, tokenizer: Any, chat: Chat, lacking: Counter[str] | None = None
+    line: Line, tokenizer: Any, chat: Chat, left: Counter[str] | None = None
 ) -> tuple[list[int], list[int]]:
     """Token ids of prompt and answer, encoded separately as they were when served; ValueError with the line's fault.
 
-    Counts in `lacking` the arguments of its request that the target's template does not read.
+    Counts in `left` the arguments of its request that the target's template does not read.
     """
     from distill.data.chat_template import ChatTemplate
     from distill.engines.torch.hugging_face import encode, encode_text
@@ -201,8 +199,10 @@ def encode_line(
         raise ValueError("messages, but the target's tokenizer has no chat template")
     else:
         template, names = ChatTemplate(tokenizer, chat).of_conversation(line.arguments)
-        if lacking is not None:
-            lacking.update(name[:40] for name in names)
+        if left is not None:
+            left.update(
+                f"requests with the template argument `{name[:40]}`, which the template lacks" for name in names
+            )
         ids, answer = template.answered([*line.prompt, line.answer], ended=line.ended)
     if not ids or not answer:
         raise ValueError("it gives no token")
@@ -211,14 +211,12 @@ def encode_line(
 
 @dataclass
 class Sorted:
-    """The lines of a file, sorted: samples by split, of held-out ones the first of each prompt; faults, counts of cut
-    lines, and of the arguments of requests that the target's template lacks."""
+    """The lines of a file, sorted: samples by split, of held-out ones the first of each prompt; faults, and counts of
+    what else was left out or cut."""
 
     samples: dict[str, dict[str, Sample]] = field(default_factory=lambda: {split: {} for split in SPLITS})  # by name
     bad: list[str] = field(default_factory=list)
-    too_long: int = 0
-    cut: int = 0
-    lacking: Counter[str] = field(default_factory=Counter)
+    left: Counter[str] = field(default_factory=Counter)
 
     def told(self, pin: dict[str, Any]) -> list[str]:
         """What became of the lines; the first says what is learnt from and measured."""
@@ -227,12 +225,7 @@ class Sorted:
         return [
             f"{train} answers to learn from, {validation} validation and {test} test prompts",
             *([f"{len(self.bad)} bad lines left out, first {self.bad[0]}"] if self.bad else []),
-            *([f"{self.too_long} prompts left out, too long for corpus.block"] if self.too_long else []),
-            *([f"{self.cut} answers cut to fit corpus.block"] if self.cut else []),
-            *(
-                f"template argument `{name}` of {count} request{'s' * (count > 1)}, which the target's template lacks"
-                for name, count in self.lacking.most_common(MOST_NAMES)
-            ),
+            *(f"{count} {reason}" for reason, count in self.left.most_common(MOST_REASONS)),
             *([unfinished] if unfinished else []),
         ]
 
@@ -249,18 +242,18 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> S
             found.bad.append(line)
             continue
         try:
-            prompt, answer = encode_line(line, tokenizer, recipe.chat, found.lacking)
+            prompt, answer = encode_line(line, tokenizer, recipe.chat, found.left)
         except ValueError as error:
             found.bad.append(f"line {line.number}: {error}")
             continue
         split = split_of(line.name, recipe.corpus.validation, recipe.corpus.test)
         room = recipe.corpus.block - len(prompt)
         if room < (2 if split == "train" else recipe.answers.new_tokens):
-            found.too_long += 1
+            found.left[TOO_LONG] += 1
             continue
         fits, answer = len(answer) <= room, answer[:room]
         ended = line.ended and fits
-        found.cut += split == "train" and not fits
+        found.left.update([CUT] if split == "train" and not fits else [])
         # A held-out prompt that is served often is measured once.
         name = f"{line.name}@{line.number}" if split == "train" else line.name
         sample = Sample(name, prompt, answer, split, SOURCE, ended=ended, dropped=fault_of(answer))
@@ -295,8 +288,8 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
     files |= {f"prompts-{split}.arrow": found.samples[split].values() for split in ("validation", "test")}
     for name, samples in files.items():
         write_samples(folder / name, samples)
-    counts = {split: len(own) for split, own in found.samples.items()}
-    counts |= {"bad": len(found.bad), "too_long": found.too_long, "cut": found.cut}
+    counts: dict[str, Any] = {split: len(own) for split, own in found.samples.items()}
+    counts |= {"bad": len(found.bad), "left": dict(found.left)}
     write_json(path, {**pin, **counts, "files": list(files)})
     for sentence in found.told(pin):
         run.say(f"  traffic, lines {pin['start_line'] + 1} to {pin['lines']}: {sentence}")

@@ -120,8 +120,8 @@ def test_a_run_learns_from_what_stood_there(world: Path, log: Path, first: Path)
     assert pinned["lines"] == 33 and expected.items() <= pinned["parts"][0].items()
     expected = train_pairs(tokenizer, lines)
     assert learnt_pairs(first) == [(p, a[: 64 - len(p)]) for p, a in expected]
-    assert pinned["cut"] == sum(len(p) + len(a) > 64 for p, a in expected)
-    assert (pinned["train"], pinned["bad"], pinned["too_long"]) == (len(expected), 2, 0)
+    cut = sum(len(p) + len(a) > 64 for p, a in expected)
+    assert (pinned["train"], pinned["bad"], pinned["left"]) == (len(expected), 2, {traffic.CUT: cut} if cut else {})
     assert not list(first.glob("answers/train-0*"))  # answers.prompts is 0: nothing was generated
     for split in ("validation", "test"):
         prompts = read_samples(first / "answers" / f"prompts-{split}.arrow", "answers")
@@ -387,7 +387,7 @@ def test_measure_counts_whole_lines(tmp_path: Path, size: int) -> None:
         ('{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}', "the user's, not"),
         (
             '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "tools": "x"}',
-            "`tools` and `documents` lists of objects",
+            "`tools` that are not a list of objects",
         ),
     ],
 )
@@ -400,10 +400,10 @@ def test_bad_lines(raw: str, words: str) -> None:
 def test_messages_go_through_the_chat_template(world: Path) -> None:
     tokenizer = load_tokenizer(str(world / "target"))
 
-    def encoded(lacking: Any = None, **more: Any) -> Any:
+    def encoded(left: Any = None, **more: Any) -> Any:
         line = traffic.parse_line(json.dumps(more).encode(), 1)
         assert isinstance(line, traffic.Line)
-        return traffic.encode_line(line, tokenizer, Chat(), lacking)
+        return traffic.encode_line(line, tokenizer, Chat(), left)
 
     messages = [{"role": "user", "content": "total"}, {"role": "assistant", "content": " + 1"}]
     tokenizer.chat_template = None
@@ -415,9 +415,10 @@ def test_messages_go_through_the_chat_template(world: Path) -> None:
     assert encoded(messages=messages) == expected
     tokenizer.chat_template += "{% if quiet %}!{% endif %}"
     assert encoded(messages=messages) == expected
-    lacking: Counter[str] = Counter()
-    ids = encoded(lacking, messages=messages, chat_template_kwargs={"quiet": 1, "x": 2})
-    assert ids == (encode(tokenizer, "<user>total\n<assistant>!"), expected[1]) and lacking == {"x": 1}
+    left: Counter[str] = Counter()
+    ids = encoded(left, messages=messages, chat_template_kwargs={"quiet": 1, "x": 2})
+    assert ids == (encode(tokenizer, "<user>total\n<assistant>!"), expected[1])
+    assert left == {"requests with the template argument `x`, which the template lacks": 1}
     with pytest.raises(ValueError, match="`documents` that the target's chat template does not write"):
         encoded(messages=messages, documents=[{"a": 1}])
     tokenizer.chat_template = "{{ raise_exception('no users') }}"
@@ -441,6 +442,6 @@ def test_long_prompts_and_answers(world: Path) -> None:
     kept = [one.id.partition("@")[0] for own in found.samples.values() for one in own.values()]
     assert (
         sorted(kept) == sorted(fits)
-        and found.too_long == 4 - len(fits) > 0
-        and found.cut == len(found.samples["train"])
+        and found.left == {traffic.TOO_LONG: 4 - len(fits), traffic.CUT: len(found.samples["train"])}
+        and len(fits) < 4
     )
