@@ -233,12 +233,12 @@ def export_lookup(
     if path.exists() and not overwrite:
         raise DataError(f"{path} exists already", "--overwrite replaces it; --to FILE writes elsewhere")
     announce(path)
-    written = export(recipe, run, server, path)
+    content, texts, tokens = export(recipe, run, server, path)
     size = f"{path.stat().st_size / 1e6:.2f} MB"
-    print(f"{path}  {size}  {written.content}, of {written.texts} answers, {written.tokens} tokens")
+    print(f"{path}  {size}  {content}, of {texts} answers, {tokens} tokens")
     ending = ".gguf" if server in ("llama.cpp", "ik_llama") else ""
     target = recipe.target.model if recipe.target.model.endswith(".gguf") == bool(ending) else f"TARGET{ending}"
-    print(drafting_from_texts(server, target, str(path), written.texts, written.tokens))
+    print(drafting_from_texts(server, target, str(path), texts, tokens))
 
 
 # ── `distill import-gguf` ──

@@ -115,7 +115,11 @@ class Planner:
                 if stage.name in not_run(self.recipe):  # a run that has all usual stages need not hear of others
                     actions.append(Action(stage, "leave", (absent[stage.name],)))
                 continue
-            action = self._look_ahead(stage) or self._decide_or_wait(stage, actions)
+            # A stage waits where one that it reads from has yet to write.
+            unsettled = {action.stage.name for action in actions if action.kind not in ("skip", "leave")}
+            read = tuple(dict.fromkeys(name for name, _ in stage.inputs if name in unsettled))
+            waits = read and not self.redo_due(stage)
+            action = self._look_ahead(stage) or (Action(stage, "wait", read) if waits else self.decide(stage))
             actions.append(action)
             if action.kind == "refuse":
                 break
@@ -126,13 +130,12 @@ class Planner:
         if self.redo_due(stage):
             return Action(stage, "redo", ("asked for with --redo",), asked=True)
         parts = key_parts(stage, self.recipe, self.run, self.contents)
-        record, begun = self.run.done(stage.name), begun_path(self.run, stage)
+        record, old = self.run.done(stage.name), recorded_parts(self.run, stage)
         if record is not None and record["key"] == digest(parts):
             faults = tuple(self.run.damaged_artifacts(record).values())
             return Action(stage, ("mend" if stage.precious else "redo") if faults else "skip", faults, parts)
-        if record is None and not begun.exists():
+        if old is None:
             return Action(stage, "run", (), parts)
-        old = record["inputs"] if record is not None else read_json(begun, {})
         if record is None and old == parts:
             return Action(stage, "resume", (), parts)
         reasons = tuple(difference(old, parts))
@@ -144,12 +147,6 @@ class Planner:
         """Whether a stage is precious and has written something that would be lost."""
         places = [self.run.path(name) for name in stage.writes]
         return stage.precious and any(path.is_file() or (path.is_dir() and any(path.iterdir())) for path in places)
-
-    def _decide_or_wait(self, stage: Stage, before: Sequence[Action]) -> Action:
-        """The action for a stage, or `wait` where a stage that it reads from has yet to write."""
-        unsettled = {action.stage.name for action in before if action.kind not in ("skip", "leave")}
-        read = tuple(dict.fromkeys(name for name, _ in stage.inputs if name in unsettled))
-        return Action(stage, "wait", read) if read and not self.redo_due(stage) else self.decide(stage)
 
     def _look_ahead(self, stage: Stage) -> Action | None:
         """The refusal of a stage that would supersede precious work, its own or that of a consumer; else None.
@@ -166,15 +163,11 @@ class Planner:
             for name in {*old, *new}
             if old.get(name) != new.get(name) and not (":" in name and None in (old.get(name), new.get(name)))
         }
-        before, after = ({name: value for name, value in parts.items() if name in changed} for parts in (old, new))
-        reasons = difference(before, after)
+        reasons = difference(*({name: side[name] for name in side if name in changed} for side in (old, new)))
         if changed and self._has_work(stage):
             return self._refuse(stage, reasons)
-        rests = [
-            other.name
-            for other in STAGES
-            if self._has_work(other) and other.name in consumers([stage.name]) and other.name not in allowed
-        ]
+        resting = consumers([stage.name]) - allowed
+        rests = [other.name for other in STAGES if other.name in resting and self._has_work(other)]
         if rests and any(not name.startswith(stage.passing) for name in changed):
             return self._refuse(stage, reasons, f", and {', '.join(rests)} rest on it")
         return None
@@ -223,8 +216,12 @@ def run_pipeline(
     planner = Planner(recipe, run, redo)
     actions = planner.plan(until)
     require_allowed(actions)
-    if run.read_only:
-        require_finished(run, actions)
+    due = next((action for action in actions if action.kind not in ("skip", "leave")), None)
+    if run.read_only and due is not None:
+        raise RunError(
+            f"{run.folder} cannot be written, and stage `{due.stage.name}` would have to run{due.why}",
+            "make the folder writable, or copy it to a disk that is, and name that one",
+        )
     waiting = process_count() > 1  # the other processes are in follow_main
     for action in actions:
         if waiting and NAMES.index(action.stage.name) > NAMES.index(LAST_TOGETHER):
@@ -254,16 +251,6 @@ def _run_named(run: Run) -> Iterator[None]:
         if error.hint is not None:
             error.hint = error.hint.replace("distill train RECIPE", run.again())
         raise
-
-
-def require_finished(run: Run, actions: Sequence[Action]) -> None:
-    """Raise RunError for the first stage that would have to write into a directory that cannot be written."""
-    for action in actions:
-        if action.kind not in ("skip", "leave"):
-            raise RunError(
-                f"{run.folder} cannot be written, and stage `{action.stage.name}` would have to run{action.why}",
-                "make the folder writable, or copy it to a disk that is, and name that one",
-            )
 
 
 def _carry_out(action: Action, planner: Planner) -> None:

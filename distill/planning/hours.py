@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -89,10 +89,14 @@ def rehearsed_hours(recipe: Recipe, short: Recipe, run: Run, measured: Sequence[
 def _rehearsed(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> StageEstimate:
     fixed, loop = stage.seconds - stage.loop_seconds, stage.loop_seconds
     counts = _count(stage.stage, recipe, run), _count(stage.stage, short, run)
+    growth = _ratio(*counts)
     if stage.stage == "train":
         low = high = _paced(stage, recipe, run)
+    elif stage.stage in ("questions", "answers"):
+        low, high = (fixed + more * loop for more in _texts(recipe, *map(int, counts)))
     else:
-        low, high = (outside * fixed + inside * loop for outside, inside in _growth(stage.stage, recipe, short, counts))
+        low = fixed + growth * loop
+        high = low + (max(0.0, growth - 1) * fixed if stage.stage in ("cut", "eval", "speedup") else 0.0)
     memory, device = stage.memory_bytes, stage.device_bytes
     rows = {
         "answers": min(recipe.answers.batch, recipe.answers.prompts) - short.answers.prompts,
@@ -105,46 +109,24 @@ def _rehearsed(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> Sta
         disk = stage.disk_bytes * (1 + KEPT) // 2
     else:
         counted = stage.stage in ("questions", "corpus", "answers", "teacher", "table")
-        growth = _ratio(*counts) if counted else 1.0
-        disk = round(max(1.0, growth) * stage.disk_bytes)
+        disk = round(max(1.0, growth if counted else 1.0) * stage.disk_bytes)
     return StageEstimate(stage.stage, low, high, disk, memory, device)
-
-
-def _growth(
-    stage: str, recipe: Recipe, short: Recipe, counts: tuple[float, float]
-) -> tuple[tuple[float, float], tuple[float, float]]:
-    """By which a stage's seconds outside and inside its loops are multiplied: of the low bound, and of the high one."""
-    more = _ratio(*counts)
-    if stage in ("questions", "answers"):
-        low, high = _texts(recipe, *map(int, counts))
-        return (1, low), (1, high)
-    if stage in ("teacher", "test"):
-        return (1, more), (1, more)
-    if stage == "cut":
-        return (1, 1), (more, more)
-    if stage == "eval":
-        largest = max(more, _ratio(recipe.eval.file_blocks, short.eval.file_blocks))
-        return (1, more), (largest, largest)
-    if stage == "speedup":
-        more *= max(1.0, _ratio(recipe.speedup.prompts, short.speedup.prompts))
-        return (1, more), (more, more)
-    return (1, 1), (1, 1)
 
 
 def _count(stage: str, recipe: Recipe, run: Run) -> float:
     """What a stage's seconds grow with; of those that write texts and distributions, also their disk space."""
     speedup = recipe.speedup
-    counts: dict[str, Callable[[], float]] = {
-        "questions": lambda: sum(source.questions or 0 for source in recipe.corpus.asked),
-        "corpus": lambda: recipe.corpus.tokens,
-        **dict.fromkeys(("answers", "table"), lambda: recipe.answers.prompts),
-        "teacher": lambda: _positions(recipe, run),
-        "test": lambda: recipe.eval.prompts,
-        "cut": lambda: recipe.cut.score_blocks,
-        "eval": lambda: recipe.eval.prompts,
-        "speedup": lambda: 1 + len(speedup.lengths) + len(speedup.configurations),
+    if stage == "teacher":
+        return _positions(recipe, run)
+    counts: dict[str, float] = {
+        "questions": sum(source.questions or 0 for source in recipe.corpus.asked),
+        "corpus": recipe.corpus.tokens,
+        **dict.fromkeys(("answers", "table"), recipe.answers.prompts),
+        "cut": recipe.cut.score_blocks,
+        **dict.fromkeys(("test", "eval"), recipe.eval.prompts + recipe.eval.file_blocks),
+        "speedup": speedup.prompts * (1 + len(speedup.lengths) + len(speedup.configurations)),
     }
-    return counts[stage]() if stage in counts else 1.0
+    return counts.get(stage, 1.0)
 
 
 def _ratio(whole: float, part: float) -> float:

@@ -7,9 +7,9 @@ Legend: n blocks, S positions, N scored positions, c of them at once, V vocabula
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -35,19 +35,14 @@ ROWS = 512  # positions whose logits are read at once
 CACHED = 2**20  # cells of logits, 4 MB
 
 
-@dataclass(frozen=True)
-class Entries:
-    """ids int32 [N, K], log_probabilities [N, K] and log_tail [N] at temperature 1, on the CPU."""
+# ids int32 [N, K], log-probabilities [N, K] and the log of the others' mass [N], at temperature 1, on the CPU.
+Entries = tuple[Tensor, ...]
 
-    ids: Tensor
-    log_probabilities: Tensor
-    log_tail: Tensor
 
-    @classmethod
-    def join(cls, parts: list[Entries], k: int) -> Entries:
-        """The parts one after the other; without any, entries of no position."""
-        none = cls(torch.empty(0, k, dtype=torch.int32), torch.empty(0, k), torch.empty(0))
-        return cls(*(torch.cat([getattr(part, one.name) for part in parts or [none]]) for one in fields(cls)))
+def joined(parts: Sequence[Entries], k: int) -> Entries:
+    """The parts one after the other; without any, entries of no position."""
+    none = (torch.empty(0, k, dtype=torch.int32), torch.empty(0, k), torch.empty(0))
+    return tuple(map(torch.cat, zip(*(parts or [none]), strict=True)))
 
 
 def entries_of(rows: Iterable[Tensor], k: int, vocabulary: int) -> Entries:
@@ -59,8 +54,8 @@ def entries_of(rows: Iterable[Tensor], k: int, vocabulary: int) -> Entries:
         for logits in part.split(max(1, size)):
             chunk = compress(logits, k, vocabulary)
             assert chunk.ids is not None
-            parts.append(Entries(chunk.ids.cpu(), chunk.log_probabilities.cpu(), chunk.log_tail.cpu()))
-    return Entries.join(parts, k)
+            parts.append((chunk.ids.cpu(), chunk.log_probabilities.cpu(), chunk.log_tail.cpu()))
+    return joined(parts, k)
 
 
 # ── Readers: a target that gives its distributions on packed blocks; `origin` goes into the store's manifest ──
@@ -106,8 +101,6 @@ def listed_documents(blocks: Packed) -> list[Document]:
 def require_teacher_file(path: str, target: str, block: int) -> str:
     """A line about the teacher's GGUF file; raises as `require_gguf`, and DataError for a context shorter than a
     block."""
-    if not path.endswith(".gguf"):
-        raise DataError(f"teacher.gguf: {path} is not the name of a GGUF file", "give a file that ends in .gguf")
     found = require_gguf(target, path, "teacher.gguf")
     if found.context is not None and found.context < block:
         raise DataError(f"corpus.block is {block}, the context of {path} {found.context}", "lower corpus.block")
@@ -222,7 +215,7 @@ class ServerReader:
     def __call__(self, blocks: Packed, k: int) -> Entries:
         """As of ModelReader."""
         parts = self.endpoint.each(lambda document: self._read(document, k), listed_documents(blocks))
-        return Entries.join(parts, k)
+        return joined(parts, k)
 
     def announcement(self, blocks: Packed) -> str:
         """What the servers will be asked for, to print before the first request."""
@@ -254,7 +247,7 @@ class ServerReader:
         rows = [self._entries(places[position + 1], position + 1, k) for position in document.scored]
         tokens = torch.tensor([tokens for tokens, _ in rows], dtype=torch.int32)
         logs = torch.tensor([logs for _, logs in rows], dtype=torch.float64)
-        return Entries(tokens, logs.float(), log_tails(logs).float())
+        return tokens, logs.float(), log_tails(logs).float()
 
     def _choice(self, body: dict[str, Any]) -> ScoredPrompt:
         """A server's reply; EndpointError, with what to do, where none comes."""
@@ -360,19 +353,19 @@ def check_teacher(recipe: Recipe, offline: bool) -> list[str]:
 
 def compact_distributions(reader: Reader, blocks: Packed, k: int) -> dict[str, Tensor]:
     """top_ids, top_log_probabilities [n, S, K] and log_tails [n, S, 1]; zeros where the mask scores nothing."""
-    entries = reader(blocks, k)
+    ids, probabilities, tail = reader(blocks, k)
     shape = blocks.mask.shape
     top_ids = torch.zeros(*shape, k, dtype=torch.int32)
     logs = torch.zeros(*shape, k, dtype=torch.float16)
     tails = torch.zeros(*shape, 1)
-    top_ids[blocks.mask], logs[blocks.mask] = entries.ids, entries.log_probabilities.half()
-    tails[blocks.mask] = entries.log_tail.unsqueeze(-1)
+    top_ids[blocks.mask], logs[blocks.mask] = ids, probabilities.half()
+    tails[blocks.mask] = tail.unsqueeze(-1)
     return {"top_ids": top_ids, "top_log_probabilities": logs, "log_tails": tails}
 
 
 def mean_masses(reader: Reader, blocks: Packed, k: int) -> Tensor:
     """The mass [K] of the 1, 2, … likeliest tokens, the mean over the scored positions of some blocks, in fp64."""
-    logs = reader(blocks, k).log_probabilities
+    _, logs, _ = reader(blocks, k)
     return logs.double().exp().cumsum(-1).sum(0) / max(1, len(logs))
 
 

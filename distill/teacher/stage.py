@@ -12,7 +12,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -296,18 +296,8 @@ NO_TOKEN = -1  # llama.cpp's places of an n-gram of four that a bigram leaves fr
 SHALLOWEST = 6  # tree of ik_llama.cpp's that can draft: a token behind a match of 5
 
 
-@dataclass(frozen=True)
-class LookupFile:
-    """A file that a server reads: what it has, from how many answers and tokens."""
-
-    path: Path
-    content: str
-    texts: int
-    tokens: int
-
-
-def export_lookup(recipe: Recipe, run: Run, server: str, path: Path) -> LookupFile:
-    """Write the file of one of `FORMS`.
+def export_lookup(recipe: Recipe, run: Run, server: str, path: Path) -> tuple[str, int, int]:
+    """Write the file of one of `FORMS`; returns what it has, from how many answers and tokens.
 
     Raises RunError for a run whose answers are not finished, DataError where nothing is left of them or the server
     does not take so much.
@@ -318,7 +308,7 @@ def export_lookup(recipe: Recipe, run: Run, server: str, path: Path) -> LookupFi
     answers = learnt_answers(run)
     data, content, tokens = FORMS[server][1](recipe, answers)
     write_atomically(path, lambda temporary: temporary.write_bytes(data))
-    return LookupFile(path, content, len(answers), tokens)
+    return content, len(answers), tokens
 
 
 Written = tuple[bytes, str, int]  # the file, what it has, and how many tokens
