@@ -141,7 +141,7 @@ class TableDrafter:
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Learn what rounds give; their tokens are counted with the next proposal."""
         if self.worth is not None:
-            self.worth.learn(count + 1, seconds)
+            self.worth.learn(count + 1, seconds, len(proposal.tokens))
 
 
 def guesses(

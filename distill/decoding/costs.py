@@ -116,6 +116,19 @@ class Costs:
         """These costs with what the target's next step computes again."""
         return replace(self, resent=partial(resent, target)) if getattr(target, "resends", False) else self
 
+    def scaled(self, plain: float, by_model: float, by_text: float) -> Costs:
+        """These costs with plain steps, rounds of a draft and rounds of drafted text taking so many times as long."""
+        first, *target = self.target
+        only = (first * plain, *[seconds * by_text for seconds in self.undrafted[1:]])
+        return replace(
+            self,
+            target=(first * plain, *[seconds * by_model for seconds in target]),
+            target_only=only,
+            draft=self.draft * by_model,
+            draft_two=self.draft_two * by_model,
+            overhead=self.overhead * by_model,
+        )
+
     @property
     def undrafted(self) -> tuple[float, ...]:
         """T(1..) in rounds whose tokens come from text or counts."""

@@ -343,7 +343,7 @@ class LookupDrafter:
             row = min(self._index.match + place, len(USUAL)) - 1
             self._right[row] = KEEP * self._right[row] + (place < count)
             self._judged[row] = KEEP * self._judged[row] + 1
-        self.worth.learn(count + 1, seconds)
+        self.worth.learn(count + 1, seconds, len(proposal.tokens))
 
     def passed(self, accepted: int, seconds: float) -> None:
         """A round of the fallback drafter, which learns from it itself."""

@@ -417,6 +417,7 @@ class TreeDrafter:
         if self.rule is not None:
             if self._late:
                 self.rule.caught_up(self._late)
+            self.rule.verified(len(proposal.tokens))
             levels = max(Shape(tuple(proposal.parents)).depths, default=0)
             self.rule.observe(levels, count, (), seconds - self._late)
         self._late = 0.0

@@ -6,6 +6,7 @@ Legend: n tokens drafted, E expected tokens of a round, T target, λ tokens per 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -26,14 +27,26 @@ class Line(NamedTuple):
     width: int = 1
 
 
+HELD_UP = 4.0  # times its costs: what took longer was held up by something else, and counts as this much
+KEPT = 0.98  # of what rounds told about costs, with each round
+# Rounds that the costs timed before the session count for, and that one kind of round learns from the others.
+TIMED = 2.0
+PLAIN, OTHER = 1.5, 0.08  # plain rounds that are asked for, where others took so many times exp(±OTHER)
+NEWS = 0.02  # a smaller change of costs waits
+
+
 class Worth:
     """E − λ·seconds of a round, from measured costs and from λ, which all rounds of a session tell.
 
-    λ is a moving average in which a token counts half after `memory` more; it starts at 1/T(1).
+    λ is a moving average in which a token counts half after `memory` more; it starts at 1/T(1). The session's rounds
+    correct the costs, too, by a factor for each kind of round (plain, of a draft, of text or counts): these may have
+    been timed while the machine was busy, or behind other texts.
     """
 
     def __init__(self, costs: Costs, memory: float = 400.0) -> None:
         self.costs, self._memory = costs, memory
+        self._timed, self._factors = costs, (0.0, 0.0, 0.0)  # logarithms
+        self._told = [[0.0, 0.0] for _ in self._factors]  # sums of logarithms of measured ÷ timed, and of weights
         self._tokens, self._seconds = 16.0, 16.0 * costs.target[0]
         self.rate = self._tokens / self._seconds
 
@@ -41,12 +54,39 @@ class Worth:
         """λ at the start of a session in which drafting is expected to bring this rate."""
         self._seconds, self.rate = self._tokens / rate, rate
 
-    def learn(self, tokens: int, seconds: float) -> None:
-        """So many tokens took so many seconds."""
+    def learn(self, tokens: int, seconds: float, drafted: int = 0, paid: float = 0.0, by_model: bool = False) -> float:
+        """A round of `drafted` nodes gave so many tokens; returns its seconds as far as they count.
+
+        `paid`: what its draft's steps cost by `costs`. `by_model`: a model drafted, or was asked.
+        """
+        curve = self.costs.target if by_model or not drafted else self.costs.undrafted
+        priced = curve[min(drafted, len(curve) - 1)] + paid
+        seconds = min(max(seconds, 0.0), HELD_UP * priced)
         keep = 0.5 ** (tokens / self._memory)
         self._tokens = keep * self._tokens + tokens
         self._seconds = keep * self._seconds + seconds
         self.rate = self._tokens / self._seconds
+        kind = 1 if by_model and (drafted or paid) else 2 if drafted else 0
+        if seconds > 0:
+            self._correct(kind, math.log(seconds / priced) + self._factors[kind])
+        return seconds
+
+    def asks_for_plain(self) -> bool:
+        """Whether a plain round is due: rounds of a draft took other times than timed, and no plain one has told yet
+        whether the machine is as much slower or faster."""
+        (_, plain), (_, drafted), _ = self._told
+        return plain < PLAIN and drafted > PLAIN and abs(self._factors[1]) > OTHER
+
+    def _correct(self, kind: int, told: float) -> None:
+        """A round of a kind took exp(`told`) times what was timed before the session."""
+        self._told = [[KEPT * part for part in sums] for sums in self._told]
+        self._told[kind][0] += told
+        self._told[kind][1] += 1
+        mean = sum(own for own, _ in self._told) / (TIMED + sum(weight for _, weight in self._told))
+        factors = [(own + TIMED * mean) / (weight + TIMED) for own, weight in self._told]
+        if max(abs(new - old) for new, old in zip(factors, self._factors, strict=True)) > NEWS:
+            self._factors = factors[0], factors[1], factors[2]
+            self.costs = self._timed.scaled(*map(math.exp, factors))
 
     def value(self, expected: float, seconds: float) -> float:
         """The worth of a round."""
@@ -118,7 +158,6 @@ class Size:
 UNKNOWN = 2.1, 0.9  # accepted and rejected tokens that stand for a draft of which nothing is known
 MOST_KNOWN = 16.0  # tokens that the positions of a calibration count for at most
 FITTED, NOT_FITTED = (16.0, 24.0), (4.0, 12.0)  # strengths of a calibration against a session's own rounds
-HELD_UP = 4.0  # times its costs: what took longer was held up by something else, and counts as this much
 
 
 @dataclass
@@ -147,8 +186,8 @@ class ExpectedValue(LengthRule):
     own: float = 2.0
 
     def __post_init__(self) -> None:
-        costs, calibration = self.worth.costs, self.calibration
-        self.costs, self._prior, strengths = costs, UNKNOWN, NOT_FITTED
+        costs, calibration = self.costs, self.calibration
+        self._prior, strengths = UNKNOWN, NOT_FITTED
         if calibration.judged:
             count, strengths = min(MOST_KNOWN / calibration.judged, 1.0), FITTED
             rejected = calibration.judged - calibration.accepted
@@ -160,11 +199,17 @@ class ExpectedValue(LengthRule):
             rounds = enumerate(zip(expected, costs.target, strict=False))
             self.worth.begin(max(e / (t + n * costs.draft + (n > 0) * costs.overhead) for n, (e, t) in rounds))
         self._start()
+        self._nodes = 0  # of the round's tree
         self._unread = 1  # tokens of the context that the round's first step reads
         # Rounds with a draft, and those of them that began with what was decoded without it.
         self._rounds, self._interrupted = 8.0, 1.0
         # In tokens' time: what drafting gained in all, the most that it ever had, and the squares of losses since then.
         self._gained, self._most, self._squares, self._tokens = 0.0, 0.0, 0.0, 0
+
+    @property
+    def costs(self) -> Costs:
+        """The costs as the session's rounds have corrected them."""
+        return self.worth.costs
 
     def _mean(self, deviations: float = 0.0) -> float:
         """The mean acceptance, and so many standard deviations of it more."""
@@ -234,7 +279,7 @@ class ExpectedValue(LengthRule):
         """Whether drafting more could beat the tokens drafted so far."""
         if position == 0:
             self._start()
-            if not self._affordable():
+            if not self._affordable() or self.worth.asks_for_plain():
                 return False
         best = self._value(self._drafted, self._expected)
         if not self._beatable(self._drafted, self._expected, self._survival, best):
@@ -277,6 +322,10 @@ class ExpectedValue(LengthRule):
         self._paid += self.costs.draft if opened else 0.0
         return opened
 
+    def verified(self, nodes: int) -> None:
+        """Note how many nodes a tree has that is to be observed by its levels."""
+        self._nodes = nodes
+
     def caught_up(self, seconds: float) -> None:
         """Catching up counts as a loss."""
         self._gained -= seconds / self.costs.target[0]
@@ -288,11 +337,10 @@ class ExpectedValue(LengthRule):
         self._seen = [self.forget**tokens * seen for seen in self._seen]
 
     def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
-        """Learn λ and the acceptance."""
+        """Learn λ, the costs and the acceptance."""
         tokens, plain = accepted + 1, self.costs.target[0]
-        most = self.costs.target[min(drafted, len(self.costs.target) - 1)] + self._paid
-        seconds = min(max(seconds, 0.0), HELD_UP * most)
-        self.worth.learn(tokens, seconds)
+        nodes, self._nodes = self._nodes or drafted, 0
+        seconds = self.worth.learn(tokens, seconds, nodes, self._paid, by_model=True)
         self._age(tokens)
         for position in range(min(drafted, accepted + 1)):
             self._seen[position == accepted] += 1

@@ -1,12 +1,13 @@
 """The expected-value rule against the best fixed length in hindsight, on simulated drafts and measured costs.
 
-python scripts/benchmarks/rules.py [--rounds 64,400] [--worst 10] [--others]
+python scripts/benchmarks/rules.py [--rounds 64,400] [--worst 10] [--others | --mistimed]
 
 A text is a sequence of places; at each the target accepts the draft's token with a probability that only the simulation
 knows, and the draft shows features. All rules decode the same texts, as many tokens as the best fixed length (0 to 8,
 plain decoding included) makes of them in the given rounds. Printed is the rule's tokens per second over the fixed
 length's: with the draft's own probabilities (`no`), with a calibration on rounds of other texts (`yes`), and with one
-whose rounds were all accepted (`all`). `--others` replays the rules without costs on the same texts instead.
+whose rounds were all accepted (`all`). `--others` replays the rules without costs on the same texts instead,
+`--mistimed` the expected-value rule with costs that were timed wrongly.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import math
 import random
 import statistics
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from distill.decoding.calibration import FEATURE_TERMS, UNFITTED, Calibration, Recorded, fit_calibration
 from distill.decoding.costs import Costs
@@ -204,16 +205,55 @@ def print_others(rounds: int) -> None:
         print(f"| {name} | {' | '.join(f'{f:.2f}' for f in figures)} | {ahead} of {len(ratios)} |")
 
 
+MISTIMED = {  # plain steps and rounds with a draft, times what they take
+    "as they are": (1.0, 1.0),
+    "all timed 1.6 times too long": (1.6, 1.6),
+    "all .6": (0.6, 0.6),
+    "rounds with a draft .7": (1.0, 0.7),
+    "rounds with a draft 1.4": (1.0, 1.4),
+    "plain steps 1.5": (1.5, 1.0),
+}
+
+
+def mistimed(
+    rounds: int, seeds: int = 4, kinds: Sequence[str] = ("constant", "told", "changing")
+) -> dict[str, list[float]]:
+    """For each wrong timing, the uncalibrated rule's speed over the best fixed length's in every cell."""
+    found: dict[str, list[float]] = {}
+    for kind, mean in itertools.product(kinds, (0.3, 0.6, 0.8, 0.95)):
+        texts = [Text(kind, mean, seed, (LONGEST + 1) * (rounds + 1)) for seed in range(seeds)]
+        for _, costs in priced():
+            best, tokens, _ = best_fixed(costs, texts, rounds)
+            for name, (plain, drafted) in MISTIMED.items():
+                told = replace(costs.scaled(plain, drafted, drafted), target_only=())
+                seconds = sum(
+                    decode(ExpectedValue(Worth(told), longest=LONGEST), costs, text, made)
+                    for text, made in zip(texts, tokens, strict=True)
+                )
+                found.setdefault(name, []).append(sum(tokens) / seconds / best)
+    return found
+
+
+def print_mistimed(rounds: int) -> None:
+    """Print what wrong timings cost."""
+    print(f"| {rounds} rounds | least | mean | below .95 | below .98 |")
+    print("|---|--:|--:|--:|--:|")
+    for name, ratios in mistimed(rounds).items():
+        low = [sum(ratio < goal for ratio in ratios) for goal in (0.95, 0.98)]
+        print(f"| {name} | {min(ratios):.2f} | {statistics.fmean(ratios):.3f} | {low[0]} | {low[1]} |")
+
+
 def main() -> None:
     """Print the share of cells below the goals, and the worst ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", default="64,400", help="rounds of the fixed length; several with commas")
     parser.add_argument("--worst", type=int, default=8, help="cells printed")
     parser.add_argument("--others", action="store_true", help="replay the rules without costs")
+    parser.add_argument("--mistimed", action="store_true", help="replay the rule with costs that were timed wrongly")
     asked = parser.parse_args()
-    if asked.others:
+    if asked.others or asked.mistimed:
         for rounds in asked.rounds.split(","):
-            print_others(int(rounds))
+            (print_others if asked.others else print_mistimed)(int(rounds))
         return
     print("| rounds | cells | least | a twentieth below | median | mean | below .95 | below .98 |")
     print("|--:|--:|--:|--:|--:|--:|--:|--:|")

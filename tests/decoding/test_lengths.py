@@ -218,8 +218,8 @@ def test_odd_drafts_and_clocks_lose_little(target: tuple[float, ...], step: floa
 def test_overhead_and_the_two_token_step_are_weighed_before_drafting() -> None:
     def starts(draft_two: float, overhead: float, whole: bool) -> bool:
         rule = Lucky(Worth(Costs((1.0, 1.5), 0.2, draft_two, overhead), 1e9), Calibration())
-        tell(rule, 1, 1 if whole else 0, 2.0 if whole else 1.0)  # leaves λ at 1
-        assert rule.worth.rate == pytest.approx(1.0)
+        tell(rule, 1, 1 if whole else 0, 1.5)  # as priced
+        rule.worth.begin(1.0)
         rule.behind(2 if whole else 1)
         return rule.step_on(0)
 
