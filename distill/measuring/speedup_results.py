@@ -179,12 +179,14 @@ class SpeedupPart(PairMeasured):
     """All that was measured of one pair by one backend.
 
     `kl` is the mean KL in nats of the target's own distributions to those of this backend, None where this is its own,
-    or nothing was compared.
+    or nothing was compared. `costs_off`: seconds of plain steps in the texts over those of the costs that were timed
+    before; None where no configuration reads costs.
     """
 
     measurements: list[Measurement]
     steps: StepFigures
     kl: float | None = None
+    costs_off: float | None = None
 
     @property
     def plain(self) -> Measurement:

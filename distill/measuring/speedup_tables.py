@@ -54,7 +54,10 @@ def measurement_table(rows: Sequence[Measurement], command: str, best: Iterable[
     return table_of(rows, columns, command, "configurations", note if plain else "", classes=classes)
 
 
-def round_table(rows: Sequence[Measurement], command: str) -> Table:
+OFF = 1.2  # times the costs timed before: then the table says so
+
+
+def round_table(part: SpeedupPart, command: str) -> Table:
     """What a round of each configuration gives and costs."""
 
     def milliseconds(seconds: float | None) -> Cell:
@@ -76,7 +79,12 @@ def round_table(rows: Sequence[Measurement], command: str) -> Table:
     note = (
         "The prompt apart; of plain decoding, a step. Bound: τ ÷ the seconds of its steps, timed with one model alone."
     )
-    return table_of(rows, columns, command, "a round", note)
+    if part.costs_off is not None and not 1 / OFF < part.costs_off < OFF:
+        note += (
+            f" Plain steps took {part.costs_off:.2f} times as long as when costs were timed, before the texts: "
+            "rules that read costs were corrected by their own rounds."
+        )
+    return table_of(part.measurements, columns, command, "a round", note)
 
 
 def step_table(parts: Sequence[SpeedupPart], command: str) -> Table:
@@ -210,7 +218,7 @@ def speedup_blocks(report: SpeedupReport) -> list[Block]:
 
 
 def _part(part: SpeedupPart, command: str) -> list[Block]:
-    blocks: list[Block] = [round_table(part.measurements, command), step_table([part], command)]
+    blocks: list[Block] = [round_table(part, command), step_table([part], command)]
     by_class = [(row, group) for row in part.measurements for group in row.by_class]
     by_depth = [(row, group) for row in part.measurements for group in row.by_depth]
     by_depth.sort(key=lambda one: int(one[1].group.partition("–")[0]))

@@ -33,7 +33,8 @@ from distill.measuring.identity import measured_rounding
 from distill.measuring.speedup_results import PairMeasured, Sample, SpeedupPart
 
 SAMPLES = 3
-REPEATS = 7  # of a timed step or round, at most: 3 where their median lies within 5 % of the fastest
+COST_REPEATS = 3  # of a round, before the texts: their own rounds correct it
+REPEATS = 7  # of a timed step, at most: 3 where their median lies within 5 % of the fastest
 
 
 @dataclass(frozen=True)
@@ -67,7 +68,8 @@ def measure_pair(
     if any(one.branches for one in settings.configurations):
         require_trees(pair.target, pair.draft)
     prompts, new_tokens = given.prompts, settings.speedup.new_tokens
-    fitted = _fitted(pair, given, _timed_costs(settings, pair, given))
+    costs = _timed_costs(settings, pair, given)
+    fitted = _fitted(pair, given, costs)
     small: Model = pair.draft if reader is None else reader.model
     watch = Watch()
     target, draft = watch.models(pair.target, small)
@@ -92,7 +94,8 @@ def measure_pair(
         best = max(greedy, key=lambda place: rows[place].tokens_per_second)
         samples = sample_texts(given.written, pair.token_bytes, prompts, prepared[best].texts)
         rows[best] = replace(rows[best], samples=samples)
-    return SpeedupPart(*label.key, rows, steps)
+    off = None if costs is NO_COSTS else rows[0].rounds.seconds / costs.target[0]
+    return SpeedupPart(*label.key, rows, steps, costs_off=off)
 
 
 def time_again(
@@ -120,7 +123,7 @@ def _timed_costs(settings: PairSettings, pair: LoadedPair, given: PairTexts) -> 
         return NO_COSTS
     ordered = sorted(given.spare, key=len)  # deeper rounds cost more
     spare = [ordered[len(ordered) * (2 * index + 1) // (2 * PROMPTS)] for index in range(PROMPTS)]
-    costs = measure_costs(pair.target, pair.draft, spare, longest, REPEATS, settings.speedup.new_tokens)
+    costs = measure_costs(pair.target, pair.draft, spare, longest, COST_REPEATS, settings.speedup.new_tokens)
     keep_costs(pair, len(spare[len(spare) // 2]), costs)
     return costs
 

@@ -35,7 +35,7 @@ from distill.measuring.speedup_results import (
     SpeedupReport,
     StepFigures,
 )
-from distill.measuring.speedup_tables import explain, speedup_blocks, verdict
+from distill.measuring.speedup_tables import explain, round_table, speedup_blocks, verdict
 from distill.recipe import Chat, Configuration, Corpus, load_recipe
 from distill.recipe.configuration import PLAIN
 from distill.run import Run
@@ -149,6 +149,13 @@ def test_what_is_told_about_a_speedup(words: str) -> None:
     sentence = explain(SpeedupPart("p", "b", rows, ALONE))
     assert words in sentence and ("no gain" in sentence) is (speedup < 1)
     assert sentence.startswith(f"Fastest: `draft, γ = 4`, {speedup:.2f}× over the whole request: a round gives ")
+
+
+def test_costs_that_were_timed_on_a_busy_machine_are_said() -> None:
+    part = SpeedupPart("p", "b", [measured(PLAIN, 1, 1, None)], ALONE)
+    for off, said in ((None, False), (1.1, False), (0.66, True), (1.3, True)):
+        note = round_table(replace(part, costs_off=off), "command").note
+        assert (f"took {off or 0:.2f} times as long as when costs were timed" in note) is said
 
 
 def test_the_fastest_way_over_all_engines_comes_first() -> None:
