@@ -14,13 +14,14 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from distill.errors import DataError, RecipeError, explain_write_fault, faults_explained, system_error
+from distill.errors import DataError, DistillError, RecipeError, explain_write_fault, faults_explained, system_error
 
 STALE = 600  # seconds in which a living process writes something
+LARGE = 64 * 2**20  # bytes of a file from which its digest is remembered
 
 
 def is_utf8(text: str) -> bool:
@@ -352,10 +353,7 @@ def file_digest(path: Path) -> str:
 
 
 def reference_digest(reference: str) -> str:
-    """Digest of the content of a local model or source; for a hub name, the name itself.
-
-    For speed, only the size and the first and last MiB of files over 64 MiB are hashed.
-    """
+    """Digest of the content of a local model or source; for a hub name, the name itself."""
     files = file_digests(reference)
     return reference if files is None else joint_digest(files)
 
@@ -382,7 +380,7 @@ def digests_of(files: Mapping[str, Path]) -> dict[str, str]:
 
     What Python compiled from files beside it (`__pycache__`) is no content: it differs between installations.
     """
-    return {name: _quick_digest(file) for name, file in files.items() if "__pycache__" not in name.split("/")}
+    return {name: _remembered_digest(file) for name, file in files.items() if "__pycache__" not in name.split("/")}
 
 
 def joint_digest(files: Mapping[str, str]) -> str:
@@ -390,14 +388,33 @@ def joint_digest(files: Mapping[str, str]) -> str:
     return hashlib.sha256("".join(f"{name}\0{own}\n" for name, own in files.items()).encode()).hexdigest()
 
 
-def _quick_digest(path: Path) -> str:
-    size = path.stat().st_size
-    if size <= 64 * 2**20:
+def _remembered_digest(path: Path) -> str:
+    """The digest of a file; of a large one, it is kept in the cache with all that tells a change without reading it."""
+
+    def state() -> list[int]:
+        found = path.stat()
+        return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
+
+    before = state()
+    if before[0] < LARGE:
         return file_digest(path)
-    with open(path, "rb") as handle:
-        first = handle.read(2**20)
-        handle.seek(-(2**20), os.SEEK_END)
-        return hashlib.sha256(f"{size}".encode() + first + handle.read()).hexdigest()
+    place = cache_folder("digests") / f"{digest(str(path.resolve()))}.json"
+    with contextlib.suppress(DistillError, OSError):
+        known = read_json(place, {"state": [int], "sha256": str})
+        if known["state"] == before:
+            return str(known["sha256"])
+    found = file_digest(path)
+    if state() == before:
+        with contextlib.suppress(DistillError, OSError):  # it is remembered where the cache can be written
+            write_json(place, {"state": before, "sha256": found})
+    return found
+
+
+def cache_folder(kind: Literal["imported", "batches", "costs", "digests"]) -> Path:
+    """Where imported files, or what was found of files, are kept: below DISTILL_CACHE, else the user's cache folder."""
+    own = os.environ.get("DISTILL_CACHE")
+    base = own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "distill"
+    return Path(base).expanduser().absolute() / kind
 
 
 def digest(value: Any) -> str:

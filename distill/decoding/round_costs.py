@@ -26,8 +26,7 @@ from distill.decoding.rules import GREEDY, Rules
 from distill.engines.loaded import LoadedPair
 from distill.engines.model import Model
 from distill.errors import DataError, RunError
-from distill.files import digest, from_json, read_object, write_result
-from distill.gguf.importing import cache_folder
+from distill.files import cache_folder, digest, from_json, read_object, write_result
 from distill.progress import Progress, warn
 
 PROMPTS = 4  # after which rounds are timed

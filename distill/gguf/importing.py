@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.errors import DataError, RunError
-from distill.files import split_parts, write_atomically, write_folder, write_json, write_text
+from distill.files import cache_folder, split_parts, write_atomically, write_folder, write_json, write_text
 from distill.folders import ITEM_BYTES, Floats, from_floats, pin_tokenizer, to_floats, write_header
 from distill.gguf.families import ATTENTION, LLAMA3_FACTORS, LONG_FACTORS, MLP, SHORT_FACTORS, Sizes
 from distill.gguf.fields import configuration
@@ -306,13 +306,6 @@ def folder_of(reference: str, weights: bool = True) -> Path:
         )
         write_atomically(folder / WEIGHTS, lambda place: write_weights(place, imported), several=True)
     return folder
-
-
-def cache_folder(kind: Literal["imported", "batches", "costs"]) -> Path:
-    """Where imported files, or what was found of files, are kept: below DISTILL_CACHE, else the user's cache folder."""
-    own = os.environ.get("DISTILL_CACHE")
-    base = own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "distill"
-    return Path(base).expanduser().absolute() / kind
 
 
 def file_name(path: Path) -> str:

@@ -23,7 +23,6 @@ from distill.pipeline.stages import (
     LAST_TOGETHER,
     NAMES,
     STAGES,
-    Contents,
     Parts,
     Stage,
     begun_path,
@@ -94,7 +93,7 @@ class Planner:
     """
 
     def __init__(self, recipe: Recipe, run: Run, redo: Sequence[str] = ()) -> None:
-        self.recipe, self.run, self.contents = recipe, run, Contents()
+        self.recipe, self.run = recipe, run
         path = run.path("stages", "redo.json")
         found = read_json(path, {"asked": [str], "started": [str]}) if path.exists() else {"asked": [], "started": []}
         self.asked: list[str] = sorted({*found["asked"], *redo})
@@ -129,7 +128,7 @@ class Planner:
         """The action for a stage whose inputs are written."""
         if self.redo_due(stage):
             return Action(stage, "redo", ("asked for with --redo",), asked=True)
-        parts = key_parts(stage, self.recipe, self.run, self.contents)
+        parts = key_parts(stage, self.recipe, self.run)
         record, old = self.run.done(stage.name), recorded_parts(self.run, stage)
         if record is not None and record["key"] == digest(parts):
             faults = tuple(self.run.damaged_artifacts(record).values())
@@ -157,7 +156,7 @@ class Planner:
         old = recorded_parts(self.run, stage)
         if stage.name in allowed or old is None:
             return None
-        new = key_parts(stage, self.recipe, self.run, self.contents)
+        new = key_parts(stage, self.recipe, self.run)
         changed = {
             name
             for name in {*old, *new}
@@ -271,7 +270,7 @@ def _carry_out(action: Action, planner: Planner) -> None:
         _remove_cut_off(run, stage)
     else:  # files without a record are of unknown origin
         _remove_all(run, stage)
-        parts = key_parts(stage, recipe, run, planner.contents)  # without a record, pins are read again
+        parts = key_parts(stage, recipe, run)  # without a record, pins are read again
     if action.asked:
         planner.started.append(stage.name)
         write_json(run.path("stages", "redo.json"), {"asked": planner.asked, "started": planner.started})

@@ -234,13 +234,6 @@ def consumers(names: Sequence[str]) -> set[str]:
 Parts = dict[str, Any]  # the settings and digests that a key is the hash of, by name
 
 
-class Contents(dict[str, str]):
-    """Digests of models and sources by what names them, each taken once; of a hub name the name itself."""
-
-    def __missing__(self, reference: str) -> str:
-        return self.setdefault(reference, reference_digest(reference))
-
-
 def begun_path(run: Run, stage: Stage) -> Path:
     """Where the key parts of a stage stand while it runs."""
     return run.path("stages", f"{stage.name}.begun.json")
@@ -254,7 +247,7 @@ def recorded_parts(run: Run, stage: Stage) -> Parts | None:
     return dict(read_json(begun, {})) if begun.exists() else None
 
 
-def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Parts:
+def key_parts(stage: Stage, recipe: Recipe, run: Run) -> Parts:
     """Everything that a stage's key is the hash of."""
     parts: Parts = {"version": stage.version}
     for name in dict.fromkeys((*stage.settings, *conditional_settings(recipe).get(stage.name, ()))):
@@ -265,7 +258,7 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run, contents: Contents) -> Par
         if found is not None:
             parts[name] = found
     for name in stage.models:
-        label, value = _content(name, recipe, contents)
+        label, value = _content(name, recipe)
         if value is not None:
             parts[label] = value
     absent = left_out(recipe)
@@ -320,11 +313,11 @@ def _without(value: Any, dotted: str, ignores: Sequence[str]) -> Any:
     return {name: _without(inner, f"{dotted}.{name}", ignores) for name, inner in kept.items()}
 
 
-def _content(name: str, recipe: Recipe, contents: Contents) -> tuple[str, Any]:
+def _content(name: str, recipe: Recipe) -> tuple[str, Any]:
     """Label and digest of the target, the donor, files of writer and teacher, or the sources; None without one."""
     if name == "sources":  # but for questions of the target's own, which are an input
         read = (source for source in recipe.corpus.sources if source.kind != "target")
-        return "corpus.sources (content)", [_source_digest(source, contents) for source in read]
+        return "corpus.sources (content)", [_source_digest(source) for source in read]
     writer = recipe.answers.writer
     label, reference = {
         "target": ("target.model", recipe.target.model),
@@ -332,17 +325,17 @@ def _content(name: str, recipe: Recipe, contents: Contents) -> tuple[str, Any]:
         "gguf": ("teacher.gguf (content)", recipe.teacher.gguf),
         "writer": ("answers.writer.gguf (content)", None if writer is None else writer.gguf),
     }[name]
-    return label, None if reference is None else contents[reference]
+    return label, None if reference is None else reference_digest(reference)
 
 
-def _source_digest(source: Source, contents: Contents) -> Any:
+def _source_digest(source: Source) -> Any:
     if source.path == "python:stdlib":
         return sys.version.split()[0]
     if source.kind == "tree":
         return joint_digest(digests_of(tree_files(source)))
     if source.kind == "hub" or Path(source.path).exists():
-        return contents[source.path]
-    return [contents[str(path)] for path in source_files(source)]
+        return reference_digest(source.path)
+    return [reference_digest(str(path)) for path in source_files(source)]
 
 
 def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:

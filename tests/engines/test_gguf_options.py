@@ -23,7 +23,7 @@ from distill.files import read_json
 from distill.gguf import library
 from distill.gguf.writer import export_gguf
 from distill.measuring.speedup import speedup
-from distill.pipeline.stages import Contents, find_stage, key_parts
+from distill.pipeline.stages import find_stage, key_parts
 from distill.recipe import Gguf, GgufOptions, Recipe, dump_recipe, load_recipe, parse_section
 from distill.recipe.measuring import ON_CPU, CacheType
 from distill.run import Run
@@ -252,8 +252,7 @@ def test_keys_hold_what_changes_results(stage: str, override: str, changes: bool
     def parts(*overrides: str) -> dict[str, Any]:
         recipe = tiny_recipe(world, "teacher.gguf=x.gguf", "answers.writer={gguf: x.gguf}", *overrides)
         run = Run(tmp_path / "run", recipe)
-        contents = Contents({name: name for name in ("x.gguf", recipe.target.model, recipe.donor_model)})
-        return key_parts(find_stage(stage), recipe, run, contents)
+        return key_parts(find_stage(stage), recipe, run)
 
     assert (parts(override) != parts()) is changes
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shlex
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,9 @@ import recipe_reads
 import tiny
 from tiny import Capture, Patch
 
-from distill.pipeline.stages import Contents, difference, find_stage, key_parts
+from distill import files
+from distill.files import reference_digest
+from distill.pipeline.stages import difference, find_stage, key_parts
 from distill.recipe import GgufOptions, PyTorch, SamplerSettings, load_recipe
 from distill.report.card import gather
 from distill.run import Run
@@ -26,7 +29,7 @@ def opened(folder: Path, *overrides: str) -> Run:
 
 
 def names(run: Run, stage: str) -> set[str]:
-    return {*key_parts(find_stage(stage), run.recipe, run, Contents())}
+    return {*key_parts(find_stage(stage), run.recipe, run)}
 
 
 def test_keys_hold_what_their_stages_read(finished: Path, tmp_path: Path) -> None:
@@ -53,7 +56,7 @@ def test_the_key_of_a_tree_is_of_the_files_that_it_reads(world: Path, tmp_path: 
     run = Run(tmp_path / "run", recipe)
 
     def content() -> Any:
-        return key_parts(find_stage("corpus"), recipe, run, Contents())["corpus.sources (content)"]
+        return key_parts(find_stage("corpus"), recipe, run)["corpus.sources (content)"]
 
     first = content()
     (tmp_path / "tree" / "notes.txt").write_text("other")
@@ -61,6 +64,31 @@ def test_the_key_of_a_tree_is_of_the_files_that_it_reads(world: Path, tmp_path: 
     assert content() == first
     (tmp_path / "tree" / "b.py").write_text("other")
     assert content() != first
+
+
+def test_a_large_file_is_hashed_whole_and_once(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Two models of equal shapes differ in the middle alone; a file that was rewritten is read again, whatever its
+    time says. Where nothing can be kept, it is hashed each time."""
+    monkeypatch.setattr(files, "LARGE", 1000)
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    file, read, hashed = tmp_path / "model.safetensors", [], files.file_digest
+    monkeypatch.setattr(files, "file_digest", lambda path: (read.append(path), hashed(path))[1])
+    file.write_bytes(bytes(5_000_000))
+    state = file.stat()
+    first = reference_digest(str(file))
+    assert reference_digest(str(file)) == first and len(read) == 1
+    with file.open("r+b") as handle:
+        handle.seek(2_500_000)
+        handle.write(b"merged again")
+    os.utime(file, ns=(state.st_atime_ns, state.st_mtime_ns))
+    second = reference_digest(str(file))
+    assert second != first and len(read) == 2
+    for kept in (tmp_path / "cache").rglob("*.json"):
+        kept.write_text('{"state": [')
+    assert reference_digest(str(file)) == second and len(read) == 3
+    (tmp_path / "no folder").write_text("")
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "no folder"))
+    assert [reference_digest(str(file)) for _ in range(2)] == [second] * 2 and len(read) == 5
 
 
 def test_figures_of_an_earlier_draft_are_not_those_of_a_new_one(copied: Path, capsys: Capture) -> None:

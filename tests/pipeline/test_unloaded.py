@@ -24,7 +24,7 @@ from distill.engines.torch.hugging_face import load_model, load_target, load_tok
 from distill.errors import RecipeError, RunError
 from distill.measuring.evaluation import stored_metrics
 from distill.measuring.measure import METRICS, position_metrics
-from distill.pipeline.stages import STAGES, Contents, key_parts
+from distill.pipeline.stages import STAGES, key_parts
 from distill.recipe import Recipe, Target, load_recipe, parse_recipe
 from distill.run import Run
 from distill.sampler import Sampler
@@ -353,7 +353,7 @@ def test_keys_of_runs_that_load_the_target_are_as_before(world: Path, finished: 
     """Their stages depend on nothing new, and they hear nothing of the others."""
     recipe, run = opened(finished)
     for stage in STAGES:
-        parts = key_parts(stage, recipe, run, Contents())
+        parts = key_parts(stage, recipe, run)
         assert not [name for name in parts if name.startswith(("validation", "test", "target.load"))]
     assert "validation: " not in (finished / "log.txt").read_text().replace("  validation: ", "")
     assert tiny.call("train", world / "recipe.yaml", "--runs", finished.parent, "--until", "validation") == 2

@@ -25,7 +25,7 @@ from distill.errors import DataError, RecipeError
 from distill.files import read_json, read_result
 from distill.gguf.writer import export_gguf
 from distill.pipeline.running import plan_run
-from distill.pipeline.stages import Contents, find_stage, key_parts
+from distill.pipeline.stages import find_stage, key_parts
 from distill.recipe import Chat, Recipe, load_recipe, parse_recipe
 from distill.run import Run
 from distill.teacher.questions import (
@@ -125,7 +125,7 @@ def test_other_runs_keep_their_keys_and_stages(world: Path, tmp_path: Path) -> N
     recipe = load_recipe(world / "recipe.yaml")
     run = Run(tmp_path, recipe)
     assert plan_run(recipe, run)[0].stage.name == "corpus"
-    parts = key_parts(find_stage("corpus"), recipe, run, Contents())
+    parts = key_parts(find_stage("corpus"), recipe, run)
     keys = "kind path pattern form fields given label weight subset hub_split exclude split keep"
     assert set(parts["corpus"]["sources"][0]) == set(keys.split()) and "questions" not in str([*parts])
 
@@ -133,7 +133,7 @@ def test_other_runs_keep_their_keys_and_stages(world: Path, tmp_path: Path) -> N
 def test_the_key_holds_what_the_questions_depend_on(talking: Path, tmp_path: Path) -> None:
     def parts(*overrides: str) -> dict[str, Any]:
         recipe, run = worlds.begin(talking, tmp_path, *overrides)
-        return key_parts(find_stage("questions"), recipe, run, Contents())
+        return key_parts(find_stage("questions"), recipe, run)
 
     before = parts()
     assert before["corpus.sources.questions"] == [24] and before["corpus.sources.top_p"] == [0.99]

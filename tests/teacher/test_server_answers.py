@@ -23,7 +23,7 @@ from distill.data.samples import read_answers
 from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.errors import EndpointError
 from distill.files import read_json
-from distill.pipeline.stages import Contents, difference, find_stage, key_parts
+from distill.pipeline.stages import difference, find_stage, key_parts
 from distill.run import Run
 from distill.serving.server import LlamaServer, started
 from distill.teacher.answers import answers
@@ -331,7 +331,7 @@ def test_the_address_of_a_server_is_not_part_of_the_key(world: Path, tmp_path: P
 
     def parts(*overrides: str) -> dict[str, Any]:
         recipe, run = begin(world, tmp_path, 1, *overrides)
-        return key_parts(find_stage("answers"), recipe, run, Contents())
+        return key_parts(find_stage("answers"), recipe, run)
 
     first = parts(served("http://a/v1"))
     assert parts(served("http://b/v1", concurrency=9, key="K", retries=1, missing=0.1, timeout=3)) == first

@@ -17,8 +17,8 @@ from distill.divergences import forward_kl
 from distill.engines.llama_cpp.context import Branches, GgufContext
 from distill.engines.model import ROOT, PendingTree
 from distill.errors import DataError
-from distill.files import digest, read_result, write_result
-from distill.gguf.importing import cache_folder, file_name
+from distill.files import cache_folder, digest, read_result, write_result
+from distill.gguf.importing import file_name
 from distill.gguf.library import GgufFile
 from distill.machine import machine
 from distill.recipe import GgufOptions
