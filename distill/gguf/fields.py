@@ -14,6 +14,7 @@ import numpy as np
 
 import distill
 from distill.errors import DataError
+from distill.files import has_form
 from distill.folders import Floats, read_config
 from distill.gguf.families import (
     ATTENTION,
@@ -114,7 +115,6 @@ def read_shape(folder: Path, changes: Mapping[str, Any] = MappingProxyType({})) 
     sizes, context = Sizes.of(config), config["max_position_embeddings"]
     rope, local = _rope(config)
     window, period, notes = _window(values, kind, context, sizes.layers)
-    notes += _unread_by_llama(rope, family.architecture)
     shape = Shape(
         **vars(sizes),
         rotated=_rotated(values, kind, rope, sizes.head_size),
@@ -153,19 +153,6 @@ def _rope(config: Mapping[str, Any]) -> tuple[dict[str, Any], Any]:
 def yarn_attention(factor: float) -> float:
     """What attention is multiplied by in yarn, where config.json does not say."""
     return 0.1 * math.log(factor) + 1 if factor > 1 else 1.0
-
-
-def _unread_by_llama(rope: Mapping[str, Any], architecture: str) -> tuple[str, ...]:
-    """Notes on settings of yarn that a file holds and llama.cpp does not read."""
-    factor = rope.get("factor")
-    if rope["rope_type"] != "yarn" or not isinstance(factor, int | float):
-        return ()
-    usual = YARN_BETAS | {"attention_factor": yarn_attention(factor)}
-    return tuple(
-        f"llama.cpp reads no {key} of yarn for {architecture}: it computes with {value:.4g} instead of {rope[key]}"
-        for key, value in usual.items()
-        if isinstance(rope.get(key), int | float) and not math.isclose(rope[key], value, rel_tol=1e-6)
-    )
 
 
 def _rotated(values: _Config, kind: str, rope: Mapping[str, Any], head_size: int) -> int:
@@ -219,6 +206,9 @@ def _refuse_unsupported(values: _Config, shape: Shape) -> None:
     strange = [key for key in scales if scales != read]
     if rope["rope_type"] == "yarn" and (strange or rope.get("truncate") is False):
         values.refuse(f"yarn with {(strange or ['truncate'])[0]}")
+    betas = [key for key, usual in YARN_BETAS.items() if rope.get(key) not in (None, usual)]
+    if rope["rope_type"] == "yarn" and betas:
+        values.refuse(f"yarn with {betas[0]} {rope[betas[0]]}, in whose place llama.cpp takes {YARN_BETAS[betas[0]]}:")
     activation = config.get("hidden_activation") or config.get("hidden_act", shape.family.activation)
     if activation != shape.family.activation:
         values.refuse(f"activation {activation!r}")
@@ -298,10 +288,7 @@ def _model_fields(shape: Shape) -> dict[str, int | float | str]:
     if kind in ("linear", "yarn"):
         fields |= {SCALING: kind, FACTOR: float(rope["factor"])}
     if kind == "yarn":
-        given = {theirs: rope.get(own) for own, theirs in YARN_KEYS.items()}
-        fields |= {f"rope.scaling.{key}": float(value) for key, value in given.items() if value is not None}
-        if rope.get("mscale_all_dim"):
-            fields[MSCALE] = float(rope["mscale_all_dim"])
+        fields |= _yarn_fields(rope)
     beta = rope.get("llama_4_scaling_beta")
     if kind == "yarn" or beta or shape.architecture == "phi3":
         fields[ORIGINAL] = _original_context(shape)
@@ -311,6 +298,16 @@ def _model_fields(shape: Shape) -> dict[str, int | float | str]:
         fields[ATTENTION_FACTOR] = longrope_attention(shape.context, _original_context(shape))
     scales = {**{key: key for key in family.caps}, **family.scales}
     return fields | {theirs: float(config[own]) for own, theirs in scales.items() if config.get(own)}
+
+
+def _yarn_fields(rope: Mapping[str, Any]) -> dict[str, float]:
+    given = {key: float(rope[key]) for key in YARN_KEYS if rope.get(key) is not None}
+    factor, usual = given.get("attention_factor"), yarn_attention(float(rope["factor"]))
+    other = factor is not None and not math.isclose(factor, usual, rel_tol=1e-6)
+    # llama.cpp reads a factor of its own usual one under another key.
+    fields = {ATTENTION_FACTOR: given.pop("attention_factor") / usual} if other else {}
+    fields |= {f"rope.scaling.{YARN_KEYS[key]}": value for key, value in given.items()}
+    return fields | ({MSCALE: float(rope["mscale_all_dim"])} if rope.get("mscale_all_dim") else {})
 
 
 def longrope_attention(context: int, original: int) -> float:
@@ -389,7 +386,7 @@ CONFIG_ORDER = (
     *("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
     *("vocab_size", "max_position_embeddings"),
 )
-LLAMA3_CONTEXT = 8192  # original context of every Llama 3; any other gives the same factors with other low and high
+LLAMA3_CONTEXT = 8192  # original context of every Llama 3
 
 
 def family_of(head: FileHead) -> tuple[str, Family]:
@@ -512,32 +509,13 @@ def _stated_context(head: FileHead) -> int | None:
 
 
 def _llama3(head: FileHead, divisors: Floats, theta: float, size: int, original: int) -> dict[str, Any]:
-    """The settings of Llama 3's rope scaling that give these divisors [D/2] of the frequencies.
-
-    Between two wavelengths, 1 / divisor runs linearly in the frequency from 1 / factor to 1: two points give the line,
-    and with it low and high for a given original context. Raises DataError for divisors of another rule.
-    """
-    frequencies = theta ** -(np.arange(0, size, 2, dtype=np.float64) / size)
-    factor = shortest(float(divisors.max()))
-    expected = divisors.astype(np.float64)
-    between = (divisors > 1) & (divisors < divisors.max())
-    candidates = [(1.0, 4.0)]
-    if between.sum() >= 2 and len(divisors) == len(frequencies):
-        share = (1 / expected[between] - 1 / factor) / (1 - 1 / factor)
-        slope, start = np.polyfit(original * frequencies[between] / (2 * math.pi), share, 1)
-        candidates.append((round(-start / slope, 4), round((1 - start) / slope, 4)))
-    for low, high in candidates:
-        if len(divisors) != len(frequencies) or not 0 < low < high or factor <= 0:
-            continue
-        if np.allclose(llama3_divisors(theta, size, factor, low, high, original), divisors, rtol=1e-4, atol=0):
-            return {
-                "rope_type": "llama3",
-                "factor": factor,
-                "low_freq_factor": low,
-                "high_freq_factor": high,
-                "original_max_position_embeddings": original,
-            }
-    head.refuse("its rope_freqs.weight is not of Llama 3's rule, the only one that transformers has for it")
+    """The settings of Llama 3's rope scaling that give these divisors [D/2] of the frequencies; DataError where those
+    of every Llama 3, with the factor of these, give others."""
+    rule = {"factor": shortest(float(divisors.max())), "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+    expected = llama3_divisors(theta, size, rule["factor"], 1.0, 4.0, original)
+    if expected.shape != divisors.shape or not np.allclose(expected, divisors, rtol=1e-4, atol=0):
+        head.refuse("its rope_freqs.weight is not of Llama 3's rule, the only one that transformers has for it")
+    return {**rule, "original_max_position_embeddings": original}
 
 
 def _by_family(head: FileHead, kind: str, config: Mapping[str, Any], rope: Mapping[str, Any]) -> dict[str, Any]:
@@ -672,16 +650,11 @@ def _complete(metadata: Any, origin: Origin) -> None:
 def _require_forms(folder: Path, writer: Any) -> None:
     """The gguf package takes values as they stand in the files and would fail while it writes them."""
     for key, entry in writer.kv_data[0].items():
-        values = entry.value if entry.type == ARRAY else [entry.value]
-        kind = str if entry.type in (STRING, ARRAY) else int if entry.type in INTEGERS else (int, float)
-        if (
-            not isinstance(values, list)
-            or not values
-            or not all(isinstance(value, kind) and not isinstance(value, bool) for value in values)
-        ):
+        whole, value = entry.type in INTEGERS, entry.value
+        form = {ARRAY: [str], STRING: str}.get(entry.type, int if whole else int | float)
+        fits = has_form(value, form) and value != [] and not isinstance(value, bool)
+        if not fits or (whole and not -(2**31) <= value < 2**31):
             raise DataError(
-                f"{folder}: README.md or generation_config.json gives {entry.value!r:.60} for {key}",
+                f"{folder}: README.md or generation_config.json gives {value!r:.60} for {key}",
                 "correct that entry, or remove it",
             )
-        if entry.type in INTEGERS and not -(2**31) <= entry.value < 2**31:
-            raise DataError(f"{folder}: {key} is {entry.value}, too large for GGUF", "correct that entry, or remove it")

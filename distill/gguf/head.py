@@ -231,6 +231,16 @@ def known_type(number: int) -> GGMLQuantizationType | None:
         return None
 
 
+def ggml_type(name: str) -> GGMLQuantizationType:
+    """The type of ggml with this name; DataError where there is none."""
+    import gguf
+
+    try:
+        return gguf.GGMLQuantizationType[name.upper()]
+    except KeyError:
+        raise DataError(f"tensor type {name!r} is unknown", "use a type of ggml, such as q8_0, q6_k or f16") from None
+
+
 def type_name(number: int) -> str:
     """A type's name, such as q4_k, or its number where none is known, as of ik_llama.cpp's own."""
     kind = known_type(number)

@@ -18,7 +18,7 @@ from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 from distill.errors import DataError, RecipeError
-from distill.gguf.head import COPY_AGAIN, FileHead, check_vocabulary, known_type, open_head, type_name
+from distill.gguf.head import COPY_AGAIN, FileHead, check_vocabulary, ggml_type, known_type, open_head, type_name
 from distill.machine import COMPILE_LLAMA, WITHOUT_AMX, install_extra, thread_count, version_of
 from distill.progress import is_verbose
 from distill.recipe import GgufOptions
@@ -241,7 +241,7 @@ def require_cache_types(options: GgufOptions, keys: int | None, values: int | No
 
     for name, size in (("cache_type_k", keys), ("cache_type_v", values)):
         kind = getattr(options, name)
-        block = gguf.GGML_QUANT_SIZES[cache_type(kind)][0]
+        block = gguf.GGML_QUANT_SIZES[ggml_type(kind)][0]
         if size is not None and size % block:
             raise RecipeError(
                 f"{where}: {name} {kind} stores blocks of {block} values, and a head has {size}",
@@ -292,15 +292,8 @@ def fill_context(settings: Any, options: GgufOptions) -> None:
     else:
         settings.flash_attn_type = getattr(library(), f"LLAMA_FLASH_ATTN_TYPE_{FLASH_ATTENTION[options.flash_attn]}")
         settings.kv_unified = settings.n_seq_max > 1
-    settings.type_k = cache_type(options.cache_type_k)
-    settings.type_v = cache_type(options.cache_type_v)
-
-
-def cache_type(name: str) -> Any:
-    """A type as ggml numbers it; a member of gguf's enumeration."""
-    import gguf
-
-    return gguf.GGMLQuantizationType[name.upper()]
+    settings.type_k = ggml_type(options.cache_type_k)
+    settings.type_v = ggml_type(options.cache_type_v)
 
 
 # ── A GGUF file as llama.cpp loads it: its weights, its rows, and its own tokenizer ──

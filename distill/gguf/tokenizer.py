@@ -8,6 +8,7 @@ what they do.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import struct
 import tempfile
@@ -161,17 +162,16 @@ class Piece(NamedTuple):
     kind: int
 
 
-def space_prefix(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
+def space_prefix(path: Path, tokenizer: Tokenizer) -> bool:
     """Whether the tokenizer puts a space before a text; DataError where it changes a text in other ways."""
-    normalizers = _parts_of(content.get("normalizer"), "normalizers")
-    splits = _parts_of(content.get("pre_tokenizer"), "pretokenizers")
+    normalizers, splits = _parts_of(tokenizer.normalizer), _parts_of(tokenizer.pre_tokenizer)
     for part in normalizers:
         replaces = part.get("type") == "Replace" and part.get("pattern") == {"String": " "}
         if not (replaces and part.get("content") == SPACE) and part != {"type": "Prepend", "prepend": SPACE}:
             raise DataError(f"{path}: normalizer {part.get('type')!r} cannot be exported", hint=HINT)
     for part in splits:
         spaces = part.get("type") == "Split" and part.get("pattern") == {"String": " "}
-        whole = part.get("type") == "Metaspace" and not part.get("split", True)
+        whole = part.get("type") == "Metaspace" and not part["split"]
         if not whole and not (spaces and normalizers):  # no space is left to split at
             raise DataError(f"{path}: pre-tokenizer {part.get('type')!r} cannot be exported", hint=HINT)
     if not normalizers and not splits:
@@ -179,11 +179,16 @@ def space_prefix(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -
     return tokenizer.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE)
 
 
-def _parts_of(part: Any, key: str) -> list[dict[str, Any]]:
-    """A normalizer or pre-tokenizer as the list of its steps; `key` is where a sequence holds them."""
-    if part is None:
-        return []
-    return [inner for step in part[key] for inner in _parts_of(step, key)] if part.get("type") == "Sequence" else [part]
+def _parts_of(part: Any) -> list[dict[str, Any]]:
+    """The steps of a tokenizer's normalizer or pre-tokenizer, each with all its settings."""
+    return [] if part is None else _flat(json.loads(part.__getstate__()))
+
+
+def _flat(part: dict[str, Any]) -> list[dict[str, Any]]:
+    if part["type"] != "Sequence":
+        return [part]
+    steps = part.get("pretokenizers") or part.get("normalizers") or []
+    return [inner for step in steps for inner in _flat(step)]
 
 
 def pieces_of_merges(content: Mapping[str, Any]) -> dict[int, Piece]:
@@ -281,17 +286,15 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
 STATES_PREFIX = ("llama", "smollm3", "granite")  # architectures whose files repeat the settings' add_prefix_space
 GEMMA_TURN_END = (107, "<end_of_turn>")
 ADDED_SCORE, PADDING_SCORE = -1000.0, -10000.0  # the converter's, for tokens that are never merged
-# llama.cpp's first name for a split. A split that comes with both ways of merging has a name for each.
-PRE_TYPES = {steps: names[0] for steps, names in STEPS.items()}
+# llama.cpp's first name for the steps of a pre-tokenizer, as JSON. With two ways of merging there are two names.
+PRE_TYPES = {json.dumps(_flat(pre_tokenizer_of(steps))): names[0] for steps, names in STEPS.items()}
 SAME_BUT_MERGING = {"llama-bpe": "dbrx"}
 
-# Names of llama.cpp's pre-tokenizers for byte-level BPE, the plainest first: several have the same rules.
+# Names of llama.cpp's pre-tokenizers for byte-level BPE that differ in what they do, the plainest first.
 NAMES = (
-    *("gpt-2", "llama-bpe", "dbrx", "qwen2", "qwen35", "smollm", "starcoder", "refact", "falcon", "command-r"),
-    *("deepseek-llm", "deepseek-coder", "deepseek-v3", "mpt", "olmo", "stablelm2", "codeshell", "bloom", "exaone"),
-    *("chameleon", "minerva-7b", "viking", "poro-chat", "tekken", "smaug-bpe", "gpt-4o", "superbpe", "trillion"),
-    *("granite-docling", "bailingmoe", "llama4", "hunyuan", "kimi-k2", "seed-coder", "chatglm-bpe", "glm4", "lfm2"),
-    *("minimax-m2", "megrez", "gigachat", "falcon3", "gpt3-finnish", "exaone4", "afmoe", "grok-2", "youtu"),
+    *("gpt-2", "llama-bpe", "dbrx", "qwen2", "qwen35", "smollm", "falcon", "deepseek-llm", "deepseek-coder"),
+    *("deepseek-v3", "bloom", "chameleon", "viking", "tekken", "superbpe", "gpt-4o", "bailingmoe", "kimi-k2"),
+    *("seed-coder", "afmoe", "youtu"),
 )
 SUPPORTED = "supported: byte-level BPE with a split that llama.cpp has, and SentencePiece BPE"
 
@@ -322,7 +325,7 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
     prefix = stated if architecture in STATES_PREFIX and isinstance(stated, bool) else None
     merges: list[str] = []
     if spaced:
-        behaves = space_prefix(path, content, tokenizer)
+        behaves = space_prefix(path, tokenizer)
         prefix = None if prefix is None and behaves else behaves
         pieces = read_pieces(folder / "tokenizer.model", model["vocab"]) or pieces_of_merges(content)
     else:
@@ -436,35 +439,18 @@ def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | list[dict
     return template if isinstance(template, str) else None
 
 
-def _steps(pre_tokenizer: Mapping[str, Any] | None) -> tuple[str, ...]:
-    """A pre-tokenizer as a tuple of steps, to be looked up in PRE_TYPES."""
-    if pre_tokenizer is None:
-        return ()
-    if not isinstance(pre_tokenizer, dict):  # tokenizers reads parts written as lists too
-        return (repr(pre_tokenizer),)
-    kind = pre_tokenizer.get("type")
-    if kind == "Sequence":
-        return tuple(step for part in pre_tokenizer.get("pretokenizers") or () for step in _steps(part))
-    if kind == "ByteLevel" and not pre_tokenizer.get("add_prefix_space"):
-        return ("gpt-2",) if pre_tokenizer.get("use_regex", True) else ("bytes",)
-    if kind == "Split" and pre_tokenizer.get("behavior") == "Isolated" and not pre_tokenizer.get("invert"):
-        pattern = pre_tokenizer.get("pattern")
-        return (f"split {pattern.get('Regex') if isinstance(pattern, dict) else pattern}",)
-    if kind == "Digits" and pre_tokenizer.get("individual_digits"):
-        return ("digits",)
-    return (f"{kind} {sorted(pre_tokenizer.items())}",)
-
-
 def _pre_type(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> str | None:
     """llama.cpp's name for the pre-tokenizer, from its rules; None for rules that are not known here.
 
     Raises DataError where llama.cpp has the rules, but not with this way of merging.
     """
-    steps = _steps(content.get("pre_tokenizer"))
-    pre = PRE_TYPES.get(steps)
+    steps = _parts_of(tokenizer.pre_tokenizer)
+    pre = PRE_TYPES.get(
+        json.dumps([step | {"trim_offsets": True} if "trim_offsets" in step else step for step in steps])
+    )
     if pre is None:
         # No pre-tokenizer of llama.cpp maps bytes twice.
-        if sum(step in ("bytes", "gpt-2") or step.startswith("ByteLevel") for step in steps) > 1:
+        if sum(step["type"] == "ByteLevel" for step in steps) > 1:
             raise DataError(f"{path}: llama.cpp has no pre-tokenizer that maps bytes more than once", hint=SUPPORTED)
         return None
     ignores = bool(content["model"].get("ignore_merges"))

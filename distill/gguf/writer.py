@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, NamedTuple
+from typing import TYPE_CHECKING, Any, BinaryIO
 
 import numpy as np
 
@@ -35,7 +35,7 @@ from distill.gguf.fields import (
     read_shape,
     rope_tensors,
 )
-from distill.gguf.head import open_head, tensor_bytes, write_head
+from distill.gguf.head import ggml_type, open_head, tensor_bytes, write_head
 from distill.gguf.importing import PART_VALUES, is_gguf
 from distill.gguf.library import ERRORS, last_errors, library
 from distill.gguf.tokenizer import add_tokenizer, read_tokenizer
@@ -137,15 +137,11 @@ def _constant(values: Floats, first: int, count: int) -> Floats:
     return values[first : first + count]
 
 
-class Output(NamedTuple):
-    """A file whose head is written, and the type of each tensor in it, in order."""
-
-    file: BinaryIO
-    kinds: Sequence[GGMLQuantizationType]
-
-
-def write_tensors(tensors: list[GgufTensor], outputs: Sequence[Output]) -> None:
-    """Append the tensors to each file, each padded to GGUF's alignment; a part is read once for all files.
+def write_tensors(
+    tensors: list[GgufTensor], outputs: Sequence[tuple[BinaryIO, Sequence[GGMLQuantizationType]]]
+) -> None:
+    """Append the tensors, each in its type for a file, to the files, each padded to GGUF's alignment; a part is read
+    once for all files.
 
     Raises DataError for values that are not finite or too large for a type, OSError for a full disk.
     """
@@ -154,11 +150,11 @@ def write_tensors(tensors: list[GgufTensor], outputs: Sequence[Output]) -> None:
     waiting: deque[Future[list[bytes]]] = deque()
 
     def write_first() -> None:
-        for output, data in zip(outputs, waiting.popleft().result(), strict=True):
-            output.file.write(data)
+        for (file, _), data in zip(outputs, waiting.popleft().result(), strict=True):
+            file.write(data)
 
     with ThreadPoolExecutor(workers) as pool:
-        for tensor, *kinds in zip(tensors, *(output.kinds for output in outputs), strict=True):
+        for tensor, *kinds in zip(tensors, *(kinds for _, kinds in outputs), strict=True):
             rows = tensor.shape[0]
             step = rows if tensor.whole else max(1, PART_VALUES // math.prod(tensor.shape[1:]))
             for first in range(0, rows, step):
@@ -218,7 +214,7 @@ def quantise_file(
     parameters.ftype = file_type_number(outtype)
     overrides = (llama.llama_model_tensor_override * (len(tensor_types) + 1))()  # the last one, empty, ends the list
     for slot, (pattern, kind) in zip(overrides, tensor_types, strict=False):
-        slot.pattern, slot.type = pattern.encode(), int(_ggml_type(kind))
+        slot.pattern, slot.type = pattern.encode(), int(ggml_type(kind))
     if tensor_types:
         parameters.tt_overrides = overrides
     matrix = importance or {}
@@ -244,15 +240,6 @@ def _quantise(llama: Any, source: Path, path: Path, parameters: Any, outtype: st
         full = shutil.disk_usage(path.parent).free < ALMOST_NONE
         raise OSError(errno.ENOSPC if full else errno.EIO, os.strerror(errno.ENOSPC if full else errno.EIO))
     raise DataError(f"llama.cpp cannot quantise to {outtype}: {last_errors()}", "see the types in docs/export.md")
-
-
-def _ggml_type(kind: str) -> Any:
-    import gguf
-
-    try:
-        return gguf.GGMLQuantizationType[kind.upper()]
-    except KeyError:
-        raise DataError(f"tensor type {kind!r} is unknown", "use a type of ggml, such as q8_0, q6_k or f16") from None
 
 
 # ── The files ──
@@ -356,7 +343,7 @@ def _tensor_type(tensor: GgufTensor, outtype: str) -> GGMLQuantizationType:
 
     if len(tensor.shape) == 1:
         return gguf.GGMLQuantizationType.F32
-    kind = gguf.GGMLQuantizationType[outtype.upper()]
+    kind = ggml_type(outtype)
     return gguf.GGMLQuantizationType.F16 if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
 
 
@@ -373,5 +360,5 @@ def _write(tensors: list[GgufTensor], fields: Callable[[str], Any], types: Mappi
             write_head(path, fields(outtype), rows)
             file = stack.enter_context(path.open("r+b"))
             file.seek(0, os.SEEK_END)
-            outputs.append(Output(file, kinds))
+            outputs.append((file, kinds))
         write_tensors(tensors, outputs)

@@ -91,7 +91,7 @@ SIZES: dict[str, Any] = {
     "pad_token_id": None,
     "initializer_range": 0.15,  # far from uniform, so that a wrong weight shows
 }
-LLAMA3_ROPE = script.LLAMA3_ROPE | {"rope_theta": 1e4, "original_max_position_embeddings": 64}
+LLAMA3_ROPE = script.LLAMA3_ROPE | {"rope_theta": 1e4}
 LINEAR_ROPE = {"rope_type": "linear", "rope_theta": 5e4, "factor": 2.0}
 MINISTRAL_ROPE = script.YARN | {"original_max_position_embeddings": 64, "llama_4_scaling_beta": 0.1}
 MINISTRAL_ROPE |= {"beta_fast": 32.0, "beta_slow": 1.0, "mscale": 1.0, "mscale_all_dim": 1.0}

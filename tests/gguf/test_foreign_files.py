@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from test_export import build, some_ids, train_tokenizer
+from test_export import build, held_out_texts, some_ids, train_tokenizer
 from test_import import cache
 from test_tokenizers import check_ids, write_tokenizer
 from tiny import needs_llama
@@ -26,6 +26,7 @@ from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from distill.engines.llama_cpp.model import GgufModel
 from distill.errors import DataError
+from distill.export import Original, compare
 from distill.files import reference_digest, split_parts
 from distill.gguf.head import END_NAMES, FILL_NAMES, NO_END, SHOWN_NAMES, open_head
 from distill.gguf.importing import file_type, folder_of, read_import, write_import
@@ -203,14 +204,22 @@ def test_rotary_embedding(
     assert (theirs.exp() * (theirs - own)).sum(-1).max() < 1e-3
 
 
-def test_yarn_that_llama_cpp_does_not_read_is_told_on_export(
+@needs_llama
+def test_settings_of_yarn_are_written_so_that_llama_cpp_reads_them_or_refused(
     tmp_path: Path, tokenizer: PreTrainedTokenizerFast
 ) -> None:
     rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "original_max_position_embeddings": 128}
-    for more, notes in (({}, 0), ({"beta_fast": 8, "attention_factor": 1.2}, 2), ({"beta_slow": 1}, 0)):
-        build("qwen2-tied", tmp_path / "m", tokenizer, rope_parameters=rope | more)
-        told = export_gguf(tmp_path / "m", tmp_path / "m.gguf", "f32").notes
-        assert len(told) == notes and all("of yarn for qwen2: it computes with" in note for note in told)
+    for more in ({"beta_slow": 1}, {"attention_factor": 1.8, "beta_fast": 32}, {"attention_factor": 1}):
+        folder, path = tmp_path / "m", tmp_path / "m.gguf"
+        build("qwen2-tied", folder, tokenizer, rope_parameters=rope | more)
+        export_gguf(folder, path, "f32")
+        parity = compare(Original.open(folder), path, held_out_texts()[:1], 300)
+        assert parity.kl < 1e-5, more
+        found = read_import(path).config["rope_parameters"]
+        assert found.get("attention_factor") == pytest.approx(more.get("attention_factor"))
+    build("qwen2-tied", tmp_path / "m", tokenizer, rope_parameters=rope | {"beta_fast": 8})
+    with pytest.raises(DataError, match=r"beta_fast 8.*llama\.cpp takes 32"):
+        export_gguf(tmp_path / "m", tmp_path / "m.gguf", "f32")
 
 
 # ── Split files ──
