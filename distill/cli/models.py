@@ -31,7 +31,7 @@ def cut(
     target: Annotated[str | None, typer.Option(help="Model to measure KL to; by default the uncut model.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers to keep.")] = None,
     layer_rule: Annotated[
-        str | None, typer.Option(help="Which layers go: first, last, even or influence (the default).")
+        str | None, typer.Option(help="Which layers go: greedy, influence or auto (the default).")
     ] = None,
     drop_layers: Annotated[str | None, typer.Option(help="Layers to drop, by number, with commas.")] = None,
     mlp_width: Annotated[int | None, typer.Option(min=1, help="Neurons to keep in each MLP.")] = None,

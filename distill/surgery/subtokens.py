@@ -256,17 +256,10 @@ class TransplantInputs:
     rows: int
 
 
-def check_transplant(
-    donor: Path,
-    target: Path,
-    overrides: Mapping[str, str] | None = None,
-    *,
-    rows: int | None = None,
-) -> TransplantInputs:
+def check_transplant(donor: Path, target: Path, overrides: Mapping[str, str] | None = None) -> TransplantInputs:
     """Read the files that a transplant needs, no weights; raises DataError for an impossible transplant.
 
-    `donor` is a model folder, `target` a model or tokenizer folder, `rows` the rows to write where the target has no
-    config.json.
+    `donor` is a model folder, `target` a model or tokenizer folder.
     """
     check_folder(str(donor.absolute()))
     config = read_config(donor)
@@ -292,15 +285,12 @@ def check_transplant(
         config=config,
         target_config=target_config,
         tied=tied,
-        rows=_row_count(target, theirs, target_config, rows),
+        rows=_row_count(target, theirs, target_config),
     )
 
 
-def _row_count(folder: Path, target: Vocabulary, config: Mapping[str, Any], rows: int | None) -> int:
-    configured = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size")
-    if configured is not None and rows is not None and rows != configured:
-        raise DataError(f"rows is {rows}, but vocab_size in {folder}/config.json is {configured}", "leave rows out")
-    count = configured or rows or target.size
+def _row_count(folder: Path, target: Vocabulary, config: Mapping[str, Any]) -> int:
+    count = config.get("vocab_size") or (config.get("text_config") or {}).get("vocab_size") or target.size
     if not isinstance(count, int):
         raise DataError(f"{folder}/config.json: vocab_size must be an integer", "correct config.json")
     if count < target.size:

@@ -49,7 +49,6 @@ def transplant(
     target: Path,
     destination: Path,
     *,
-    rows: int | None = None,
     overrides: Mapping[str, str] | None = None,
     dtype: str | None = None,
 ) -> Change:
@@ -62,7 +61,7 @@ def transplant(
     """
     if dtype is not None and dtype not in DTYPES:
         raise DataError(f"dtype `{dtype}` cannot be written", f"choose {', '.join(DTYPES)}")
-    inputs = check_transplant(donor, target, rows=rows, overrides=overrides)
+    inputs = check_transplant(donor, target, overrides)
     subtokens = map_subtokens(inputs.donor, inputs.target, overrides)
     details = describe_subtokens(subtokens, inputs.donor, inputs.target)
     mixtures = {EMBEDDING: subtokens.last(), HEAD: subtokens.mean()}
@@ -214,14 +213,14 @@ def always_kept(vocabulary: Vocabulary) -> list[int]:
     return [i for i, content in enumerate(vocabulary.bytes_of) if needed(vocabulary.kinds[i], content)]
 
 
-def expected_shares(teacher: TeacherSource, device: torch.device, positions: int = EXPECTED_AT) -> Shares:
-    """The mean of the stored distributions at temperature 1 [V], at about so many positions, evenly spread.
+def expected_shares(teacher: TeacherSource, device: torch.device) -> Shares:
+    """The mean of the stored distributions at temperature 1 [V], at about EXPECTED_AT positions, evenly spread.
 
     A token that few answers would hold has its share here before it was ever written. Entries that a compact store
     does not name have none.
     """
     scored = teacher.packed.mask.sum(-1)
-    step = max(1, math.ceil(int(scored.sum()) / positions))
+    step = max(1, math.ceil(int(scored.sum()) / EXPECTED_AT))
     total = torch.zeros(teacher.vocabulary, dtype=torch.float64)
     count = 0
     for block in range(0, teacher.blocks, step):
