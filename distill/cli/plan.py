@@ -129,7 +129,6 @@ def measured_curve(
 # ── `distill plan`: whether a draft will pay, how much and why not, from costs alone, before hours are spent ──
 
 REPEATS = 5  # of a curve's steps
-REPLY_SECONDS = 600.0  # that a server may take for one
 RECIPES, CURVES = (".yaml", ".yml"), (".json", ".jsonl")
 
 
@@ -138,8 +137,8 @@ def plan(
         list[str],
         typer.Argument(
             metavar="RECIPE [a.b=c]... | TARGET [DRAFT]",
-            help="A recipe: its target and cut. Or a target: a model, a curve (docs/plan.md) or a server's address. "
-            "And a draft: a model, a curve or the cost of its step in T(1).",
+            help="A recipe: its target and cut. Or a target: a model or a curve (docs/plan.md); and a draft: likewise, "
+            "or the cost of its step in T(1).",
         ),
     ],
     acceptance: Annotated[
@@ -148,7 +147,6 @@ def plan(
     swap: Annotated[
         str | None, typer.Option(metavar="N,L,COST", help="A curve: N of L layers stream, at COST each (docs/plan.md).")
     ] = None,
-    key: Annotated[str | None, typer.Option(help="A server: environment variable that holds its key.")] = None,
     lengths: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "1,2,3,4,6,8",
     depth: Annotated[int, typer.Option(min=1, max=2**20, help="Prompt length, of models.")] = 128,
     tokens: Annotated[int, typer.Option(min=8, max=2**20, help="New tokens, of models.")] = 96,
@@ -200,12 +198,12 @@ def plan(
         shared.prepare(threads)
         cases = _told_as_they_come(measured_cases(request), request, given)
     else:
-        curve = _curve(first, request, max(drafted) + 1, key)
+        curve = _curve(first, request, max(drafted) + 1)
         small_curve = None if second is None else _read_curve(Path(second))
         cases = iter([curve_case(curve, small_curve, request, None if swap is None else _swap(swap))])
     found = [(case, forecast(case, given)) for case in cases]
     settings: list[str] = []
-    if curve is not None and given and curve.backend != "vllm":
+    if curve is not None and given:
         costs = found[0][0].timings[0]
         rates = by_position(next(iter(given.values())), max(drafted))
         settings = llama_settings(curve, rates, costs.draft / costs.target[0], depth)
@@ -215,7 +213,7 @@ def plan(
 
 
 def _is_model(word: str) -> bool:
-    return not word.endswith(CURVES) and "://" not in word
+    return not word.endswith(CURVES)
 
 
 def _cost(word: str) -> tuple[str | None, float | None]:
@@ -242,22 +240,11 @@ def _told_as_they_come(
         yield case
 
 
-def _curve(word: str, request: PlanRequest, limit: int, key: str | None) -> CostCurve:
-    """The target's curve: saved, or measured on a server or this machine."""
+def _curve(word: str, request: PlanRequest, limit: int) -> CostCurve:
+    """The target's curve: saved, or measured on this machine."""
     if word.endswith(CURVES):
         return _read_curve(Path(word))
-    if _is_model(word):
-        return measured_curve(
-            request.target, [request.prompt], limit, REPEATS, request.threads, request.gguf, PyTorch()
-        )
-    from contextlib import closing
-
-    from distill.serving.clients import client_of
-    from distill.serving.load import served_curve
-    from distill.serving.server import Http
-
-    with closing(Http(word, REPLY_SECONDS, key)) as http:
-        return served_curve(client_of(http), request.prompt, request.new, limit)
+    return measured_curve(request.target, [request.prompt], limit, REPEATS, request.threads, request.gguf, PyTorch())
 
 
 def _read_curve(path: Path) -> CostCurve:

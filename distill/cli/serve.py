@@ -30,7 +30,6 @@ if TYPE_CHECKING:
     from distill.data.chat_template import ChatTemplate
     from distill.data.recorder import Recording
     from distill.data.samples import Sample
-    from distill.serving.load import Load
 
 # ── The pair, the prompts and the load that `distill serve-check` takes ──
 
@@ -158,14 +157,6 @@ def predicted_acceptance(run: Run | None, length: int | None) -> float:
     return found.get("gguf", found.get("pytorch", math.nan))
 
 
-def arrivals(text: str) -> tuple[Load, ...]:
-    """The loads of --load: rates of requests separated by commas."""
-    from distill.serving.load import MAX_RATE, Load
-
-    rates = shared.numbers(text, "--load", float, "0.5,1,2", 1e-6, MAX_RATE)
-    return tuple(Load(rate=rate) for rate in sorted({*rates}))
-
-
 # ── `distill serve-check` ──
 
 USUAL_LENGTH = 4
@@ -198,7 +189,6 @@ def serve_check(
     n_max: Annotated[int | None, typer.Option(min=1, max=64, help="Most tokens drafted: 4, or the server's.")] = None,
     draft_sampling: Annotated[Literal["greedy", "probabilistic"] | None, typer.Option(help=DRAWN)] = None,
     concurrency: Annotated[str, typer.Option(help="Requests at once, separated by commas; 1: no load.")] = "1,4,16",
-    load: Annotated[str | None, typer.Option(help="Arriving requests a second, separated by commas.")] = None,
     wait: Annotated[float, shared.number_option(min=1, help="Most seconds to a healthy server, or a reply.")] = 300.0,
     outtype: Annotated[str | None, typer.Option(help="Of a run's files; by default the first written.")] = None,
     server: Annotated[Path | None, start_option(help="llama-server; its own arguments follow --.")] = None,
@@ -223,7 +213,6 @@ def serve_check(
     drawn = shared.sampler_of(sampler)
     _check_options(further, url, draft_sampling, drawn.temperature > 0)
     counts = sorted({1, *shared.numbers(concurrency, "--concurrency", int, "1,4,16", 1, 64)})
-    arriving = () if load is None else arrivals(load)
     files = pair_files(named, runs, outtype, server is not None, bool(prompts))
     length = n_max or USUAL_LENGTH
     shared.prepare(threads)
@@ -245,7 +234,6 @@ def serve_check(
             repeats=repeats,
             sampler=drawn,
             concurrency=tuple(counts),
-            arrivals=arriving,
             choosing=[one.prompt for one in choosing],
             made=files.made,
             predicted=predicted_acceptance(files.run, n_max if url is not None else length),

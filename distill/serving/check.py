@@ -36,7 +36,7 @@ from distill.serving.clients import (
     opened,
     warm,
 )
-from distill.serving.load import Load, apart, speeds_under
+from distill.serving.load import speeds_under
 from distill.serving.results import (
     Counts,
     ServeReport,
@@ -64,7 +64,6 @@ class CheckSettings:
     repeats: int = 3
     sampler: SamplerSettings = GREEDY
     concurrency: tuple[int, ...] = (1, 4, 16)
-    arrivals: tuple[Load, ...] = ()
     choosing: Sequence[Sequence[int]] = ()
     made: tuple[Path, Path] | None = None
     predicted: float = math.nan
@@ -191,7 +190,7 @@ def _replay(
         )
     own = acceptance(f"{drafting.kind}, its own counts", texts, totals)
     server = replace(server, n_max=server.n_max or len(own.by_position or ()))
-    speeds, _ = speeds_under(clients, ids, settings.limit, (), settings.repeats, replayed, _title(server))
+    speeds = speeds_under(clients, ids, settings.limit, (), settings.repeats, replayed, _title(server))
     greedy = not settings.sampler.temperature
     pairs = list(zip(replayed[PLAIN], replayed[DRAFT], strict=True)) if greedy and PLAIN in replayed else []
     report = ServeReport(
@@ -228,13 +227,11 @@ def _compare(check: Check, clients: Mapping[str, Client]) -> None:
         _compare_template(check, drafting)
     for client in clients.values():
         client.alone = False
-    loads = [*(Load(count) for count in settings.concurrency if count > 1), *settings.arrivals]
-    report.speeds, steps = speeds_under(
+    loads = [count for count in settings.concurrency if count > 1]
+    report.speeds = speeds_under(
         clients, settings.ids, settings.limit, loads, settings.repeats, check.replayed, _title(check.server)
     )
     report.lengths = lengths_by_load(report.speeds, report.acceptance[0].by_position or ())
-    if isinstance(clients.get(PLAIN), LlamaClient):
-        report.notes += filter(None, [apart(steps)])
 
 
 def _decode_ours(check: Check, files: tuple[Path, Path], vllm: bool) -> None:

@@ -81,19 +81,18 @@ class Reply(Text):
 class Client(ABC):
     """A server that continues token ids under `sampler`; threads may share it once `alone` is false.
 
-    While `alone` is true, requests come one at a time. With `ignores_end` texts run to the limit.
+    While `alone` is true, requests come one at a time.
     """
 
     kind: str
     prefix: str  # of its metrics
 
     def __init__(self, http: Http, sampler: SamplerSettings = GREEDY) -> None:
-        self.http, self.url, self.sampler = http, http.url, sampler
-        self.alone, self.ignores_end = True, False
+        self.http, self.url, self.sampler, self.alone = http, http.url, sampler, True
 
     def sampling(self, seed: int) -> dict[str, Any]:
-        """The sampler's settings, a seed and `ignore_eos`, as both kinds of server name them."""
-        return self.sampler.model_dump() | {"seed": seed} | ({"ignore_eos": True} if self.ignores_end else {})
+        """The sampler's settings and a seed, as both kinds of server name them."""
+        return self.sampler.model_dump() | {"seed": seed}
 
     @abstractmethod
     def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
@@ -163,7 +162,6 @@ class LlamaProps(BaseModel):
     """/props."""
 
     build_info: str | None = None
-    total_slots: int | None = None
 
 
 class LlamaIds(BaseModel):
@@ -212,10 +210,6 @@ class LlamaClient(Client):
             return None
         said = [slot.speculative for slot in slots if slot.speculative is not None]
         return any(said) if said else None
-
-    def slots(self) -> int | None:
-        """How many requests it decodes at once; None where it does not say."""
-        return self.http.find("/props", LlamaProps).total_slots
 
     def vocabulary_size(self) -> int | None:
         """Tokens of its model; None where it does not say."""

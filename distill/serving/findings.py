@@ -178,7 +178,8 @@ def _speed(report: ServeReport) -> str:
     rises = [one for one in report.speeds if not math.isnan(one.speedup.mean)]
     if not rises:
         return "Without a plain server beside it (--plain-url) no speedup was measured."
-    text = f"Speed over the plain server: {', '.join(f'{shown(one.speedup)} with {_load(one)}' for one in rises)}."
+    parts = [f"{shown(one.speedup)} with {one.concurrency} at once" for one in rises]
+    text = f"Speed over the plain server: {', '.join(parts)}."
     if any(one.speedup.mean >= 1 for one in rises):
         return text
     return f"{text} With n_max {report.n_max} the draft makes no load faster here."
@@ -262,7 +263,7 @@ def _speeds(report: ServeReport) -> Table:
         return Cell(seconds * 1e3, ".1f")
 
     columns: Columns[ServedSpeed] = {
-        "load": _load,
+        "load": lambda one: f"{one.concurrency} at once",
         "configuration": lambda one: one.configuration,
         "requests": lambda one: one.requests,
         "in flight": lambda one: Cell(one.in_flight, ".1f"),
@@ -275,7 +276,3 @@ def _speeds(report: ServeReport) -> Table:
         "speedup": lambda one: Cell(one.speedup, "×"),
     }
     return table_of(report.speeds, columns, report.command, "speed")
-
-
-def _load(one: ServedSpeed) -> str:
-    return f"{one.concurrency} at once" if one.concurrency else f"{one.offered:.3g} requests/s"

@@ -39,17 +39,15 @@ class ServedAcceptance:
 
 @dataclass(frozen=True)
 class ServedSpeed:
-    """One configuration under one load: `concurrency` requests at once, each followed by the next, or (0) requests that
-    arrived, `offered` a second.
+    """One configuration under one load: `concurrency` requests at once, each followed by the next.
 
     `in_flight` is the mean number of them. `first_seconds`, until the first token, and `token_seconds`, for each behind
-    it, are the median and the 95th percentile over requests, from the moment at which each was due. The speedup is over
-    the plain server, in tokens per second of a request's time; NaN for that itself.
+    it, are the median and the 95th percentile over requests. The speedup is over the plain server, in tokens per second
+    of a request's time; NaN for that itself.
     """
 
     configuration: str
     concurrency: int
-    offered: Figure
     requests: int
     requests_per_second: float
     tokens_per_second: float
@@ -164,11 +162,7 @@ def lengths_by_load(speeds: Sequence[ServedSpeed], by_position: Sequence[float])
     """
     made = [1.0, *(1 + sum(by_position[:place]) for place in range(1, len(by_position) + 1))]
     longest = len(by_position)
-    measured = {
-        one.concurrency: max(made[-1] / one.speedup.mean, 1.0)
-        for one in speeds
-        if one.concurrency and one.speedup.mean > 0
-    }
+    measured = {one.concurrency: max(made[-1] / one.speedup.mean, 1.0) for one in speeds if one.speedup.mean > 0}
     if len(measured) < 2 or not longest:
         return []
     loads = sorted(measured)

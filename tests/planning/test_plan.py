@@ -185,7 +185,6 @@ def test_a_verdict_is_told_before_the_next_engine_is_measured(world: Path, capsy
         (("missing.yaml",), "no recipe at missing.yaml"),
         (("missing.json",), "there is no curve missing.json"),
         (("missing.json", "x"), "give the draft's curve"),
-        (("http://127.0.0.1:1",), "cannot be reached"),
         (("x", "inf"), "is not the cost of a draft step"),
         (("x.json", "--lengths", "0"), "from 1 to 63"),
         (("x.json", "--acceptance", "1.2"), "from 0 to 1"),

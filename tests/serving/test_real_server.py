@@ -39,9 +39,8 @@ from distill.gguf.library import GgufFile
 from distill.recipe import SamplerSettings
 from distill.sampler import Sampler
 from distill.serving.check import CheckSettings, check_started
-from distill.serving.clients import LlamaClient, Reply, ServerRules, opened
+from distill.serving.clients import LlamaClient, ServerRules, opened
 from distill.serving.findings import sentences, serving_blocks
-from distill.serving.load import Load, served_curve
 from distill.serving.results import acceptance, counts_of
 from distill.serving.server import Http, LlamaServer, started
 from distill.tables import document
@@ -101,7 +100,7 @@ def wanted(prompts: list[Sample], **changes: Any) -> CheckSettings:
 def test_the_server_accepts_what_our_decoder_accepts(
     settings: LlamaServer, prompts: list[Sample], template: ChatTemplate
 ) -> None:
-    asked = wanted(prompts, concurrency=(1, 4), arrivals=(Load(rate=20.0),), template=template, predicted=0.5)
+    asked = wanted(prompts, concurrency=(1, 4), template=template, predicted=0.5)
     found = check_started(asked, settings)
     server, ours = found.acceptance
     assert server.drafted > 100 and abs(server.rate.mean - ours.rate.mean) < 0.02
@@ -111,31 +110,12 @@ def test_the_server_accepts_what_our_decoder_accepts(
     assert not found.differences and "as predicted" in sentences(found)[0] and "50.0 %" in sentences(found)[0]
     assert "Greedy" in document(serving_blocks(found))
     assert found.same_texts >= found.texts - 1
-    assert [one.concurrency for one in found.speeds] == [1, 1, 4, 4, 0, 0]
+    assert [one.concurrency for one in found.speeds] == [1, 1, 4, 4]
     # Texts that end keep their places until others begin: several were in flight, and never more than four.
     assert all(1 < one.in_flight < 4 + 1e-9 for one in found.speeds[2:4])
     assert all(one.speedup.low <= one.speedup.mean <= one.speedup.high for one in found.speeds[1::2])
-    assert [one.requests for one in found.speeds] == [8, 8, 8, 8, 16, 16]
+    assert [one.requests for one in found.speeds] == [8, 8, 8, 8]
     assert all(one.token_seconds[0] <= one.token_seconds[1] for one in found.speeds)
-
-
-def test_the_cost_curve_of_a_server(settings: LlamaServer, monkeypatch: pytest.MonkeyPatch) -> None:
-    plain = replace(settings, draft=None, parallel=3)
-    with opened(plain, (60.0, 120.0)) as client:
-        replies, complete = list[Reply](), client.complete
-
-        def noted(*asked: Any) -> Reply:
-            replies.append(complete(*asked))
-            return replies[-1]
-
-        monkeypatch.setattr(client, "complete", noted)
-        curve = served_curve(client, 64, 32, 5)
-    (steps,) = curve.seconds
-    # Three times two for each of one, two and three at once; what their moments say is tested on simulated servers.
-    assert len(replies) == 3 * 2 * (1 + 2 + 3) and all(reply.count == 32 for reply in replies)
-    assert len(steps) == 3 and min(steps) > 0 and "it has 3 slots" in curve.note and curve.depths == (80,)
-    with opened(settings, (60.0, 120.0)) as client, pytest.raises(ServingError, match="drafts, so that"):
-        served_curve(client, 64, 32, 5)
 
 
 @pytest.mark.parametrize(("further", "shared"), [((), "true"), (("--no-kv-unified",), "false")])
