@@ -127,8 +127,9 @@ class Run:
         finally:
             self.close()
 
-    def open(self, recipe_text: str) -> None:
-        """Create the directory, take its lock and write recipe, resolved configuration and provenance.
+    def open(self, recipe_text: str | None = None) -> None:
+        """Create the directory, take its lock and write recipe, resolved configuration and provenance; without a text
+        the run keeps its recipe and configuration.
 
         Where a run exists and cannot be written, only `read_only` is set: no lock, no log, no provenance.
         """
@@ -142,8 +143,9 @@ class Run:
             self._take_lock()
             self._log = open(self.folder / "log.txt", "a", encoding="utf-8")  # noqa: SIM115
         resumes()
-        write_text(self.path("recipe.yaml"), recipe_text)
-        write_text(self.path("config.yaml"), dump_recipe(self.recipe))
+        if recipe_text is not None:
+            write_text(self.path("recipe.yaml"), recipe_text)
+            write_text(self.path("config.yaml"), dump_recipe(self.recipe))
         history_path = self.path("provenance.json")
         history = read_json(history_path, [dict]) if history_path.exists() else []
         history.append({"time": now(), "argv": sys.argv, "git": _git_revision(), "machine": machine()})

@@ -56,9 +56,6 @@ def generate(
     pytorch: shared.PyTorchOption = None,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
-    library: shared.LibraryOption = None,
-    n_gpu_layers: shared.LayersOption = None,
-    n_gpu_layers_draft: shared.DraftLayersOption = None,
     llama: shared.LlamaOption = None,
     llama_draft: shared.LlamaDraftOption = None,
 ) -> None:
@@ -75,7 +72,6 @@ def generate(
     constraint = _grammar(regex, grammar)
     from distill.gguf.importing import one_engine
 
-    options = (library, n_gpu_layers, n_gpu_layers_draft, llama, llama_draft)
     own, device, asked, found = PyTorch(), "auto", Chat(), None
     if models:
         big, small = _standalone_pair(models, chosen)
@@ -92,7 +88,7 @@ def generate(
     if chosen.counts_ngrams:
         table = shared.place_of_table(table, found)
     loaded = [big, small] if chosen.asks_the_draft else [big]
-    gguf, decoding = shared.gguf_of(loaded, *options), shared.pytorch_of(pytorch, own, loaded)
+    gguf, decoding = shared.gguf_of(loaded, llama, llama_draft), shared.pytorch_of(pytorch, own, loaded)
     shared.prepare(threads)
     from distill.data.prompts import user_message
     from distill.measuring.stream import Request, stream

@@ -46,9 +46,6 @@ def evaluate(
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
-    library: shared.LibraryOption = None,
-    n_gpu_layers: shared.LayersOption = None,
-    n_gpu_layers_draft: shared.DraftLayersOption = None,
     llama: shared.LlamaOption = None,
     llama_draft: shared.LlamaDraftOption = None,
 ) -> None:
@@ -62,7 +59,6 @@ def evaluate(
     typed = bool(kinds or caches)
     alone = not typed and len(models) < 3
     kl, acceptance = (kl, acceptance) if kl or acceptance else (True, alone)
-    options = (library, n_gpu_layers, n_gpu_layers_draft, llama, llama_draft)
     if models:
         if len(models) < 2 or not prompts:
             raise RecipeError(
@@ -83,7 +79,7 @@ def evaluate(
             types=kinds,
             caches=caches,
             threads=threads,
-            gguf=shared.gguf_of([] if typed else models[:2], *options),
+            gguf=shared.gguf_of([] if typed else models[:2], llama, llama_draft),
             command=command,
         )
     else:
@@ -92,7 +88,7 @@ def evaluate(
                 "--prompts, --temperature and --count are for models: a run has its own prompts and sampler",
                 "give the run's models: TARGET RUN/draft --prompts FILE",
             )
-        gguf = shared.gguf_of([], *options)
+        gguf = shared.gguf_of([], llama, llama_draft)
         if gguf is not None and not typed:
             raise RecipeError("a run is evaluated in PyTorch", "leave llama.cpp's options out, or give GGUF files")
         recipe, own_run = shared.find_run(words[0] if words else None, runs)
@@ -150,32 +146,30 @@ def speedup(
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
-    library: shared.LibraryOption = None,
-    n_gpu_layers: shared.LayersOption = None,
-    n_gpu_layers_draft: shared.DraftLayersOption = None,
     llama: shared.LlamaOption = None,
     llama_draft: shared.LlamaDraftOption = None,
 ) -> None:
     """Plain against speculative decoding, end to end: of a run on its test prompts (RUN), of a run on your prompts (RUN
     --prompts FILE), or of any models (TARGET [DRAFT] --prompts FILE)."""
     models = shared.models_of(words, runs)
-    options = (library, n_gpu_layers, n_gpu_layers_draft, llama, llama_draft)
     name = words[0] if words and not models else None
     if not prompts:
         of_prompts = (count, prompt_tokens, tokens, lengths, configuration, sampler, seed, table, dtype, pytorch)
-        if models or any(value is not None for value in of_prompts):
+        options = (*of_prompts, threads, llama, llama_draft, allow_lossy or None)
+        if models or any(value is not None for value in options):
             raise RecipeError(
                 "nothing to measure on: --prompts is missing",
-                "add --prompts FILE; of a run alone, its recipe sets what is measured",
+                "add --prompts FILE; of a run alone, its recipe sets what is measured (`distill train "
+                "RUN/config.yaml KEY=VALUE --until speedup`)",
             )
-        _of_run(name, runs, allow_lossy, threads, shared.gguf_of([], *options), output)
+        _of_run(name, runs, output)
         return
     swept = sorted({n for n in shared.numbers(lengths or "1,2,4,8", "--lengths", int, "1,2,4") if n})
     device, chat, own = "auto", None, PyTorch()
     if models:
-        gguf = shared.gguf_of(models, *options)
+        gguf = shared.gguf_of(models, llama, llama_draft)
     else:
-        asked = shared.gguf_of([], *options)
+        asked = shared.gguf_of([], llama, llama_draft)
         folders = any(value is not None for value in (dtype, pytorch))
         recipe, found, pair, type_of_run = _pair_of(name, runs, asked, folders)
         models, dtype, device, chat = list(pair), dtype or type_of_run, recipe.device, recipe.chat
@@ -230,24 +224,8 @@ def _pair_of(
     return recipe, found, (str(files.target), str(files.draft)), "float32"
 
 
-def _of_run(
-    name: str | None,
-    runs: Path,
-    allow_lossy: bool,
-    threads: int | None,
-    gguf: Gguf | None,
-    output: str,
-) -> None:
+def _of_run(name: str | None, runs: Path, output: str) -> None:
     recipe, found = shared.find_run(name, runs)
-    if gguf is not None and not recipe.speedup.files:
-        raise RecipeError("this run measures no GGUF files (speedup.backends)", "leave llama.cpp's options out")
-    changes = {
-        "speedup": recipe.speedup.model_copy(update={"allow_lossy": allow_lossy or recipe.speedup.allow_lossy}),
-        "threads": threads or recipe.threads,
-        "gguf": shared.merged(recipe.gguf, gguf),
-    }
-    recipe = recipe.model_copy(update=changes)
-    found = Run(found.folder, recipe)
     shared.run_until(recipe, found, "speedup")
     from distill.measuring.speedup_results import SpeedupReport
     from distill.measuring.speedup_tables import speedup_blocks

@@ -41,15 +41,13 @@ def profile(
     threads: shared.ThreadsOption = None,
     out: Annotated[Path | None, typer.Option(help="Also save the curve to this JSON file, for `distill plan`.")] = None,
     output: shared.FormatOption = "md",
-    library: shared.LibraryOption = None,
-    n_gpu_layers: shared.LayersOption = None,
     llama: shared.LlamaOption = None,
 ) -> None:
     """Measure the cost curve of one model on this machine.
 
     T(m) is the time of a step of m tokens, in seconds, with a given number of tokens (depth) in the cache.
     """
-    gguf = shared.gguf_of([model], library, n_gpu_layers, None, llama, None)
+    gguf = shared.gguf_of([model], llama)
     decoding = shared.pytorch_of(pytorch, PyTorch(), [model])
     if types is not None:
         _compare_types(model, types, most_kl, threads, repeats, gguf, output)
@@ -153,9 +151,6 @@ def plan(
     dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
     threads: shared.ThreadsOption = None,
     output: shared.FormatOption = "md",
-    library: shared.LibraryOption = None,
-    n_gpu_layers: shared.LayersOption = None,
-    n_gpu_layers_draft: shared.DraftLayersOption = None,
     llama: shared.LlamaOption = None,
     llama_draft: shared.LlamaDraftOption = None,
 ) -> None:
@@ -190,7 +185,7 @@ def plan(
         else:
             small = None
         models = [model, small] if small is not None else [model]
-        gguf = shared.gguf_of(models, library, n_gpu_layers, n_gpu_layers_draft, llama, llama_draft)
+        gguf = shared.gguf_of(models, llama, llama_draft)
         place = settled_target(shared.local_reference(model or "."), dtype)
         request = PlanRequest(place, small, cost, None, drafted, depth, tokens, threads, gguf)
     curve: CostCurve | None = None

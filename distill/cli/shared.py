@@ -65,22 +65,12 @@ LossyOption = Annotated[
     bool, typer.Option("--allow-lossy", help="Allow what changes the target's distribution (labelled LOSSY).")
 ]
 LLAMA = "llama.cpp's options, for GGUF files"
-LibraryOption = Annotated[
-    Literal["llama.cpp", "ik"] | None,
-    typer.Option("--library", help="What computes: llama.cpp, or ik: ik_llama.cpp.", rich_help_panel=LLAMA),
-]
-LayersOption = Annotated[
-    int | None, typer.Option("--n-gpu-layers", "-ngl", help="The target's layers on GPUs.", rich_help_panel=LLAMA)
-]
-DraftLayersOption = Annotated[
-    int | None, typer.Option("--n-gpu-layers-draft", "-ngld", help="The draft's.", rich_help_panel=LLAMA)
-]
 LlamaOption = Annotated[
     list[str] | None,
     typer.Option(
         "--llama",
-        metavar="K=V",
-        help="Any other: ctk=q8_0 (docs/recipes.md#gguf).",
+        metavar="K=V,...",
+        help="As llama.cpp names them: ngl=99,ctk=q8_0; library=ik: ik_llama.cpp (docs/recipes.md#gguf).",
         rich_help_panel=LLAMA,
     ),
 ]
@@ -153,20 +143,15 @@ def require_draft(run: Run) -> None:
 
 
 def run_until(recipe: Recipe, run: Run, stage: str, threads: int | None = None) -> None:
-    """Bring a run with a trained draft up to `stage`, with so many `threads` (None: the recipe's)."""
+    """Bring a run with a trained draft up to `stage`, with so many `threads` (None: the recipe's); its recipe stays as
+    it is, and the run as old as it was."""
     from distill.pipeline.running import run_pipeline
 
     require_draft(run)
-    if threads is not None and run.done("speedup") is None:  # costs belong to the threads that they are measured with
-        recipe = recipe.model_copy(update={"threads": threads})
-        run = Run(run.folder, recipe)
     prepare(threads or recipe.threads)
-    text, before = run.path("recipe.yaml").read_text(encoding="utf-8"), run.done(stage)
     with contextlib.closing(run):
-        run.open(text)
+        run.open()
         run_pipeline(recipe, run, until=stage)
-    if threads is not None and before is not None and run.done(stage) == before:
-        note(f"--threads: stage {stage} was done before, and this is what it found")
 
 
 def print_blocks(blocks: Sequence[Block], result: Any, output: str) -> None:
@@ -309,26 +294,15 @@ def pytorch_of(text: str | None, own: PyTorch, models: Sequence[str | None]) -> 
 
 
 def gguf_of(
-    models: Sequence[str | None],
-    library: str | None,
-    layers: int | None,
-    draft_layers: int | None,
-    target: Sequence[str] | None,
-    draft: Sequence[str] | None,
+    models: Sequence[str | None], target: Sequence[str] | None, draft: Sequence[str] | None = None
 ) -> Gguf | None:
     """llama.cpp's options; None where none was given. RecipeError where PyTorch runs the models, or for options of a
     draft where none is."""
     short = {spelt: name for name, spelt in SHORT.items()}
     found: dict[str, dict[str, Any]] = {}
-    for role, option, texts, own in (
-        ("target", "--llama", target, {"library": library, "n_gpu_layers": layers}),
-        ("draft", "--llama-draft", draft, {"n_gpu_layers": draft_layers}),
-    ):
-        given = {name: value for name, value in own.items() if value is not None}
+    for role, option, texts in (("target", "--llama", target), ("draft", "--llama-draft", draft)):
         for text in texts or ():
-            given |= keys_of(GgufOptions, text, option, short)
-        if given:
-            found[role] = given
+            found[role] = found.get(role, {}) | keys_of(GgufOptions, text, option, short)
     if not found:
         return None
     gguf = parse_section(Gguf, found, "the options of llama.cpp")

@@ -159,8 +159,8 @@ HOT = ["--temperature", "0.9"]
         (["generate", "", "RUN"], "the prompt is empty"),
         (["generate", "x", "--tokens", "many"], "unable to parse string as an integer (got 'many')"),
         (["eval", *PAIR], "--prompts FILE"),
-        (["eval", *PAIR, "--prompts", "RECIPE", "-ngl", "1"], "PyTorch runs"),
-        (["eval", "RUN", "-ngl", "1"], "a run is evaluated in PyTorch"),
+        (["eval", *PAIR, "--prompts", "RECIPE", "--llama", "ngl=1"], "PyTorch runs"),
+        (["eval", "RUN", "--llama", "ngl=1"], "a run is evaluated in PyTorch"),
         (["eval", "./nowhere", "DRAFT", "--prompts", "RECIPE"], "nowhere"),
         (["eval", *PAIR, "--prompts", "./nothing.py"], "there is no file"),
         (["generate", "x", "TARGET", "DRAFT", "TARGET"], "3 models are named"),
@@ -219,9 +219,11 @@ def test_threads(world: Path, copied: Path, capsys: Capture, monkeypatch: Patch)
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
         assert tiny.call("generate", *prompt, *arguments) == 0
         assert asked.pop() == wanted
+    kept = (copied / "config.yaml").stat()
     for command, wanted in (("eval", "--threads", 2), 2), (("speedup",), 1):
         assert tiny.call(*command, "tiny", "--runs", copied.parent) == 0
         assert asked.pop() == wanted
+    assert (copied / "config.yaml").stat() == kept  # measuring changes no run
     for variable in ("many", "0", "99999999999"):
         monkeypatch.setenv("OMP_NUM_THREADS", variable)
         assert "OMP_NUM_THREADS" in tiny.refused(capsys, "generate", *prompt, *pair)

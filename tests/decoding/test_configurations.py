@@ -201,8 +201,10 @@ def test_lossy_configurations_are_refused_or_labelled(copied: Path, capsys: pyte
     said = tiny.refused(capsys, "train", config, *lossy, *runs, "--until", "speedup")
     assert "would change the target's distribution" in said
     config.write_text(dump_recipe(load_recipe(config, lossy)))
-    assert "--allow-lossy" in tiny.refused(capsys, "speedup", "tiny", *runs)
-    assert tiny.call("speedup", "tiny", *runs, "--allow-lossy") == 0
+    assert "allow_lossy" in tiny.refused(capsys, "speedup", "tiny", *runs)
+    assert "its recipe sets what is measured" in tiny.refused(capsys, "speedup", "tiny", *runs, "--allow-lossy")
+    config.write_text(dump_recipe(load_recipe(config, ["speedup.allow_lossy=true"])))
+    assert tiny.call("speedup", "tiny", *runs) == 0
     out, err = capsys.readouterr()
     assert "| LOSSY: " in out and "LOSSY configuration" in err
     assert tiny.call("report", "tiny", *runs) == 0

@@ -24,7 +24,7 @@ from distill.gguf import library
 from distill.gguf.writer import export_gguf
 from distill.measuring.speedup import speedup
 from distill.pipeline.stages import find_stage, key_parts
-from distill.recipe import Gguf, GgufOptions, Recipe, dump_recipe, load_recipe, parse_section
+from distill.recipe import Gguf, GgufOptions, Recipe, load_recipe, parse_section
 from distill.recipe.measuring import ON_CPU, CacheType
 from distill.run import Run
 
@@ -305,7 +305,7 @@ def test_generate_and_profile_pass_the_options_on(
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        (("--n-gpu-layers-draft", 4), "n_gpu_layers 4: the installed llama.cpp"),
+        (("--llama-draft", "ngl=4"), "n_gpu_layers 4: the installed llama.cpp"),
         (("--llama", "ts=1,x"), "tensor_split.1: input should be a valid number"),
         (("--llama", "ctv=q8_0"), "target: cache_type_v q8_0 needs flash attention"),
         (("-C", "drafter=lookup", "--llama-draft", "ub=8"), "for the draft: ubatch-size 8, but none is loaded"),
@@ -322,7 +322,7 @@ def test_generate_refuses(
 
 def test_folders_take_no_options_of_llama_cpp(world: Path, capsys: Capture) -> None:
     pair = (world / "target", world / "target")
-    assert "target: n-gpu-layers 4" in tiny.refused(capsys, "generate", "def", *pair, "-ngl", 4)
+    assert "target: n-gpu-layers 4" in tiny.refused(capsys, "generate", "def", *pair, "--llama", "ngl=4")
     assert "PyTorch runs" in tiny.refused(capsys, "profile", world / "target", "--llama", "ub=8")
 
 
@@ -349,9 +349,3 @@ def test_options_of_the_command_line_win_over_those_of_the_recipe(world: Path) -
     quantised = parse_section(Gguf, {"target": {"flash_attn": "on", "cache_type_v": "q8_0"}})
     with pytest.raises(RecipeError, match="needs flash attention"):
         merged(quantised, parse_section(Gguf, {"target": {"flash_attn": "off"}}))
-
-
-def test_a_run_without_gguf_files_takes_no_options(world: Path, capsys: Capture, tmp_path: Path) -> None:
-    recipe = tiny_recipe(world, "speedup.backends=[pytorch]")
-    (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
-    assert "this run measures no GGUF files" in tiny.refused(capsys, "speedup", tmp_path, "--llama", "ctk=q8_0")

@@ -451,7 +451,7 @@ def test_drafts_of_other_kinds(
         (["--sampler", "top_p=0.5"], "draws nothing"),
         (["--tokens", "4000"], "of the context of 512 for a prompt"),
         (["--dtype", "int8"], "there is no dtype 'int8'"),
-        (["-ngl", "4"], "PyTorch runs {}/target"),
+        (["--llama", "ngl=4"], "PyTorch runs {}/target"),
         (["--pytorch", "compile=true"], "set static, too"),
         (["--pytorch", "static=true,draft_device=nowhere"], "device `nowhere` cannot be used"),
         (

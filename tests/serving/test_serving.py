@@ -528,8 +528,7 @@ def test_lengths_by_load() -> None:
     assert lengths_by_load([served(5, 2.4 / 3.2), served(1, 2.4 / 1.2)], shares) == [[1, 2, 2], [3, 3, 1], [4, 5, 0]]
     assert lengths_by_load([served(1, 9.0), served(2, 9.0)], shares) == [[1, 2, 2]]  # noise: no step is for less
     assert lengths_by_load([served(1, 2.0)], shares) == [] == lengths_by_load([served(1, 2.0), served(5, 1.0)], [])
-    unknown = served(5, math.nan)
-    assert lengths_by_load([served(1, 2.0), unknown, served(0, 2.0)], shares) == []
+    assert lengths_by_load([served(1, 2.0), served(5, math.nan)], shares) == []
 
 
 @pytest.mark.parametrize(
@@ -604,14 +603,13 @@ def test_the_whole_command(
 ) -> None:
     monkeypatch.setenv("FAKE", "paced")
     small = ("--count", 3, "--tokens", 12, "--prompt-tokens", 8, "--repeats", 1, "--concurrency", "1,2", "--no-choose")
-    small += ("--load", "50")
     of_server = ("--", "-ctkd", "q4_0")
     command = ("serve-check", *asked(settings, files, tmp_path), *small)
     out = tiny.shown(capsys, *command, *of_server)
     assert "| llama-server, its own counts |" in out and "| distill, the same files |" in out and "q4_0" in out
     (tmp_path / "found.json").write_text(tiny.shown(capsys, *command, "-o", "json", *of_server))
     found = read_result(tmp_path / "found.json", ServeReport)
-    assert "| 50 requests/s | plain | 6 |" in out and [one.concurrency for one in found.speeds] == [1, 1, 2, 2, 0, 0]
+    assert "| 2 at once | plain | 4 |" in out and [one.concurrency for one in found.speeds] == [1, 1, 2, 2]
     assert found.prompts == 3 and str(files[1]) in found.served and "-ctkd q4_0" in found.served
 
 
@@ -652,7 +650,6 @@ def test_what_was_measured_before_an_end_is_shown(
         (("--server", "a", "--", "--spec-draft-n-max", "8"), "give --n-max"),
         (("--server", "a", "--", "-np", "4"), "give --concurrency"),
         (("--server", "a", "--concurrency", "1,900"), "from 1 to 64"),
-        (("--server", "a", "--load", "0"), "--load 0: numbers must be finite, from"),
         (("--server", "a", "-o", "xml"), "'xml' is not one of 'md', 'json'"),
     ],
 )
