@@ -133,10 +133,7 @@ def decode(
         raise DataError(f"a prompt of {len(ids)} tokens in a context of {pair.target.capacity}", "give some, and fewer")
     room = min(tokens, pair.target.capacity - len(ids))
     request = Request(configuration, sampler, seed, stop, table=None if table is None else Path(table))
-    result = Decoded()
-    for _ in begin(pair, None, request, ids, room).rounds(result):
-        pass
-    return result
+    return begin(pair, None, request, ids).text(ids, room)
 
 
 def evaluate(

@@ -18,10 +18,10 @@ from torch import Tensor
 
 from distill.data.samples import Reply, Request
 from distill.decoding.decode import Decoded, Round, add_tokens
-from distill.decoding.drafters import NONE, ChainDraft, ModelDrafter, distribution_sampler, largest_logit_decides
+from distill.decoding.drafters import NONE, ChainDraft, distribution_sampler, largest_logit_decides
 from distill.decoding.lengths import Fixed, LengthRule, NGramIndex, Proposal
 from distill.decoding.on_device import DeviceRounds, RowRound, rounds_on_device
-from distill.decoding.rules import Rules, Stop, require_lossless
+from distill.decoding.rules import Rules, Stop
 from distill.decoding.verify import Random, draw_chain, draw_token, unchecked_transform, verify_greedy
 from distill.devices import CPU, float64_device
 from distill.engines.model import Model
@@ -70,15 +70,11 @@ def decode_batch(
     at temperature 0. `argmax` drafts the best tokens at any temperature.
 
     The seconds of a round, and of the prefill, are those of the whole batch, the same in each row that took part. Each
-    row's `seconds` run until that row ended, so the largest of them is the time of the batch. DataError for a verifier
-    and rule that would change the target's distribution.
+    row's `seconds` run until that row ended, so the largest of them is the time of the batch.
     """
     new_rule = length if callable(length) else lambda: Fixed(length)
     models = [target] if draft is None else [target, draft]
-    if draft is not None:
-        drafter = ModelDrafter(draft, new_rule(), rules.sampler, rules.random, argmax)
-        require_lossless(drafter, rules)
-        argmax = drafter.argmax
+    argmax = argmax or rules.sampler.temperature == 0
     rows = _rows(models, prompts, rules, randoms, new_rule)
     _prefill(rows, rules, target, draft)
     rounds = None

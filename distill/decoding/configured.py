@@ -8,13 +8,14 @@ long run.
 from __future__ import annotations
 
 import sys
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from distill.decoding.calibration import UNFITTED, Calibration, Recorded
 from distill.decoding.costs import Costs
-from distill.decoding.drafters import NOTHING, Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
+from distill.decoding.decode import Decoded, decode, decode_text
+from distill.decoding.drafters import NOTHING, Drafter, FallbackDrafter, LookupDrafter, ModelDrafter, NoDrafter
 from distill.decoding.lengths import (
     AcceptedRatio,
     BetaFilter,
@@ -26,6 +27,7 @@ from distill.decoding.lengths import (
 )
 from distill.decoding.ngrams import ORDER, Guess, Mixture, NGramTable
 from distill.decoding.other_vocabulary import DraftReader, StringMatchDrafter
+from distill.decoding.rules import Rules
 from distill.decoding.trees import Choices, Shape, TreeDrafter, best_first, by_chance, calibrated
 from distill.decoding.verify import Random, refusal
 from distill.decoding.worth import ExpectedValue, Size, Worth
@@ -240,6 +242,8 @@ def make_drafter(
     A draft of another vocabulary is given as its `DraftReader`. A table of n-grams makes trees of at most the target's
     `max_leaves`, chains where it takes none. ValueError for a tree under a repetition penalty.
     """
+    if not configuration.drafts:
+        return NoDrafter()
     if configuration.other_vocabulary:
         assert isinstance(draft, DraftReader)
         argmax = configuration.verified_by == "match"
@@ -295,6 +299,32 @@ def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:
     string = configuration.other_vocabulary
     drafter = StringMatchDrafter if string else make_drafter(configuration, nobody, sampler, lambda: 0.0)
     return refusal(configuration.verified_by, drafter.kind, sampler.temperature, drafter.tree)
+
+
+@dataclass(eq=False)
+class Session:
+    """A target, a configuration and the rules of its sampler and seed: what decodes.
+
+    `make` gives its drafter, which keeps what it learns from prompt to prompt; ValueError as `make_drafter` and
+    `lossy_reason`, which says why the text does not follow the target's distribution.
+    """
+
+    target: Model
+    configuration: Configuration
+    rules: Rules
+    make: Callable[[], Drafter] = NoDrafter
+
+    def __post_init__(self) -> None:
+        self.drafter = self.make()
+        self.lossy = lossy_reason(self.configuration, self.rules.sampler)
+
+    def stream(self, prompt: Sequence[int], limit: int, result: Decoded) -> Iterator[list[int]]:
+        """Continue a prompt into `result`, yielding after each round the tokens that became certain; see `decode`."""
+        return decode(self.target, self.drafter, prompt, limit, self.rules, result)
+
+    def text(self, prompt: Sequence[int], limit: int) -> Decoded:
+        """The whole text after a prompt."""
+        return decode_text(self.target, self.drafter, prompt, limit, self.rules)
 
 
 def require_trees(target: Model, draft: Model) -> None:

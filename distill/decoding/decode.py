@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from distill.decoding.drafters import NOTHING, ONLY, Drafter
+from distill.decoding.drafters import NOTHING, ONLY, Drafter, NoDrafter
 from distill.decoding.lengths import ROOT, Proposal
-from distill.decoding.on_device import RowRound, play, rounds_of_text, rounds_on_device
-from distill.decoding.rules import Constrained, Rules, require_lossless
+from distill.decoding.on_device import play, rounds_of_text
+from distill.decoding.rules import Constrained, Rules
 from distill.decoding.verify import CHAINS, TREES, draw_chain, draw_token, verify_greedy, walk, walk_greedy
 from distill.engines.model import Model, resent
 from distill.engines.torch.model import for_sampler
@@ -103,57 +103,19 @@ def plain(
 
     Without `rules` it is greedy and stops at `ends`.
     """
-    result = Decoded()
-    for _ in plain_steps(target, prompt, limit, rules or Rules(ends=ends), result):
-        pass
-    return result
-
-
-def plain_steps(target: Model, prompt: Sequence[int], limit: int, rules: Rules, result: Decoded) -> Iterator[list[int]]:
-    """`plain` into `result`, yielding after each step the tokens that became certain, as `decode`."""
-    target = constrained(target, prompt, rules)
-    target.rollback([0])
-    started = time.perf_counter()
-    context = list(prompt)
-    token = next_token(target.extend(prompt, want=[len(prompt) - 1]), context, rules)
-    prefilled = time.perf_counter()
-    result.prefill_seconds = prefilled - started
-    certain, ended = add_tokens(result, [token], 0, rules)
-    # The largest logit is read from the device as it is; a distribution would be copied whole.
-    rounds = None if rules.by_argmax else rounds_on_device(target, rules, None)
-    yielded, result.seconds = 0, time.perf_counter() - prefilled
-    while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
-        yield result.tokens[yielded:certain]
-        yielded, started = certain, time.perf_counter()
-        context.append(token)
-        if rounds is not None:
-            token = rounds.run([RowRound(0, context, rules.random)])[0].token
-        else:
-            token = next_token(target.extend([token], want=ONLY), context, rules)
-        certain, ended = add_tokens(result, [token], 0, rules)
-        result.seconds += time.perf_counter() - started
-    yield result.tokens[yielded:]
+    return decode_text(target, NoDrafter(), prompt, limit, rules or Rules(ends=ends))
 
 
 def decode(
-    target: Model,
-    drafter: Drafter,
-    prompt: Sequence[int],
-    limit: int,
-    rules: Rules,
-    result: Decoded,
-    lossy: bool = False,
+    target: Model, drafter: Drafter, prompt: Sequence[int], limit: int, rules: Rules, result: Decoded
 ) -> Iterator[list[int]]:
     """Speculative decoding from cold caches into `result`, yielding after each round the tokens that became certain.
 
     They are the round's new tokens, except those that may begin a stop string: these wait for later rounds. All yielded
     tokens together are `result.tokens`. A drafter without room after the context proposes nothing.
-    The output follows the target's distribution under the sampler exactly (greedy: it is the target's own text, up to
-    rounding between batches of one and of several tokens). Raises DataError for pairs of drafter and verifier that
-    would change it, unless `lossy`.
+    Where the verifier goes with the drafter (`verify.refusal`), the output follows the target's distribution under the
+    sampler exactly; greedily it is the target's own text, up to rounding between batches of one and of several tokens.
     """
-    if not lossy:
-        require_lossless(drafter, rules)
     target = constrained(target, prompt, rules)
     target.rollback([0])
     started = time.perf_counter()
@@ -183,7 +145,8 @@ def decode(
         drafter.accepted(proposal, len(accepted), len(context), seconds)
         seconds = time.perf_counter() - round_started
         result.seconds += seconds
-        result.rounds.append(Round(depth, len(proposal.tokens), len(accepted), seconds))
+        if not isinstance(drafter, NoDrafter):
+            result.rounds.append(Round(depth, len(proposal.tokens), len(accepted), seconds))
     yield result.tokens[yielded:]
 
 
@@ -192,8 +155,8 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
 
     The target is left with everything committed but that token.
     """
-    if not proposal.tokens and rules.by_argmax:  # with small models, what follows takes a thirtieth of a step
-        return [], target.extend(context[-1:], want=ONLY).argmax()[0]
+    if not proposal.tokens:  # with small models, what follows takes a thirtieth of a step
+        return [], next_token(target.extend(context[-1:], want=ONLY), context, rules)
     tokens = [context[-1], *proposal.tokens]
     depth = target.lengths[0]
     # Without siblings, distinct and token are the same.
@@ -228,11 +191,9 @@ def _distributions(logits: Logits, context: Sequence[int], proposal: Proposal, r
     return rules.sampler.probabilities(for_sampler(logits), histories, logits.place)
 
 
-def decode_text(
-    target: Model, drafter: Drafter, prompt: Sequence[int], limit: int, rules: Rules, lossy: bool = False
-) -> Decoded:
+def decode_text(target: Model, drafter: Drafter, prompt: Sequence[int], limit: int, rules: Rules) -> Decoded:
     """The whole text that `decode` makes."""
     result = Decoded()
-    for _ in decode(target, drafter, prompt, limit, rules, result, lossy):
+    for _ in decode(target, drafter, prompt, limit, rules, result):
         pass
     return result

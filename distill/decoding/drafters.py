@@ -49,6 +49,27 @@ class Drafter(Protocol):
         """End the round: `count` tokens of the proposal were accepted, the committed context is `length` long."""
 
 
+class NoDrafter:
+    """Plain decoding."""
+
+    kind = "deterministic"
+    tree = False
+
+    def begin(self, prompt: Sequence[int]) -> None:
+        """Nothing is read."""
+
+    def room(self, length: int) -> int:
+        """None."""
+        return 0
+
+    def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
+        """Nothing; there is never room for it."""
+        return NOTHING
+
+    def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
+        """There is nothing to learn."""
+
+
 def distribution_sampler(sampler: Sampler) -> Sampler:
     """The sampler of a draft's distributions: the served one, or temperature 1 where the served one is greedy."""
     return sampler if sampler.temperature else Sampler(1.0, repetition_penalty=sampler.repetition_penalty)

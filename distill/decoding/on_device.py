@@ -30,6 +30,7 @@ from distill.decoding.drafters import (
     Drafter,
     FallbackDrafter,
     ModelDrafter,
+    NoDrafter,
     distribution_sampler,
 )
 from distill.decoding.lengths import Features, LengthRule, NGramIndex, Proposal, entropies
@@ -329,6 +330,8 @@ def driven(models: Sequence[Any], rules: Rules) -> bool:
 def rounds_of_text(target: Model, drafter: Drafter, rules: Rules) -> DeviceRounds | None:
     """The rounds of this text on the target's device, the draft's part too where it is there; None on the host, which
     grows trees."""
+    if isinstance(drafter, NoDrafter) and rules.by_argmax:
+        return None  # the largest logit is read from the device as it is; a distribution would be copied whole
     own = drafter.second if isinstance(drafter, FallbackDrafter) else drafter
     chains = None
     if type(own) is ModelDrafter:

@@ -21,7 +21,7 @@ from torch import Tensor
 from distill.decoding.drafters import NOTHING, Drafter
 from distill.decoding.grammar import Constraint, State
 from distill.decoding.lengths import Proposal
-from distill.decoding.verify import Random, refusal
+from distill.decoding.verify import Random
 from distill.engines.model import ROOT, AroundModel, Ints, Model, PendingTree, check_call, check_chain, check_lengths
 from distill.engines.torch.model import TorchLogits
 from distill.errors import DataError
@@ -127,15 +127,6 @@ class Rules:
     def by_argmax(self) -> bool:
         """Whether the target's largest logit alone decides, so that no distribution is computed."""
         return self.sampler.temperature == 0 and self.sampler.repetition_penalty == 1 and self.verifier == "greedy"
-
-
-def require_lossless(drafter: Drafter, rules: Rules) -> None:
-    """Raise DataError, with the reason, for a drafter and verifier that would change the target's distribution."""
-    reason = refusal(rules.verifier, drafter.kind, rules.sampler.temperature, tree=drafter.tree)
-    if reason is not None:
-        raise DataError(
-            f"verifier {rules.verifier} would change the target's distribution: {reason}", "or allow it as lossy"
-        )
 
 
 # ── A model under a grammar, and a drafter that proposes forced tokens for free ──

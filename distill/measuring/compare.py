@@ -10,16 +10,15 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
 
 import numpy
 
-from distill.decoding.configured import Fitted, configured_sampler, lossy_reason, make_drafter
+from distill.decoding.configured import Fitted, Session, configured_sampler, make_drafter
 from distill.decoding.costs import accepted_by_position, measure_steps, range_start, tokens_per_round
-from distill.decoding.decode import Decoded, Round, decode_text, plain, room_for
-from distill.decoding.drafters import Drafter
+from distill.decoding.decode import Decoded, Round, room_for
 from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.rules import Rules
 from distill.engines.model import Model, Step, Watch
@@ -84,20 +83,13 @@ class TimedText:
 
 
 @dataclass(eq=False)
-class TimedConfiguration:
-    """A configuration with the rules it decodes under, and the texts it wrote; `make` gives its drafter, None for plain
-    decoding.
+class TimedConfiguration(Session):
+    """A session with the texts it wrote, in the order of the prompts.
 
-    The drafter is made as at the start of a session; what it learns it keeps from prompt to prompt. `lossy` is the
-    reason why the text would not follow the target's distribution, None where it does. `length` is γ of a configuration
-    of the greedy sweep (0: plain), None for every other. `base` is plain decoding under the same sampler, over which
-    its speedup is; None where this is it. `texts` come in the order of the prompts.
+    `length` is γ of a configuration of the greedy sweep (0: plain), None for every other. `base` is plain decoding
+    under the same sampler, over which its speedup is; None where this is it.
     """
 
-    configuration: Configuration
-    rules: Rules
-    make: Callable[[], Drafter] | None
-    lossy: str | None = None
     length: int | None = None
     base: TimedConfiguration | None = None
     texts: list[TimedText] = field(default_factory=list)
@@ -122,40 +114,25 @@ class TimedConfiguration:
         """The rounds of all its texts."""
         return [r for text in self.texts for r in text.decoded.rounds]
 
-    def decode(self, target: Model, drafter: Drafter | None, prompt: Sequence[int], limit: int) -> Decoded:
-        """Decode a prompt from cold caches, by a drafter that `make` gave; plainly without one."""
-        if drafter is None:
-            return plain(target, prompt, limit, rules=self.rules)
-        return decode_text(target, drafter, prompt, limit, self.rules, self.lossy is not None)
-
-
-def prepare(
-    settings: PairSettings,
-    configuration: Configuration,
-    draft: Model | DraftReader,
-    ends: Collection[int],
-    fitted: Fitted,
-) -> TimedConfiguration:
-    """Make a configuration ready under the settings' seed and sampler; a `DraftReader` has another vocabulary."""
-    sampler = configured_sampler(configuration, settings.sampler)
-    draws = random.Random(f"{settings.seed}/{configuration.title}").random
-    rules = Rules(sampler, configuration.verified_by, ends, draws)
-    if not configuration.drafts:
-        return TimedConfiguration(configuration, rules, None)
-    make = partial(make_drafter, configuration, draft, sampler, draws, fitted)
-    return TimedConfiguration(configuration, rules, make, lossy_reason(configuration, sampler))
-
 
 def prepare_all(
-    settings: PairSettings, draft: Model | DraftReader, ends: Collection[int], fitted: Fitted
+    settings: PairSettings, target: Model, draft: Model | DraftReader, ends: Collection[int], fitted: Fitted
 ) -> list[TimedConfiguration]:
-    """Plain greedy decoding, the sweep (a configuration a length), and all others.
+    """Plain greedy decoding, the sweep (a configuration a length), and all others; a `DraftReader` has another
+    vocabulary.
 
     Where some of these are sampled, plain sampling stands before them, as their base.
     """
-    ready = partial(prepare, settings, draft=draft, ends=ends, fitted=fitted)
-    greedy, drawn = replace(ready(PLAIN), length=0), ready(PLAIN_SAMPLED)
-    sweep = [replace(ready(fixed_length(length)), length=length) for length in settings.speedup.lengths]
+
+    def ready(configuration: Configuration, length: int | None = None) -> TimedConfiguration:
+        sampler = configured_sampler(configuration, settings.sampler)
+        draws = random.Random(f"{settings.seed}/{configuration.title}").random
+        rules = Rules(sampler, configuration.verified_by, ends, draws)
+        make = partial(make_drafter, configuration, draft, sampler, draws, fitted)
+        return TimedConfiguration(target, configuration, rules, make, length)
+
+    greedy, drawn = ready(PLAIN, 0), ready(PLAIN_SAMPLED)
+    sweep = [ready(fixed_length(length), length) for length in settings.speedup.lengths]
     others = [*map(ready, settings.speedup.configurations)]
     for one in (*sweep, *others):
         one.base = drawn if one.sampled else greedy
@@ -181,16 +158,15 @@ def time_texts(
     watch = Watch() if watch is None else watch
     # One throw-away text each: lazily made buffers and kernels are not to be measured.
     for one in prepared:
-        one.decode(target, one.make() if one.make else None, prompts[0], min(8, new_tokens))
+        replace(one).text(prompts[0], min(8, new_tokens))
     watch.take()
-    order = [(one, one.make() if one.make else None) for one in prepared]
     progress = Progress(progress_title, len(prompts))
     for index, prompt in enumerate(prompts):
         limit = room_for(target, draft, len(prompt), new_tokens)
-        turn = index % len(order)
-        for one, drafter in order[turn:] + order[:turn]:
+        turn = index % len(prepared)
+        for one in [*prepared[turn:], *prepared[:turn]]:
             started = time.perf_counter()
-            decoded = one.decode(target, drafter, prompt, limit)
+            decoded = one.text(prompt, limit)
             seconds = time.perf_counter() - started
             one.texts.append(TimedText(index, seconds, decoded, *watch.take()))
         progress.step()

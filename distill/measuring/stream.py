@@ -4,21 +4,20 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 from distill.decoding.calibration import Calibration
-from distill.decoding.configured import NO_COSTS, Fitted, make_drafter, require_trees
-from distill.decoding.decode import Decoded, decode, plain_steps
-from distill.decoding.drafters import Drafter
+from distill.decoding.configured import NO_COSTS, Fitted, Session, make_drafter, require_trees
+from distill.decoding.decode import Decoded
+from distill.decoding.drafters import Drafter, NoDrafter
 from distill.decoding.grammar import Constraint, Tokens, constraint
 from distill.decoding.other_vocabulary import DraftReader, read_with
 from distill.decoding.round_costs import pair_costs
-from distill.decoding.rules import BytesOf, Constrained, Forced, Rules, characters, require_lossless, stop_before
-from distill.decoding.verify import refusal
+from distill.decoding.rules import BytesOf, Constrained, Forced, Rules, characters, stop_before
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import GROWING, LoadedPair, context_of, encode_prompt, load_pair
 from distill.engines.model import Model
@@ -102,24 +101,8 @@ def _room(ids: Sequence[int], limit: int, context: int | None) -> int:
     return room
 
 
-@dataclass(frozen=True)
-class Continuation:
-    """A text that is about to be continued: its rules, and the bytes of tokens as they are shown.
-
-    `rounds(result)` decodes: it yields each round's new tokens and fills `result`. `lossy` is the reason why the text
-    does not follow the target's distribution, None where it does.
-    """
-
-    rules: Rules
-    bytes_of: BytesOf
-    rounds: Callable[[Decoded], Iterator[Sequence[int]]]
-    lossy: str | None = None
-
-
-def begin(
-    pair: LoadedPair, reader: DraftReader | None, request: Request, ids: Sequence[int], room: int
-) -> Continuation:
-    """What continues the prompt `ids` by at most `room` tokens; nothing is decoded yet.
+def begin(pair: LoadedPair, reader: DraftReader | None, request: Request, ids: Sequence[int]) -> Session:
+    """What continues the prompt `ids`; nothing is decoded yet.
 
     Raises DataError for a configuration that cannot be drafted, such as trees in a model that takes none, or is lossy
     and not allowed to be.
@@ -128,45 +111,45 @@ def begin(
     grammar = None if request.grammar is None else _constraint(pair, *request.grammar)
     for warning in () if grammar is None else grammar.warnings:
         print(f"the grammar is not obeyed in this: {warning}", file=sys.stderr)
-    silent = () if grammar is None else grammar.ends  # so that the text is one of the grammar
-
-    def bytes_of(token: int) -> bytes:
-        return b"" if token in silent else pair.token_bytes(token)
-
     verifier = (
         configuration.verified_by if configuration.drafts else "token" if request.sampler.temperature else "greedy"
     )
-    rules = Rules(request.sampler, verifier, pair.ends, draws, stop_before(bytes_of, request.stop), grammar)
-    if not configuration.drafts:
-        return Continuation(rules, bytes_of, partial(plain_steps, pair.target, ids, room, rules))
+    stop = stop_before(_shown(pair, grammar), request.stop)
+    rules = Rules(request.sampler, verifier, pair.ends, draws, stop, grammar)
     if configuration.branches:
         require_trees(pair.target, pair.draft)
     try:
-        drafter = _drafter(pair, reader, request, rules, ids)
-        reason = refusal(verifier, drafter.kind, request.sampler.temperature, drafter.tree)
-        if not request.lossy:
-            require_lossless(drafter, rules)
+        session = Session(pair.target, configuration, rules, partial(_drafter, pair, reader, request, rules, ids))
     except ValueError as error:
         hint = "choose another drafter, verifier or temperature"
         raise DataError(f"this cannot be drafted: {error}", hint) from None
-    rounds = partial(decode, pair.target, drafter, ids, room, rules, lossy=request.lossy)
-    return Continuation(rules, bytes_of, rounds, reason)
+    if session.lossy is not None and not request.lossy:
+        raise DataError(
+            f"verifier {verifier} would change the target's distribution: {session.lossy}", "or allow it as lossy"
+        )
+    return session
+
+
+def _shown(pair: LoadedPair, grammar: Constraint | None) -> BytesOf:
+    """The bytes of tokens; none for those that end a text of a grammar, so that it is one."""
+    silent = () if grammar is None else grammar.ends
+    return lambda token: b"" if token in silent else pair.token_bytes(token)
 
 
 def _continue(
     pair: LoadedPair, reader: DraftReader | None, request: Request, text: str, ids: Sequence[int], room: int
 ) -> None:
     """Decode and print; nothing is printed before all is known to be possible."""
-    continuation, result = begin(pair, reader, request, ids, room), Decoded()
+    session, result = begin(pair, reader, request, ids), Decoded()
+    grammar = session.rules.constraint
     print(text, end="", flush=True)
     colour = request.configuration.drafts and sys.stdout.isatty()
-    _show(continuation.bytes_of, result, continuation.rounds(result), colour)
-    grammar = continuation.rules.constraint
+    _show(_shown(pair, grammar), result, session.stream(ids, room, result), colour)
     if grammar is not None and not grammar.satisfied(result.tokens):
         print("the text ends before the grammar is satisfied: give more --tokens", file=sys.stderr)
     note(_summary(result))
-    if continuation.lossy is not None:
-        print(f"LOSSY: this text does not follow the target's distribution: {continuation.lossy}", file=sys.stderr)
+    if session.lossy is not None:
+        print(f"LOSSY: this text does not follow the target's distribution: {session.lossy}", file=sys.stderr)
 
 
 def _constraint(pair: LoadedPair, kind: str, grammar: str) -> Constraint:
@@ -185,6 +168,8 @@ def _drafter(
     the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for free.
     """
     configuration, grammar = request.configuration, rules.constraint
+    if not configuration.drafts:
+        return NoDrafter()
     if reader is not None:
         return make_drafter(configuration, reader, rules.sampler, rules.random)
     priced = configuration.rule == "expected-value"

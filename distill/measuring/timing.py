@@ -77,7 +77,7 @@ def measure_pair(
     if reader is not None:
         drafting = copy.copy(reader)
         drafting.model = draft
-    prepared = prepare_all(settings, drafting, pair.ends, fitted)
+    prepared = prepare_all(settings, target, drafting, pair.ends, fitted)
     with_room = draft if reader is None else target  # a draft of another vocabulary checks its own room
     time_texts(target, with_room, prompts, new_tokens, prepared, f"{pair.backend}, prompts", watch)
     plain = prepared[0].texts[0].decoded.tokens
@@ -104,7 +104,7 @@ def time_again(
     """Decode prompts by the configurations of these titles once more, with the costs that are kept of the pair."""
     longest = _longest_priced(settings)
     costs = pair_costs(pair, given.prompts[0], longest) if longest else NO_COSTS
-    prepared = prepare_all(settings, pair.draft, pair.ends, _fitted(pair, given, costs))
+    prepared = prepare_all(settings, pair.target, pair.draft, pair.ends, _fitted(pair, given, costs))
     wanted = [one for one in prepared if one.title in titles]
     new_tokens, title = settings.speedup.new_tokens, f"{pair.backend}, prompts of a turn"
     time_texts(pair.target, pair.draft, given.prompts, new_tokens, wanted, title)

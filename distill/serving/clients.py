@@ -20,7 +20,7 @@ from typing import Any
 import numpy
 from pydantic import BaseModel, TypeAdapter, ValidationError
 
-from distill.decoding.decode import Decoded, decode
+from distill.decoding.decode import Decoded, decode_text
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed, Proposal
 from distill.decoding.rules import Rules
@@ -534,9 +534,7 @@ class ServerRules:
                     chance = random.Random(f"{number}, {sample}").random
                     rules = Rules(self.sampler, verifier, ends=() if self.vllm else pair.ends, random=chance)
                     drafter = ServerDrafter(pair.draft, Fixed(self.n_max), drawn, chance, not self.probabilistic)
-                    result, length = Decoded(), limit + self.n_max * self.vllm
-                    for _ in decode(pair.target, drafter, prompt, length, rules, result):
-                        pass
+                    result = decode_text(pair.target, drafter, prompt, limit + self.n_max * self.vllm, rules)
                     texts[-1].append(
                         vllm_text(result, len(prompt), limit, pair.ends) if self.vllm else our_text(result)
                     )

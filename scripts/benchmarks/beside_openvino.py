@@ -104,7 +104,6 @@ def our_pair(one: dict[str, Any], given: dict[str, Any]) -> Any:
 
 
 def our_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
-    from distill.decoding.decode import Decoded
     from distill.measuring.calibrate import load_calibrations
     from distill.measuring.stream import Request, begin
     from distill.recipe import Configuration, parse_section
@@ -118,9 +117,7 @@ def our_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
     found = []
     with our_pair(one, given) as pair:
         for ids in [given["prompts"][0], *given["prompts"]]:
-            result = Decoded()
-            for _ in begin(pair, None, request, ids, given["tokens"]).rounds(result):
-                pass
+            result = begin(pair, None, request, ids).text(ids, given["tokens"])
             found.append((result.tokens, result.prefill_seconds, result.prefill_seconds + result.seconds))
     return found[1:]
 

@@ -19,8 +19,8 @@ from toys import EXPERTS, FAMILIES, SHORT, random_prompts, toy
 
 from distill.decoding.batch import decode_batch
 from distill.decoding.configured import TableDrafter
-from distill.decoding.decode import Decoded, decode, plain_steps
-from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
+from distill.decoding.decode import Decoded, decode
+from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter, NoDrafter
 from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor, Proposal
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
@@ -92,10 +92,8 @@ def rounds_of(case: Case, cache: str, sampler: Sampler, pretend: Any) -> list[tu
     target, draft = (torch_decoder(model, V, PyTorch(static=cache == "static"), tokens=80) for model in models.values())
     rules = Rules(sampler, case.verifier if sampler.temperature else "greedy", random=random.Random(3).random)
     result, found = Decoded(), []
-    if case.make is None:
-        steps = plain_steps(target, PROMPT, 6, rules, result)
-    else:
-        steps = decode(target, case.make(draft, rules), PROMPT, 14, rules, result)
+    drafter, limit = (NoDrafter(), 6) if case.make is None else (case.make(draft, rules), 14)
+    steps = decode(target, drafter, PROMPT, limit, rules, result)
     next(steps)
     while True:
         with pretend.counting() as counts:

@@ -87,7 +87,7 @@ def decoded(
         rules, result = Rules(sampler, verifier, random=random), Decoded()
         models = (StaticTable(target), StaticTable(draft)) if on_device else (target, draft)
         with every_draw(random.__self__) if on_device else nullcontext():  # type: ignore[attr-defined]
-            played = decode(models[0], make(models[1], sampler, random), PROMPT, TEXT, rules, result, lossy=True)
+            played = decode(models[0], make(models[1], sampler, random), PROMPT, TEXT, rules, result)
             for _ in itertools.islice(played, rounds + 1):
                 pass
         return result

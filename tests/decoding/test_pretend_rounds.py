@@ -18,7 +18,7 @@ from toys import blurred, random_prompts, toy
 
 from distill.decoding.batch import decode_batch
 from distill.decoding.configured import Fitted, make_drafter
-from distill.decoding.decode import Decoded, decode_text, plain_steps
+from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.grammar import Constraint, constraint
 from distill.decoding.lengths import AcceptedRatio
 from distill.decoding.ngrams import NGramTable, count_ngrams, write_table
@@ -87,13 +87,10 @@ def text(
     verifier = configuration.verified_by if configuration.drafts else "token" if sampler.temperature else "greedy"
     rules = Rules(sampler, verifier, ENDS, random.Random(5).random, constraint=grammar)
     if not configuration.drafts:
-        result = Decoded()
-        for _ in plain_steps(target, prompt, 16, rules, result):
-            pass
-        return result
+        return plain(target, prompt, 16, rules=rules)
     asked = draft if grammar is None else Constrained(draft, grammar)
     drafter = make_drafter(configuration, asked, sampler, rules.random, Fitted(COSTS, table=table))
-    return decode_text(target, drafter if grammar is None else Forced(drafter, grammar), prompt, 16, rules, lossy=True)
+    return decode_text(target, drafter if grammar is None else Forced(drafter, grammar), prompt, 16, rules)
 
 
 GREEDY = Sampler(0)

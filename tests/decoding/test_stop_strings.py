@@ -103,7 +103,7 @@ def test_every_way_ends_before_the_stop_string(pieces: Sequence[bytes], seed: in
         assert (result.tokens, text_of(result.tokens, pieces) + result.rest) == expected
         for make in WAYS.values():
             result, seen = Decoded(), list[int]()
-            for new in decode(table, make(draft), prompt, LIMIT, rules, result, lossy=True):
+            for new in decode(table, make(draft), prompt, LIMIT, rules, result):
                 seen += new
                 assert seen == expected[0][: len(seen)]  # nothing is taken back, nothing of a stop string was said
             assert seen == result.tokens and len(result.from_draft) == len(seen)

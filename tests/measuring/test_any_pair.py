@@ -47,7 +47,7 @@ CHAIN = Configuration(length=2)
 
 
 def made(configuration: Configuration, *texts: TimedText, base: TimedConfiguration | None = None) -> TimedConfiguration:
-    return TimedConfiguration(configuration, Rules(), None, None, None, base, [*texts])
+    return TimedConfiguration(TableModel(3), configuration, Rules(), base=base, texts=[*texts])
 
 
 def steps_at(depths: Sequence[int], tokens: Sequence[int], seconds: float, gap: float) -> list[Step]:

@@ -20,6 +20,7 @@ from toys import Scripted, random_prompts, speculative, toy
 from distill.data.samples import first_difference
 from distill.decoding.configured import Fitted
 from distill.decoding.decode import Decoded, Round, plain
+from distill.decoding.drafters import NoDrafter
 from distill.decoding.rules import Rules
 from distill.engines.torch.model import TorchLogits, TorchModel
 from distill.measuring.compare import (
@@ -54,7 +55,7 @@ def timed(tokens: int, seconds: float, rounds: list[Round] | None = None, prompt
 
 def fixed(length: int, *texts: TimedText, base: TimedConfiguration | None = None) -> TimedConfiguration:
     """A fixed length that wrote these texts, beside plain decoding."""
-    return TimedConfiguration(fixed_length(length), Rules(), None, None, length, base, [*texts])
+    return TimedConfiguration(TableModel(3), fixed_length(length), Rules(), NoDrafter, length, base, [*texts])
 
 
 def test_measurements_by_hand() -> None:
@@ -230,12 +231,12 @@ def noted(written: list[Any], one: Any, decode: Any, *arguments: Any) -> Decoded
 def test_every_configuration_decodes_every_prompt() -> None:
     target, draft = Scripted(counting, 40, 10), Scripted(counting, 30, 10)
     prompts = [[1, 2], [3], [4, 5, 6] * 8]
-    prepared = prepare_all(settings_with((), (1, 4)), draft, (), Fitted())
+    prepared = prepare_all(settings_with((), (1, 4)), target, draft, (), Fitted())
     written: list[TimedConfiguration] = []
     for one in prepared:
-        one.decode = partial(noted, written, one, one.decode)  # type: ignore[method-assign]
+        one.text = partial(noted, written, one, one.text)  # type: ignore[method-assign]
     time_texts(target, draft, prompts, 9, prepared, "x")
-    assert written[6:9] == [*prepared[1:], prepared[0]]  # after a text each, and the first prompt: the order turns
+    assert written[3:6] == [*prepared[1:], prepared[0]]  # after the first prompt: the order turns
     assert [[t.prompt for t in one.texts] for one in prepared] == [[0, 1, 2]] * 3
     for t in (text for one in prepared for text in one.texts):
         room = min(9, 30 - len(prompts[t.prompt]))

@@ -101,7 +101,7 @@ def test_a_pair_is_timed_once(folders: Path, tmp_path: Path, monkeypatch: pytest
         rule = {"rule": "expected-value"} | ({"calibration": "none"} if draft else {"drafter": "lookup"})
         with load_pair(target, None if draft is None else str(draft), tokens=40, threads=1) as pair:
             for length in lengths:
-                begin(pair, None, asked(length=length, **rule), prompt, 4)
+                begin(pair, None, asked(length=length, **rule), prompt)
         return list(timed)
 
     monkeypatch.setattr("distill.decoding.round_costs.measure_costs", measured)
@@ -141,8 +141,8 @@ def test_plain_text_is_streamed(folders: Path) -> None:
     target = Target(model=str(folders / "target"))
     with load_pair(target, None, tokens=40, threads=1) as pair:
         ids = encode(pair.tokenizer, "def f(")
-        continuation, result = begin(pair, None, PLAINLY, ids, 12), Decoded()
-        parts = [list(part) for part in continuation.rounds(result)]
+        result = Decoded()
+        parts = [list(part) for part in begin(pair, None, PLAINLY, ids).stream(ids, 12, result)]
         assert [len(part) for part in parts] == [1] * 12 and [*chain(*parts)] == result.tokens
         assert plain(pair.target, ids, 12, pair.ends).tokens == result.tokens and result.seconds > 0
     model = AutoModelForCausalLM.from_pretrained(folders / "target")
