@@ -22,7 +22,6 @@ from distill.decoding.rules import Rules
 from distill.engines.loaded import BatchedTorchModel
 from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
-from distill.errors import DataError
 from distill.measuring.identity import top_gap
 from distill.sampler import Sampler
 
