@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -67,7 +67,8 @@ def constrained(target: Model, prompt: Sequence[int], rules: Rules) -> Model:
     if rules.constraint is None:
         return target
     rules.constraint.begin(len(prompt), target.vocabulary_size)
-    return Constrained(target, rules.constraint)
+    under_grammar: Any = Constrained(target, rules.constraint)
+    return under_grammar
 
 
 def next_token(logits: Logits, history: Sequence[int], rules: Rules) -> int:

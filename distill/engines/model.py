@@ -85,36 +85,6 @@ def resent(model: Model) -> int:
     return count
 
 
-class AroundModel:
-    """What a model of one row that drives another passes on; ValueError for one of several rows. `text` is its own."""
-
-    rows = 1
-
-    def __init__(self, model: Model) -> None:
-        if model.rows != 1:
-            raise ValueError(f"{type(self).__name__} follows one text at a time, this model keeps {model.rows}")
-        self.model, self.text = model, list[int]()
-        self.vocabulary_size, self.capacity, self.max_leaves = model.vocabulary_size, model.capacity, model.max_leaves
-
-    @property
-    def lengths(self) -> list[int]:
-        """Committed tokens of the one row, whether the model has read them or not."""
-        return [len(self.text)]
-
-    @property
-    def resent(self) -> int:
-        """Those of the model."""
-        return resent(self.model)
-
-    def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """See `Model`."""
-        self.model.keep(paths)
-
-    def close(self) -> None:
-        """Close the model."""
-        self.model.close()
-
-
 ROOT = -1
 SPARE_NODES = 64  # nodes of a tree that any model with trees holds in addition to `capacity` tokens
 

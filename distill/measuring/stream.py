@@ -20,7 +20,6 @@ from distill.decoding.round_costs import pair_costs
 from distill.decoding.rules import BytesOf, Constrained, Forced, Rules, characters, stop_before
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import GROWING, LoadedPair, context_of, encode_prompt, load_pair
-from distill.engines.model import Model
 from distill.errors import DataError
 from distill.gguf.importing import is_gguf
 from distill.progress import note
@@ -169,12 +168,12 @@ def _drafter(
     """
     configuration, grammar = request.configuration, rules.constraint
     if not configuration.drafts:
-        return NoDrafter()
+        return NoDrafter() if grammar is None else Forced(NoDrafter(), grammar)
     if reader is not None:
         return make_drafter(configuration, reader, rules.sampler, rules.random)
     priced = configuration.rule == "expected-value"
     costs = pair_costs(pair, ids, configuration.longest_round) if priced else NO_COSTS
-    asked: Model = pair.draft if grammar is None else Constrained(pair.draft, grammar)
+    asked: Any = pair.draft if grammar is None else Constrained(pair.draft, grammar)
     table = None if request.table is None else open_table(request.table, pair.reference)
     fitted = Fitted(costs, request.fitted, table=table, max_leaves=pair.target.max_leaves)
     drafter = make_drafter(configuration, asked, rules.sampler, rules.random, fitted)

@@ -25,7 +25,7 @@ from distill.decoding.round_costs import RoundCostMeter, measure_costs
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.trees import TreeDrafter
 from distill.decoding.worth import ExpectedValue, Worth
-from distill.engines.model import AroundModel, Watch
+from distill.engines.model import Watch
 from distill.errors import DataError
 from distill.measuring.compare import predicted_speedup, prepare_all, time_steps, time_texts, totals
 from distill.recipe import Configuration
@@ -34,23 +34,18 @@ CLOCKED = [f"decoding.{name}" for name in ("round_costs", "costs", "decode", "dr
 CLOCKED += ["measuring.compare", "engines.model"]
 
 
-class Clocked(AroundModel):
+class Clocked:
     """A model whose step of m tokens takes `first` + `more`·(m − 1) seconds of the clock, and `deeper` for each token
     that is cached."""
 
     deeper = 0.0
 
     def __init__(self, model: TableModel, clock: list[float], first: float, more: float) -> None:
-        super().__init__(model)
-        self._clock, self._first, self._more = clock, first, more
+        self.model, self._clock, self._first, self._more = model, clock, first, more
         self.steps: list[int] = []
 
-    @property
-    def lengths(self) -> list[int]:
-        return self.model.lengths
-
-    def rollback(self, lengths: Sequence[int]) -> None:
-        self.model.rollback(lengths)
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.model, name)
 
     def extend(self, tokens: Sequence[int], *rest: Any, **named: Any) -> Any:
         self._clock[0] += self._first + self._more * (len(tokens) - 1) + self.deeper * self.lengths[0]
