@@ -410,7 +410,7 @@ def _remembered_digest(path: Path) -> str:
     return found
 
 
-def cache_folder(kind: Literal["imported", "batches", "costs", "digests"]) -> Path:
+def cache_folder(kind: Literal["imported", "batches", "costs", "digests", "weights"]) -> Path:
     """Where imported files, or what was found of files, are kept: below DISTILL_CACHE, else the user's cache folder."""
     own = os.environ.get("DISTILL_CACHE")
     base = own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "distill"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from distill.devices import pick_device
 from distill.engines.llama_cpp.model import GgufModel, ends_of
 from distill.engines.model import Model
+from distill.engines.torch.draft_weights import LEAST, LONGEST, TEXT, Weights, best_weights
 from distill.engines.torch.hugging_face import (
     encode_text,
     end_ids,
@@ -42,15 +43,16 @@ from distill.engines.torch.model import (
     send,
     state_refusal,
 )
-from distill.engines.torch.products import prepacked, rounded
+from distill.engines.torch.products import Bits, prepacked, rounded
 from distill.engines.torch.static import SlotCache, StaticTorchModel, refusal
-from distill.errors import DataError, RecipeError
-from distill.files import digests_of, file_digests
+from distill.errors import DataError, RecipeError, RunError
+from distill.files import cache_folder, digest, digests_of, file_digests, read_result, write_result
 from distill.gguf.head import open_head
 from distill.gguf.importing import is_gguf, one_engine
 from distill.gguf.library import GgufFile, require_possible
 from distill.gguf.writer import export_gguf, own_file
 from distill.machine import machine, thread_count, version_of
+from distill.progress import warn
 from distill.recipe import Gguf, GgufOptions, PyTorch, Recipe, Target
 from distill.vocabulary.files import with_opening
 from distill.vocabulary.vocabulary import Vocabulary
@@ -165,8 +167,8 @@ def load_pair(
     small_place = place if pytorch.draft_device is None else pick_device(pytorch.draft_device)
     big = load_target(target, place)
     small = None if draft is None else load_model(draft, target.dtype, small_place)
-    pair = pair_of_models(target.model, big, small, load_tokenizer(target.model), pytorch, tokens)
-    return replace(pair, options=options)
+    pair = pair_of_models(target.model, big, small, load_tokenizer(target.model), pytorch, tokens, options)
+    return replace(pair, options=options | {"draft_weights": pair.pytorch.draft_weights})
 
 
 def torch_decoder(
@@ -180,7 +182,7 @@ def torch_decoder(
 
     Ids from `vocabulary` on are padding. `tokens` are those that a text is expected to hold.
     """
-    if is_draft and pytorch.draft_weights is not None:
+    if is_draft and pytorch.draft_weights in ("int8", "int4"):
         return growing_decoder(rounded(model, pytorch.draft_weights, model_name(model)), vocabulary, prepack=False)
     if not pytorch.static:
         return growing_decoder(model, vocabulary, pytorch.prepack)
@@ -222,15 +224,52 @@ def pair_of_models(
     tokenizer: Any,
     pytorch: PyTorch = GROWING,
     tokens: int | None = None,
+    options: Mapping[str, Any] | None = None,
 ) -> LoadedPair:
-    """The pair of two models of transformers that are loaded already; `reference` names the vocabulary's folder."""
+    """The pair of two models of transformers that are loaded already; `reference` names the vocabulary's folder.
+
+    Models that were loaded from files with `options` have the weights of the draft chosen, where the recipe leaves them
+    open; what was chosen is kept for later commands.
+    """
     vocabulary = real_tokens(target.config, tokenizer)
     big = torch_decoder(target, vocabulary, pytorch, tokens)
+    if draft is not None and pytorch.draft_weights == "auto":
+        chosen = None if options is None else _chosen_weights(big, draft, tokenizer, pytorch, options)
+        pytorch = pytorch.model_copy(update={"draft_weights": chosen})
     small = big if draft is None else torch_decoder(draft, vocabulary, pytorch, tokens, is_draft=True)
     ends = end_ids(reference, tokenizer)
     return LoadedPair(
         "pytorch", reference, big, small, ends, tokenizer, (target, target if draft is None else draft), pytorch
     )
+
+
+def _chosen_weights(
+    target: Model, draft: Any, tokenizer: Any, pytorch: PyTorch, options: Mapping[str, Any]
+) -> Bits | None:
+    """The weights of a draft that are worth most, measured once for models, machine and threads."""
+    if pytorch.static or draft.device.type != "cpu" or draft.num_parameters() < LEAST:
+        return None
+    files = [_content(str(options[role])) for role in ("target", "draft")]
+    conditions = [files, version_of("torch"), machine()["cpu"], torch.get_num_threads(), options["dtype"]]
+    place = cache_folder("weights") / f"{digest(conditions)}.json"
+    try:
+        return read_result(place, Weights).chosen
+    except DataError:
+        pass
+    candidates: dict[Bits | None, Model] = {None: growing_decoder(draft, target.vocabulary_size, pytorch.prepack)}
+    for bits in get_args(Bits):
+        with contextlib.suppress(DataError):  # a type, a width or a build without such kernels
+            own = rounded(draft, bits, model_name(draft))
+            candidates[bits] = growing_decoder(own, target.vocabulary_size, prepack=False)
+    room = min(model.capacity for model in (target, *candidates.values())) - LONGEST
+    found = best_weights(target, candidates, encode_text(tokenizer, TEXT)[:room])
+    if found.words:
+        warn(found.words)
+    try:
+        write_result(place, found)
+    except RunError as error:
+        warn(f"the weights of the draft are chosen again by the next command: {error.what}")
+    return found.chosen
 
 
 def _load_files(

@@ -300,7 +300,9 @@ def open_run(recipe: Recipe, run: Run) -> TargetWithDrafts:
     prompts = read_prompts(run, "test")[: recipe.eval.prompts]
     return TargetWithDrafts(
         {
-            name: pair_of_models(recipe.target.model, target, draft, tokenizer, PyTorch(prepack=False))
+            name: pair_of_models(
+                recipe.target.model, target, draft, tokenizer, PyTorch(prepack=False, draft_weights=None)
+            )
             for name, draft in drafts.items()
         },
         prompts,
@@ -528,7 +530,7 @@ def _load(
     gguf = grid.gguf or Gguf()
     if not is_gguf(target):
         device = pick_device("auto")
-        big = stack.enter_context(load_pair(Target(model=target), pytorch=PyTorch(prepack=False)))
+        big = stack.enter_context(load_pair(Target(model=target), pytorch=PyTorch(prepack=False, draft_weights=None)))
         assert big.hugging_face is not None
         models = {name: load_model(draft, Target(model=target).dtype, device) for name, (draft, _) in drafts.items()}
         parts = big.reference, big.hugging_face[0]

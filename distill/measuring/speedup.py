@@ -61,8 +61,9 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         if path.exists():
             run.say(f"  {backend}: measured before the interruption")
         else:
-            label, how = _label(recipe, backend), _settings(recipe, run, backend)
+            how = _settings(recipe, run, backend)
             with _load(recipe, how, backend) as pair:
+                label = _label(recipe, pair, backend)
                 run.say(f"  {label.pair}, {backend}")
                 part = _measure(recipe, run, pair, label, how, fits, table)
                 if backend == own and len(settings.backends) > 1:
@@ -173,11 +174,11 @@ def _settings(recipe: Recipe, run: Run, backend: str) -> PairSettings:
     )
 
 
-def _label(recipe: Recipe, backend: str) -> PairMeasured:
+def _label(recipe: Recipe, pair: LoadedPair, backend: str) -> PairMeasured:
     """The name of the run's pair: with PyTorch's settings that are not the defaults, or the types of GGUF files."""
     title = "draft + target"
     if backend == "pytorch":
-        title += recipe.pytorch.suffix
+        title += pair.pytorch.suffix
     elif (own := own_file(recipe)) is not None:
         kind, type_of_own = recipe.speedup.files[backend], file_type(own)
         again = ":" in backend and kind != type_of_own
@@ -266,7 +267,7 @@ def measure_any_pair(
             parts=[part],
             calibration="" if calibration is None else calibration.words,
             gguf=settings.gguf.described() if pair.backend != "pytorch" else "",
-            pytorch=settings.pytorch.suffix.removeprefix(", "),
+            pytorch=pair.pytorch.suffix.removeprefix(", "),
             target=names[0],
             draft=names[1],
             dropped=prompts.dropped,

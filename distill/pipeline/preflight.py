@@ -133,7 +133,7 @@ def check_device(recipe: Recipe) -> list[str]:
     type that this processor has no instructions for."""
     device = pick_device(recipe.device)
     drafts = device if recipe.pytorch.draft_device is None else pick_device(recipe.pytorch.draft_device)
-    if recipe.pytorch.draft_weights is not None and drafts.type != "cpu":
+    if recipe.pytorch.draft_weights in ("int8", "int4") and drafts.type != "cpu":
         raise RecipeError(
             f"pytorch.draft_weights {recipe.pytorch.draft_weights} is for a draft on a CPU, this one is on {drafts}",
             "leave draft_weights out, or set pytorch.draft_device: cpu",

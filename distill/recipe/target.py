@@ -237,10 +237,10 @@ class PyTorch(Section):
         "graphs on CUDA",
     )
     draft_device: str | None = Field(None, description="the draft's device; null: the target's")
-    draft_weights: Literal["int8", "int4"] | None = Field(
-        None,
+    draft_weights: Literal["auto", "int8", "int4"] | None = Field(
+        "auto",
         description="CPU: round the weights of the draft's linear layers to 8 or 4 bits; its steps take less time, "
-        "the target's text is the same. null: as they are",
+        "the target's text is the same. auto: what its measured steps and acceptance favour; null: as they are",
     )
     prepack: bool = Field(
         True,
@@ -252,7 +252,7 @@ class PyTorch(Section):
     def _compiled_steps_are_static(self) -> PyTorch:
         if self.compile and not self.static:
             raise ValueError("compile: a cache that grows gives each step another shape; set static, too")
-        if self.draft_weights is not None and self.static:
+        if self.draft_weights in ("int8", "int4") and self.static:
             raise ValueError(f"draft_weights {self.draft_weights} is for caches that grow; leave static off")
         return self
 
@@ -263,7 +263,7 @@ class PyTorch(Section):
             ("static cache", self.static),
             ("compiled", self.compile),
             (f"draft on {self.draft_device}", self.draft_device is not None),
-            (f"draft in {self.draft_weights}", self.draft_weights is not None),
+            (f"draft in {self.draft_weights}", self.draft_weights in ("int8", "int4")),
             ("not prepacked", not self.prepack),
         ]
         return "".join(f", {name}" for name, holds in names if holds)
