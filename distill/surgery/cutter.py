@@ -285,7 +285,7 @@ def check_cut(recipe: Recipe) -> list[str]:
         vocabulary = Vocabulary.read(text_folder(recipe.target.model))
         check_size(settings.trim_size, len(always_kept(vocabulary)), vocabulary.size, recipe.teacher.top_k)
     sparsity, full = recipe.train.sparsity, settings.mlp_width or config.intermediate_size
-    if sparsity is not None:
+    if sparsity is not None and sparsity.mlp_width is not None:
         require_fewer(sparsity.mlp_width, full)
     layers = config.num_hidden_layers
     kept, _ = _left(settings, layers, full)
@@ -323,7 +323,7 @@ def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | N
     if draft is None:
         return None
     layers, width = _left(cut, draft["layers"], draft["MLP width"])
-    if sparsity is not None:
+    if sparsity is not None and sparsity.mlp_width is not None:
         width = min(width, sparsity.mlp_width)
     return draft | {
         "layers": layers,

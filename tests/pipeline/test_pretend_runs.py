@@ -72,6 +72,7 @@ def test_a_run_from_corpus_to_report(pretend: Any, world: Path, finished: Path, 
     [
         (("train.adapter={rank: 4}",), 1e-3),
         (("train.steps=12", "train.sparsity={mlp_width: 32, ramp: 0.9}", "train.acceptance=null"), 1e-3),
+        (("train.steps=12", "train.sparsity={share: 0.5, ramp: 0.9}", "train.acceptance=null"), 1e-3),
         (("train.optimizer=muon", "train.checkpointing=true", "train.micro_batch=1"), 0.05),
         (("train.dtype=bfloat16",), 0.1),  # autocast computes products in it
     ],
