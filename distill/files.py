@@ -89,34 +89,6 @@ def parse_object(raw: bytes) -> dict[str, Any] | str:
     return found if isinstance(found, dict) else f"a JSON object is needed, got {kind_of(found)}"
 
 
-def read_numbers(path: Path, bounds: Mapping[str, tuple[float, float]], hint: str) -> list[dict[str, Any]]:
-    """The JSON objects of a log, one a line, each with these numbers within their bounds, integers where those are.
-
-    Lines that begin with no brace are a program's own, and passed over. DataError, with the line, for others, and for a
-    file without any.
-    """
-    try:
-        lines = path.read_bytes().splitlines()
-    except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", hint) from None
-    rows = []
-    for number, line in enumerate(lines, 1):
-        if line[:1] != b"{":
-            continue
-        place, row = f"{path}, line {number}", parse_object(line)
-        if isinstance(row, str):
-            raise DataError(f"{place}: {row}", "was it cut short? remove the line")
-        for name, (least, most) in bounds.items():
-            value = row.get(name)
-            kinds = (int,) if isinstance(least, int) else (int, float)
-            if isinstance(value, bool) or not isinstance(value, kinds) or not least <= value <= most:
-                raise DataError(f"{place}: `{name}` is {value!r:.60}, not a number from {least:g} to {most:g}", hint)
-        rows.append(row)
-    if not rows:
-        raise DataError(f"{path} holds no measurement", hint)
-    return rows
-
-
 def kind_of(value: Any) -> str:
     """The kind of a JSON or YAML value, in the words of those formats."""
     kinds = {type(None): "null", bool: "true or false", int: "number", float: "number", str: "text", dict: "object"}

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -25,8 +24,7 @@ from distill.tables import Block, Cell, Row, Table
 
 if TYPE_CHECKING:
     from distill.decoding.costs import CostCurve
-    from distill.planning.cases import LayerSwap, PlanRequest
-    from distill.planning.plan import Case
+    from distill.planning.cases import LayerSwap
 
 
 def profile(
@@ -127,7 +125,7 @@ def measured_curve(
 # ── `distill plan`: whether a draft will pay, how much and why not, from costs alone, before hours are spent ──
 
 REPEATS = 5  # of a curve's steps
-RECIPES, CURVES = (".yaml", ".yml"), (".json", ".jsonl")
+RECIPES, CURVE = (".yaml", ".yml"), ".json"
 
 
 def plan(
@@ -160,6 +158,7 @@ def plan(
     """
     drafted = sorted(set(shared.numbers(lengths, "--lengths", int, "1,2,4", 1, 63)))
     given = {} if acceptance is None else {"--acceptance": _rates(acceptance)}
+    from distill.decoding.costs import load_cost_curve
     from distill.engines.server_commands import shipped_heads
     from distill.engines.torch.hugging_face import settled_target
     from distill.planning.cases import PlanRequest, curve_case, llama_settings, measured_cases
@@ -191,12 +190,20 @@ def plan(
     curve: CostCurve | None = None
     if request.recipe is not None or request.draft is not None:
         shared.prepare(threads)
-        cases = _told_as_they_come(measured_cases(request), request, given)
+        cases = measured_cases(request)
     else:
-        curve = _curve(first, request, max(drafted) + 1)
-        small_curve = None if second is None else _read_curve(Path(second))
+        curve = (
+            measured_curve(place, [depth], max(drafted) + 1, REPEATS, threads, gguf, PyTorch())
+            if model is not None
+            else load_cost_curve(Path(first))
+        )
+        small_curve = None if second is None else load_cost_curve(Path(second))
         cases = iter([curve_case(curve, small_curve, request, None if swap is None else _swap(swap))])
-    found = [(case, forecast(case, given)) for case in cases]
+    found, backends = [], 1 if request.recipe is None else len(request.recipe.speedup.backends)
+    for case in cases:
+        found.append((case, forecast(case, given)))
+        if len(found) < backends:  # the next one takes minutes
+            note("\n  ".join([f"{case.title}:", *found[-1][1].sentences]))
     settings: list[str] = []
     if curve is not None and given:
         costs = found[0][0].timings[0]
@@ -208,7 +215,7 @@ def plan(
 
 
 def _is_model(word: str) -> bool:
-    return not word.endswith(CURVES)
+    return not word.endswith(CURVE)
 
 
 def _cost(word: str) -> tuple[str | None, float | None]:
@@ -220,34 +227,6 @@ def _cost(word: str) -> tuple[str | None, float | None]:
     if not 0 <= cost < 1e6:
         raise RecipeError(f"{word} is not the cost of a draft step in T(1)", "such as 0.05")
     return None, cost
-
-
-def _told_as_they_come(
-    cases: Iterator[Case], request: PlanRequest, given: Mapping[str, Sequence[float]]
-) -> Iterator[Case]:
-    """The measured cases; what each says is a line of progress where another, of minutes, follows."""
-    from distill.planning.plan import forecast
-
-    backends = 1 if request.recipe is None else len(request.recipe.speedup.backends)
-    for place, case in enumerate(cases, 1):
-        if place < backends:
-            note("\n  ".join([f"{case.title}:", *forecast(case, given).sentences]))
-        yield case
-
-
-def _curve(word: str, request: PlanRequest, limit: int) -> CostCurve:
-    """The target's curve: saved, or measured on this machine."""
-    if word.endswith(CURVES):
-        return _read_curve(Path(word))
-    return measured_curve(request.target, [request.prompt], limit, REPEATS, request.threads, request.gguf, PyTorch())
-
-
-def _read_curve(path: Path) -> CostCurve:
-    """What `distill profile --out` saved, or a log of llama-batched-bench (.jsonl)."""
-    from distill.decoding.costs import load_cost_curve
-    from distill.planning.cases import import_curve
-
-    return import_curve(path) if path.suffix == ".jsonl" else load_cost_curve(path)
 
 
 def _swap(text: str) -> LayerSwap:

@@ -1,10 +1,9 @@
 """Costs for a plan: of a pair that is here, whose draft may be one of a recipe's shape with random weights; and of
-saved curves, llama.cpp's logs among them."""
+saved curves."""
 
 from __future__ import annotations
 
 import copy
-import statistics
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from distill.engines.server_commands import N_MAX, P_MIN, SPEC_TYPE
 from distill.engines.torch.described import write_kept
 from distill.engines.torch.hugging_face import load_config, text_folder
 from distill.errors import DataError, RecipeError
-from distill.files import read_numbers
 from distill.folders import copy_tokenizer
 from distill.gguf.writer import export_gguf
 from distill.planning.plan import Case, step_costs
@@ -210,48 +208,10 @@ def load_planned(recipe: Recipe, backend: str, scratch: Path) -> LoadedPair:
     return load_pair(Target(model=str(target)), str(draft), tokens=recipe.corpus.block, gguf=options)
 
 
-# ── Logs of llama.cpp's `llama-batched-bench --output-format jsonl`, and the llama.cpp settings that follow ──
-# For targets that only llama.cpp runs: on NUMA machines, over RPC, partly offloaded. Legend: m parallel sequences of a
-# line ("pl"), which stand in for m tokens of one sequence.
+# ── llama.cpp's settings from a curve ──
 
-NOTE = (
-    "Imported from llama-batched-bench, which times m parallel sequences, each with a cache of its own. m tokens of "
-    "one sequence share one cache and usually cost a little less, most of all at great depths."
-)
-MOST = 2**31 - 1
-FIELDS = {"pp": (0, MOST), "tg": (1, MOST), "pl": (1, MOST), "t_tg": (1e-12, MOST)}  # of a line that are used
 MAX_LENGTH = 32  # drafted tokens that are considered
 MAX_LISTED = 64  # costs in GGML_BATCH_COSTS
-
-
-def import_curve(path: Path) -> CostCurve:
-    """The target's curve in units of T(1) from a log; depth is the mean length of each sequence while it was timed.
-
-    T(m) is t_tg / tg of the line with pl = m, the median where a line repeats. Depths at which the log does not hold
-    m = 1, 2, ... without a gap are cut at the gap (`note` says so). Raises DataError when no depth has m = 1 and 2.
-    """
-    rows: dict[int, dict[int, list[float]]] = {}
-    for row in read_numbers(path, FIELDS, "give what llama-batched-bench prints with --output-format jsonl"):
-        depth = row["pp"] + row["tg"] // 2
-        rows.setdefault(depth, {}).setdefault(row["pl"], []).append(row["t_tg"] / row["tg"])
-    depths, seconds, notes = [], [], [NOTE]
-    for depth, seconds_by_m in sorted(rows.items()):
-        steps = 0
-        while steps + 1 in seconds_by_m:
-            steps += 1
-        if steps < 2:
-            notes.append(f"Depth {depth} was left out: it lacks m = {1 if 1 not in seconds_by_m else 2}.")
-            continue
-        if max(seconds_by_m) > steps:
-            notes.append(f"Depth {depth} ends at m = {steps}: m = {steps + 1} was not measured.")
-        single = statistics.median(seconds_by_m[1])
-        depths.append(depth)
-        seconds.append(tuple(statistics.median(seconds_by_m[m]) / single for m in range(1, steps + 1)))
-    if not depths:
-        what = f"{path}: no prompt length was measured with 1 and 2 parallel sequences"
-        raise DataError(what, "use -npl 1,2,3,...,64 (every number)")
-    name = "llama-batched-bench"
-    return CostCurve(name, name, tuple(depths), tuple(seconds), 0, "T(1)", " ".join(notes))
 
 
 def llama_settings(curve: CostCurve, accepted: Sequence[float], draft: float, depth: int) -> list[str]:

@@ -797,28 +797,7 @@ def read_grammar(world: World, found: tuple[str, str]) -> Readers:
     return [steps]
 
 
-# ── logs of benchmarks, texts ──
-
-
-def bench_logs(world: World) -> Strategy:
-    lines = [{"pp": 64, "tg": 32, "pl": m, "t_tg": 0.1 * m, "n_kv": 9, "t_pp": 0.1} for m in (1, 2, 3)]
-    plain = b"".join(dumped(line) + b"\n" for line in lines)
-    edited = st.lists(st.sampled_from(lines).flatmap(lambda line: Tree(line).files()), max_size=3).map(b"\n".join)
-    return st.one_of(edited.map(lambda found: plain + found), edited_bytes(plain), lines_of(lines))
-
-
-def read_bench_log(world: World, found: bytes) -> Readers:
-    from distill.decoding.costs import save_cost_curve
-    from distill.planning.cases import import_curve, llama_settings
-
-    path = world.put("bench.jsonl", found)
-
-    def read() -> None:
-        curve = import_curve(path)
-        llama_settings(curve, [0.9, 0.5], 0.05, curve.depths[0])
-        save_cost_curve(curve, world.place / "curve.json")
-
-    return [read]
+# ── texts ──
 
 
 NAMES = ["a.txt", "b/c.txt", "é.txt", "x" * 200, "-", "\n", "d/e/f/g", ".hidden", "\udcff\udcfe"]
@@ -856,7 +835,7 @@ GIVEN = [
     *("model", "runs", "tiny", "whole.yaml", "text.txt", "model.gguf", "out", "missing", "missing.yaml", "1", "3,2,1"),
     *("name=other", "train.steps=3", "train.steps=x", "greedy", "token", "draft", "lookup", "tree"),
     *("eval", "json", "md"),
-    *("-", "--", "", "1e400", "0.5", "64,512", ".", "bench.jsonl", "org/name", "f16", "expected-value", "é"),
+    *("-", "--", "", "1e400", "0.5", "64,512", ".", "curve.json", "org/name", "f16", "expected-value", "é"),
 ]
 
 
@@ -946,9 +925,6 @@ def run_command(world: World, found: tuple[list[str], bytes]) -> Readers:
         (where / "model.gguf").symlink_to(world.finished / "gguf" / "draft-f16.gguf")
         (where / "whole.yaml").write_text(dump_recipe(world.recipe))
         (where / "text.txt").write_text("alpha beta " * 300)
-        (where / "bench.jsonl").write_bytes(
-            b'{"pp":64,"tg":32,"pl":1,"t_tg":0.1}\n{"pp":64,"tg":32,"pl":2,"t_tg":0.1}\n'
-        )
 
     def run() -> None:
         out, err = io.StringIO(), io.StringIO()
@@ -1008,7 +984,6 @@ KINDS = [
     Kind("teacher shards", 1, shards, read_shards, batch=100),
     Kind("checkpoints", 1, checkpoint_files, read_checkpoints, batch=100),
     Kind("grammars", 5, grammars, read_grammar),
-    Kind("logs of llama-batched-bench", 10, bench_logs, read_bench_log),
     Kind("folders of texts", 5, text_folders, read_text_folder),
     Kind("command lines", 1.5, command_lines, run_command, batch=100),
 ]

@@ -1,4 +1,4 @@
-"""Cost curves: measuring, saving, predictions; and the import of llama-batched-bench's logs."""
+"""Cost curves: measuring, saving, predictions."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from distill.decoding.costs import (
 )
 from distill.errors import DataError
 from distill.files import from_json
-from distill.planning.cases import import_curve, llama_settings, look_ahead, probability_floor
+from distill.planning.cases import llama_settings, look_ahead, probability_floor
 
 GLM = (1, 1.027, 0.712, 0.544, 0.459, 0.389, 0.347, 0.315, 0.281, 0.256, 0.233, 0.214, 0.199, 0.186, 0.178, 0.166)
 TARGET = CostCurve("big", "gguf", (64, 512), ((4.0, 5.0, 6.5), (6.0, 7.0, 9.0)), 5, machine={"cpu": "x"})
@@ -112,47 +112,6 @@ def test_speedups_are_predicted_as_far_as_costs_and_acceptance_reach(accepted: l
     speeds = [enumerated(accepted[:n]) / (costs[n] + n * draft) * costs[0] for n in range(len(accepted) + 1)]
     assert predicted_speedups(costs, draft, accepted) == pytest.approx(speeds)
     assert predicted_speedups(costs[:2], draft, accepted) == pytest.approx(speeds[:2])
-
-
-# ── llama-batched-bench ──
-
-
-def line(pl: Any, seconds: float, pp: int = 100, tg: int = 10) -> str:
-    """A line with one of the fields that are not read."""
-    return json.dumps({"n_kv_max": 4096, "pp": pp, "tg": tg, "pl": pl, "t_tg": seconds})
-
-
-def test_a_log_becomes_a_relative_curve(tmp_path: Path) -> None:
-    log = tmp_path / "log.jsonl"
-    lines = ["main: n_kv_max = 4096", line(1, 2.0), line(2, 3.0), "", line(3, 3.5), line(1, 2.2), line(1, 1.8)]
-    log.write_text("\n".join([*lines, line(8, 9.0), line(1, 4.0, pp=400), line(2, 5.0, pp=400), line(4, 1, pp=1000)]))
-    curve = import_curve(log)
-    assert curve.depths == (105, 405) and curve.unit == "T(1)"
-    assert curve.seconds[0] == pytest.approx((1.0, 1.5, 1.75)) and curve.seconds[1] == pytest.approx((1.0, 1.25))
-    assert curve.relative(105) == pytest.approx([1, 0.75, 1.75 / 3])
-    assert "parallel sequences" in curve.note and "m = 4 was not measured" in curve.note
-    assert "1005 was left out" in curve.note
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("", "no measurement"),
-        ("| PP | TG | B |", "no measurement"),
-        (line(1, 2.0) + "\n" + line(2, 3.0)[:40], "line 2: no JSON"),
-        (line(1, 2.0).replace("t_tg", "t_gt"), "line 1: `t_tg` is None"),
-        (line("one", 2.0), "`pl` is 'one', not a number from 1"),
-        (line(1, 0), "`t_tg` is 0, not a number from 1e-12"),
-        (line(1.5, 2.0), "`pl` is 1.5, not a number from 1"),
-        (line(4, 2.0), "1 and 2 parallel"),
-    ],
-)
-def test_malformed_logs_say_where(text: str, message: str, tmp_path: Path) -> None:
-    (tmp_path / "log").write_text(text)
-    with pytest.raises(DataError, match=message):
-        import_curve(tmp_path / "log")
-    with pytest.raises(DataError, match="cannot be read"):
-        import_curve(tmp_path / "missing")
 
 
 def glm() -> CostCurve:

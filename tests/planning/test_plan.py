@@ -122,13 +122,6 @@ def test_saved_curves(tmp_path: Path, capsys: Capture) -> None:
     assert "expected streamed layers" in tiny.refused(capsys, "plan", target, "--swap", "9,8,1")
 
 
-def test_a_log_of_llama_batched_bench(tmp_path: Path, capsys: Capture) -> None:
-    lines = [json.dumps({"pp": 64, "tg": 32, "pl": m, "t_tg": 0.9 + 0.1 * m}) for m in (1, 2, 3)]
-    (tmp_path / "log.jsonl").write_text("\n".join(lines))
-    said = tiny.shown(capsys, "plan", tmp_path / "log.jsonl", 0.05, "--acceptance", "0.9")
-    assert "--spec-draft-n-max 2" in said and f"at most {3 / 1.3:.2f}× (2 drafted)" in said
-
-
 def test_the_acceptance_that_a_run_measured(tmp_path: Path, capsys: Capture) -> None:
     rates = [PositionAcceptance(n, 10, 5, Interval(rate, 0.0, 1.0)) for n, rate in ((1, 0.62), (2, 0.55))]
     write_result(tmp_path / "eval.json", EvaluationReport("x", {}, 2, {}, {"after": rates}, {}))
