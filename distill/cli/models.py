@@ -238,7 +238,7 @@ def export_lookup(
     print(f"{path}  {size}  {content}, of {texts} answers, {tokens} tokens")
     ending = ".gguf" if server in ("llama.cpp", "ik_llama") else ""
     target = recipe.target.model if recipe.target.model.endswith(".gguf") == bool(ending) else f"TARGET{ending}"
-    print(drafting_from_texts(server, target, str(path), texts, tokens))
+    print(drafting_from_texts(server, target, str(path), texts, tokens, recipe.sampling))
 
 
 # ── `distill import-gguf` ──

@@ -9,9 +9,10 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from distill.errors import DistillError
 from distill.files import read_object
 from distill.folders import present_files, read_header
 from distill.gguf.head import open_head
+from distill.gguf.importing import is_gguf
 from distill.recipe import is_path
 
 LLAMA_SERVER = "the llama-server of llama-cpp-python 0.3.36's sources"  # the build on which these options were run
@@ -47,13 +49,91 @@ def pair_arguments(
     return ["-m", target, "-md", draft, SPEC_TYPE, DRAFT_TYPE, N_MAX, str(n_max), *floor, *drawn]
 
 
-def llama_server(target: str, draft: str | None, n_max: int, p_min: float | None = None) -> str:
-    """The command that serves two GGUF files."""
-    return shlex.join(["llama-server", *pair_arguments(target, draft, n_max, p_min)])
+# A served sampler by its names in recipes and generation_config.json: its name in GGUF files (general.sampling.…), and
+# llama-server's option. vLLM, transformers and llama-server take what the target's files say wherever a request names
+# nothing; where those say nothing, llama-server has defaults of its own.
+Sampling = Mapping[str, float]
+SAMPLING_KEYS = {
+    "temperature": ("temp", "--temp"),
+    "top_k": ("top_k", "--top-k"),
+    "top_p": ("top_p", "--top-p"),
+    "min_p": ("min_p", "--min-p"),
+    "repetition_penalty": ("penalty_repeat", "--repeat-penalty"),
+}
+# Settings of generation_config.json that no recipe has, and the values that change nothing.
+FOREIGN: dict[str, tuple[Any, ...]] = {
+    "no_repeat_ngram_size": (0,),
+    "typical_p": (1,),
+    "presence_penalty": (0,),
+    "frequency_penalty": (0,),
+}
+FOREIGN |= {"epsilon_cutoff": (0,), "eta_cutoff": (0,), "suppress_tokens": ([],), "bad_words_ids": ([],)}
 
 
-def vllm(target: str, draft: str, length: int, probabilistic: bool = False, same_vocabulary: bool = True) -> str:
-    """The command that serves two Hugging Face folders.
+def stated_sampling(target: str) -> dict[str, Any]:
+    """The sampler that a target's own files ask servers for, by the names of `SAMPLING_KEYS` and `FOREIGN`."""
+    if is_gguf(target):
+        values = open_head(Path(target)).values
+        found = {key: values.get(f"general.sampling.{name}") for key, (name, _) in SAMPLING_KEYS.items()}
+    else:
+        from distill.engines.torch.hugging_face import text_folder
+
+        path = text_folder(target) / "generation_config.json"
+        stated = read_object(path) if path.is_file() else {}
+        found = {key: stated.get(key) for key in (*SAMPLING_KEYS, *FOREIGN)}
+    return {key: value for key, value in found.items() if value is not None and not isinstance(value, bool)}
+
+
+def other_sampling(target: str, sampling: Sampling) -> str | None:
+    """How the sampler in a target's own files differs from this one; None where it does not."""
+    found, keys = [], []
+    for key, value in stated_sampling(target).items():
+        if key in FOREIGN:
+            found += [f"{key} {value!r:.60} (which no recipe has)"] if value not in FOREIGN[key] else []
+        elif not isinstance(value, int | float):
+            found.append(f"{key} {value!r:.60}, which is no number")
+        elif sampling["temperature"] or key in ("temperature", "repetition_penalty"):  # else the likeliest token counts
+            value = max(value, 0) if key == "top_k" else value  # servers take -1 for off
+            if not math.isclose(value, sampling[key], rel_tol=1e-5, abs_tol=1e-9):
+                found.append(f"{key} {value:.6g} (here {sampling[key]:g})")
+                keys.append(f"{'answers' if key == 'repetition_penalty' else 'sampler'}.{key}={value:.6g}")
+    if not found:
+        return None
+    place = "general.sampling" if is_gguf(target) else "generation_config.json"
+    return (
+        f"the target's {place} names another sampler than the recipe: {', '.join(found)}. vLLM, transformers and "
+        "llama-server use theirs wherever a request names none: "
+        + (f"if it is the one that you serve, learn and measure it ({' '.join(keys)}); else " if keys else "")
+        + "serve with the report's commands, which carry the recipe's"
+    )
+
+
+def _llama_sampling(sampling: Sampling | None) -> list[str]:
+    return [word for key, value in (sampling or {}).items() for word in (SAMPLING_KEYS[key][1], f"{value:g}")]
+
+
+def _vllm_sampling(sampling: Sampling | None) -> str:
+    if not sampling:
+        return ""
+    return f" \\\n  --override-generation-config {shlex.quote(json.dumps(dict(sampling)))}"
+
+
+def llama_server(
+    target: str, draft: str | None, n_max: int, p_min: float | None = None, sampling: Sampling | None = None
+) -> str:
+    """The command that serves two GGUF files, with this sampler where a request names none."""
+    return shlex.join(["llama-server", *pair_arguments(target, draft, n_max, p_min), *_llama_sampling(sampling)])
+
+
+def vllm(
+    target: str,
+    draft: str,
+    length: int,
+    probabilistic: bool = False,
+    same_vocabulary: bool = True,
+    sampling: Sampling | None = None,
+) -> str:
+    """The command that serves two Hugging Face folders, with this sampler where a request names none.
 
     `probabilistic` drafts are drawn from the draft; by default vLLM drafts its best tokens, and where the vocabularies
     differ only those, of the tokens that both have.
@@ -65,7 +145,7 @@ def vllm(target: str, draft: str, length: int, probabilistic: bool = False, same
         config["draft_sample_method"] = "probabilistic"
     return (
         f"vllm serve {shlex.quote(target)} \\\n"
-        f"  --speculative-config {shlex.quote(json.dumps(config, ensure_ascii=False))}"
+        f"  --speculative-config {shlex.quote(json.dumps(config, ensure_ascii=False))}" + _vllm_sampling(sampling)
     )
 
 
@@ -84,16 +164,18 @@ def suffix_depth(tokens: int) -> int:
     return min(IK_DEPTH, IK_INSERTED // max(tokens, 1))
 
 
-def drafting_from_texts(server: str, target: str, file: str, texts: int, tokens: int) -> str:
+def drafting_from_texts(
+    server: str, target: str, file: str, texts: int, tokens: int, sampling: Sampling | None = None
+) -> str:
     """The command of a server that drafts from a file of so many texts and tokens (teacher/stage.py), without a draft
-    model."""
-    model = shlex.quote(target)
+    model, with this sampler where a request names none (SGLang takes none)."""
+    model, sampled = shlex.quote(target), "".join(f" {word}" for word in _llama_sampling(sampling))
     if server == "llama.cpp":
-        return f"llama-server -m {model} {SPEC_TYPE} ngram-cache --lookup-cache-static {shlex.quote(file)}"
+        return f"llama-server -m {model} {SPEC_TYPE} ngram-cache --lookup-cache-static {shlex.quote(file)}{sampled}"
     if server == "ik_llama":
         quoted = file.replace("\\", "\\\\").replace("'", "\\'")
         stage = f"suffix:suffix_max_depth={suffix_depth(tokens)},suffix_corpus='{quoted}'"
-        return f"llama-server -m {model} {SPEC_TYPE} {shlex.quote(stage)}"
+        return f"llama-server -m {model} {SPEC_TYPE} {shlex.quote(stage)}{sampled}"
     if server == "sglang":
         budget = ["--speculative-ngram-external-sam-budget", str(SGLANG_NODES)]
         if texts + tokens > SGLANG_TOKENS:  # it counts a mark between texts
@@ -105,17 +187,23 @@ def drafting_from_texts(server: str, target: str, file: str, texts: int, tokens:
     config: dict[str, str | int] = {"method": "suffix"}
     if texts > VLLM_REQUESTS:
         config["suffix_decoding_max_cached_requests"] = texts
+    options = shlex.quote(json.dumps(config)) + _vllm_sampling(sampling)
     return (
-        f"vllm serve {model} --speculative-config {shlex.quote(json.dumps(config))}  # needs arctic-inference\n"
+        f"vllm serve {model} --speculative-config {options}  # needs arctic-inference\n"
         "while read -r request; do\n"
         "  curl -s http://localhost:8000/v1/completions -H 'Content-Type: application/json' -d \"$request\"\n"
         f"done < {shlex.quote(file)}"
     )
 
 
-def transformers(target: str, draft: str, length: int, same_vocabulary: bool) -> str:
-    """Python that continues a text with two Hugging Face folders."""
-    extra = "" if same_vocabulary else ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
+def transformers(target: str, draft: str, length: int, same_vocabulary: bool, sampling: Sampling | None = None) -> str:
+    """Python that continues a text with two Hugging Face folders, with this sampler."""
+    given = dict(sampling or {})
+    if given and not given["temperature"]:
+        given = {"repetition_penalty": given["repetition_penalty"]}
+    drawn = {} if not sampling else {"do_sample": bool(sampling["temperature"])} | given
+    extra = "".join(f", {key}={value}" for key, value in drawn.items())
+    extra += "" if same_vocabulary else ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
     lines = [
         "from transformers import AutoModelForCausalLM, AutoTokenizer",
         "",

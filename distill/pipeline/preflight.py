@@ -26,7 +26,7 @@ from distill.decoding.configured import check_configurations, check_trees
 from distill.devices import pick_device, process_count, take_peaks
 from distill.engines.loaded import context_of
 from distill.engines.pairs import compare_pair
-from distill.engines.server_commands import shipped_heads
+from distill.engines.server_commands import other_sampling, shipped_heads
 from distill.engines.torch.described import empty_model
 from distill.engines.torch.hugging_face import check_placement, check_weights, load_config, local_snapshot, text_folder
 from distill.engines.torch.model import growing_cache, state_refusal
@@ -182,6 +182,8 @@ def check_pair(recipe: Recipe) -> list[str]:
     Vocabulary.read(text_folder(recipe.target.model))  # as evaluation does, after hours
     pair = compare_pair(recipe.target.model, recipe.donor_model, same_rows=True)
     heads = shipped_heads(recipe.target.model)
+    if (other := other_sampling(recipe.target.model, recipe.sampling)) is not None:
+        heads.append(Caution(f"warning: {other}"))
     if recipe.cut.transplant is not None:
         return [f"context: {pair.context or 'fits'}", *heads]
     troubles = {line for line, fits, _ in pair.verdicts() if not fits}

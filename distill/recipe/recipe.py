@@ -69,6 +69,11 @@ class Recipe(Section):
         """The model that the draft is cut from: cut.donor, or the target's folder or hub name."""
         return self.target.model if self.cut.donor == "target" else self.cut.donor
 
+    @property
+    def sampling(self) -> dict[str, float]:
+        """The sampler that answers are written with, by the names that servers take."""
+        return {**self.sampler.model_dump(mode="json"), "repetition_penalty": self.answers.repetition_penalty}
+
     def gguf_options(self, role: Literal["target", "draft"]) -> GgufOptions:
         """How llama.cpp opens a file of the target or the draft: null options follow `threads` and `device`."""
         options = self.gguf.of(role)

@@ -261,7 +261,9 @@ def usage(results: RunResults) -> list[Block]:
     drawn = evaluation.probabilistic if evaluation else None
     big, small = _file(results, "target"), _file(results, "draft")
     big = big or (target if target.endswith(".gguf") else "target.gguf")
-    served = llama_server(big, small or "draft.gguf", _length(fastest, "gguf"))
+    config = results.config
+    sampling = {**config["sampler"], "repetition_penalty": config["answers"]["repetition_penalty"]}
+    served = llama_server(big, small or "draft.gguf", _length(fastest, "gguf"), sampling=sampling)
     blocks: list[Block] = [
         Heading("llama.cpp"),
         _verdict(fastest, "gguf"),
@@ -272,9 +274,9 @@ def usage(results: RunResults) -> list[Block]:
     if not target.endswith(".gguf"):
         sampled = evaluation is not None and evaluation.acceptance_measure == "acceptance_sampling"
         length, verdict = _length(fastest, "pytorch"), _verdict(fastest, "pytorch")
-        in_python = transformers(target, draft, length, same)
+        in_python = transformers(target, draft, length, same, sampling)
         blocks = [Heading("transformers"), verdict, Code([(in_python, "")], "python"), *blocks]
-        served = vllm(target, draft, length, probabilistic=sampled, same_vocabulary=same)
+        served = vllm(target, draft, length, probabilistic=sampled, same_vocabulary=same, sampling=sampling)
         blocks += [Heading("vLLM"), verdict, Code([(served, "")], "sh"), "" if same else OTHER_ROWS]
     return [*blocks, PLACES]
 

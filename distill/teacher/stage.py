@@ -355,10 +355,9 @@ def _external_corpus(recipe: Recipe, answers: Sequence[Sample]) -> Written:
 
 def _requests(recipe: Recipe, answers: Sequence[Sample]) -> Written:
     """Requests to /v1/completions for texts like the answers: vLLM's cache holds what it wrote itself, nothing else."""
-    sampler = recipe.sampler.model_dump(mode="json") | {"repetition_penalty": recipe.answers.repetition_penalty}
     stop = {"stop": list(recipe.answers.stop)} if recipe.answers.stop else {}
     requests = [
-        {"prompt": answer.prompt, "max_tokens": len(answer.answer), **sampler, **stop, "seed": number}
+        {"prompt": answer.prompt, "max_tokens": len(answer.answer), **recipe.sampling, **stop, "seed": number}
         for number, answer in enumerate(answers)
     ]
     return _json_lines(requests), f"{len(requests)} requests", sum(len(answer.answer) for answer in answers)
