@@ -3,6 +3,7 @@ or shows several side by side."""
 
 from __future__ import annotations
 
+import json
 import sys
 import time
 from contextlib import closing
@@ -75,24 +76,24 @@ def train(
     run = Run(folder, found)
     running.finish_refresh(folder)  # one that was killed
     parent = running.plan_refresh(found, run) if refresh else None
+    # --fresh begins in an empty folder.
+    planned = Run(folder.with_name(f".{folder.name}.fresh"), found) if fresh else run
+    plan = [] if parent is not None else running.plan_run(found, planned, until, redo or ())
     if dry_run:
-        # --fresh begins in an empty folder.
-        planned = Run(folder.with_name(f".{folder.name}.fresh"), found) if fresh else run
-        plan = running.plan_run(found, planned, until, redo or ())
         for action in plan:
             run.say(action.line())
-        running.require_allowed(plan)
+    running.require_allowed(plan)
+    if dry_run:
         return
+    # Before the run folder is touched: a cut that cannot be made must not cost the answers.
+    text = read_utf8(recipe)  # which may be the config.yaml of a run that is moved
+    _check(found, planned, until)
     if fresh:
         _move_aside(run)
-    if parent is None:
-        running.require_allowed(running.plan_run(found, run, until, redo or ()))
-    # Before the run folder is touched: a cut that cannot be made must not cost the answers.
-    _check(found, run, until)
     if parent is not None:
         print(f"the old run is now {running.start_refresh(run, parent)}", file=sys.stderr)
     with closing(run):
-        run.open(read_utf8(recipe))
+        run.open(text)
         shared.prepare(found.threads)
         running.run_pipeline(found, run, until, redo or (), partial(_print_stage, folder))
         say_outcome(run)
@@ -114,6 +115,10 @@ def _rehearse(whole: Recipe, short: Recipe, run: Run) -> None:
 def _move_aside(run: Run) -> None:
     if not run.folder.exists():
         return
+    if json.dumps(f"{run.folder.resolve()}/")[:-1] in run.recipe.model_dump_json():
+        raise RunError(
+            f"the recipe reads from {run.folder}, which --fresh moves aside", "give it another name (name=…)"
+        )
     aside = run.folder.with_name(f"{run.folder.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     with run.locked(), faults_explained(run.folder):
         run.folder.rename(aside)

@@ -131,8 +131,13 @@ def test_redo_supersedes_and_goes_on_after_an_interruption(
 
 
 def test_fresh_moves_the_old_run_aside(world: Path, copied: Path, capsys: Capture) -> None:
-    before = tiny.contents(copied)
-    assert train(world, copied, "answers.prompts=8", "--fresh", "--until", "corpus") == 0
+    """After the checks, and also where the recipe is that of the old run."""
+    before, own = tiny.contents(copied), copied / "draft"
+    fresh = (capsys, "train", copied / "config.yaml", "--runs", copied.parent, "--fresh")
+    assert "drop_layers" in tiny.refused(*fresh, "cut={drop_layers: '90'}")
+    assert "which --fresh moves aside" in tiny.refused(*fresh, f"cut.donor={own}", "cut.layers=1")
+    assert tiny.contents(copied) == before and [path.name for path in copied.parent.iterdir()] == ["tiny"]
+    assert tiny.call(*fresh[1:], "answers.prompts=8", "--until", "corpus") == 0
     aside = [path for path in copied.parent.iterdir() if path.name != "tiny"]
     assert len(aside) == 1 and str(aside[0]) in capsys.readouterr().err
     assert tiny.contents(aside[0]) == before
