@@ -110,7 +110,7 @@ CASES = {
     "qwen3-yarn": Case(
         "qwen3",
         "qwen2.5",
-        {"head_dim": 32, "rope_parameters": YARN | {"attention_factor": 1.2, "beta_fast": 16.0, "beta_slow": 2.0}},
+        {"head_dim": 32, "rope_parameters": YARN | {"beta_fast": 32.0, "beta_slow": 1.0}},
     ),
 }
 COMMON = {

@@ -19,6 +19,7 @@ import numpy as np
 from distill.errors import DataError
 from distill.files import split_parts
 from distill.vocabulary.encoding import LLAMA3_NAMES
+from distill.vocabulary.vocabulary import FILL
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
@@ -408,19 +409,8 @@ NO_END = {
 }
 SHOWN_NAMES = frozenset(("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"))  # user-defined tokens
 # Roles that fill in the middle, an older word for each, and names that are control tokens where no key gives another.
-FILL_NAMES = {
-    ("fim_pre", "prefix"): (
-        *("<|fim_prefix|>", "<fim-prefix>", "<fim_prefix>", "<｜fim▁begin｜>", "<PRE>", "▁<PRE>", "<|code_prefix|>"),
-        "<|prefix|>",
-    ),
-    ("fim_suf", "suffix"): (
-        *("<|fim_suffix|>", "<fim-suffix>", "<fim_suffix>", "<｜fim▁hole｜>", "<SUF>", "▁<SUF>", "<|code_suffix|>"),
-        "<|suffix|>",
-    ),
-    ("fim_mid", "middle"): (
-        *("<|fim_middle|>", "<fim-middle>", "<fim_middle>", "<｜fim▁end｜>", "<MID>", "▁<MID>", "<|code_middle|>"),
-        "<|middle|>",
-    ),
+FILL_NAMES: dict[tuple[str, ...], tuple[str, ...]] = {
+    **{(f"fim_{word[:3]}", word): names for word, names in FILL.items()},
     ("fim_pad",): ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     ("fim_rep",): ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     ("fim_sep",): ("<|file_sep|>",),

@@ -304,7 +304,7 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
 
     `architecture` is llama.cpp's name of the model's, by which the converter chooses some keys. Raises DataError when
     the tokenizer is missing, of a kind that llama.cpp has not, larger than the model's vocabulary, or splits text by
-    rules that llama.cpp has no name for.
+    rules that llama.cpp has no name for; and where llama-cpp-python, which would know, is not installed.
     """
     path = folder / "tokenizer.json"
     content = tokenizer_content(path)
@@ -361,7 +361,16 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
         add_space_prefix=prefix,
         chat_template=_chat_template(folder, settings),
     )
-    return exported if pre is not None else replace(exported, pre=_find_pre_type(path, tokenizer, exported))
+    if pre is not None:
+        return exported
+    # The first name under which llama.cpp gives the tokenizer's own ids for all of PROBE.
+    for named in (replace(exported, pre=name) for name in NAMES):
+        if same_ids(tokenizer, named):
+            return named
+    raise DataError(
+        f"{path}: llama.cpp has no pre-tokenizer that splits text like this one",
+        hint="export to another format, or ask llama.cpp for it (convert_hf_to_gguf_update.py)",
+    )
 
 
 def _refuse_flags(path: Path, content: Mapping[str, Any], spaced: bool) -> None:
@@ -460,20 +469,6 @@ def _pre_type(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> s
         return SAME_BUT_MERGING[pre]
     raise DataError(
         f"{path}: ignore_merges has no counterpart for pre-tokenizer {pre!r}", hint="export to another format"
-    )
-
-
-def _find_pre_type(path: Path, tokenizer: Tokenizer, exported: GgufTokenizer) -> str:
-    """The first name under which llama.cpp gives the tokenizer's own ids for all of PROBE.
-
-    Raises DataError when there is none, or llama-cpp-python is not installed.
-    """
-    for name in NAMES:
-        if same_ids(tokenizer, replace(exported, pre=name)):
-            return name
-    raise DataError(
-        f"{path}: llama.cpp has no pre-tokenizer that splits text like this one",
-        hint="export to another format, or ask llama.cpp for it (convert_hf_to_gguf_update.py)",
     )
 
 

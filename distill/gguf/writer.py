@@ -35,7 +35,7 @@ from distill.gguf.fields import (
     read_shape,
     rope_tensors,
 )
-from distill.gguf.head import ggml_type, open_head, tensor_bytes, write_head
+from distill.gguf.head import ggml_type, tensor_bytes, write_head
 from distill.gguf.importing import PART_VALUES, is_gguf
 from distill.gguf.library import ERRORS, last_errors, library
 from distill.gguf.tokenizer import add_tokenizer, read_tokenizer
@@ -202,12 +202,8 @@ def quantise_file(
     outtype: str,
     tensor_types: Sequence[tuple[str, str]] = (),
     importance: Mapping[str, Floats] | None = None,
-) -> int:
-    """Quantise the GGUF file `exact` into `output`.
-
-    Returns the number of matrices whose rows do not fit blocks of 256 where the type has such blocks. Raises DataError
-    when llama.cpp refuses, RunError when the disk is full.
-    """
+) -> None:
+    """Quantise the GGUF file `exact` into `output`; DataError when llama.cpp refuses, RunError for a full disk."""
     llama = library()
     parameters = llama.llama_model_quantize_default_params()
     parameters.nthread = usable_cores()
@@ -226,10 +222,6 @@ def quantise_file(
         parameters.imatrix = entries
 
     write_atomically(output, lambda path: _quantise(llama, exact, path, parameters, outtype), several=True)
-    if "k" not in outtype and outtype != "iq4_xs":
-        return 0
-    shapes = open_head(output).shapes
-    return sum(len(shape) > 1 and shape[0] % K_BLOCK > 0 for shape in shapes.values())
 
 
 def _quantise(llama: Any, source: Path, path: Path, parameters: Any, outtype: str) -> None:
@@ -300,7 +292,6 @@ def export_files(
     direct = {path: kind for path, kind in outputs.items() if path not in left}
     if left:
         library()  # fails without llama-cpp-python before anything is written
-    counts: dict[Path, int] = {}
     exact_type = _lossless(tensors)
     exact = next((path for path, kind in direct.items() if kind == exact_type), None)
     with contextlib.ExitStack() as stack:
@@ -315,14 +306,13 @@ def export_files(
             places = {files.enter_context(written_atomically(path, several=True)): written[path] for path in written}
             if places:
                 _write(tensors, fields, places)
-        for path, kind in direct.items():
-            matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]
-            counts[path] = sum(_tensor_type(tensor, kind).name != kind.upper() for tensor in matrices)
         for path, kind in left.items():
             assert exact is not None
-            counts[path] = quantise_file(exact, path, kind, tensor_types, importance)
+            quantise_file(exact, path, kind, tensor_types, importance)
+    matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]
+    misfits = {kind: sum(tensor.shape[-1] % _block(kind) > 0 for tensor in matrices) for kind in outputs.values()}
     return [
-        WrittenFile(path, kind, path.stat().st_size, len(tensors), counts[path], shape.notes)
+        WrittenFile(path, kind, path.stat().st_size, len(tensors), misfits[kind], shape.notes)
         for path, kind in outputs.items()
     ]
 
@@ -338,13 +328,20 @@ def _lossless(tensors: list[GgufTensor]) -> str:
     return {frozenset({"F16"}): "f16", frozenset({"BF16"}): "bf16"}.get(frozenset(types), "f32")
 
 
+def _block(outtype: str) -> int:
+    """How many values of a row a type of files stores together; of llama.cpp's mixtures, the largest number."""
+    import gguf
+
+    kind = gguf.GGMLQuantizationType.__members__.get(outtype.upper())
+    return K_BLOCK if kind is None else int(gguf.GGML_QUANT_SIZES[kind][0])
+
+
 def _tensor_type(tensor: GgufTensor, outtype: str) -> GGMLQuantizationType:
     import gguf
 
     if len(tensor.shape) == 1:
         return gguf.GGMLQuantizationType.F32
-    kind = ggml_type(outtype)
-    return gguf.GGMLQuantizationType.F16 if tensor.shape[-1] % gguf.GGML_QUANT_SIZES[kind][0] else kind
+    return gguf.GGMLQuantizationType.F16 if tensor.shape[-1] % _block(outtype) else ggml_type(outtype)
 
 
 def _write(tensors: list[GgufTensor], fields: Callable[[str], Any], types: Mapping[Path, str]) -> None:

@@ -71,6 +71,14 @@ def from_mapped(token: str) -> bytes:
 
 # In the order in which transformers adds those that tokenizer.json lacks.
 NAMED_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
+# Fill in the middle, by Qwen, StarCoder and Granite, SantaCoder, DeepSeek, CodeLlama, Falcon, Codestral and GLM.
+FILL = {
+    word: (
+        *(f"<|fim_{word}|>", f"<fim-{word}>", f"<fim_{word}>", f"<｜fim▁{place}｜>", f"<{short}>", f"▁<{short}>"),
+        *(f"<|code_{word}|>", f"<|{word}|>"),
+    )
+    for word, place, short in (("prefix", "begin", "PRE"), ("suffix", "hole", "SUF"), ("middle", "end", "MID"))
+}
 # Names under which families of models know a token; the first one that a vocabulary has takes the role.
 MARKERS: dict[str, tuple[str, ...]] = {
     "turn_end": (
@@ -100,19 +108,7 @@ MARKERS: dict[str, tuple[str, ...]] = {
     "system": ("<|system|>", "<|SYSTEM_TOKEN|>", "[SYSTEM_PROMPT]"),
     "user": ("<|user|>", "<|USER_TOKEN|>", "<｜User｜>", "<|User|>", "[INST]"),
     "assistant": ("<|assistant|>", "<|CHATBOT_TOKEN|>", "<｜Assistant｜>", "<|Assistant|>", "[/INST]"),
-    # Fill in the middle: Qwen, StarCoder and Granite, SantaCoder, DeepSeek, CodeLlama, Falcon, Codestral, GLM.
-    "fim_prefix": (
-        *("<|fim_prefix|>", "<fim_prefix>", "<fim-prefix>", "<｜fim▁begin｜>", "▁<PRE>", "<PRE>"),
-        *(">>PREFIX<<", "[PREFIX]", "<|code_prefix|>", "<|prefix|>"),
-    ),
-    "fim_suffix": (
-        *("<|fim_suffix|>", "<fim_suffix>", "<fim-suffix>", "<｜fim▁hole｜>", "▁<SUF>", "<SUF>"),
-        *(">>SUFFIX<<", "[SUFFIX]", "<|code_suffix|>", "<|suffix|>"),
-    ),
-    "fim_middle": (
-        *("<|fim_middle|>", "<fim_middle>", "<fim-middle>", "<｜fim▁end｜>", "▁<MID>", "<MID>"),
-        *(">>MIDDLE<<", "[MIDDLE]", "<|code_middle|>", "<|middle|>"),
-    ),
+    **{f"fim_{word}": (*names, f">>{word.upper()}<<", f"[{word.upper()}]") for word, names in FILL.items()},
     "fim_pad": ("<|fim_pad|>", "<fim_pad>", "<fim-pad>"),
     "repository": ("<|repo_name|>", "<repo_name>", "<reponame>", "<|fim_repo|>", "<fim-repo>", "<REPO>"),
     "file": ("<|file_sep|>", "<file_sep>"),

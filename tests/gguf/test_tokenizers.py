@@ -78,10 +78,15 @@ def byte_level() -> GgufTokenizer:
 
 
 @needs_llama
-@pytest.mark.parametrize("pre", sorted(PRE_STEPS))
+@pytest.mark.parametrize("pre", sorted({*PRE_STEPS, *NAMES}))
 def test_ids_of_each_pre_tokenizer_are_those_of_llama_cpp(pre: str, byte_level: GgufTokenizer, tmp_path: Path) -> None:
     """A vocabulary under each name: our tokenizer splits and merges as llama.cpp does, on hostile texts too."""
-    own = write_tokenizer(tmp_path / "v.gguf", replace(byte_level, pre=pre))  # the tested build knows every name
+    path, exported = tmp_path / "v.gguf", replace(byte_level, pre=pre)
+    if pre not in PRE_STEPS:  # one that is tried alone: a name that this build lacks would silently never be found
+        write_vocabulary(path, lambda writer: add_tokenizer(writer, exported))
+        GgufFile(path, vocabulary_only=True).close()
+        return
+    own = write_tokenizer(path, exported)  # the tested build knows every name
     check_ids(own, tmp_path / "v.gguf", [*PROBE, *HARD_TEXTS, *held_out_texts()[::7]], parse_special=False)
 
 
@@ -246,24 +251,6 @@ def test_texts_changed_in_other_ways(change: dict[str, Any], message: str, llama
     edit(tmp_path / "tokenizer.json", **change)
     with pytest.raises(DataError, match=message):
         read_tokenizer(tmp_path, 32000)
-
-
-@needs_llama
-def test_every_probed_name_is_one_of_llama_cpp(tmp_path: Path) -> None:
-    """A name that this build lacks would silently never be found."""
-    missing = []
-    for name in NAMES:
-        write_vocabulary(
-            tmp_path / "v.gguf",
-            lambda writer, name=name: add_tokenizer(
-                writer, GgufTokenizer("gpt2", name, ["a", "b", "ab"], [1, 1, 1], merges=["a b"])
-            ),
-        )
-        try:
-            GgufFile(tmp_path / "v.gguf", vocabulary_only=True).close()
-        except DataError:
-            missing.append(name)
-    assert missing == []
 
 
 # ── a real file ──
