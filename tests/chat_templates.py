@@ -66,3 +66,52 @@ def dress(tokenizer: Any, style: str, marked: bool = False) -> Any:
     begin, close = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
     tokenizer.chat_template = template.replace("{G}", begin).replace("{E}", close)
     return tokenizer
+
+
+# Where answers begin behind other texts than a line's end; the last part of a turn is not always a special token.
+TURNS = {  # what stands before a user's message, between it and the answer, and behind the answer
+    "colon": ("User: ", "\n\nAssistant: ", "{{ eos_token }}"),
+    "no space": ("<s>[INST] ", " [/INST]", "{{ eos_token }}"),
+    "lines": ("### Question\n", "\n### Answer\n", "<end>\n"),
+    "space": ("USER: ", " ASSISTANT: ", "<end>"),
+    "tokens": ("<tool>user\n", "<end>\n<tool>assistant\n", "<end>\n"),
+    "bare": ("<tool>", "<end>", "<end>"),
+}
+
+
+def with_turns(tokenizer: Any, style: str, trim: bool) -> Any:
+    """Give a tokenizer the template of TURNS, in which the prompt ends without the space before an answer."""
+    user, between, end = TURNS[style]
+    begun = between.rstrip(" ") if style != "space" else between
+    content = "m['content'] | trim" if trim else "m['content']"
+    tokenizer.chat_template = (
+        f"{{{{ bos_token }}}}{{% for m in messages %}}{{% if m['role'] == 'user' %}}{user}{{{{ m['content'] }}}}"
+        f"{{% else %}}{between}{{{{ {content} }}}}{end}{{% endif %}}{{% endfor %}}"
+        f"{{% if add_generation_prompt %}}{begun}{{% endif %}}"
+    )
+    return tokenizer
+
+
+def fault_of_answer(template: Any, messages: list[dict[str, Any]], ended: bool = True) -> str | None:
+    """How the ids of an answer differ from those of the whole rendered chat; None where they do not.
+
+    Where a token of the whole chat reaches over the end of the prompt, which a server reads on its own, the text is the
+    same, and so are the ids from the next border of both on.
+    """
+    from distill.data.samples import decoded
+    from distill.engines.torch.hugging_face import encode_text
+
+    tokenizer = template.tokenizer
+    prompt, answer = template.answered(messages, ended=ended)
+    if prompt != encode_text(tokenizer, template.text(messages[:-1])):
+        return "the prompt has other ids than alone"
+    whole, found = encode_text(tokenizer, template.text(messages, generate=False)), prompt + answer
+    if ended and answer[-1:] != template.end:
+        return "it does not end"
+    if whole[: len(prompt)] == prompt:
+        same, rest = found == whole[: len(found)], decoded(tokenizer, whole[len(found) :])
+    else:
+        text = decoded(tokenizer, whole)
+        same, rest = text.startswith(decoded(tokenizer, found)), text.removeprefix(decoded(tokenizer, found))
+    wanted = not rest.strip() if ended else rest.startswith(decoded(tokenizer, template.end))
+    return None if same and wanted else f"{answer} behind {prompt} is not {whole}; {rest!r} follows"

@@ -1,7 +1,8 @@
 """The target's own chat template: conversations as prompts, and the tokens of an answer that a draft learns from.
 
-An answer is what the target writes after a prompt: its content, then the token that ends a turn. It is tokenised apart
-from the prompt, as it was generated. Templates that drop earlier thinking therefore give each turn a prompt of its own.
+An answer is what the target writes after a prompt: its content, then the token that ends a turn. It is tokenised where
+it stands behind the prompt, whose tokens stay those of the prompt alone, as a server reads it. Templates that drop
+earlier thinking therefore give each turn a prompt of its own.
 """
 
 from __future__ import annotations
@@ -9,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -18,7 +18,7 @@ from typing import Any
 
 from distill.data.records import CLOSING, OPENING, THINKING, THOUGHT
 from distill.data.samples import decoded
-from distill.engines.torch.hugging_face import encode, encode_text
+from distill.engines.torch.hugging_face import encode, encode_behind, encode_text, special_tokens, turn_end
 from distill.errors import DataError, RecipeError
 from distill.recipe import Chat
 
@@ -33,7 +33,6 @@ THOUGHTS = {
     "◁think▷": "◁/think▷",
 }
 MARKS = "MARKER of a message", "Other marker"  # in place of a user's message, to find what is written around it
-_TAG = re.compile(r"</?[a-z]+[1-6]?>")  # of HTML: some vocabularies, such as Gemma's, add them as tokens of plain text
 BEGINNINGS = "How", "What", "a", "1", "\u00e9", "\u4f60", "-", '"'  # of messages
 
 
@@ -122,16 +121,8 @@ class ChatTemplate:
 
     @cached_property
     def special(self) -> set[int]:
-        """The ids of special tokens, and of added ones that are more than white space or a tag of HTML."""
-
-        source = str(self.tokenizer.chat_template)
-
-        def plain(text: str) -> bool:
-            return not text.strip(" \t\r\n▁") or bool(_TAG.fullmatch(text) and text not in source)
-
-        marked = {number for number, token in self.tokenizer.added_tokens_decoder.items() if token.special}
-        added = {number for text, number in self.tokenizer.get_added_vocab().items() if not plain(text)}
-        return added | marked | set(self.tokenizer.all_special_ids)
+        """See special_tokens."""
+        return special_tokens(self.tokenizer)
 
     def user_header(
         self, before: Sequence[Message], ends: Sequence[int], thinking: bool | None = None, opening: str = ""
@@ -178,24 +169,14 @@ class ChatTemplate:
     @cached_property
     def end(self) -> list[int]:
         """The token that ends an answer: the first after one as the template writes it; else the tokenizer's eos."""
-        question = {"role": "user", "content": "a"}
-        try:
-            before = self.text([question], generate=False)
-            whole = self.text([question, {"role": "assistant", "content": "MARK"}], generate=False)
-        except ValueError:
-            before = whole = ""
-        tail = whole[len(before) :].rpartition("MARK")[2] if "MARK" in whole else ""
-        ids = encode(self.tokenizer, tail.lstrip())[:1] if tail.strip() else []
-        if ids and ids[0] in self.special:
-            return ids
         eos = self.tokenizer.eos_token_id
-        return [] if eos is None else [eos]
+        return turn_end(self.tokenizer) or ([] if eos is None else [eos])
 
     def answered(
-        self, messages: Sequence[Message], thinking: bool | None = None, ended: bool = True
+        self, messages: Sequence[Message], thinking: bool | None = None, ended: bool = True, served: bool = False
     ) -> tuple[list[int], list[int]]:
         """Token ids of the prompt before the last message, the assistant's, and of that answer, its end included
-        where the target `ended` it.
+        where the target `ended` it. A `served` answer may hold the space that the template writes before it.
 
         Raises ValueError where the template does not say how the answer was written.
         """
@@ -219,13 +200,27 @@ class ChatTemplate:
             if not as_usual and encode(self.tokenizer, answer)[-1] in self.special:
                 end = []  # a family that ends a call by a token of its own, which is there
         elif THOUGHT not in last:
-            answer = last["content"]
+            answer = self._as_it_stands(prompt, before, last, thinking, served)
         else:
             answer = self._with_thinking(prompt, opening, before, last, thinking)
             if not ended and not last["content"].strip():
                 thought = last[THOUGHT].strip()
                 answer = answer[: answer.index(thought) + len(thought)]
-        return encode_text(self.tokenizer, prompt), encode(self.tokenizer, answer) + end
+        ids, found = encode_behind(self.tokenizer, prompt, answer + decoded(self.tokenizer, end))
+        return (ids, found) if found[-1:] == end[-1:] else (ids, encode_behind(self.tokenizer, prompt, answer)[1] + end)
+
+    def _as_it_stands(
+        self, prompt: str, before: Sequence[Message], last: Message, thinking: bool | None, served: bool
+    ) -> str:
+        """The text of an answer's content as the template writes it behind the prompt, with the space before it once
+        where a `served` one holds it; as it is where the template begins no answer so."""
+        content = str(last["content"])
+        try:
+            written = self._written(prompt, before, last, thinking)[0]
+        except ValueError:
+            return content
+        gap = written.partition(content)[0] if served and content in written else ""
+        return content if gap and not gap.strip() and content.startswith(gap) else written
 
     def _with_thinking(
         self, prompt: str, opening: str, before: Sequence[Message], last: Message, thinking: bool | None

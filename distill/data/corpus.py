@@ -14,7 +14,7 @@ from distill.data.packing import Packed, concatenate, pack
 from distill.data.prompts import ChatPrompts, cut_prompts
 from distill.data.samples import SPLITS, CorpusTexts, Sample, Split, SplitTexts, count_texts, write_samples
 from distill.data.sources import UNREAD, Document, read_documents, require_splits, with_questions
-from distill.engines.torch.hugging_face import encode_text, end_ids, load_tokenizer
+from distill.engines.torch.hugging_face import encode_text, end_ids, load_tokenizer, stated_ends, turn_end
 from distill.errors import DataError
 from distill.files import write_atomically, write_json, write_result
 from distill.progress import Caution
@@ -205,9 +205,17 @@ def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
 
     Raises DataError or RecipeError where it takes none of them.
     """
-    chat = chat_prompts(recipe, load_tokenizer(recipe.target.model), documents)
+    tokenizer, notes = load_tokenizer(recipe.target.model), []
+    chat = chat_prompts(recipe, tokenizer, documents)
     if chat is None:
         return []
+    if (end := turn_end(tokenizer)) and end[0] not in {tokenizer.eos_token_id, *stated_ends(recipe.target.model)}:
+        notes.append(
+            Caution(
+                f"warning: the template ends a turn with {tokenizer.decode(end)}, which no file of the target names "
+                "as an end: answers end there, and a server has to be told (generation_config.json)"
+            )
+        )
     for document in documents:
         prompt = None if document.messages is None else chat.prompt(document)
         if prompt is None:
@@ -226,6 +234,6 @@ def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
                 for _ in chat.given(one):
                     pass
         left = [Caution(f"warning: {count} given answers left out: {why}") for why, count in chat.dropped.items()]
-        return [*lines, *left]
+        return [*lines, *left, *notes]
     reasons = ", ".join(f"{count} {reason}" for reason, count in chat.dropped.items())
     raise DataError(f"no conversation of the corpus can be asked: {reasons}", "correct the sources, or section chat")

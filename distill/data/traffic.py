@@ -184,16 +184,16 @@ def parse_line(raw: bytes, number: int) -> Line | str:
 def encode_line(
     line: Line, tokenizer: Any, chat: Chat, left: Counter[str] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Token ids of prompt and answer, encoded separately as they were when served; ValueError with the line's fault.
+    """Token ids of the prompt and of the answer behind it; ValueError with the line's fault.
 
     Counts in `left` the arguments of its request that the target's template does not read.
     """
     from distill.data.chat_template import ChatTemplate
-    from distill.engines.torch.hugging_face import encode, encode_text
+    from distill.engines.torch.hugging_face import encode_behind
 
     if isinstance(line.prompt, str) or isinstance(line.answer, str):
         end = tokenizer.eos_token_id
-        ids, answer = encode_text(tokenizer, str(line.prompt)), encode(tokenizer, str(line.answer))
+        ids, answer = encode_behind(tokenizer, str(line.prompt), str(line.answer))
         answer += [end] if line.ended and end is not None else []
     elif not tokenizer.chat_template:
         raise ValueError("messages, but the target's tokenizer has no chat template")
@@ -203,7 +203,7 @@ def encode_line(
             left.update(
                 f"requests with the template argument `{name[:40]}`, which the template lacks" for name in names
             )
-        ids, answer = template.answered([*line.prompt, line.answer], ended=line.ended)
+        ids, answer = template.answered([*line.prompt, line.answer], ended=line.ended, served=True)
     if not ids or not answer:
         raise ValueError("it gives no token")
     return ids, answer

@@ -12,7 +12,7 @@ import json
 import re
 import struct
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,6 +26,7 @@ from distill.folders import read_config
 from distill.gguf.head import (
     BYTE,
     CONTROL,
+    END_NAMES,
     FILL_ROLES,
     NO_TOKEN,
     NORMAL,
@@ -535,7 +536,7 @@ def imported_tokenizer(head: FileHead) -> ImportedTokenizer:
     real = [types[index] != UNUSED or token != f"[PAD{index}]" for index, token in enumerate(tokens)]
     if len({token for index, token in enumerate(tokens) if real[index]}) < sum(real):
         head.refuse("two of its tokens are the same text", "no tokenizer of transformers can hold such a vocabulary")
-    ids = _ids(head, len(tokens))
+    ids = _ids(head, tokens, types)
     stated, (types, ends) = types, types_and_ends(tokens, types, ids)
     listed = [(token, index) for index, token in enumerate(tokens) if real[index]]
     added = {token: index for token, index in listed if types[index] in (CONTROL, USER_DEFINED, UNKNOWN)}
@@ -564,18 +565,21 @@ def _added(token: str, index: int, kind: int, strips: bool) -> dict[str, Any]:
     return {"id": index, "content": token, **flags, "special": kind != USER_DEFINED}
 
 
-def _ids(head: FileHead, tokens: int) -> dict[str, int]:
-    """The ids that the file names, by role; eos by llama.cpp's default where it names none."""
+def _ids(head: FileHead, tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
+    """The ids that the file names, by role; where it names no eos, a token that llama.cpp knows as an end by its name,
+    else llama.cpp's default where that is a control token: in most vocabularies of BPE it is a comma."""
     ids: dict[str, int] = {}
     for role in (*NAMED_ROLES, *TURN_ENDS, *FILL_ROLES):
         number = head.values.get(token_key(role), NO_TOKEN)
         if number != NO_TOKEN:
             ids[role] = number
     if "eos" not in ids:
-        default = stated_ends(head).eos
-        if default is None or default >= tokens:
+        default = stated_ends(head).eos or 0
+        known = [number for number, token in enumerate(tokens) if token in END_NAMES]
+        known += [default] if default < len(tokens) and types[default] == CONTROL else []
+        if not known:
             head.refuse("it names no token that ends a text (tokenizer.ggml.eos_token_id)")
-        ids["eos"] = default
+        ids["eos"] = known[0]
     return ids
 
 

@@ -20,7 +20,7 @@ from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import BatchedTorchModel, growing_decoder
 from distill.engines.model import Model
 from distill.engines.pairs import VocabularyMetadata, compare_pair
-from distill.engines.torch.hugging_face import encode, end_ids, load_target, real_tokens, text_folder
+from distill.engines.torch.hugging_face import encode_behind, end_ids, load_target, real_tokens, text_folder, turn_end
 from distill.engines.torch.products import prepacked
 from distill.errors import DataError, EndpointError, PairError
 from distill.gguf.head import open_head
@@ -189,6 +189,8 @@ class ServerWriter:
         self.settings, self.recipe, self.tokenizer = settings, recipe, tokenizer
         self.together = settings.concurrency
         self.ends, self.vocabulary = end_ids(recipe.target.model, tokenizer), real_tokens(config, tokenizer)
+        ends = [*turn_end(tokenizer), tokenizer.eos_token_id, *self.ends]
+        self.end = next(token for token in ends if token is not None)
         self.stop = _stop_of(recipe, self.ends)
         self.endpoint = Endpoint(settings, "answers.writer")
         self.miscounted = 0
@@ -284,16 +286,15 @@ class ServerWriter:
                 new = new[: stopped.kept] if stopped.ended else new
         else:
             # What a cut text may end with is the beginning of a character whose other tokens were not generated.
-            new = self._encoded(choice.text if ended else choice.text.rstrip("\ufffd"), request.ids)
+            text = choice.text if ended else choice.text.rstrip("\ufffd")
+            new = encode_behind(self.tokenizer, decoded(self.tokenizer, request.ids), text)[1]
             count = None if answer.usage is None else answer.usage.completion_tokens
             if count not in (None, len(new), len(new) + ended):
                 with self._lock:
                     self.miscounted += 1
         if ended and not by_string and not (new and new[-1] in self.ends):
-            # The end token: the server's where it names one of the target's, else the tokenizer's.
-            own = self.tokenizer.eos_token_id
-            end = self.ends[0] if own is None else own
-            new = [*new, next((int(one) for one in choice.ended_by if one in self.ends), end)]
+            # The end token: the server's where it names one of the target's, else the template's or the tokenizer's.
+            new = [*new, next((int(one) for one in choice.ended_by if one in self.ends), self.end)]
         return Reply(request.id, new[: request.limit], ended and len(new) <= request.limit)
 
     def _by_stop_string(self, choice: Choice) -> bool:
@@ -301,11 +302,6 @@ class ServerWriter:
         if self.stop is None or choice.finish_reason != "stop":
             return False
         return not choice.ended_by or isinstance(choice.ended_by[0], str)
-
-    def _encoded(self, text: str, ids: list[int]) -> list[int]:
-        """The tokens of a text after its prompt: encoded together where that leaves the prompt's tokens as they are."""
-        whole = encode(self.tokenizer, decoded(self.tokenizer, ids) + text)
-        return whole[len(ids) :] if whole[: len(ids)] == ids else encode(self.tokenizer, text)
 
     def close(self) -> list[str]:
         """Free the connections; lines about attempts that failed and texts that are not exact."""

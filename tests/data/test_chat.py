@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import json
 from collections import Counter
 from pathlib import Path
@@ -11,8 +12,10 @@ from typing import Any
 import chat_templates
 import pytest
 import tiny
+import tokenizer_kinds
 from question_worlds import build_instruct
-from tiny import Capture
+from tiny import Capture, edit
+from transformers import PreTrainedTokenizerFast
 
 from distill.data.chat_template import ChatTemplate, PlainTexts, next_prompt
 from distill.data.corpus import pack_given
@@ -21,7 +24,7 @@ from distill.data.records import THINKING, normal
 from distill.data.samples import read_answers, read_prompts
 from distill.data.sources import Document
 from distill.data.traffic import encode_line, parse_line
-from distill.engines.torch.hugging_face import encode
+from distill.engines.torch.hugging_face import encode, end_ids, load_tokenizer
 from distill.errors import DataError, RecipeError
 from distill.files import read_result
 from distill.measuring.evaluation_results import EvaluationReport
@@ -90,6 +93,47 @@ def test_a_template_that_cannot_do_it_is_refused(plain: Any) -> None:
         ChatTemplate(dressed(plain, "qwen-3"), Chat(thinking=1.0, arguments={"date": "today"}))
     with pytest.raises(ValueError, match=r"refuses it \(no system role\)"):
         ChatTemplate(dressed(plain, "gemma"), Chat()).prompt(TALK)
+
+
+@pytest.mark.parametrize("kind", tokenizer_kinds.KINDS)
+def test_an_answer_is_tokenised_where_it_stands(kind: str) -> None:
+    """Against the ids of the whole rendered chat; encoded alone, SentencePiece puts a space before the first word."""
+    own = tokenizer_kinds.with_bos(tokenizer_kinds.KINDS[kind]())
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=own, bos_token="<s>", eos_token="<end>")
+    contents = [text for text in tokenizer_kinds.TEXTS if text.strip()]
+    for style, trim in itertools.product(chat_templates.TURNS, (False, True)):
+        template = ChatTemplate(chat_templates.with_turns(tokenizer, style, trim), Chat())
+        for content, ended in itertools.product(contents, (True, False)):
+            fault = chat_templates.fault_of_answer(template, [USER, answer(content=content)], ended)
+            assert fault is None, (style, trim, content, ended, fault)
+
+
+def test_a_space_that_the_template_writes_is_learnt_once(plain: Any) -> None:
+    """DeepSeek's prompts end with `Assistant:`; logs hold its answers with the space or without."""
+    template = ChatTemplate(chat_templates.with_turns(dressed(plain, "llama-3"), "colon", False), Chat())
+    lines = [json.dumps({"messages": [USER, answer(content=f"{space}The bridge")]}).encode() for space in ("", " ")]
+    read = [parse_line(one, 1) for one in lines]
+    found = [encode_line(one, template.tokenizer, Chat()) for one in read if not isinstance(one, str)]
+    assert found[0] == found[1] and template.tokenizer.decode(found[0][1]).startswith(" The bridge")
+    prompt = template.tokenizer.decode(found[0][0])
+    line = parse_line(json.dumps({"prompt": prompt, "answer": " The bridge"}).encode(), 1)
+    assert not isinstance(line, str) and encode_line(line, template.tokenizer, Chat()) == found[0]
+
+
+@pytest.mark.parametrize("named", ["nothing", "a list", "the tokenizer"])
+def test_a_turn_ends_where_the_template_ends_it(tmp_path: Path, named: str) -> None:
+    """Whatever the files name: a base model trained on chats keeps its own end of a text in all of them."""
+    folder = tokenizer_kinds.save(tokenizer_kinds.byte_level("qwen2"), tmp_path / "m", eos_token="<s>")
+    edit(folder / "config.json", eos_token_id=None if named == "nothing" else [1, 3])
+    if named != "the tokenizer":
+        edit(folder / "tokenizer_config.json", eos_token=None)
+    tokenizer = load_tokenizer(str(folder))
+    numbers = {name: tokenizer.convert_tokens_to_ids(name) for name in ("<s>", "<end>", "<tool>")}
+    assert tokenizer.eos_token_id == (None if named == "nothing" else 1)
+    chat_templates.with_turns(tokenizer, "tokens", False)
+    ends = end_ids(str(folder), tokenizer)
+    assert numbers["<end>"] in ends and (named == "nothing" or {1, 3} <= {*ends})
+    assert ChatTemplate(tokenizer, Chat()).end == [numbers["<end>"]] != [tokenizer.eos_token_id]
 
 
 # ── prompts and given answers ──

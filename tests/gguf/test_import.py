@@ -7,6 +7,7 @@ import json
 import shutil
 import struct
 import sys
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +22,12 @@ from test_tokenizers import questions, smollm2
 from tiny import Capture, Patch, needs_llama
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.llama_cpp.model import GgufModel, ends_of
 from distill.engines.loaded import load_pair
 from distill.engines.torch import hugging_face
 from distill.errors import DataError
 from distill.export import Original, compare
+from distill.gguf.head import END_NAMES
 from distill.gguf.importing import folder_of, read_import, write_import
 from distill.gguf.writer import export_files, export_gguf
 from distill.recipe import Target, load_recipe
@@ -216,6 +218,21 @@ def test_what_is_unknown_is_refused_by_name(old: bytes, new: bytes, message: str
     (tmp_path / "x.gguf").write_bytes(data.replace(old, new, 1))
     with pytest.raises(DataError, match=message):
         read_import(tmp_path / "x.gguf")
+
+
+def test_an_end_that_the_file_does_not_name_is_no_ordinary_token(llama: Path, tmp_path: Path) -> None:
+    """llama.cpp takes token 11 of a BPE vocabulary, here as often a comma, for the end of every answer."""
+    path, tokens = tmp_path / "x.gguf", read_import(llama).tokenizer.tokens
+    unnamed = llama.read_bytes().replace(b"ggml.eos_token_id", b"ggml.eos_token_ix")
+    known = [number for number, token in enumerate(tokens) if token in END_NAMES]
+    path.write_bytes(unnamed)
+    with closing(GgufModel(path)) as model:
+        assert known and ends_of(model) == known and read_import(path).tokenizer.ends == known
+    for number in known:
+        unnamed = unnamed.replace(tokens[number].encode(), b"x" * len(tokens[number].encode()))
+    path.write_bytes(unnamed)
+    with pytest.raises(DataError, match="names no token that ends a text"):
+        read_import(path)
 
 
 def test_a_file_cut_short_leaves_no_folder(tmp_path: Path, cache: Path, llama: Path) -> None:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from distill.engines.llama_cpp.batches import checked_batches
 from distill.engines.llama_cpp.context import FEW, Branches, GgufContext, GgufLogits
 from distill.engines.model import NO_TREES, Ints, Retold, check_call, check_chain, check_lengths
+from distill.gguf.head import open_head, token_key
 from distill.gguf.library import GgufFile
 from distill.progress import note
 from distill.recipe import GgufOptions
@@ -258,6 +259,10 @@ def token_bytes_of(model: GgufModel) -> list[bytes]:
 
 
 def ends_of(model: GgufModel) -> list[int]:
-    """The ids that end a text."""
-    is_end = model.file.library.llama_vocab_is_eog
-    return [token for token in range(model.vocabulary_size) if is_end(model.file.vocabulary, token)]
+    """The ids that end a text; without the ordinary token, often a comma, that llama.cpp takes for eos where the file
+    names none."""
+    llama, vocabulary = model.file.library, model.file.vocabulary
+    named = token_key("eos") in open_head(model.path).values
+    eos = -1 if named else llama.llama_vocab_eos(vocabulary)
+    ends = [token for token in range(model.vocabulary_size) if llama.llama_vocab_is_eog(vocabulary, token)]
+    return [token for token in ends if token != eos or llama.llama_vocab_is_control(vocabulary, token)]

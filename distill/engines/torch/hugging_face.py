@@ -261,6 +261,8 @@ def load_tokenizer(reference: str) -> Any:
             tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
             follow_file(tokenizer, folder)
             encode(tokenizer, "a")  # some settings of a wrong kind are noticed only in use
+        if tokenizer.eos_token_id is None and (stated := stated_ends(reference)):
+            tokenizer.eos_token = tokenizer.convert_ids_to_tokens(stated[0])
     except DistillError:
         raise
     except Exception as error:  # transformers and tokenizers raise many kinds for faulty files
@@ -296,21 +298,79 @@ def encode_text(tokenizer: Any, text: str) -> list[int]:
     return with_opening(encode(tokenizer, text), opening_of(tokenizer))
 
 
-def end_ids(reference: str, tokenizer: Any) -> list[int]:
-    """Ids that end a text of a model: eos as config.json, the tokenizer and generation_config.json state it.
+MOST_ACROSS = 64  # characters behind a prompt in which the next border of tokens is looked for
+BORDERS = "\n", "a", "."  # texts before a piece of a text, which many tokenizers begin with a space of their own
 
-    The last often names the end of a turn, which the others do not know.
+
+def encode_behind(tokenizer: Any, prompt: str, text: str) -> tuple[list[int], list[int]]:
+    """Token ids of a prompt, and of a text where it stands behind it: the rest of the ids of both together.
+
+    The prompt keeps the ids that a server gives it. Where a token of the whole reaches over its end, the text's ids are
+    its own up to the next border of tokens.
     """
+    before, whole = encode_text(tokenizer, prompt), encode_text(tokenizer, prompt + text)
+    if whole[: len(before)] == before:
+        return before, whole[len(before) :]
+    for at in range(1, min(len(text), MOST_ACROSS)):
+        begun = encode_text(tokenizer, prompt + text[:at])
+        if whole[: len(begun)] == begun:
+            return before, [*_within(tokenizer, text[:at]), *whole[len(begun) :]]
+    return before, _within(tokenizer, text)
+
+
+def _within(tokenizer: Any, piece: str) -> list[int]:
+    """Token ids of a piece of a text, without what a tokenizer writes before a whole one."""
+    for border in BORDERS:
+        alone, both = encode(tokenizer, border), encode(tokenizer, border + piece)
+        if both[: len(alone)] == alone:
+            return both[len(alone) :]
+    return encode(tokenizer, piece)
+
+
+_TAG = re.compile(r"</?[a-z]+[1-6]?>")  # of HTML: some vocabularies, such as Gemma's, add them as tokens of plain text
+
+
+def special_tokens(tokenizer: Any) -> set[int]:
+    """The ids of special tokens, and of added ones that are more than white space or a tag of HTML."""
+    source = str(tokenizer.chat_template)
+
+    def plain(text: str) -> bool:
+        return not text.strip(" \t\r\n▁") or bool(_TAG.fullmatch(text) and text not in source)
+
+    marked = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
+    added = {number for text, number in tokenizer.get_added_vocab().items() if not plain(text)}
+    return added | marked | set(tokenizer.all_special_ids)
+
+
+def turn_end(tokenizer: Any) -> list[int]:
+    """The special token that the chat template writes first behind an answer; empty where there is none."""
+    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "MARK"}]
+    try:
+        before, whole = (tokenizer.apply_chat_template(turns[:count], tokenize=False) for count in (1, 2))
+    except Exception:  # it has none, or one that refuses this: templates are foreign programs
+        return []
+    tail = whole[len(before) :].rpartition("MARK")[2] if "MARK" in whole else ""
+    ids = encode(tokenizer, tail.lstrip())[:1] if tail.strip() else []
+    return ids if ids and ids[0] in special_tokens(tokenizer) else []
+
+
+def end_ids(reference: str, tokenizer: Any) -> list[int]:
+    """Ids that end a text of a model: eos as config.json, the tokenizer and generation_config.json state it, and the
+    end of a turn as the chat template writes it, which none of these may know."""
+    return sorted({tokenizer.eos_token_id, *stated_ends(reference), *turn_end(tokenizer)} - {None})
+
+
+def stated_ends(reference: str) -> list[int]:
+    """The end tokens of config.json, then of generation_config.json."""
     path = text_folder(reference) / "generation_config.json"
     stated = read_object(path).get("eos_token_id") if path.is_file() else None
     if not (stated is None or has_form(stated, int) or has_form(stated, [int])):
         raise DataError(
             f"{path}: eos_token_id is {stated!r}", "an id, or a list of ids, is needed; copy the file again"
         )
-    ids = {tokenizer.eos_token_id}
-    for eos in (load_config(reference).eos_token_id, stated):
-        ids |= set(eos) if isinstance(eos, list) else {eos}
-    return sorted(ids - {None})
+    config = load_config(reference)
+    named = (config.eos_token_id, config.get_text_config().eos_token_id, stated)
+    return [one for eos in named for one in (eos if isinstance(eos, list) else [eos]) if one is not None]
 
 
 def real_tokens(config: Any, tokenizer: Any) -> int:
