@@ -12,7 +12,7 @@ import typer
 from distill.cli import shared
 from distill.errors import DataError, RecipeError
 from distill.files import read_utf8, require_new_folder
-from distill.progress import announce, is_verbose, note, warn
+from distill.progress import announce, note, warn
 from distill.recipe.measuring import OUTTYPES, UNQUANTISED
 from distill.recipe.recipe import REASON
 
@@ -43,16 +43,10 @@ def cut(
     """
     dropped = None if drop_layers is None else shared.numbers(drop_layers, "--drop-layers", int, "3,1")
     cuts = {"layers": layers, "layer_rule": layer_rule, "drop_layers": dropped, "mlp_width": mlp_width}
-    if layers is None and dropped is None and mlp_width is None:
-        raise RecipeError("nothing to cut", "give --layers, --drop-layers or --mlp-width")
     if not text:
         raise RecipeError("cuts are scored on text", "give --text FILE or --text FOLDER")
     texts = shared.read_texts(text)
-    import transformers
-
-    transformers.utils.logging.disable_progress_bar()
-    if is_verbose():
-        transformers.utils.logging.set_verbosity_info()
+    shared.prepare(None)
     from distill import api
 
     announce(out)

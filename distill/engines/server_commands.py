@@ -12,7 +12,7 @@ import json
 import math
 import re
 import shlex
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -147,16 +147,6 @@ def vllm(
         f"vllm serve {shlex.quote(target)} \\\n"
         f"  --speculative-config {shlex.quote(json.dumps(config, ensure_ascii=False))}" + _vllm_sampling(sampling)
     )
-
-
-def vllm_lengths(longest: int, lengths: Sequence[Sequence[int]]) -> str:
-    """What vLLM's --speculative-config takes beside its method and model to draft by the requests of a step: lengths
-    [[from, to, length], …], the first from 1, of which the last goes on behind its end (v1/spec_decode/dynamic)."""
-    config = {
-        "num_speculative_tokens": longest,
-        "num_speculative_tokens_per_batch_size": [list(one) for one in lengths],
-    }
-    return f"--speculative-config {shlex.quote(json.dumps(config)[:-1] + ', …}')}"
 
 
 def suffix_depth(tokens: int) -> int:

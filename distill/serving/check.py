@@ -42,7 +42,6 @@ from distill.serving.results import (
     ServeReport,
     acceptance,
     counts_of,
-    lengths_by_load,
     rise_of_tokens,
     summed,
 )
@@ -231,7 +230,6 @@ def _compare(check: Check, clients: Mapping[str, Client]) -> None:
     report.speeds = speeds_under(
         clients, settings.ids, settings.limit, loads, settings.repeats, check.replayed, _title(check.server)
     )
-    report.lengths = lengths_by_load(report.speeds, report.acceptance[0].by_position or ())
 
 
 def _decode_ours(check: Check, files: tuple[Path, Path], vllm: bool) -> None:

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
 from distill.engines.pairs import compare_pair
-from distill.engines.server_commands import vllm_lengths
 from distill.serving.results import (
     LEAST_LOSS,
     Difference,
@@ -141,8 +140,6 @@ def sentences(report: ServeReport) -> list[str]:
             "server's, as happens between nearly equal tokens: steps of several tokens round otherwise than of one."
         )
     found.append(_speed(report))
-    if report.lengths:
-        found.append(_lengths(report.lengths))
     return [*found, *([report.choice.sentence] if report.choice else [])]
 
 
@@ -185,14 +182,6 @@ def _speed(report: ServeReport) -> str:
     return f"{text} With n_max {report.n_max} the draft makes no load faster here."
 
 
-def _lengths(lengths: Sequence[Sequence[int]]) -> str:
-    parts = [f"{length or 'none'} at {first}{f' to {last}' if last > first else ''}" for first, last, length in lengths]
-    return (
-        "By the measured loads, with a round's cost linear in its length, the fastest draft lengths for requests at "
-        f"once are {', '.join(parts)}."
-    )
-
-
 # ── tables ──
 
 
@@ -205,8 +194,6 @@ def serving_blocks(report: ServeReport) -> list[Block]:
         _acceptance(report),
         _speeds(report),
     ]
-    if report.lengths and report.server == "vllm":
-        blocks.append(f"For the server, not tried here:\n\n```sh\n{vllm_lengths(report.n_max, report.lengths)}\n```")
     if report.differences:
         of_differences: Columns[Difference] = {
             "what differs": lambda one: one.what,

@@ -12,8 +12,6 @@ from dataclasses import dataclass, field
 from itertools import zip_longest
 from typing import Any
 
-import numpy
-
 from distill.files import Figure
 from distill.tables import UNKNOWN, Interval, paired_ratio_interval, ratio_interval
 
@@ -126,8 +124,7 @@ class ServeReport:
     `acceptance` holds the server's own counts first. `reference` is our decoder on the same prompts, with
     the run's own files where there is a run, and `short` the tokens per round that the server lacks.
     `predicted` is what the run measured for the same draft length on its own test prompts; NaN where there is no run,
-    and of sampled requests. `same_texts` of `texts` have the tokens of the plain server. `lengths` are of
-    `lengths_by_load`.
+    and of sampled requests. `same_texts` of `texts` have the tokens of the plain server.
     """
 
     command: str
@@ -145,37 +142,11 @@ class ServeReport:
     speeds: list[ServedSpeed]
     same_texts: int
     texts: int
-    lengths: list[list[int]] = field(default_factory=list)
     differences: list[Difference] = field(default_factory=list)
     reference: ServedAcceptance | None = None
     short: Interval = UNKNOWN
     choice: ChosenSettings | None = None
     notes: list[str] = field(default_factory=list)
-
-
-def lengths_by_load(speeds: Sequence[ServedSpeed], by_position: Sequence[float]) -> list[list[int]]:
-    """The fastest draft lengths [[from, to, length], …] by requests at once, from 1 to the most that were measured.
-
-    A round of k drafted tokens makes 1 + the shares `by_position` up to k. It costs plain steps: 1 for k = 0, for the
-    measured length what its tokens and its speedup say, for lengths between in proportion; for loads between likewise.
-    Empty where fewer than two loads were measured.
-    """
-    made = [1.0, *(1 + sum(by_position[:place]) for place in range(1, len(by_position) + 1))]
-    longest = len(by_position)
-    measured = {one.concurrency: max(made[-1] / one.speedup.mean, 1.0) for one in speeds if one.speedup.mean > 0}
-    if len(measured) < 2 or not longest:
-        return []
-    loads = sorted(measured)
-    costs = numpy.interp(range(1, loads[-1] + 1), loads, [measured[load] for load in loads])
-    found: list[list[int]] = []
-    for load, cost in enumerate(costs.tolist(), 1):
-        speed = [tokens / (1 + (cost - 1) * length / longest) for length, tokens in enumerate(made)]
-        best = speed.index(max(speed))
-        if found and found[-1][2] == best:
-            found[-1][1] = load
-        else:
-            found.append([load, load, best])
-    return found
 
 
 # ── What servers and our own decoder drafted and accepted: by text, by a server's counters, and the rates of both ──

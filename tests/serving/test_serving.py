@@ -47,16 +47,14 @@ from distill.serving.findings import OURS, option_differences, sentences, servin
 from distill.serving.results import (
     Counts,
     DraftSettings,
-    ServedSpeed,
     ServeReport,
     Text,
     acceptance,
-    lengths_by_load,
     rise_of_tokens,
     totals_of,
 )
 from distill.serving.server import Http, LlamaServer, Running, _options, free_port, require_binary, started
-from distill.tables import Interval, document, records
+from distill.tables import Interval, records
 
 PROMPTS = [[place + 10, 3, 4, 20 * (place % 3)] for place in range(6)]
 LIMIT = 24
@@ -456,7 +454,7 @@ def test_several_servers_behind_one_address(settings: LlamaServer, monkeypatch: 
     whole = check_started(wanted(), settings)
     assert [one.concurrency for one in whole.speeds] == [1, 1, 3, 3]
     slow = [replace(one, speedup=Interval(0.5, 0.4, 0.6)) for one in whole.speeds]
-    told = sentences(replace(whole, speeds=slow, lengths=[]))[-1]
+    told = sentences(replace(whole, speeds=slow))[-1]
     assert "With n_max 4 the draft makes no load faster" in told
     monkeypatch.setenv("FAKE", "balanced")
     found = check_started(wanted(), settings)
@@ -509,26 +507,6 @@ def test_a_running_vllm() -> None:
     with Used(of_requests=True).running() as draft, VllmServing(length=0).running() as plain:
         counted = check_addresses(wanted(), Addresses(draft.url, plain.url))
     assert counted.acceptance == found.acceptance and counted.n_max == 4 and not counted.notes
-    told = replace(counted, lengths=[[1, 3, 4], [4, 4, 0]])
-    assert "for requests at once are 4 at 1 to 3, none at 4." in sentences(told)[-1]
-    setting = '"num_speculative_tokens": 4, "num_speculative_tokens_per_batch_size": [[1, 3, 4], [4, 4, 0]]'
-    assert setting in document(serving_blocks(told))
-    assert "per_batch_size" not in document(serving_blocks(replace(told, server="llama-server")))
-
-
-def served(load: int, speedup: float) -> ServedSpeed:
-    """What a draft brings at so many requests at once."""
-    return ServedSpeed("draft", load, 1, 1, 1, 1, (0, 0), (0, 0), Interval(speedup, speedup, speedup))
-
-
-def test_lengths_by_load() -> None:
-    """1, 1.8 or 2.4 tokens a round. One of two drafted tokens costs 1.2 plain steps at 1 request, 3.2 at 5, between
-    them .5 more for each: at 3 2.2, and 1.6 with one token, so that 1.8 / 1.6 is best; at 4 2.7 and 1.85."""
-    shares = [0.8, 0.6]
-    assert lengths_by_load([served(5, 2.4 / 3.2), served(1, 2.4 / 1.2)], shares) == [[1, 2, 2], [3, 3, 1], [4, 5, 0]]
-    assert lengths_by_load([served(1, 9.0), served(2, 9.0)], shares) == [[1, 2, 2]]  # noise: no step is for less
-    assert lengths_by_load([served(1, 2.0)], shares) == [] == lengths_by_load([served(1, 2.0), served(5, 1.0)], [])
-    assert lengths_by_load([served(1, 2.0), served(5, math.nan)], shares) == []
 
 
 @pytest.mark.parametrize(
