@@ -233,12 +233,13 @@ def costs(model: Any, counts: tuple[int, ...], repeats: int) -> Measured:
 
 
 def measure_batches(part: Part, pair: Pair, kind: str) -> None:
-    """Several texts at once, plainly and with four drafted tokens a round."""
+    """Several texts at once, with none and with four drafted tokens a round."""
     for count in BATCHES[: 1 if part.options.toy else None]:
         big, small = pair.engines(kind, count)
         asked = (pair.prompts * count)[:count], part.options.tokens, RULES
-        part.decode("plain", kind, partial(together, decode_batch, big, None, *asked), count)
-        part.decode("γ = 4", kind, partial(together, decode_batch, big, small, *asked, 4), count)
+        for length in (0, 4):
+            name = f"γ = {length}" if length else "plain"
+            part.decode(name, kind, partial(together, decode_batch, big, small, *asked, length), count)
         big.close()
         small.close()
 

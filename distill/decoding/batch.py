@@ -53,16 +53,15 @@ class _Row:
 
 def decode_batch(
     target: Model,
-    draft: Model | None,
+    draft: Model,
     prompts: Sequence[Sequence[int]],
     limit: int,
     rules: Rules,
-    length: int | Callable[[], LengthRule] = 0,
+    length: int | Callable[[], LengthRule],
     randoms: Sequence[Random] | None = None,
     argmax: bool = False,
 ) -> list[Decoded]:
-    """Speculative decoding of B prompts at once from cold caches, each as `decode` with a ModelDrafter would alone;
-    without a draft plain decoding, each as `plain` would.
+    """Speculative decoding of B prompts at once from cold caches, each as `decode` with a ModelDrafter would alone.
 
     All rows go through a round together: drafts grow in step, one target call verifies them all, and each row keeps
     its accepted tokens; a row that has ended takes no part. `length` is γ, or makes a length rule for each row. Row b
@@ -73,14 +72,11 @@ def decode_batch(
     row's `seconds` run until that row ended, so the largest of them is the time of the batch.
     """
     new_rule = length if callable(length) else lambda: Fixed(length)
-    models = [target] if draft is None else [target, draft]
     argmax = argmax or rules.sampler.temperature == 0
-    rows = _rows(models, prompts, rules, randoms, new_rule)
+    rows = _rows([target, draft], prompts, rules, randoms, new_rule)
     _prefill(rows, rules, target, draft)
-    rounds = None
-    if draft is not None or not rules.by_argmax:  # the target's largest logit is read from a device as it is
-        rounds = rounds_on_device(target, rules, draft, argmax, [row.rule for row in rows])
-    capacity = min(model.capacity for model in models)
+    rounds = rounds_on_device(target, rules, draft, argmax, [row.rule for row in rows])
+    capacity = min(target.capacity, draft.capacity)
     while live := _unfinished(rows, target, limit):
         round_started = time.perf_counter()
         depths = target.lengths
@@ -88,24 +84,19 @@ def decode_batch(
         limits = {row.number: min(limit - len(row.result.tokens), capacity - depths[row.number]) - 1 for row in live}
         if rounds is not None:
             verdicts = _play(rounds, live, limits, rules, argmax)
-        elif draft is not None:
+        else:
             _draft(draft, live, limits, rules, argmax)
             verdicts = _verify(target, live, rules)
-        else:
-            logits = extend_rows(target, {row.number: row.context[-1:] for row in live})
-            verdicts = [(0, token) for token in _next_tokens(logits, live, rules)]
         for row, (accepted, token) in zip(live, verdicts, strict=True):
             row.add([*row.proposal.tokens[:accepted], token], accepted, rules)
         # Forget the rejected tokens; the last drafted token was never read.
-        if draft is not None:
-            _rollback(draft, {row.number: len(row.context) - 1 for row in live})
+        _rollback(draft, {row.number: len(row.context) - 1 for row in live})
         seconds = time.perf_counter() - round_started
         for row, (accepted, _) in zip(live, verdicts, strict=True):
             drafted = len(row.proposal.tokens)
             row.rule.observe(drafted, accepted, row.proposal.features, seconds)
             row.result.seconds += seconds
-            if draft is not None:
-                row.result.rounds.append(Round(depths[row.number], drafted, accepted, seconds))
+            row.result.rounds.append(Round(depths[row.number], drafted, accepted, seconds))
     return [row.result for row in rows]
 
 
@@ -153,32 +144,33 @@ def extend_rows(model: Model, parts: Mapping[int, Sequence[int]], last: Collecti
     return model.extend(tokens, counts if model.rows > 1 else None, want=want)
 
 
-def _read(model: Model, texts: Mapping[int, Sequence[int]]) -> Iterator[tuple[list[int], Logits]]:
-    """Read each row's text in chunks; yields the rows that end with a chunk, and the logits after their last tokens.
+def read_together(model: Model, texts: Mapping[int, Sequence[int]]) -> Logits:
+    """Read each row's text (rows in ascending order) in chunks that all end in the last one; the logits after it.
 
-    With chunks short texts are not padded to the full length of long ones, and masks stay small.
+    With chunks, masks stay small.
     """
-    for start in range(0, max(map(len, texts.values()), default=0), CHUNK):
-        parts = {row: text[start : start + CHUNK] for row, text in texts.items() if len(text) > start}
-        ended = [row for row in parts if len(texts[row]) <= start + CHUNK]
-        yield ended, extend_rows(model, parts, ended)
+    for left in range(-(-max(map(len, texts.values())) // CHUNK) - 1, -1, -1):
+        pieces = {
+            row: text[max(0, len(text) - (left + 1) * CHUNK) : max(0, len(text) - left * CHUNK)]
+            for row, text in texts.items()
+        }
+        part = {row: piece for row, piece in pieces.items() if len(piece)}
+        logits = extend_rows(model, part, () if left else part)
+    return logits
 
 
-def _prefill(rows: Sequence[_Row], rules: Rules, target: Model, draft: Model | None = None) -> None:
+def _prefill(rows: Sequence[_Row], rules: Rules, target: Model, draft: Model) -> None:
     """Read the prompts, time that, and add the first new token of each row."""
-    firsts: dict[int, int] = {}
     started = time.perf_counter()
-    for ended, logits in _read(target, {row.number: row.context for row in rows}):
-        if ended:
-            firsts |= zip(ended, _next_tokens(logits, [rows[number] for number in ended], rules), strict=True)
-    if draft is not None:
-        # The first step reads the last token of a prompt. A draft without room after a prompt does not read it at all.
-        for _ in _read(draft, {row.number: row.context[:-1] for row in rows if len(row.context) < draft.capacity}):
-            pass
+    firsts = _next_tokens(read_together(target, {row.number: row.context for row in rows}), rows, rules)
+    # The first step reads the last token of a prompt. A draft without room after a prompt does not read it at all.
+    prompts = {row.number: row.context[:-1] for row in rows if 1 < len(row.context) < draft.capacity}
+    if prompts:
+        read_together(draft, prompts)
     seconds = time.perf_counter() - started
-    for row in rows:
+    for row, first in zip(rows, firsts, strict=True):
         row.result.prefill_seconds = seconds
-        row.add([firsts[row.number]], 0, rules)
+        row.add([first], 0, rules)
 
 
 def _rollback(model: Model, lengths: Mapping[int, int]) -> None:
@@ -333,7 +325,8 @@ def refill(
             return
         live = [row for place in reading if (row := rows[place]) is not None]
         if fresh:
-            logits = _read_prompts(model, reading, live)
+            model.rollback([0 if place in fresh else length for place, length in enumerate(model.lengths)])
+            logits = read_together(model, {place: row.request.ids for place, row in zip(reading, live, strict=True)})
         else:
             last = {place: row.tokens[-1:] for place, row in zip(reading, live, strict=True)}
             logits = extend_rows(model, last, last)
@@ -352,24 +345,6 @@ def _seated(model: Model, request: Request) -> _Writing:
             f"{len(request.ids)} tokens of a prompt and {request.limit} more do not fit a context of {model.capacity}"
         )
     return _Writing(request, uniform_numbers(request.seed, request.limit).tolist())
-
-
-def _read_prompts(model: Model, places: Sequence[int], rows: Sequence[_Writing]) -> Logits:
-    """Read the prompts of fresh rows in chunks, all of which end in the last one."""
-    model.rollback([0 if place in places else length for place, length in enumerate(model.lengths)])
-    longest = max(len(row.request.ids) for row in rows)
-    left = -(-longest // CHUNK)
-    while True:
-        left -= 1
-        part: dict[int, Sequence[int]] = {}
-        for place, row in zip(places, rows, strict=True):
-            ids = row.request.ids
-            piece = ids[max(0, len(ids) - (left + 1) * CHUNK) : max(0, len(ids) - left * CHUNK)]
-            if piece:
-                part[place] = piece
-        logits = extend_rows(model, part, () if left else part)
-        if left == 0:
-            return logits
 
 
 @torch.inference_mode()

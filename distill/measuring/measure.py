@@ -9,7 +9,7 @@ tokens.
 
 from __future__ import annotations
 
-import random
+from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -22,10 +22,11 @@ from torch import Tensor
 
 from distill import divergences
 from distill.data.packing import Packed, hidden_states, packed_logits, scored_documents
-from distill.decoding.batch import decode_batch
+from distill.data.samples import Request
+from distill.decoding.batch import refill
 from distill.decoding.calibration import Recorded, Recorder
 from distill.decoding.costs import range_start
-from distill.decoding.decode import Round, decode_text, plain, room_for
+from distill.decoding.decode import Round, decode_text, room_for
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import LONGEST, Features, NGramIndex, features_of
 from distill.decoding.rules import Rules
@@ -445,22 +446,18 @@ ROWS = 16  # texts that are written at once
 
 def write_texts(target: Model, prompts: Sequence[Sequence[int]], new_tokens: int, rules: Rules) -> list[list[int]]:
     """What the target writes after each prompt, as far as its context has room: ROWS texts at once where it can."""
-    progress, written = Progress("other texts, prompts", len(prompts), brief=True), list[list[int]]()
-    several = len(prompts) if len(prompts) < 2 * ROWS else ROWS
-    rows = with_rows(target, several) if several > 1 else None
-    for start in range(0, len(prompts), 1 if rows is None else several):
-        some = prompts[start : start + (1 if rows is None else several)]
-        limit = room_for(target, target, max(map(len, some)), new_tokens)
-        if rows is None or len(some) < several:
-            found = [plain(target, prompt, limit, rules=rules) for prompt in some]
-        else:
-            randoms = [random.Random(rules.random()).random for _ in some]
-            found = decode_batch(rows, None, some, limit, rules, randoms=randoms)
-        written += [text.tokens for text in found]
-        progress.step(len(some))
+    progress, written = Progress("other texts, prompts", len(prompts), brief=True), dict[str, list[int]]()
+    rows = with_rows(target, min(ROWS, len(prompts))) if len(prompts) > 1 else None
+    waiting = deque(
+        Request(str(number), list(ids), int(rules.random() * 2**32), room_for(target, target, len(ids), new_tokens))
+        for number, ids in enumerate(prompts)
+    )
+    for reply in refill(rows or target, waiting, rules.sampler, rules.ends):
+        written[reply.id] = reply.ids
+        progress.step()
     if rows is not None:
         rows.close()
-    return written
+    return [written[str(number)] for number in range(len(prompts))]
 
 
 def rounds_of(

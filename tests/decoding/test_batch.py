@@ -189,23 +189,6 @@ def check_batch(
     return results
 
 
-def check_plain(
-    hugging_face: Any,
-    prompts: list[list[int]],
-    limit: int,
-    rules: Rules,
-    kinds: tuple[Any, Any] = (BatchedTorchModel, TorchModel),
-) -> list[Decoded]:
-    """Decode a batch and each of its prompts alone, plainly."""
-    single, batch = kinds[1](hugging_face), kinds[0](hugging_face, rows=len(prompts) + 1)
-    results = decode_batch(batch, None, prompts, limit, rules, 0, streams(len(prompts), 1))
-    for prompt, result, draws in zip(prompts, results, streams(len(prompts), 1), strict=True):
-        assert summary(result) == summary(plain(single, prompt, limit, rules=replace(rules, random=draws)))
-        assert result.prefill_seconds > 0 and (result.seconds > 0) == (len(result.tokens) > 1)
-    assert len({result.prefill_seconds for result in results}) == 1
-    return results
-
-
 def share(results: Sequence[Decoded]) -> float:
     """Accepted ÷ drafted."""
     rounds = [r for result in results for r in result.rounds]
@@ -247,10 +230,8 @@ def test_context_ends() -> None:
         results = check_batch(pair, prompts, 100, Rules(), length)
         room = pair[0].config.max_position_embeddings + 1
         assert [len(r.tokens) for r in results] == [room - len(prompt) for prompt in prompts]
-    assert summary(check_plain(small, prompts, 100, Rules())[1]) == (results[1].tokens, [False] * 13, [])
     for limit in (1, 2):
         check_batch((large, small), prompts, limit, Rules(), 3)
-        check_plain(small, prompts, limit, Rules())
 
 
 class Counting(BatchedTorchModel):
@@ -297,13 +278,6 @@ CASES: dict[str, tuple[str, int | Callable[[], LengthRule], bool]] = {
     "block, a length that learns": ("block", lambda: AcceptedRatio(3), False),
     "match, argmax with a floor": ("match", lambda: ProbabilityFloor(5, 0.3), True),
 }
-
-
-@pytest.mark.parametrize("sampler", SAMPLERS)
-def test_plain_is_alone(sampler: str) -> None:
-    kind = KINDS[1 + list(SAMPLERS).index(sampler)]
-    results = check_plain(EXACT[kind], random_prompts(5, V, seed=4), 24, Rules(SAMPLERS[sampler], ends=[7, 11, 20]))
-    assert len({len(result.tokens) for result in results}) > 1
 
 
 PAIRS = [
@@ -354,21 +328,18 @@ def test_penalty_and_floors_for_greedy_texts() -> None:
 
 
 def test_prompts_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Rows leave the prefill when their prompts end, at the edge of a chunk too."""
+    """All end with the last one, at the edge of a chunk too."""
     monkeypatch.setattr("distill.decoding.batch.CHUNK", 4)
     prompts = [random_prompts(1, V, seed=size, shortest=size, longest=size)[0] for size in (9, 1, 4, 5, 8)]
     for rules in (Rules(), Rules(Sampler(0.8), "block")):
         check_batch((EXACT["qwen3"], DRAFTS["qwen3"]), prompts, 8, rules, 3)
-        check_plain(EXACT["qwen3"], prompts, 8, rules)
-    target = Counting(EXACT["qwen3"], 5)
+    target, draft = Counting(EXACT["qwen3"], 5), BatchedTorchModel(EXACT["qwen3"], 5)
     target.calls = []
-    decode_batch(target, None, prompts, 1, Rules())
-    assert target.calls == [[4, 1, 4, 4, 4], [4, 0, 0, 1, 4], [1, 0, 0, 0, 0]]
+    decode_batch(target, draft, prompts, 1, Rules(), 3)
+    assert target.calls == [[1, 0, 0, 0, 0], [4, 0, 0, 1, 4], [4, 1, 4, 4, 4]]
 
 
-def test_empty_batch_and_batch_of_one() -> None:
-    target, draft = (BatchedTorchModel(m["qwen2"], 1) for m in (EXACT, DRAFTS))
-    assert decode_batch(target, draft, [], 9, Rules(), 3) == [] == decode_batch(target, None, [], 9, Rules())
+def test_batch_of_one() -> None:
     check_batch((EXACT["qwen2"], DRAFTS["qwen2"]), [[3]], 12, Rules(Sampler(1.0), "block"), 3)
 
 
@@ -382,12 +353,10 @@ def test_single_precision_up_to_ties() -> None:
     ties = 0
     for start in (0, width):  # a used pair starts anew
         some = prompts[start : start + width]
-        speculative = decode_batch(target, draft, some, 50, Rules(), 1 + start)
-        for prompt, *found in zip(some, speculative, decode_batch(target, None, some, 50, Rules()), strict=True):
+        for prompt, result in zip(some, decode_batch(target, draft, some, 50, Rules(), 1 + start), strict=True):
             expected = plain(single, prompt, 50).tokens
-            for result in found:
-                where = first_difference(expected, result.tokens)
-                if where is not None:
-                    assert top_gap(single, [*prompt, *expected[:where]]) <= TIE
-                    ties += 1
+            where = first_difference(expected, result.tokens)
+            if where is not None:
+                assert top_gap(single, [*prompt, *expected[:where]]) <= TIE
+                ties += 1
     assert ties <= 1

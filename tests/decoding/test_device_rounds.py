@@ -17,7 +17,7 @@ import pytest
 import torch
 from static_table import StaticTable
 from tables import goodness
-from test_batch import check_batch, check_plain, streams, summary
+from test_batch import check_batch, streams, summary
 from test_exact_decoding import EXACT, PROMPT, SEEN, Make, batched, chains, decoded, pair
 from test_rounds import RECIPE
 from toys import blurred, random_prompts, speculative, toy
@@ -193,13 +193,6 @@ def test_a_row_gets_the_text_that_it_would_get_alone(kind: str, case: str) -> No
     both, kinds = (MODELS[kind], DRAFTS[kind]), (StaticTorchModel, StaticTorchModel)
     results = check_batch(both, prompts, 16, rules, rule, argmax, idle=1, kinds=kinds)
     assert sum(r.accepted for result in results for r in result.rounds) > 5
-
-
-def test_plain_rows_are_plain_texts_of_the_host() -> None:
-    """Plain sampling takes one number a token here as there."""
-    for kind in (TorchModel, StaticTorchModel):
-        rules = Rules(Sampler(0.8), "token")
-        check_plain(MODELS["llama"], random_prompts(4, V, seed=5), 12, rules, (StaticTorchModel, kind))
 
 
 # Faults, and what stays on the host.

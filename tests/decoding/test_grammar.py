@@ -197,7 +197,7 @@ def test_refusals() -> None:
     with pytest.raises(DataError, match="ends texts with tokens"):
         Rules(ends=[3], constraint=grammar)
     with pytest.raises(AssertionError, match="one text at a time"):
-        decode_batch(TableModel(12), None, [[0]], 3, Rules(ends=[END], constraint=grammar))
+        decode_batch(TableModel(12), TableModel(12), [[0]], 3, Rules(ends=[END], constraint=grammar), 1)
 
 
 def test_warnings_are_kept() -> None:

@@ -109,11 +109,8 @@ def test_every_way_ends_before_the_stop_string(pieces: Sequence[bytes], seed: in
             assert seen == result.tokens and len(result.from_draft) == len(seen)
             assert (seen, text_of(seen, pieces) + result.rest) == expected
     # Batched: one rule for all rows, so the last one's stop strings.
-    batches = [decode_batch(TableRows(table, 3), None, prompts, LIMIT, rules)]
-    batches += [
-        decode_batch(TableRows(table, 3), TableRows(draft, 3), prompts, LIMIT, rules, length) for length in (1, 3, 8)
-    ]
-    for results in batches:
+    for length in (0, 1, 3, 8):
+        results = decode_batch(TableRows(table, 3), TableRows(draft, 3), prompts, LIMIT, rules, length)
         for result, free in zip(results, whole, strict=True):
             assert (result.tokens, text_of(result.tokens, pieces) + result.rest) == by_hand(free, pieces, stops)
 

@@ -203,8 +203,6 @@ def test_batches(sampler: Sampler) -> None:
     rules = Rules(sampler, "greedy" if sampler == Sampler(0) else verifier)
     for value in (NAN, INF):
         broken = damaged(whole, value)
-        with pytest.raises(DataError, match="not finite"):
-            decode_batch(TableRows(broken, 3), None, prompts, 9, rules, 0, randoms)
         for pair in ((broken, whole), (whole, broken)):
             target, draft = (TableRows(model, 3) for model in pair)
             with pytest.raises(DataError, match="not finite"):
