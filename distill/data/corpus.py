@@ -46,7 +46,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     }
     train = recipe.train
     counts = {
-        "train": recipe.answers.prompts,
+        "train": recipe.answers.count(sum(document.split == "train" for document in documents)),
         "validation": train.acceptance.prompts if train.acceptance else 0,  # for the choice of weights
         "test": max(recipe.eval.prompts, recipe.speedup.prompts),
     }
@@ -66,7 +66,8 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         write_samples(folder / f"prompts-{split}.arrow", prompts)
         asked = count_texts((one.label, one.prompt) for one in prompts)
         summary[split] = SplitTexts(len(own), total, len(prompts), asked)
-        short = f" of {counts[split]} asked for" if len(prompts) < counts[split] else ""
+        asked_for = split != "train" or recipe.answers.prompts is not None
+        short = f" of {counts[split]} asked for" if len(prompts) < counts[split] and asked_for else ""
         run.say(f"  {split}: {len(own)} documents, {total} tokens kept, {len(prompts)} prompts{short}")
     write_json(folder / "documents-test.json", [one.plain_text for one in documents if one.split == "test"])
     if chat is not None:
@@ -179,9 +180,8 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], l
     return lines, unread, documents
 
 
-def _few_documents(recipe: Recipe, documents: list[Document]) -> list[str]:
-    """A warning for each split with too few documents: the test split, or, where the target's questions, which a hash
-    divides, are estimated, any."""
+def split_counts(recipe: Recipe, documents: list[Document]) -> dict[str, float]:
+    """The documents of each split, and those that the target's questions, which a hash divides, are estimated to be."""
     corpus = recipe.corpus
     shares = {"train": 1 - corpus.validation - corpus.test, "validation": corpus.validation, "test": corpus.test}
     counts = {split: float(sum(document.split == split for document in documents)) for split in shares}
@@ -189,13 +189,20 @@ def _few_documents(recipe: Recipe, documents: list[Document]) -> list[str]:
         for split in source.keep:
             share = shares[split] if source.split == "by-name" else source.split == split
             counts[split] += (source.questions or 0) * share
-    about = "about " if corpus.asked else ""
+    return counts
+
+
+def _few_documents(recipe: Recipe, documents: list[Document]) -> list[str]:
+    """A warning for each split with too few documents: the test split, or, where the target's questions, which a hash
+    divides, are estimated, any."""
+    counts = split_counts(recipe, documents)
+    about = "about " if recipe.corpus.asked else ""
     return [
         Caution(
             f"warning: {about}{counts[split]:.0f} documents go to the {split} split, intervals need {FEW_DOCUMENTS}: "
             "add documents or questions" + (f", or raise corpus.{split}" if split != "train" else "")
         )
-        for split in (shares if corpus.asked else ("test",))
+        for split in (SPLITS if recipe.corpus.asked else ("test",))
         if counts[split] < FEW_DOCUMENTS
     ]
 

@@ -20,7 +20,9 @@ from typing import Any
 
 from transformers import AutoModelForCausalLM
 
-from distill.data.corpus import check_chat, check_corpus
+from distill.data.corpus import check_chat, check_corpus, split_counts
+from distill.data.samples import CorpusTexts
+from distill.data.sources import Document
 from distill.data.traffic import check_traffic, first_lines
 from distill.decoding.configured import check_configurations, check_trees
 from distill.devices import pick_device, process_count, take_peaks
@@ -51,6 +53,7 @@ from distill.teacher.answers import check_writer
 from distill.teacher.likeliest import check_teacher
 from distill.teacher.questions import check_questions
 from distill.teacher.store import planned_bytes
+from distill.training.saved import MORE_TEXT, MOST_EPOCHS
 from distill.training.setup import require_processes, require_quantisation, require_trackers
 from distill.training.step import check_training
 from distill.vocabulary.vocabulary import Vocabulary
@@ -86,12 +89,16 @@ def preflight(
     With `offline`, checks that need a model hub or a server are skipped and listed.
     """
     found = Preflight()
+    prompts = recipe.answers.count(sum(source.questions or 0 for source in recipe.corpus.asked))
     check_models(recipe)
     if until is not None:
         require_part(recipe, [until])
     ahead = NAMES if until is None else NAMES[: NAMES.index(until) + 1]
     if inputs:
         found.lines, found.skipped, documents = check_corpus(recipe, offline)
+        prompts = recipe.answers.count(round(split_counts(recipe, documents)["train"]))
+        if not found.skipped and recipe.answers.traffic is None and "train" in ahead:
+            found.lines += check_epochs(recipe, documents, prompts)
         if "answers" in ahead or recipe.corpus.asked:
             lines, unasked = check_writer(recipe, offline)
             found.lines += lines
@@ -109,6 +116,8 @@ def preflight(
         found.skipped += [f"model {model}" for model in remote]
         found.skipped.append("pair rules, sizes and the cut, which need those models' configurations")
         return found
+    if not inputs and folder is not None and (summary := folder / "corpus" / "summary.json").exists():
+        prompts = read_result(summary, CorpusTexts).train.prompts
     for check in (check_stages, check_pair, check_weights_of_models, check_static):
         found.lines += check(recipe)
     if inputs:
@@ -117,7 +126,7 @@ def preflight(
         found.lines += check_export(recipe)
     found.lines += check_gguf(recipe)
     if teacher and "teacher" in ahead:
-        found.lines += check_teacher(recipe, offline) + check_disk(recipe, folder)
+        found.lines += check_teacher(recipe, offline) + check_disk(recipe, prompts, folder)
     return found
 
 
@@ -209,9 +218,21 @@ def check_static(recipe: Recipe) -> list[str]:
     return []
 
 
-def check_disk(recipe: Recipe, folder: Path | None = None) -> list[str]:
+def check_epochs(recipe: Recipe, documents: Sequence[Document], prompts: int) -> list[str]:
+    """How often training sees its text, at least: where given text is short, a token is a character at most."""
+    characters = sum(len(one.plain_text) for one in documents if one.split == "train")
+    answers, train = recipe.answers, recipe.train
+    positions = min(recipe.corpus.tokens, characters) + prompts * (answers.prompt_tokens + answers.new_tokens)
+    epochs = train.steps * train.batch * recipe.corpus.block / positions
+    line = f"epochs: {epochs:.1f} at least over the answers to at most {prompts} prompts and the given text"
+    if epochs <= MOST_EPOCHS:
+        return [line]
+    return [Caution(f"warning: {line}: more than {MOST_EPOCHS} learn it by heart; {MORE_TEXT}")]
+
+
+def check_disk(recipe: Recipe, prompts: int, folder: Path | None = None) -> list[str]:
     """The teacher's distributions fit the disk of the run in `folder`, of which it may hold some, or of this folder."""
-    store = sum(planned_bytes(recipe).values())
+    store = sum(planned_bytes(recipe, prompts).values())
     place, stored = Path.cwd(), 0
     if folder is not None:
         place = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
@@ -325,7 +346,7 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
     values: dict[str, Any] = {
         "name": name,
         "corpus": _shortened_corpus(recipe),
-        "answers.prompts": min(PROMPTS, recipe.answers.prompts),
+        "answers.prompts": min(PROMPTS, recipe.answers.count(PROMPTS)),
         **(
             {}
             if recipe.answers.traffic is None

@@ -9,9 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from distill.data.samples import read_answers
+from distill.data.samples import CorpusTexts, read_answers
 from distill.data.traffic import SOURCE, pin_of
 from distill.engines.torch.hugging_face import load_config
+from distill.files import read_result
 from distill.progress import duration
 from distill.recipe import Recipe
 from distill.recipe.target import TYPE_BYTES
@@ -99,7 +100,7 @@ def _rehearsed(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> Sta
         high = low + (max(0.0, growth - 1) * fixed if stage.stage in ("cut", "eval", "speedup") else 0.0)
     memory, device = stage.memory_bytes, stage.device_bytes
     rows = {
-        "answers": min(recipe.answers.batch, recipe.answers.prompts) - short.answers.prompts,
+        "answers": min(recipe.answers.batch, _prompts(recipe, run)) - _prompts(short, run),
         "eval": min(recipe.answers.batch, recipe.eval.prompts) - short.eval.prompts,
     }.get(stage.stage, 0)
     if rows > 0 and not (stage.stage == "answers" and recipe.answers.writer is not None):
@@ -121,12 +122,19 @@ def _count(stage: str, recipe: Recipe, run: Run) -> float:
     counts: dict[str, float] = {
         "questions": sum(source.questions or 0 for source in recipe.corpus.asked),
         "corpus": recipe.corpus.tokens,
-        **dict.fromkeys(("answers", "table"), recipe.answers.prompts),
+        **dict.fromkeys(("answers", "table"), _prompts(recipe, run)),
         "cut": recipe.cut.score_blocks,
         **dict.fromkeys(("test", "eval"), recipe.eval.prompts + recipe.eval.file_blocks),
         "speedup": speedup.prompts * (1 + len(speedup.lengths) + len(speedup.configurations)),
     }
     return counts.get(stage, 1.0)
+
+
+def _prompts(recipe: Recipe, run: Run) -> int:
+    """The prompts that a recipe answers, whose files a rehearsal in `run` has read."""
+    path = run.path("corpus", "summary.json")
+    documents = read_result(path, CorpusTexts).train.documents if path.exists() else 0
+    return recipe.answers.count(documents + sum(source.questions or 0 for source in recipe.corpus.asked))
 
 
 def _ratio(whole: float, part: float) -> float:
@@ -139,7 +147,7 @@ def _positions(recipe: Recipe, run: Run) -> float:
     traffic, answers = recipe.answers.traffic, read_answers(run, "train")
     for served in (False, True):
         lengths = [len(one.prompt) + len(one.answer) for one in answers if (one.source == SOURCE) == served]
-        count = recipe.answers.prompts
+        count = _prompts(recipe, run)
         if served:
             count = 0 if traffic is None else pin_of(Path(traffic))["lines"]
         total += count * fmean(lengths) if lengths else 0

@@ -114,7 +114,7 @@ class Recipe(Section):
         answers, teacher, train = self.answers, self.teacher, self.train
         if self.target.quantise is not None or self.target.shard:
             yield "target.quantise and target.shard are for loaded weights: leave them out"
-        if answers.prompts and answers.writer is None:
+        if answers.prompts != 0 and answers.writer is None:
             yield "answers.writer must name a GGUF file or servers that write the answers"
         elif self.corpus.asked and answers.writer is None:
             yield "answers.writer must name a GGUF file or servers that write the questions of corpus.sources"

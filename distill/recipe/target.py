@@ -278,10 +278,18 @@ class SamplerSettings(Section):
     min_p: float = Field(0.0, ge=0, lt=1, description="0: off")
 
 
+FEWEST_PROMPTS = 256  # where a recipe names no number of prompts and its texts are few
+
+
 class Answers(Section):
     """The target's own text: its continuations of train prompts."""
 
-    prompts: int = Field(256, ge=0, description="train prompts to answer; 0: only traffic is used")
+    prompts: int | None = Field(
+        None,
+        ge=0,
+        description=f"train prompts to answer; null: all questions and conversations, of other texts one a document, "
+        f"{FEWEST_PROMPTS} in all if the text has them; 0: only traffic is used",
+    )
     prompt_tokens: int = Field(
         64, ge=1, description="tokens per prompt, from the beginning of a document or further on"
     )
@@ -305,6 +313,10 @@ class Answers(Section):
         description="a jsonl file of served prompts with the target's answers, or a folder of them, used in addition "
         "([record](serving.md#record-your-own-traffic))",
     )
+
+    def count(self, documents: int) -> int:
+        """How many prompts are answered where the train split has so many documents."""
+        return max(FEWEST_PROMPTS, documents) if self.prompts is None else self.prompts
 
     @property
     def group_size(self) -> int:

@@ -36,7 +36,7 @@ from distill.data.samples import (
 from distill.data.traffic import write_traffic
 from distill.devices import barrier, process_count, process_index, share_of
 from distill.engines.torch.hugging_face import end_ids, load_config, load_tokenizer
-from distill.errors import EndpointError, faults_explained
+from distill.errors import DataError, EndpointError, faults_explained
 from distill.files import has_form, parse_object, write_json, write_result
 from distill.progress import Progress
 from distill.recipe import Recipe
@@ -340,7 +340,7 @@ def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     if recipe.answers.traffic is not None and share[0] == 0:
         write_traffic(recipe, run, tokenizer)
     groups = 0
-    if recipe.answers.prompts:
+    if recipe.answers.prompts != 0:
         prompts = read_prompts(run, "train")
         turns = any(prompt.chat and prompt.chat["turns"] for prompt in prompts)
         rules = rules_of(recipe, tokenizer, ChatTemplate(tokenizer, recipe.chat) if turns else None)
@@ -355,8 +355,15 @@ def _write_manifest(recipe: Recipe, run: Run, groups: int) -> None:
     """Write manifest.json with the target, the sampler and counts of answers."""
     answers = read_answers(run, "train")
     dropped = Counter(one.dropped for one in answers if one.dropped)
+    if answers and dropped.total() == len(answers):
+        raise DataError(
+            f"all {len(answers)} answers of the target were dropped: {listed(dropped, ' × ')}",
+            "correct what wrote them (answers, sampler, chat) and run again with --redo answers",
+        )
     found = _counted(recipe, answers, [one for one in answers if not one.dropped], dict(sorted(dropped.items())))
-    run.say(f"  {_said(found)}, {found.not_ended} of them cut short by a limit")
+    few = 2 * dropped.total() > len(answers)
+    said = f"{_said(found)}, {found.not_ended} of them cut short by a limit"
+    run.say(f"  {'warning: most were dropped: ' if few else ''}{said}", warning=few)
     manifest = {**target_metadata(recipe), "sampler": recipe.sampler.model_dump(mode="json"), "groups": groups}
     write_json(run.path("answers", "manifest.json"), manifest | asdict(found))
 

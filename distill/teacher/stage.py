@@ -51,10 +51,11 @@ from distill.teacher.store import (
 Distributions = Callable[[Packed], dict[str, Tensor]]
 
 
-def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
+def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, int, str]:
     """The blocks that the draft learns from: the target's answers (prompts masked), then the corpus text.
 
-    Also a sentence about dropped answers, or an empty string. Raises DataError when no position is left.
+    Also the scored positions of the answers, and a sentence about dropped ones, or an empty string. Raises DataError
+    when no position is left.
     """
     answers = read_answers(run, "train")
     kept = [answer for answer in answers if not answer.dropped]
@@ -68,7 +69,7 @@ def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, str]:
         what = "no answer and no corpus text is left to learn from"
         hint = "ask for more answers (answers.prompts), or give text (corpus.tokens)"
         raise DataError(f"{what}: {dropped}" if dropped else what, hint)
-    return blocks, dropped
+    return blocks, int(own.mask.sum()), dropped
 
 
 def packed_order(answers: Sequence[Sample], recipe: Recipe) -> list[Sample]:
@@ -84,18 +85,25 @@ def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     the manifest when all are done. None: the share of this process among those it was launched with.
     """
     share = share or (process_index(), process_count())
-    blocks, dropped = training_blocks(recipe, run)
+    blocks, own, dropped = training_blocks(recipe, run)
     if dropped and share[0] == 0:
         run.say(f"  {dropped}")
-    return write_store(recipe, run, blocks, share)
+    return write_store(recipe, run, blocks, share, answers=own)
 
 
 def write_store(
-    recipe: Recipe, run: Run, blocks: Packed, share: tuple[int, int], stage: str = "teacher", all_entries: bool = False
+    recipe: Recipe,
+    run: Run,
+    blocks: Packed,
+    share: tuple[int, int],
+    stage: str = "teacher",
+    all_entries: bool = False,
+    answers: int = 0,
 ) -> list[Path]:
     """Write this process's share of the shards of a stage's blocks, and as the first process manifest.json.
 
-    `all_entries`: of a compact store, teacher.top_k entries a position, whatever teacher.mass says.
+    `answers` are the scored positions of answers. `all_entries`: of a compact store, teacher.top_k entries a position,
+    whatever teacher.mass says.
     """
     main, settings, folder = share[0] == 0, recipe.teacher, run.path(stage)
     config = load_config(recipe.target.model)
@@ -110,8 +118,10 @@ def write_store(
         if main:
             hidden = config.get_text_config().hidden_size
             each = bytes_per_position(settings, hidden, recipe.target.dtype, metadata.get("k"))
+            given = int(blocks.mask.sum()) - answers
+            mixed = f", {given} of them of given text" if answers and given else ""
             run.say(
-                f"  {int(blocks.mask.sum())} scored positions in {len(blocks)} blocks; the store takes "
+                f"  {int(blocks.mask.sum())} scored positions in {len(blocks)} blocks{mixed}; the store takes "
                 f"{blocks.ids.numel() * each / 1e6:.0f} MB in {len(parts)} shards"
             )
         progress = Progress(f"{stage}, shards" + (f" of process {share[0]}" if share[1] > 1 else ""), len(mine))
@@ -136,6 +146,7 @@ def write_store(
                 "sampler": read_json(run.path("answers", "manifest.json"), {"sampler": dict})["sampler"],
                 "shard_blocks": [len(blocks.ids[part]) for _, part in parts],
                 "scored_positions": int(blocks.mask.sum()),
+                "answer_positions": answers,
             }
             write_json(folder / "manifest.json", manifest)
     return [folder]
@@ -247,11 +258,8 @@ def table(recipe: Recipe, run: Run) -> list[Path]:
 
 
 def learnt_answers(run: Run) -> list[Sample]:
-    """The answers that training learns from, never held-out ones; DataError where all were dropped."""
-    kept = [answer for answer in read_answers(run, "train") if not answer.dropped]
-    if not kept:
-        raise DataError("no answer is left to count n-grams of: all were dropped", "answers/ says why")
-    return kept
+    """The answers that training learns from, never held-out ones."""
+    return [answer for answer in read_answers(run, "train") if not answer.dropped]
 
 
 def counted_text(answer: Sample) -> list[int]:

@@ -81,11 +81,11 @@ def bytes_per_position(settings: TeacherSettings, hidden: int, dtype: str, k: in
     return PACKED_BYTES + (hidden * TYPE_BYTES[dtype] if settings.kind == "exact" else 0)
 
 
-def planned_positions(recipe: Recipe) -> dict[str, int]:
-    """The positions of the stores that a run writes, by stage, every answer as long as it may get: for training, and
-    held out where the target is not loaded."""
+def planned_positions(recipe: Recipe, prompts: int) -> dict[str, int]:
+    """The positions of the stores that a run writes, by stage, each of the answers to `prompts` as long as it may get:
+    for training, and held out where the target is not loaded."""
     answers, acceptance, test, block = recipe.answers, recipe.train.acceptance, recipe.eval, recipe.corpus.block
-    found = {"teacher": recipe.corpus.tokens + answers.prompts * (answers.prompt_tokens + answers.new_tokens)}
+    found = {"teacher": recipe.corpus.tokens + prompts * (answers.prompt_tokens + answers.new_tokens)}
     if not recipe.target.load and acceptance is not None:
         for stage, count, tokens, blocks in (
             ("validation", acceptance.prompts, acceptance.new_tokens, recipe.cut.score_blocks),
@@ -95,11 +95,11 @@ def planned_positions(recipe: Recipe) -> dict[str, int]:
     return found
 
 
-def planned_bytes(recipe: Recipe) -> dict[str, int]:
+def planned_bytes(recipe: Recipe, prompts: int) -> dict[str, int]:
     """What they take on disk."""
     hidden = load_config(recipe.target.model).get_text_config().hidden_size
     each = bytes_per_position(recipe.teacher, hidden, recipe.target.dtype)
-    return {stage: positions * each for stage, positions in planned_positions(recipe).items()}
+    return {stage: positions * each for stage, positions in planned_positions(recipe, prompts).items()}
 
 
 def read_manifest(run: Run, stage: str = "teacher") -> dict[str, Any]:

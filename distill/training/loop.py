@@ -24,6 +24,7 @@ from distill.progress import duration, noting
 from distill.recipe import Recipe
 from distill.run import BEGIN, Run
 from distill.training.saved import (
+    MOST_EPOCHS,
     EvaluatedWeights,
     TrainingSummary,
     load_checkpoint,
@@ -57,6 +58,8 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     if is_main() and not resumed:
         run.record(BEGIN)
     settings, state = work.settings, work.state
+    planned = summary_of(work)
+    run.say(f"  {planned.text}", warning=planned.epochs > MOST_EPOCHS)
     if not resumed and settings.acceptance is not None:
         evaluate_weights(work)  # the untrained draft is a candidate too, so that nothing worse is ever taken
     clock = Clock(state["step"])
@@ -240,4 +243,6 @@ def summary_of(work: Training) -> TrainingSummary:
         rate=work.rate,
         loss=dict(work.loss.losses),
         best=None if best is None else from_json(best, EvaluatedWeights, "the last checkpoint"),
+        epochs=steps * work.settings.batch / len(work.source.packed),
+        answers=work.source.manifest["answer_positions"] / max(1, work.source.manifest["scored_positions"]),
     )

@@ -101,16 +101,30 @@ REMEDY = (  # for `TrainingSummary.warning`
 )
 
 
+MOST_EPOCHS = 10
+MORE_TEXT = "ask for more answers (answers.prompts, more questions or documents), or lower train.steps"
+
+
 @dataclass(frozen=True)
 class TrainingSummary:
     """training.json: how many steps were trained, the peak rate, the losses with their weights, and the weights that
-    were taken; `best` is None where none were chosen."""
+    were taken; `best` is None where none were chosen. `epochs` say how often the text was seen, `answers` which share
+    of its scored positions are the target's answers; the others are given text."""
 
     steps: int
     processes: int
     rate: float
     loss: dict[str, float]
     best: EvaluatedWeights | None
+    epochs: Figure = math.nan
+    answers: float = 1.0
+
+    @property
+    def text(self) -> str:
+        """What was learnt from, and how often."""
+        given = f", {1 - self.answers:.0%} of it given text, the rest the target's answers" if self.answers < 1 else ""
+        many = f": more than {MOST_EPOCHS} learn it by heart; {MORE_TEXT}" if self.epochs > MOST_EPOCHS else ""
+        return f"{self.epochs:.1f} epochs of the training text{given}{many}"
 
     @property
     def warning(self) -> str | None:

@@ -19,6 +19,7 @@ from distill.export import ExportReport, export
 from distill.files import read_result
 from distill.pipeline import preflight
 from distill.recipe import Corpus, Source, load_recipe
+from distill.recipe.target import Answers
 from distill.run import Run
 
 Change = Callable[[dict[str, Any], Path], object]
@@ -133,7 +134,7 @@ def test_what_a_check_says_of_the_corpus(world: Path, tmp_path: Path, capsys: Ca
 def test_a_store_that_a_run_holds_needs_no_room_again(world: Path, tmp_path: Path, monkeypatch: Patch) -> None:
     """What is free is asked of the disk of the run, whose own shards are not counted twice."""
     recipe, asked = load_recipe(world / "recipe.yaml", ["corpus.tokens=1000000"]), list[Path]()
-    (line,) = preflight.check_disk(recipe)
+    (line,) = preflight.check_disk(recipe, 12)
     needed = float(line.split()[6]) * 1e6
 
     def usage(place: Path) -> Any:
@@ -143,12 +144,25 @@ def test_a_store_that_a_run_holds_needs_no_room_again(world: Path, tmp_path: Pat
     monkeypatch.setattr(preflight.shutil, "disk_usage", usage)
     run = tmp_path / "runs" / "new"
     with pytest.raises(RunError, match=f"GB more in {tmp_path}, where"):
-        preflight.check_disk(recipe, run)
+        preflight.check_disk(recipe, 12, run)
     (run / "teacher").mkdir(parents=True)
     with open(run / "teacher" / "shard-00000.safetensors", "wb") as shard:
         shard.truncate(round(needed * 0.6))  # a file of holes
-    preflight.check_disk(recipe, run)
+    preflight.check_disk(recipe, 12, run)
     assert asked == [tmp_path, run]
+
+
+def test_how_often_the_text_is_seen(world: Path, finished: Path, capsys: Capture) -> None:
+    """Before a run by the most text that there can be, after it by the blocks; more than ten times is warned about."""
+    check = (capsys, "check", world / "recipe.yaml")
+    few = "epochs: 1.1 at least over the answers to at most 12 prompts and the given text"  # 8·4·64 ÷ (1500 + 12·32)
+    assert f"\n{few}\n" in tiny.shown(*check)
+    assert "\nwarning: epochs: 108.7 at least" in tiny.shown(*check, "train.steps=800")
+    trained, store = (json.loads((finished / name).read_text()) for name in ("training.json", "teacher/manifest.json"))
+    assert trained["epochs"] == 8 * 4 / sum(store["shard_blocks"])
+    assert 0 < trained["answers"] == store["answer_positions"] / store["scored_positions"] < 1
+    assert f"{trained['epochs']:.1f} epochs of the training text, " in (finished / "log.txt").read_text()
+    assert [Answers().count(4000), Answers().count(9), Answers(prompts=5).count(4000)] == [4000, 256, 5]
 
 
 def test_the_first_records_of_a_hub_data_set(world: Path, capsys: Capture, monkeypatch: Patch) -> None:

@@ -21,7 +21,7 @@ from writing_worlds import BadServer, answer_lines, begin
 from distill import http
 from distill.data.samples import read_answers
 from distill.engines.torch.hugging_face import encode, load_tokenizer
-from distill.errors import EndpointError
+from distill.errors import DataError, EndpointError
 from distill.files import read_json
 from distill.pipeline.stages import difference, find_stage, key_parts
 from distill.run import Run
@@ -168,6 +168,16 @@ def test_some_refused_prompts_are_dropped_and_counted(tokenizer: Any, write: Any
     assert read_json(run.path("answers", "manifest.json"))["dropped"] == dict.fromkeys(reasons, 4)
 
 
+def test_answers_that_were_all_dropped_end_the_stage(tokenizer: Any, write: Any, capsys: Capture) -> None:
+    with BadServer(tokenizer, lambda *_: "empty text") as server:
+        for _ in range(2):  # also where all files are there
+            with pytest.raises(DataError, match=r"all 12 answers .* dropped: 12 × empty[\s\S]*--redo answers"):
+                write(12, server)
+    with BadServer(tokenizer, lambda prompt, _: "ok" if len(prompt) == 3 else "empty text") as server:
+        write(12, server, name="few")
+    assert "warning: most were dropped: 12 answers of" in capsys.readouterr().err
+
+
 def test_ids_of_the_server_win_over_its_text(tokenizer: Any, write: Any) -> None:
     with BadServer(tokenizer, lambda *_: "ids") as server:
         for one in read_answers(write(3, server), "train"):
@@ -178,7 +188,7 @@ def test_ids_of_the_server_win_over_its_text(tokenizer: Any, write: Any) -> None
 def test_stop_strings_are_sent_and_penalties_are_off(tokenizer: Any, write: Any) -> None:
     """Where a stop string may have ended a text, no end token is added to it."""
     with BadServer(tokenizer, ok) as server:
-        run = write(3, server, overrides=['answers.stop=["\\n\\n"]'])
+        run = write(8, server, overrides=['answers.stop=["\\n\\n"]'])
         assert server.bodies[0]["stop"] == ["\n\n"] and server.bodies[0]["presence_penalty"] == 0
         for one in read_answers(run, "train"):
             assert one.ended and one.answer == encode(tokenizer, server.text(one.prompt))
