@@ -274,11 +274,10 @@ def load_config(reference: str) -> Any:
     """The configuration of a model; reads no weights."""
     from transformers import AutoConfig, PretrainedConfig
 
-    reference = _place(reference)
-    if is_path(reference):
-        read_config(Path(reference))
+    folder = text_folder(reference)
+    read_config(folder)
     try:
-        config = AutoConfig.from_pretrained(reference, trust_remote_code=False)
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         inner = config.get_text_config()
     except Exception as error:  # transformers and huggingface_hub raise many kinds; each means a faulty config.json
         raise _explained(reference, error) from error
@@ -393,18 +392,14 @@ def describe_model(reference: str, model: Any) -> ModelSizes:
     )
 
 
-def _place(reference: str, weights: bool = False) -> str:
-    """A reference as transformers takes it, checked: of a GGUF file, the folder that it is imported to."""
-    check_folder(reference)
-    return str(folder_of(reference, weights)) if is_gguf(reference) else reference
-
-
 def local_folder(reference: str, weights: bool = True) -> Path:
     """The folder of a model: itself when it is a path, else its snapshot in the hub's cache (fetched if need be).
 
     Of a GGUF file, the folder that it is imported to. Without `weights`, the folder may hold the other files alone.
     """
-    reference = _place(reference, weights)
+    check_folder(reference)
+    if is_gguf(reference):
+        return folder_of(reference, weights)
     if Path(reference).is_dir():
         return Path(reference)
     if not weights:
