@@ -18,9 +18,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from distill.engines.torch.model import in_window, layer_kinds
-from distill.errors import DataError
-from distill.gguf.families import LAYER_KINDS
+from distill.engines.torch.model import in_window, layer_kinds, mask_refusal, state_refusal
 
 PADDING = -1  # document number of positions that hold no token
 
@@ -190,13 +188,12 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
 # model can read it as a mask by mistake.
 # Legend: n blocks, S positions per block, H hidden, h heads, d their size, W positions of a window.
 
-RECURRENT = {"linear_attention", "conv", "hybrid", "hybrid_sliding"}  # layers with another state than keys and values
 LONG = 2048  # positions of a block from which on documents attend one by one on an accelerator
 
 
 def packed_inputs(model: Any, blocks: Packed) -> dict[str, Any]:
     """The keyword arguments of a forward pass over blocks, on the model's device; positions start at 0 in each
-    document. Raises DataError as document_masks does."""
+    document."""
     device = model.get_input_embeddings().weight.device
     return {
         "input_ids": blocks.ids.long().to(device),
@@ -212,7 +209,7 @@ def separation(model: Any, documents: Tensor, device: torch.device) -> Any:
     config = model.config.get_text_config()
     kinds = layer_kinds(config)
     compiled = getattr(model.base_model, "_compiled_call_impl", None) is not None  # lists of segments break its graphs
-    plain = config._attn_implementation == "sdpa" and kinds <= LAYER_KINDS and not compiled
+    plain = config._attn_implementation == "sdpa" and not compiled
     if documents.shape[1] < masked_below(device) or not plain:
         return document_masks(model, documents.to(device))
     register()
@@ -231,7 +228,8 @@ def masked_below(device: torch.device) -> int:
 
 def hidden_states(model: Any, blocks: Packed) -> Tensor:
     """The hidden states [n, S, H] after the final norm, on the device of the model's last layer."""
-    return _over(model, blocks, model.base_model, "last_hidden_state")
+    trunk = model.base_model if model.base_model is not model else model.model  # Llama 4 names its trunk otherwise
+    return _over(model, blocks, trunk, "last_hidden_state")
 
 
 def scored_states(model: Any, blocks: Packed) -> Tensor:
@@ -248,19 +246,18 @@ def packed_logits(model: Any, blocks: Packed) -> Tensor:
 def _over(model: Any, blocks: Packed, module: Any, name: str) -> Tensor:
     """The output `name` of `module`, the model or its trunk, over blocks.
 
-    A recurrent state runs on from one document into the next: models with such layers read each document alone.
+    Models that take no mask of ours, such as those whose recurrent state would run on from one document into the next,
+    read each document alone.
     """
-    if not RECURRENT & set(getattr(model.config.get_text_config(), "layer_types", None) or []):
+    config = model.config.get_text_config()
+    if mask_refusal(config) is None and state_refusal(type(model), config) is None:
         return getattr(module(**packed_inputs(model, blocks)), name)
     device, lines = model.get_input_embeddings().weight.device, []
     for line in range(len(blocks)):
         lengths = blocks.documents[line].unique_consecutive(return_counts=True)[1].tolist()
-        parts = zip(blocks.ids[line].long().split(lengths), blocks.positions[line].long().split(lengths), strict=True)
-        read = [
-            module(input_ids=ids[None].to(device), position_ids=positions[None].to(device), use_cache=False)
-            for ids, positions in parts
-        ]
-        lines.append(torch.cat([getattr(one, name)[0] for one in read]))
+        parts = blocks.ids[line].long().to(device).split(lengths)
+        read = [getattr(module(input_ids=ids[None], use_cache=False), name)[0] for ids in parts]
+        lines.append(torch.cat(read))
     return torch.stack(lines)
 
 
@@ -269,20 +266,13 @@ def document_masks(model: Any, documents: Tensor) -> Any:
 
     `documents` [n, S] as in Packed. transformers applies an explicit mask as it is, so the configuration's sliding
     windows are put into the mask here. The mask is boolean, true where a position may attend; for eager attention,
-    which adds the mask to its scores, it is 0 there. Raises DataError for layers that no mask keeps apart (recurrent
-    ones, chunks shorter than a block).
+    which adds the mask to its scores, it is 0 there. For models that take masks (`mask_refusal`).
     """
     config, whole = model.config.get_text_config(), attention_mask(documents)
     places = torch.arange(documents.shape[1], device=documents.device)
     masks = {}
     for kind in sorted(layer_kinds(config)):
-        chunked = kind == "chunked_attention"
-        if kind not in LAYER_KINDS and not (chunked and len(places) <= config.attention_chunk_size):
-            raise DataError(
-                f"documents packed into one block cannot be kept apart in the {kind} layers of {config.model_type}",
-                "lower corpus.block to the layers' chunk" if chunked else "choose another target",
-            )
-        mask = whole if chunked else whole & in_window(kind, config, places[:, None], places)
+        mask = whole & in_window(kind, config, places[:, None], places)
         if model.config._attn_implementation == "eager":
             added = torch.zeros(mask.shape, dtype=model.dtype, device=mask.device)
             mask = added.masked_fill_(~mask, torch.finfo(model.dtype).min)

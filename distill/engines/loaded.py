@@ -47,6 +47,7 @@ from distill.engines.torch.products import Bits, prepacked, rounded
 from distill.engines.torch.static import SlotCache, StaticTorchModel, refusal
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import cache_folder, digest, digests_of, file_digests, read_result, write_result
+from distill.gguf.families import FAMILIES
 from distill.gguf.head import open_head
 from distill.gguf.importing import is_gguf, one_engine
 from distill.gguf.library import GgufFile, require_possible
@@ -192,8 +193,12 @@ def torch_decoder(
 
 def growing_decoder(model: Any, vocabulary: int | None = None, prepack: bool = True) -> TorchModel:
     """`torch_decoder` with a growing cache, whatever the recipe says: to count or time steps, nothing is compiled."""
-    kind = TorchModel if state_refusal(type(model), model.config) is None else RecurrentTorchModel
-    return kind(_packed(model, prepack), vocabulary)
+    if state_refusal(type(model), model.config) is not None:
+        return RecurrentTorchModel(_packed(model, prepack), vocabulary)
+    decoder = TorchModel(_packed(model, prepack), vocabulary)
+    if model.config.model_type not in FAMILIES:  # those that are tested here
+        decoder.require_equal()
+    return decoder
 
 
 def with_rows(model: Model, rows: int) -> Model | None:

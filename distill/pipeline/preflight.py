@@ -8,6 +8,7 @@ will take."""
 
 from __future__ import annotations
 
+import copy
 import gc
 import importlib.util
 import math
@@ -18,23 +19,26 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoModelForCausalLM
 
 from distill.data.corpus import check_chat, check_corpus, split_counts
+from distill.data.packing import pack, packed_logits
 from distill.data.samples import CorpusTexts
 from distill.data.sources import Document
 from distill.data.traffic import check_traffic, first_lines
 from distill.decoding.configured import check_configurations, check_trees
 from distill.devices import pick_device, process_count, take_peaks
-from distill.engines.loaded import context_of
+from distill.engines.loaded import context_of, growing_decoder
 from distill.engines.pairs import compare_pair
 from distill.engines.server_commands import other_sampling, shipped_heads
-from distill.engines.torch.described import empty_model
+from distill.engines.torch.described import empty_model, quiet, require_language_model
 from distill.engines.torch.hugging_face import check_placement, check_weights, load_config, local_snapshot, text_folder
-from distill.engines.torch.model import growing_cache, state_refusal
+from distill.engines.torch.model import UNDECODABLE, growing_cache, state_refusal
 from distill.engines.torch.static import require_static
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
 from distill.files import read_result, write_atomically, write_result, write_text
+from distill.gguf.families import FAMILIES
 from distill.gguf.fields import read_shape
 from distill.gguf.library import describe_build, require_build, require_cache_types
 from distill.gguf.tokenizer import read_tokenizer
@@ -47,6 +51,7 @@ from distill.recipe import Recipe, dump_recipe, is_path
 from distill.recipe.recipe import HELD_OUT, REASON, not_run
 from distill.run import Run
 from distill.surgery.cutter import check_cut, check_smaller, planned_layers
+from distill.surgery.layers import layer_settings, set_layers
 from distill.surgery.sparsity import LEAST_RAMP
 from distill.tables import document, size
 from distill.teacher.answers import check_writer
@@ -164,23 +169,61 @@ def check_stages(recipe: Recipe) -> list[str]:
     """The settings of cut, training and speedup are possible with these models; the draft costs less than its target or
     is allowed to cost as much."""
     target = load_config(recipe.target.model)
-    if recipe.target.load and not hasattr(target, "vocab_size"):
-        raise RecipeError(
-            f"{recipe.target.model} is a {target.model_type}, whose language model is only one of its parts: it "
-            "cannot be loaded as a target",
-            "leave it on a server (target.load: false), or name a folder or GGUF file of the language model alone",
-        )
-    if recipe.target.load:
-        kind = AutoModelForCausalLM._model_mapping.get(type(target), type(None))
-        if state_refusal(kind, target) is not None:
-            growing_cache(target, recipe.target.model)
-    lines = check_cut(recipe) + check_training(recipe)
+    lines = check_decoding(recipe.target.model, target) if recipe.target.load else []
+    lines += check_cut(recipe) + check_training(recipe)
     lines += map(Caution, check_configurations(recipe.speedup, recipe.sampler))  # what it names is lossy
     check_trees(recipe, recipe.donor_model)
     donor = load_config(recipe.donor_model)
     if not recipe.cut.allow_full_size:
         check_smaller(recipe, target, donor)
     return lines
+
+
+MLP_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp")
+EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
+MOST_TRIED = 3 * 10**8  # numbers of the few layers that are tried
+
+
+def check_decoding(reference: str, config: Any) -> list[str]:
+    """A target of a family that is not tested here can be read and decoded: tried with random weights, in its own
+    widths but for the MLPs, of few tokens and experts, and of its first layers alone, each kind among them.
+
+    DataError where a cache, or documents in one block, would give other logits than a whole text.
+    """
+    require_language_model(reference, config)
+    kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
+    if kind is None or (config.model_type in FAMILIES and state_refusal(kind, config) is None):
+        return []
+    if state_refusal(kind, config) is not None:
+        growing_cache(config, reference)
+    few = copy.deepcopy(config)
+    kinds = list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [""])
+    kept = range(min(config.num_hidden_layers, 1 + max(kinds.index(one) for one in set(kinds))))
+    fewest = max(8, 2 * (getattr(config, "num_experts_per_tok", None) or 0))
+    most = dict.fromkeys(MLP_WIDTHS, 256) | dict.fromkeys(EXPERT_COUNTS, fewest)
+    less = {
+        name: size for name, size in most.items() if isinstance(own := getattr(config, name, None), int) and own > size
+    }
+    ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
+    try:
+        set_layers(few, layer_settings(config, kept) | less | ends | {"vocab_size": 64})
+        if sum(weight.numel() for weight in empty_model(few).parameters()) > MOST_TRIED:
+            return [f"{reference}: whether a {config.model_type} can be decoded is tried when its weights are loaded"]
+        with quiet():
+            model = AutoModelForCausalLM.from_config(few).eval()
+    except Exception:  # whatever a family demands of its sizes
+        return [f"{reference}: whether a {config.model_type} can be decoded is tried when its weights are loaded"]
+    growing_decoder(model, prepack=False)
+    blocks = pack([([1, 2, 3, 4], 1), ([5, 6, 7], 1)], 8, False)
+    try:
+        with torch.inference_mode():
+            found = packed_logits(model, blocks)[0, 4:7]
+            apart = (found - model(torch.tensor([[5, 6, 7]]), use_cache=False).logits[0]).abs().max() / found.std()
+    except Exception as error:  # from code that was not written for such masks
+        raise DataError(f"{reference} cannot read several texts at once here ({error})", UNDECODABLE) from None
+    if not float(apart) < 0.01:
+        raise DataError(f"{reference} lets one text of a block see another", UNDECODABLE)
+    return []
 
 
 def check_pair(recipe: Recipe) -> list[str]:

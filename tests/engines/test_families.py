@@ -35,8 +35,8 @@ RECURRENT = (
     *("olmo_hybrid", "bamba", "lfm2"),
 )
 CHAINS = {"llama4_text": "of the kind chunked_attention", "gpt_neo": "of the kind global"}  # and nothing else, and why
-CHAINS |= dict.fromkeys(RECURRENT, "state")
-REFUSED = {"mamba": "recurrent state|from a cache differ"}
+CHAINS |= dict.fromkeys(RECURRENT, "state") | dict.fromkeys(("bloom", "mpt", "falcon"), "of its own kind")
+REFUSED = {"mamba": "recurrent state|state in a way of its own"}
 PROMPT = [random.Random(2).randrange(V) for _ in range(24)]  # longer than the windows
 NEW = 12
 

@@ -16,11 +16,20 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny import Capture, edit
 
-from distill.engines.torch.hugging_face import check_weights, end_ids, load_model, load_tokenizer
+from distill.engines.loaded import context_of
+from distill.engines.torch.described import empty_model
+from distill.engines.torch.hugging_face import (
+    check_weights,
+    describe_model,
+    end_ids,
+    load_config,
+    load_model,
+    load_tokenizer,
+)
 from distill.errors import DataError, PairError, RecipeError
 from distill.gguf.fields import read_shape
 from distill.gguf.writer import read_tensors
-from distill.pipeline.preflight import check_stages, preflight
+from distill.pipeline.preflight import check_decoding, check_stages, preflight
 from distill.recipe import Cut, load_recipe, resolve_model
 from distill.surgery.cutter import cut_folder
 from distill.surgery.subtokens import check_transplant
@@ -357,6 +366,42 @@ def test_a_kind_of_layer_without_a_cache_is_refused_before_weights_are_read(worl
     )
     with pytest.raises(DataError, match="cannot be decoded here: it has layers of kind"):
         check_stages(recipe)
+
+
+ODD = {
+    "bloom": ({"n_layer": 1, "n_head": 2, "hidden_size": 16, "seq_length": 64}, 64, 64),
+    "gpt2": ({"n_layer": 1, "n_head": 2, "n_embd": 16, "n_positions": 70}, 70, 64),
+    "mpt": ({"n_layers": 1, "n_heads": 2, "d_model": 16, "max_seq_len": 80}, 80, 64),
+    "opt": ({"hidden_size": 16, "num_attention_heads": 2, "ffn_dim": 48, "word_embed_proj_dim": 16}, 2048, 48),
+    "falcon": ({"hidden_size": 16, "num_attention_heads": 2, "num_hidden_layers": 1}, 2048, 64),
+}
+
+
+@pytest.mark.parametrize("kind", ODD)
+def test_sizes_under_the_names_of_a_family(kind: str, tmp_path: Path) -> None:
+    settings, context, mlp = ODD[kind]
+    transformers.AutoConfig.for_model(kind, vocab_size=61, **settings).save_pretrained(tmp_path)
+    config = load_config(str(tmp_path))
+    sizes = describe_model("x", empty_model(config))
+    assert (context_of(str(tmp_path)), config.max_position_embeddings, sizes.mlp) == (context, context, mlp)
+    assert check_decoding(str(tmp_path), config) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "words"),
+    [
+        ("mamba", "keeps its state in a way of its own"),
+        ("rwkv", "keeps its state in a way of its own"),
+        ("recurrent_gemma", "from a cache differ from those of the whole text"),
+        ("openai-gpt", "from a cache differ from those of the whole text"),
+        ("doge", "cannot read several texts at once here"),
+    ],
+)
+def test_targets_that_cannot_be_right_are_refused_before_their_weights_are_read(kind: str, words: str) -> None:
+    sizes = {"vocab_size": 61, "hidden_size": 32, "num_hidden_layers": 3, "num_attention_heads": 4, "n_embd": 32}
+    config = transformers.AutoConfig.for_model(kind, **sizes, max_position_embeddings=64)
+    with pytest.raises(DataError, match=words):
+        check_decoding("x", config)
 
 
 def test_models_that_are_no_language_model_alone_are_refused(tmp_path: Path, capsys: Capture) -> None:

@@ -49,6 +49,27 @@ def require_own_type(reference: str, config: Any) -> None:
         )
 
 
+# Sizes that families name otherwise, where transformers gives them no usual name.
+OWN_NAMES = {
+    "max_position_embeddings": ("max_seq_len", "seq_length", "n_positions", "n_ctx", "context_length"),
+    "intermediate_size": ("ffn_dim", "ffn_hidden_size", "n_inner"),
+}
+
+
+def with_usual_names(config: Any) -> Any:
+    """A configuration whose sizes have their usual names as well; an MLP that it does not state is four times as wide
+    as its hidden states."""
+    inner = config.get_text_config()
+    for name, others in OWN_NAMES.items():
+        if getattr(inner, name, None) is None:
+            stated = [size for other in others if isinstance(size := getattr(inner, other, None), int)]
+            if not stated and name == "intermediate_size" and hasattr(inner, "hidden_size"):
+                stated = [4 * inner.hidden_size]
+            if stated:
+                setattr(inner, name, stated[0])
+    return config
+
+
 def require_language_model(reference: str, config: Any) -> None:
     """Raise DataError for a config.json that describes no language model alone, or does not say how long its texts
     may be."""

@@ -31,6 +31,7 @@ from distill.engines.torch.described import (
     require_possible,
     require_whole,
     trim_head,
+    with_usual_names,
 )
 from distill.errors import DataError, DistillError, RunError
 from distill.files import finish_folder, has_form, read_object
@@ -176,6 +177,7 @@ def load_weights(reference: str, dtype: torch.dtype, **options: Any) -> Any:
             place, dtype=dtype, output_loading_info=True, ignore_mismatched_sizes=True, **options
         )
     require_whole(place, model, info)
+    with_usual_names(model.config)
     if not is_path(reference):
         model.config._name_or_path = reference  # for messages
     return model
@@ -283,7 +285,7 @@ def load_config(reference: str) -> Any:
         raise _explained(reference, error) from error
     if not isinstance(inner, PretrainedConfig):
         raise DataError(f"{reference}/config.json: text_config does not belong to a {config.model_type}", HINT)
-    return config
+    return with_usual_names(config)
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from functools import partial
+from functools import cache, partial
+from inspect import signature
 from typing import Any
 
 import torch
@@ -113,7 +114,22 @@ def mask_refusal(config: Any) -> str | None:
         return "its attention reads the distance of tokens in the cache (ALiBi)"
     if strange := layer_kinds(config) - LAYER_KINDS:
         return f"it has layers of the kind {min(strange)}"
+    kind_of_config: Any = type(config)
+    if not _takes_masks(kind_of_config):
+        return "its attention is of its own kind, which takes no masks and positions of others"
     return None
+
+
+@cache
+def _takes_masks(kind: type) -> bool:
+    """Whether the attention of a configuration's model is transformers' own, which applies masks as they are."""
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
+
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
+    return (
+        bool(getattr(model, "_supports_attention_backend", False))
+        and "position_ids" in signature(model.forward).parameters
+    )
 
 
 def shortest_window(config: Any) -> int:
@@ -143,6 +159,8 @@ def layer_masks(model: Any, visible: Tensor, at: Tensor, of: Tensor) -> Tensor |
 
 
 # ── One sequence, with rollback and trees of tokens ──
+
+UNDECODABLE = "leave it on a server or in a GGUF file (target.load: false), or name another model"
 
 
 def state_refusal(kind: type, config: Any, empty: bool = True) -> str | None:
@@ -323,14 +341,45 @@ class TorchModel:
             self._cache.crop(length - self._length)
             self._length = length
 
+    def require_equal(self) -> None:
+        """Raise DataError unless logits from the cache, also after a roll-back, are those of the whole text.
+
+        Up to rounding: of each position, the root of the mean square of the difference over the logits' spread; the
+        median of the positions, because where experts are chosen, rounding may choose others.
+        """
+        tokens = [(11 * place + 3) % self.vocabulary_size for place in range(12)]
+        name = model_name(self.model)
+        try:
+            with torch.inference_mode():
+                ids = torch.tensor([tokens], device=self.device)
+                whole = doubled(self.model(input_ids=ids, use_cache=False).logits[0, :, : self.vocabulary_size])
+            self.extend(tokens[:4])
+            found = [self.extend(tokens[4:8]).full(), self.extend(tokens[8:9]).full()]
+            self.rollback([6])
+            found.append(self.extend(tokens[6:]).full())
+        except Exception as error:  # of any kind, from code that was not written for such calls
+            first = (str(error).splitlines() or [type(error).__name__])[0]
+            raise DataError(
+                f"{name} cannot be decoded here: its cache cannot be continued ({first})", UNDECODABLE
+            ) from error
+        self.rollback([0])
+        expected = whole[[*range(4, 9), *range(6, 12)]].cpu()
+        differences = (torch.cat(found).double() - expected).square().mean(-1).sqrt() / expected.std(-1)
+        # Recurrences are computed in fp32 in wider types, too.
+        limit = max(torch.finfo(self.model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
+        if not (difference := float(differences.median())) <= limit:
+            raise DataError(
+                f"{name} cannot be decoded here: its logits from a cache differ from those of the whole text by "
+                f"{difference:.2g} of their spread (rounding: less than {limit:.1g})",
+                UNDECODABLE,
+            )
+
     def close(self) -> None:
         """Free the cache."""
         self.rollback([0])
 
 
 # ── One sequence through recurrent layers, whose state cannot be cut: it returns to copies of it ──
-
-RECURRENT_HINT = "leave it on a server or in a GGUF file (target.load: false), or name another model"
 
 
 class RecurrentTorchModel(TorchModel):
@@ -350,7 +399,7 @@ class RecurrentTorchModel(TorchModel):
         self._new_cache = partial(growing_cache, model.config, model_name(model))
         self._cache = self._new_cache()
         self._text = Retold()
-        self._require_equal()
+        self.require_equal()
 
     @property
     def lengths(self) -> list[int]:
@@ -401,55 +450,23 @@ class RecurrentTorchModel(TorchModel):
         if length < self._length or length == 0:
             self._trim(length)
 
-    def _require_equal(self) -> None:
-        """Raise DataError unless logits from the cache, and from a copy of it, are those of the whole text.
-
-        Up to rounding: of each position, the root of the mean square of the difference over the logits' spread; the
-        median of the positions, because where experts are chosen, rounding may choose others.
-        """
-        tokens = [(11 * place + 3) % self.vocabulary_size for place in range(12)]
-        name = model_name(self.model)
-        try:
-            with torch.inference_mode():
-                ids = torch.tensor([tokens], device=self.device)
-                whole = doubled(self.model(input_ids=ids, use_cache=False).logits[0, :, : self.vocabulary_size])
-            self.extend(tokens[:4])
-            found = [self.extend(tokens[4:8]).full(), self.extend(tokens[8:9]).full()]
-            self.rollback([6])
-            found.append(self.extend(tokens[6:]).full())
-        except Exception as error:  # of any kind, from code that was not written for such calls
-            first = (str(error).splitlines() or [type(error).__name__])[0]
-            raise DataError(
-                f"{name} cannot be decoded here: its cache cannot be continued ({first})", RECURRENT_HINT
-            ) from error
-        self.rollback([0])
-        expected = whole[[*range(4, 9), *range(6, 12)]].cpu()
-        differences = (torch.cat(found).double() - expected).square().mean(-1).sqrt() / expected.std(-1)
-        # Recurrences are computed in fp32 in wider types, too.
-        limit = max(torch.finfo(self.model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
-        if not (difference := float(differences.median())) <= limit:
-            raise DataError(
-                f"{name} cannot be decoded here: its logits from a cache differ from those of the whole text by "
-                f"{difference:.2g} of their spread (rounding: less than {limit:.1g})",
-                RECURRENT_HINT,
-            )
-
 
 def growing_cache(config: Any, name: str) -> Any:
     """An empty cache of a model's kinds of layers; keys and values outside a window are hidden in it, not dropped.
 
     DataError for layers that keep something else than keys and values or a recurrent state.
     """
-    from transformers import DynamicCache
+    from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
     from transformers.cache_utils import DummyLayer, DynamicLayer, LinearAttentionAndFullAttentionLayer
     from transformers.cache_utils import LinearAttentionLayer as Linear
 
+    model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    if model is not None and "past_key_values" not in signature(model.forward).parameters:
+        raise DataError(f"{name} cannot be decoded here: it keeps its state in a way of its own", UNDECODABLE)
     try:
         cache = DynamicCache(config=config)
     except KeyError as error:  # a kind of layer that transformers keeps in a cache of its own
-        raise DataError(
-            f"{name} cannot be decoded here: it has layers of kind {error.args[0]}", RECURRENT_HINT
-        ) from None
+        raise DataError(f"{name} cannot be decoded here: it has layers of kind {error.args[0]}", UNDECODABLE) from None
     for index, layer in enumerate(cache.layers):
         kind = type(layer)
         if isinstance(layer, Linear) and isinstance(layer, DynamicLayer):
@@ -457,7 +474,7 @@ def growing_cache(config: Any, name: str) -> Any:
         elif kind.__name__ == "DynamicSlidingWindowLayer":
             cache.layers[index] = DynamicLayer()
         elif kind not in (DynamicLayer, Linear, DummyLayer):
-            raise DataError(f"{name} cannot be decoded here: it has layers of kind {kind.__name__}", RECURRENT_HINT)
+            raise DataError(f"{name} cannot be decoded here: it has layers of kind {kind.__name__}", UNDECODABLE)
     return cache
 
 
