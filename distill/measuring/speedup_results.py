@@ -207,10 +207,14 @@ class InTurns(PairMeasured):
 
 
 def _fastest(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """The fastest of each pair and backend."""
+    """The fastest of each pair and backend, of those that drafted something."""
     best: dict[tuple[str, str], Measurement] = {}
     for one in measurements:
-        if math.isfinite(one.speedup) and (one.key not in best or one.speedup > best[one.key].speedup):
+        if (
+            one.acceptance is not None
+            and math.isfinite(one.speedup)
+            and (one.key not in best or one.speedup > best[one.key].speedup)
+        ):
             best[one.key] = one
     return list(best.values())
 
@@ -267,9 +271,9 @@ class SpeedupReport:
 
     @property
     def rivals(self) -> list[Measurement]:
-        """All ways to the target's greedy text but plain decoding, of backends whose KL is accepted."""
+        """All ways to the target's greedy text that drafted something, of backends whose KL is accepted."""
         greedy = (one for one in self._accepted if one.sampler is None and one.lossy is None)
-        return [one for one in greedy if not one.is_plain]
+        return [one for one in greedy if one.acceptance is not None]
 
     @property
     def contenders(self) -> set[tuple[str, str]]:

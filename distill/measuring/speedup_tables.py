@@ -260,7 +260,7 @@ def explanations(report: SpeedupReport) -> list[str]:
 def explain(part: SpeedupPart) -> str:
     """What a round of the fastest configuration that drafts gives and costs, in plain steps, which are tokens of plain
     decoding; and why that is no gain, where it is none."""
-    drafting = [row for row in part.measurements if not row.is_plain and math.isfinite(row.speedup)]
+    drafting = [row for row in part.measurements if row.acceptance is not None and math.isfinite(row.speedup)]
     if not drafting:
         return "Nothing was drafted."
     best = max(drafting, key=lambda row: row.speedup)

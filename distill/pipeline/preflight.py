@@ -244,12 +244,15 @@ def check_pair(recipe: Recipe) -> list[str]:
 
 def check_weights_of_models(recipe: Recipe) -> list[str]:
     """The weights of target and donor hold the tensors that their config.json asks for; a target that is not loaded
-    needs none. A block of the corpus fits the target's context."""
+    needs none. A block of the corpus fits the contexts of both."""
     read = dict.fromkeys([*([recipe.target.model] if recipe.target.load else []), recipe.donor_model])
     lines = [check_weights(model) for model in read]
-    context = context_of(recipe.target.model)
-    if context is not None and recipe.corpus.block > context:
-        raise RecipeError(f"corpus.block is {recipe.corpus.block}, the target's context {context}")
+    for role, model in (("target", recipe.target.model), ("donor", recipe.donor_model)):
+        context = context_of(model)
+        if context is not None and recipe.corpus.block > context:
+            raise RecipeError(
+                f"corpus.block is {recipe.corpus.block}, the {role}'s context {context}", f"lower it to {context}"
+            )
     return lines
 
 

@@ -50,6 +50,7 @@ from distill.surgery.layers import (
     narrow,
     parse_layers,
     parts_of,
+    require_floats,
     require_supported,
     watching,
     written_shares,
@@ -268,6 +269,7 @@ def check_cut(recipe: Recipe) -> list[str]:
     settings, donor = recipe.cut, recipe.donor_model
     config = load_config(donor)
     require_supported(config)
+    require_floats(donor)
     lines = []
     if settings.transplant is not None:
         check_transplant(local_folder(donor), text_folder(recipe.target.model), settings.transplant)
@@ -415,6 +417,7 @@ def cut_folder(
     """
     config = load_config(source)
     require_supported(config)
+    require_floats(source)
     check_shape(config, settings)
     require_new_folder(destination)
     if target is not None:

@@ -16,8 +16,11 @@ import torch
 from torch import Tensor
 
 from distill.data.packing import Packed, hidden_states
+from distill.engines.torch.hugging_face import load_config, local_snapshot
 from distill.errors import DataError, RecipeError
+from distill.folders import NUMPY_FLOATS, read_header, weight_files
 from distill.gguf.families import kinds_of, orders
+from distill.gguf.importing import is_gguf
 from distill.progress import Progress
 
 # ── Parts of a decoder: a line for each family, and what its modules and its configuration say themselves ──
@@ -58,6 +61,31 @@ def require_supported(config: Any) -> None:
         f"surgery on architecture `{config.model_type}` is not supported",
         f"{hint}; supported: {', '.join(FAMILIES)}",
     )
+
+
+# Where a folder says how its weights are quantised: transformers' key (GPTQ, AWQ, FP8, bitsandbytes), MLX's, an older
+# one of compressed-tensors; and the file of NVIDIA's ModelOpt.
+QUANTISED_KEYS, QUANTISED_FILE = ("quantization_config", "quantization", "compression_config"), "hf_quant_config.json"
+
+
+def require_floats(reference: str) -> None:
+    """Raise DataError for a donor whose weights are quantised, by its config.json or by the headers of its files."""
+    if is_gguf(reference):
+        return  # which is imported as floats
+    config, folder = load_config(reference), local_snapshot(reference)
+    named = next((own for key in QUANTISED_KEYS if (own := getattr(config, key, None)) is not None), None)
+    how = str(named.get("quant_method") or named.get("mode") or "") if isinstance(named, dict) else ""
+    if named is None and folder is not None and (folder / QUANTISED_FILE).is_file():
+        named = how = QUANTISED_FILE
+    if named is None and folder is not None:
+        files = [file for file in weight_files(folder) if file.is_file()]
+        matrices = (one for file in files for one in read_header(file).values() if len(one.shape) > 1)
+        named = how = next((one.dtype for one in matrices if one.dtype not in NUMPY_FLOATS), None)
+    if named is not None:
+        raise DataError(
+            f"the weights of {reference} are quantised{f' ({how})' if how else ''}, and a donor's are cut and trained",
+            "name the model that it was quantised from, in float32, bfloat16 or float16",
+        )
 
 
 def layers_of(model: Any) -> Any:

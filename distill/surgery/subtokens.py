@@ -18,8 +18,8 @@ from numpy.typing import ArrayLike, NDArray
 from distill.engines.torch.hugging_face import check_folder, check_weights, load_config
 from distill.errors import DataError
 from distill.files import has_form
-from distill.folders import NUMPY_FLOATS, Stored, read_config, stored_tensors
-from distill.surgery.layers import FAMILIES, require_supported
+from distill.folders import Stored, read_config, stored_tensors
+from distill.surgery.layers import FAMILIES, require_floats, require_supported
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import RARE, Vocabulary, role_counterparts, stand_ins
 
@@ -268,12 +268,11 @@ def check_transplant(donor: Path, target: Path, overrides: Mapping[str, str] | N
     for key in SIZES:
         if not has_form(config.get(key), int):
             raise DataError(f"{donor}/config.json: {key} must be an integer", "give a whole folder")
+    require_floats(str(donor.absolute()))
     # Families have defaults of their own.
     tied = bool(config.setdefault("tie_word_embeddings", load_config(str(donor.absolute())).tie_word_embeddings))
     tensors = stored_tensors(donor, tied)
     check_weights(str(donor.absolute()))
-    if "quantization_config" in config or tensors[EMBEDDING].dtype not in NUMPY_FLOATS:
-        raise DataError(f"the model in {donor} is quantised", "give it in float32, bfloat16 or float16")
     target_config = read_config(target) if (target / "config.json").is_file() else {}
     ours, theirs = Vocabulary.read(donor), Vocabulary.read(target)
     require_bytes(ours)

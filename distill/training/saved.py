@@ -49,7 +49,8 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class EvaluatedWeights:
-    """Weights whose drafts were measured on validation prompts, as `measure` names: DECODED or STORED.
+    """Weights whose drafts were measured on validation prompts, as `measure` names: DECODED or STORED; NaN where none
+    could be, as nothing was drafted.
 
     Decoded: the conditional `acceptance`, accepted ÷ reached, in this many `rounds`, and `expected_acceptance`, the
     acceptance probability on texts that are the same for all weights of a training. Stored: Σ min(p, q) at this many
@@ -58,7 +59,7 @@ class EvaluatedWeights:
     """
 
     step: int
-    acceptance: float
+    acceptance: Figure
     tokens_per_round: Figure = math.nan
     rounds: int = 0
     expected_acceptance: Figure = math.nan
@@ -74,6 +75,8 @@ class EvaluatedWeights:
     @property
     def words(self) -> str:
         """Its figures."""
+        if math.isnan(self.score):
+            return "no acceptance: the draft's context ends before the validation texts"
         if self.measure == STORED:
             return (
                 f"acceptance probability on stored distributions between {self.acceptance:.3f} and {self.most:.3f} at "

@@ -8,6 +8,7 @@ length, S positions, c of them at once, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import math
 import random
 import time
 from collections.abc import Iterator, Sequence
@@ -143,23 +144,30 @@ class ServedTarget:
         return decode(rows[0], rows[1], ids, randoms=randoms)
 
     @torch.inference_mode()
-    def expected(self, draft: Any, prompts: Sequence[Sample], texts: Sequence[Sequence[int]]) -> list[float]:
-        """Sums [B] of the probability to be accepted at each position of these texts, which follow the prompts.
+    def expected(
+        self, draft: Any, prompts: Sequence[Sample], texts: Sequence[Sequence[int]]
+    ) -> list[tuple[float, int]]:
+        """Of each of these B texts, which follow the prompts, the sum of the probability to be accepted over the
+        positions that the draft's context reaches, and their number.
 
         On the same texts at each call and without chance, so that two drafts are compared far more sharply than by
         decoding as many tokens with each.
         """
-        sums = []
+        sums: list[tuple[float, int]] = []
         for prompt, text in zip(prompts, texts, strict=True):
-            ids = torch.tensor([[*prompt.prompt, *text]], device=self.model.device)
-            own, drafts = (self._logits(model, ids, len(text)) for model in (self.model, draft))
+            whole = [*prompt.prompt, *text][: draft.config.max_position_embeddings]
+            if (count := len(whole) - len(prompt.prompt)) <= 0:
+                sums.append((0.0, 0))
+                continue
+            ids = torch.tensor([whole], device=self.model.device)
+            own, drafts = (self._logits(model, ids, count) for model in (self.model, draft))
             if self.protocol == "greedy":
                 chances = divergences.acceptance_greedy(own, drafts)
             elif self.protocol == "match":
                 chances = divergences.acceptance_match(self.sampler.probabilities(own), drafts)
             else:
                 chances = divergences.acceptance_sampling(*map(self.sampler.probabilities, (own, drafts)))
-            sums.append(round(float(doubled(chances).sum()), 6))
+            sums.append((round(float(doubled(chances).sum()), 6), count))
         return sums
 
     def _logits(self, model: Any, ids: Tensor, count: int) -> Tensor:
@@ -169,7 +177,8 @@ class ServedTarget:
 
 
 def decoded_acceptance(texts: Sequence[Decoded]) -> dict[str, Any]:
-    """Conditional acceptance (accepted ÷ reached) and tokens per round of some decoded texts.
+    """Conditional acceptance (accepted ÷ reached) and tokens per round of some decoded texts; None where nothing was
+    drafted, as where the prompts fill the draft's context.
 
     And of each text how many drafted tokens were accepted and reached, from which intervals follow.
     """
@@ -178,8 +187,8 @@ def decoded_acceptance(texts: Sequence[Decoded]) -> dict[str, Any]:
     reached = [hit + miss for hit, miss in zip(accepted, missed, strict=True)]
     rounds = sum(len(text.rounds) for text in texts)
     return {
-        "acceptance": sum(accepted) / max(1, sum(reached)),
-        "tokens_per_round": (sum(accepted) + rounds) / max(1, rounds),
+        "acceptance": sum(accepted) / sum(reached) if any(reached) else None,
+        "tokens_per_round": (sum(accepted) + rounds) / rounds if any(reached) else None,
         "rounds": rounds,
         "accepted": accepted,
         "reached": reached,
@@ -214,8 +223,8 @@ def stored_acceptance(recipe: Recipe, run: Run, draft: Any, protocol: Verifying)
             low, high = stored_chances(teacher.chunk(rows), logits, protocol)
             least, largest = least + float(doubled(low).sum()), largest + float(doubled(high).sum())
         positions += len(hidden)
-    count = max(1, positions)
-    return {"acceptance": least / count, "most": largest / count, "positions": positions, "measure": STORED}
+    mean, most = (sums / positions if positions else None for sums in (least, largest))
+    return {"acceptance": mean, "most": most, "positions": positions, "measure": STORED}
 
 
 # ── Acceptance of a training in progress ──
@@ -253,7 +262,8 @@ def measure_acceptance(work: Training) -> dict[str, Any]:
         prompts = read_prompts(work.run, "validation")[: settings.prompts]
         found = target.decode(draft, prompts, settings.new_tokens, LENGTH)
         texts = [text.tokens for text in found] if work.state["texts"] is None else work.state["texts"]
-        expected = sum(target.expected(draft, prompts, texts)) / max(1, sum(map(len, texts)))
+        sums, counts = zip(*target.expected(draft, prompts, texts), strict=True)
+        expected = sum(sums) / sum(counts) if any(counts) else None
         return decoded_acceptance(found) | {"expected_acceptance": expected}, texts
 
     def stored(draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
@@ -285,9 +295,12 @@ def evaluate_weights(work: Training) -> None:
     figures = {name: value for name, value in measured.items() if not isinstance(value, list)}
     seconds = time.monotonic() - began
     work.run.record(ACCEPTANCE_STAGE, step=step, **measured, tokens=state["tokens"], seconds=seconds)
-    sent = {f"validation/{name}": value for name, value in figures.items() if name != "measure"}
+    sent = {f"validation/{name}": value for name, value in figures.items() if isinstance(value, (int, float))}
     work.accelerator.log(sent, step=step)
     found = from_json({"step": step, **figures}, EvaluatedWeights, "the evaluation")
+    if math.isnan(found.score):
+        work.run.say(f"  step {step}: {found.words}; nothing is chosen by it", warning=True)
+        return
     best = None if state["best"] is None else from_json(state["best"], EvaluatedWeights, "the last checkpoint")
     better = best is None or found.score > best.score
     # Before a kill they were, and took the place of `best`; where rounding differs they may not be any more.

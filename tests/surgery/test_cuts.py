@@ -12,13 +12,16 @@ from typing import Any
 
 import pytest
 import torch
-from toys import random_prompts, toy
+from safetensors.torch import save_file
+from toys import random_prompts, save_toy, toy, toy_tokenizer
 from transformers import AutoModelForCausalLM
 
 from distill.data.packing import pack
 from distill.errors import DataError, RecipeError
 from distill.gguf.families import orders
-from distill.surgery.cutter import scored_logits
+from distill.gguf.writer import export_gguf
+from distill.recipe import parse_recipe
+from distill.surgery.cutter import check_cut, cut_folder, scored_logits
 from distill.surgery.layers import (
     FAMILIES,
     block_influence,
@@ -29,6 +32,7 @@ from distill.surgery.layers import (
     narrow,
     neuron_scores,
     parse_layers,
+    require_floats,
 )
 from distill.surgery.results import size_of
 
@@ -316,6 +320,37 @@ def test_neurons_stay_by_what_they_write(case: str, monkeypatch: pytest.MonkeyPa
 
 
 # ---- what cannot be ----
+
+
+QUANTISED: dict[str, dict[str, Any]] = {
+    "gptq": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
+    "fp8": {"quantization_config": {"quant_method": "fp8", "weight_block_size": [128, 128]}},
+    "affine": {"quantization": {"group_size": 64, "bits": 4, "mode": "affine"}},  # MLX
+    "hf_quant_config.json": {},  # ModelOpt
+    "I8": {},  # said by nothing but the files
+}
+
+
+@pytest.mark.parametrize("how", QUANTISED)
+def test_a_quantised_donor_is_refused_before_any_work(how: str, tmp_path: Path) -> None:
+    """However it says so; a model in floats passes, and its GGUF file, which is imported as floats."""
+    folder = save_toy(toy("qwen2", 330), toy_tokenizer(330), tmp_path / "model")
+    require_floats(str(folder))
+    export_gguf(folder, tmp_path / "model.gguf", "q8_0")
+    require_floats(str(tmp_path / "model.gguf"))
+    config = json.loads((folder / "config.json").read_text()) | QUANTISED[how]
+    (folder / "config.json").write_text(json.dumps(config))
+    if how.endswith(".json"):
+        (folder / how).write_text("{}")
+    if how == "I8":
+        save_file({"model.layers.0.mlp.up_proj.weight": torch.ones(4, 4).char()}, folder / "model.safetensors")
+    sources = {"sources": [{"kind": "text", "path": "/t"}]}
+    values = {"name": "n", "target": {"model": str(folder)}, "cut": {"donor": str(folder)}, "corpus": sources}
+    recipe = parse_recipe(values, "test")
+    words = rf"quantised \({how}\)[^\n]*\n.*name the model that it was quantised from"
+    for check in (lambda: check_cut(recipe), lambda: cut_folder(str(folder), tmp_path / "cut", recipe.cut, [])):
+        with pytest.raises(DataError, match=words):
+            check()
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -348,7 +348,6 @@ def test_what_is_refused_before_any_work(tmp_path: Path) -> None:
         return folder
 
     other = changed("other", model_type="gpt_neox")
-    quantised = changed("quantised", quantization_config={})
     narrow = changed("narrow", hidden_size=64)
     headless = changed("headless", tie_word_embeddings=False)
     byteless = changed("byteless")
@@ -357,7 +356,6 @@ def test_what_is_refused_before_any_work(tmp_path: Path) -> None:
     save(byte_level({f"word{i}": 257 + i for i in range(50)}), larger)
     cases = [
         (other, "gpt_neox"),
-        (quantised, "quantised"),
         (narrow, "by config.json"),
         (headless, "missing in the weights"),
         (byteless, "no token for 1 of the 256 bytes"),

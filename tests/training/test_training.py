@@ -188,7 +188,7 @@ def test_activation_checkpointing_gives_the_same_weights(train: Trainer, whole: 
 # ── what chooses the weights ──
 
 
-def tell(monkeypatch: Patch, *acceptances: float) -> None:
+def tell(monkeypatch: Patch, *acceptances: float | None) -> None:
     """Let the evaluations find these acceptances, one after the other."""
     told = iter(acceptances)
     figures = {"acceptance": 0.5, "tokens_per_round": 1.0, "rounds": 1}
@@ -285,7 +285,7 @@ def test_expected_acceptance_by_hand(protocol: Any) -> None:
     prompts = [Sample(str(i), ids) for i, ids in enumerate(toys.random_prompts(3, 60, 5))]
     texts = toys.random_prompts(3, 60, 7)
     found = served.expected(draft, prompts, texts)
-    for prompt, text, value in zip(prompts, texts, found, strict=True):
+    for prompt, text, (value, count) in zip(prompts, texts, found, strict=True):
         total = 0.0
         for at in range(len(text)):
             ids = torch.tensor([[*prompt.prompt, *text[:at]]])
@@ -298,9 +298,31 @@ def test_expected_acceptance_by_hand(protocol: Any) -> None:
                 total += float(p[int(other.argmax())])
             else:
                 total += float(own.argmax() == other.argmax())
-        assert value == pytest.approx(total, abs=1e-4)
+        assert value == pytest.approx(total, abs=1e-4) and count == len(text)
     if protocol != "match":
-        assert served.expected(target, prompts, texts) == pytest.approx([len(text) for text in texts], abs=1e-4)
+        whole = [value for value, _ in served.expected(target, prompts, texts)]
+        assert whole == pytest.approx([len(text) for text in texts], abs=1e-4)
+
+
+def test_a_draft_that_never_drafts_has_no_acceptance() -> None:
+    """Its context ends in the first text, and before the others: only what it reaches counts."""
+    target, draft = toys.toy(seed=1), toys.toy(seed=2)
+    prompts = [Sample(str(i), ids) for i, ids in enumerate(([5] * 8, [7] * 12, [3] * 20))]
+    texts = [[1, 2, 3, 4, 5, 6]] * 3
+    served = ServedTarget(target, 61, (), Sampler(0), "greedy", 0)
+    whole = served.expected(draft, [prompts[0]], [texts[0][:4]])
+    draft.config.max_position_embeddings = 12
+    assert served.expected(draft, prompts, texts) == [whole[0], (0.0, 0), (0.0, 0)] and whole[0][1] == 4
+    found = decoded_acceptance(served.decode(draft, prompts[1:], 6, 3))
+    assert found["acceptance"] is found["tokens_per_round"] is None and found["reached"] == [0, 0]
+
+
+def test_nothing_is_chosen_where_nothing_was_drafted(train: Trainer, monkeypatch: Patch, capsys: Capture) -> None:
+    tell(monkeypatch, *[None] * 3)
+    run = train()
+    assert json.loads((run / "training.json").read_text())["best"] is None
+    assert not (run / "checkpoints" / "best").exists()
+    assert "nothing is chosen by it" in capsys.readouterr().err
 
 
 def test_every_evaluation_has_it_on_the_same_texts(train: Trainer) -> None:
