@@ -42,13 +42,14 @@ class Decoded:
     token that holds more than the beginning of the string, `rest` keeps the bytes before it. The last tokens may still
     be removed while decoding goes on. `from_draft[i]` is true where token i was drafted and accepted. `prefill_seconds`
     (the prompt and the first token) and `seconds` (all later tokens) are apart, because speculation changes only the
-    second.
+    second; the clock stood at `prefilled` between them.
     """
 
     tokens: list[int] = field(default_factory=list)
     from_draft: list[bool] = field(default_factory=list)
     rounds: list[Round] = field(default_factory=list)
     prefill_seconds: float = 0.0
+    prefilled: float = 0.0
     seconds: float = 0.0
     rest: bytes = b""
 
@@ -122,7 +123,8 @@ def decode(
     started = time.perf_counter()
     first = next_token(target.extend(prompt, want=[len(prompt) - 1]), prompt, rules)
     drafter.begin(prompt)
-    result.prefill_seconds = time.perf_counter() - started
+    result.prefilled = time.perf_counter()
+    result.prefill_seconds = result.prefilled - started
     context = [*prompt, first]
     certain, ended = add_tokens(result, [first], 0, rules)
     yielded, rounds = 0, rounds_of_text(target, drafter, rules)

@@ -281,9 +281,9 @@ class Watch:
         watched: Any = Noted(target, self.target)
         return watched, watched if draft is target else Noted(draft, self.draft)
 
-    def take(self) -> tuple[list[Step], list[Step]]:
-        """The steps of target and draft, but for those that read a prompt; they are forgotten here."""
-        taken = tuple([step for step in steps if step.depth] for steps in (self.target, self.draft))
+    def take(self, since: float = 0.0) -> tuple[list[Step], list[Step]]:
+        """The steps of target and draft that began at this time of the clock or later; all are forgotten here."""
+        taken = tuple([step for step in steps if step.started >= since] for steps in (self.target, self.draft))
         self.target.clear()
         self.draft.clear()
         return taken[0], taken[1]

@@ -168,7 +168,7 @@ def time_texts(
             started = time.perf_counter()
             decoded = one.text(prompt, limit)
             seconds = time.perf_counter() - started
-            one.texts.append(TimedText(index, seconds, decoded, *watch.take()))
+            one.texts.append(TimedText(index, seconds, decoded, *watch.take(decoded.prefilled)))
         progress.step()
 
 
@@ -319,7 +319,10 @@ def by_depth(one: TimedConfiguration) -> list[GroupFigures]:
 
 
 def time_steps(prepared: Sequence[TimedConfiguration], target: Model, draft: Model | None, repeats: int) -> StepFigures:
-    """T(m) and D(m) with one model alone, for every m that the texts came to, at the median depth of their steps."""
+    """T(m) and D(m) with one model alone, for every m that a round of the texts came to, at the median depth of their
+    steps. Longer steps are no round's: they read again, or late, what a context did not hold.
+    """
+    longest = 1 + max(one.configuration.longest_round for one in prepared)
     texts = [text for one in prepared for text in one.texts]
     depths = [step.depth for text in texts for step in text.target]
     depth = int(statistics.median(depths)) if depths else 1
@@ -330,15 +333,18 @@ def time_steps(prepared: Sequence[TimedConfiguration], target: Model, draft: Mod
 
     return StepFigures(
         depth,
-        timed(target, {step.tokens for text in texts for step in text.target} | {1}),
-        {} if draft is None else timed(draft, {step.tokens for text in texts for step in text.draft} | {1, 2}),
+        timed(target, {step.tokens for text in texts for step in text.target if step.tokens <= longest} | {1}),
+        {}
+        if draft is None
+        else timed(draft, {step.tokens for text in texts for step in text.draft if step.tokens <= longest} | {1, 2}),
     )
 
 
 def round_figures(one: TimedConfiguration, steps: StepFigures, synchronous: bool) -> RoundFigures:
     """Where the seconds of a configuration's rounds went, and how near it came to the bound of its steps.
 
-    A chain's draft step after a whole accepted round takes two tokens; the bound counts it as D(1).
+    A chain's draft step after a whole accepted round takes two tokens; the bound counts it as D(1), and steps that were
+    not timed alone as they were paid.
     """
     trees, rounds = one.configuration.branches, one.rounds
     target = [step for text in one.texts for step in text.target]
@@ -348,8 +354,8 @@ def round_figures(one: TimedConfiguration, steps: StepFigures, synchronous: bool
     else:
         count = tokens = max(len(target), 1)
         seconds = sum(second for text in one.texts for _, second in _step_seconds(text))
-    alone = sum(steps.target[step.tokens] for step in target)
-    alone += sum(steps.draft[1 if step.tokens == 2 and not trees else step.tokens] for step in draft)
+    alone = sum(steps.target.get(step.tokens, step.seconds) for step in target)
+    alone += sum(steps.draft.get(1 if step.tokens == 2 and not trees else step.tokens, step.seconds) for step in draft)
     paid = [sum(step.seconds for step in own) / count if synchronous else None for own in (target, draft)]
     return RoundFigures(
         tokens=tokens / count,

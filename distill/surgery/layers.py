@@ -74,7 +74,7 @@ def require_floats(reference: str) -> None:
         return  # which is imported as floats
     config, folder = load_config(reference), local_snapshot(reference)
     named = next((own for key in QUANTISED_KEYS if (own := getattr(config, key, None)) is not None), None)
-    how = str(named.get("quant_method") or named.get("mode") or "") if isinstance(named, dict) else ""
+    how = named.get("quant_method") or named.get("mode") if isinstance(named, dict) else None
     if named is None and folder is not None and (folder / QUANTISED_FILE).is_file():
         named = how = QUANTISED_FILE
     if named is None and folder is not None:

@@ -25,7 +25,7 @@ from distill.errors import DataError
 from distill.files import read_result
 from distill.gguf.writer import export_gguf
 from distill.measuring import speedup_results
-from distill.measuring.compare import TimedConfiguration, TimedText, by_class, by_depth, round_figures
+from distill.measuring.compare import TimedConfiguration, TimedText, by_class, by_depth, round_figures, time_steps
 from distill.measuring.speedup import speedup
 from distill.measuring.speedup_results import (
     InTurns,
@@ -229,7 +229,7 @@ def test_every_step_of_both_models_is_noted() -> None:
     target, draft = TableModel(6), TableModel(6, seed=1)
     watch = Watch()
     decoded = speculative(*watch.models(target, draft), [1, 2, 3], 12, 2)  # type: ignore[arg-type]
-    steps, drafting = watch.take()
+    steps, drafting = watch.take(decoded.prefilled)
     assert len(steps) == len(decoded.rounds) and drafting  # but for the prompt
     assert [step.tokens for step in steps] == [r.drafted + 1 for r in decoded.rounds]
     assert [step.depth for step in steps] == [r.depth for r in decoded.rounds]
@@ -240,6 +240,22 @@ def test_every_step_of_both_models_is_noted() -> None:
     big.rollback([0])
     big.extend([1, 2])
     assert [step.tokens for step in watch.target] == [2] and not watch.draft
+
+
+def test_a_round_has_every_step_behind_the_prompt_and_only_its_own_are_timed() -> None:
+    """Also one that reads from the beginning; what is read late or again is paid, and no step of m tokens."""
+    watch, target, draft = Watch(), TableModel(6), TableModel(6, seed=1)
+    decoded = speculative(*watch.models(target, draft), [1], 4, 2)  # type: ignore[arg-type]
+    steps, drafting = watch.take(decoded.prefilled)
+    assert drafting[0].depth == 0 and len(steps) == len(decoded.rounds)
+    late = TimedText(0, 3.0, decoded, [*steps, Step(9, 33, 9.0, 0.5)], [*drafting, Step(5, 40, 9.0, 0.25)])
+    found = time_steps([made(CHAIN, late)], target, draft, 1)
+    assert set(found.target) <= {1, 2, 3} and set(found.draft) <= {1, 2}
+    both, once = (round_figures(made(CHAIN, one), ALONE, True) for one in (late, replace(late, target=[], draft=[])))
+    assert both.target_seconds is not None and both.target_seconds * len(decoded.rounds) > 0.5
+    tokens = sum(r.accepted + 1 for r in decoded.rounds)
+    own = round_figures(made(CHAIN, replace(late, target=steps, draft=drafting)), ALONE, True)
+    assert tokens / both.bound == pytest.approx(tokens / own.bound + 0.75) and math.isnan(once.bound)
 
 
 def test_steps_of_static_models_are_noted() -> None:
@@ -254,7 +270,7 @@ def test_steps_of_static_models_are_noted() -> None:
     assert watched.model is model.model  # type: ignore[attr-defined]  # messages name it
     assert [(step.depth, step.tokens) for step in watch.target] == [(0, 3), (3, 2), (4, 2)]
     model.rollback([4])
-    assert watched.lengths == [4] and watch.take()[0][0].depth == 3
+    assert watched.lengths == [4] and watch.take()[0][1].depth == 3
 
 
 # Prompts.
