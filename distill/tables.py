@@ -78,9 +78,21 @@ def _interval(columns: Sequence[Column], divisors: Sequence[int], figure: Callab
         return UNKNOWN
     sums = numpy.stack(_resampled(arrays))  # [C, R]
     usable = (sums[[*divisors]] > 0).all(0)
-    edge = (1 - CONFIDENCE) / 2
+    edge = edge_of(len(arrays[0]))
     low, high = numpy.quantile(figure(sums[:, usable]), [edge, 1 - edge])
     return Interval(float(figure(totals)), float(low), float(high))
+
+
+def edge_of(units: int) -> float:
+    """The share of the resamples of so many units that an interval leaves out at each end.
+
+    Of few units the percentiles of 95 % are too narrow, as their spread is that of a population: they are widened to
+    Student's t (Hesterberg 2015, The American Statistician 69). scripts/benchmarks/intervals.py compares.
+    """
+    from scipy.special import ndtr, stdtrit
+
+    others = max(1, units - 1)
+    return float(ndtr(-math.sqrt(units / others) * stdtrit(others, (1 + CONFIDENCE) / 2)))
 
 
 def _resampled(columns: Sequence[Numbers]) -> list[Numbers]:

@@ -68,7 +68,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
                 part = _measure(recipe, run, pair, label, how, fits, table)
                 if backend == own and len(settings.backends) > 1:
                     reference = OwnDistributions(pair.target, _prompts(recipe, run))
-                elif own in settings.backends:
+                elif backend != own:
                     reference = reference or _read_own(recipe, run, own)
                     part = replace(part, kl=reference.kl(pair.target))
                 write_result(path, part)
@@ -150,7 +150,7 @@ def _prompts(recipe: Recipe, run: Run) -> list[list[int]]:
 
 
 def _read_own(recipe: Recipe, run: Run, backend: str) -> OwnDistributions:
-    """What the target itself says, where its own backend was measured before an interruption."""
+    """What the target itself says, where its own backend is not measured, or was before an interruption."""
     with _load(recipe, replace(_settings(recipe, run, backend), draft=None), backend) as pair:
         return OwnDistributions(pair.target, _prompts(recipe, run))
 

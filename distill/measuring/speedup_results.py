@@ -261,7 +261,7 @@ class SpeedupReport:
     @property
     def fastest_of_backends(self) -> dict[str, Measurement]:
         """The fastest fixed length of each backend's first pair: what its commands draft, and whether they pay."""
-        fastest = _fastest(one for one in self.sweep if one.length)
+        fastest = _fastest(one for one in self._accepted if one.length)
         return {one.backend: one for one in reversed(fastest)}
 
     @property

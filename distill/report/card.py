@@ -77,7 +77,8 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
     cut = read_result(run.path("cut", "cut.json"), CutReport)
     history = run.path("provenance.json")
     # The command that made the run, not the one that redraws its report.
-    starts = read_json(history, [{"argv": [str]}]) if history.exists() else []
+    starts = read_json(history, [{"argv": [str], "machine": dict}]) if history.exists() else []
+    timed = found(SpeedupReport, "speedup.json", stage="speedup")
     parent, lines, target = run.parent(), run.metrics(), _target_sizes(recipe, cut)
     if (export := found(ExportReport, "gguf", "export.json", stage="export")) is not None:
         export = replace(export, files=[replace(file, path=placeless(file.path)) for file in export.files])
@@ -86,7 +87,7 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         name=recipe.name,
         date=now(),
         command=placeless(command_line(starts[0]["argv"] if starts else [])),
-        machine=machine(),
+        machine=timed.machine if timed is not None else starts[0]["machine"] if starts else machine(),
         config=placeless(recipe.model_dump(mode="json")),
         target=replace(target, path=placeless(target.path)),
         donor=replace(cut.donor, path=placeless(cut.donor.path)),
@@ -102,7 +103,7 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         answers=found(AnswerTexts, "answers", "manifest.json"),
         evaluation=found(EvaluationReport, "eval.json", stage="eval"),
         export=export,
-        speedup=found(SpeedupReport, "speedup.json", stage="speedup"),
+        speedup=timed,
         left_out=not_run(recipe),
         held_out={
             split: texts for split in HELD_OUT if (texts := found(AnswerTexts, split, "summary.json")) is not None

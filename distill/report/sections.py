@@ -260,14 +260,15 @@ def usage(results: RunResults) -> list[Block]:
     fastest = results.speedup.fastest_of_backends if results.speedup else {}
     evaluation = results.evaluation
     drawn = evaluation.probabilistic if evaluation else None
-    big, small = _file(results, "target"), _file(results, "draft")
+    backend = _timed_in(fastest, "gguf")
+    big, small = _file(results, "target", backend), _file(results, "draft", backend)
     big = big or (target if target.endswith(".gguf") else "target.gguf")
     config = results.config
     sampling = {**config["sampler"], "repetition_penalty": config["answers"]["repetition_penalty"]}
-    served = llama_server(big, small or "draft.gguf", _length(fastest, "gguf"), sampling=sampling)
+    served = llama_server(big, small or "draft.gguf", _length(fastest, backend), sampling=sampling)
     blocks: list[Block] = [
         Heading("llama.cpp"),
-        _verdict(fastest, "gguf"),
+        _verdict(fastest, backend),
         Code([(served, "")], "sh"),
         drawn or "",
         "" if small else NO_FILE,
@@ -282,11 +283,17 @@ def usage(results: RunResults) -> list[Block]:
     return [*blocks, PLACES]
 
 
-def _file(results: RunResults, model: str) -> str:
+def _file(results: RunResults, model: str, backend: str) -> str:
     """The GGUF file of a model, of the type that was timed where there is one; empty where there is none."""
     files = [file for file in (results.export.files if results.export else []) if file.model == model]
-    timed = results.config.get("speedup", {}).get("outtype")
+    timed = backend.partition(":")[2] or results.config.get("speedup", {}).get("outtype")
     return clean(next((file.path for file in sorted(files, key=lambda file: file.outtype != timed)), ""))
+
+
+def _timed_in(fastest: dict[str, Measurement], engine: str) -> str:
+    """The backend that an engine was timed as, of several types of file the fastest; the engine where it was not."""
+    own = [one for one in fastest.values() if one.backend.partition(":")[0] == engine]
+    return max(own, key=lambda one: one.tokens_per_second).backend if own else engine
 
 
 def _length(fastest: dict[str, Measurement], backend: str) -> int:
@@ -351,7 +358,7 @@ def _speedup_limits(speedup: SpeedupReport) -> list[str]:
                 f"{best.speedup_high:.2f}×, which is wide: other programs took part of the machine, or "
                 f"{number(speedup.prompts)} prompts are too few (speedup.prompts)."
             )
-    different = sum(one.different or 0 for one in speedup.sweep)
+    different = sum(one.different or 0 for one in speedup.measurements if one.lossy is None)
     if different:
         sentences.append(
             f"{different} outputs differ from the plain run without a rounding tie that would explain it: treat this "

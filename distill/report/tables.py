@@ -32,7 +32,7 @@ class Parent:
 class RunResults:
     """All results of a run; None or empty for stages that have not run. `config` is the resolved recipe.
 
-    `command` made the run; `machine` is what `distill.machine.machine` says of this one; `steps` and `evaluated` are of
+    `command` made the run; `machine` is the one that timed it, or began it; `steps` and `evaluated` are of
     its training. `donor` is what the draft was cut from. `left_out` are the stages that the recipe's run does not have,
     with the reason; `held_out` the answers of its held-out stages, by split.
     """

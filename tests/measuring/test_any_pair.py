@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import shlex
+import shutil
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -223,6 +224,18 @@ def test_the_engines_of_a_run_take_turns(copied: Path, monkeypatch: Patch) -> No
     base = max((one for one in turns if one.configuration == PLAIN.title), key=lambda one: one.tokens_per_second)
     for one in turns:
         assert one.speedup == pytest.approx(one.tokens_per_second / base.tokens_per_second)
+
+
+@tiny.needs_llama
+def test_an_engine_alone_is_judged_by_the_targets_own(copied: Path) -> None:
+    """Also where the target's own engine is not measured: the KL of its file to the folder is there."""
+    recipe = load_recipe(
+        copied / "config.yaml", ["speedup.backends=[gguf]", "speedup.lengths=[2]", "speedup.prompts=2"]
+    )
+    shutil.rmtree(copied / "speedup")
+    speedup(recipe, Run(copied, recipe))
+    (part,) = read_result(copied / "speedup.json", SpeedupReport).parts
+    assert part.backend == "gguf" and part.kl is not None and 0 < part.kl < 0.01
 
 
 def test_every_step_of_both_models_is_noted() -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from dataclasses import astuple, replace
+from dataclasses import astuple
 from types import SimpleNamespace
 
 import numpy
@@ -18,7 +18,6 @@ from distill.data.packing import Packed, pack, packed_inputs
 from distill.decoding.decode import Round
 from distill.engines.torch.described import trim_head
 from distill.engines.torch.model import TorchModel
-from distill.errors import DataError
 from distill.measuring import measure
 from distill.measuring.measure import METRICS, all_metrics, position_metrics
 from distill.sampler import Sampler
@@ -121,8 +120,6 @@ def test_a_document_in_several_blocks_is_one_unit() -> None:
     assert [turned.counts[turned.units.index(unit)] for unit in found.units] == counts.tolist()
     assert turned.least.sum(0) == pytest.approx(sums.sum(0), rel=1e-5)
     assert found.divergences().prompts == len(prompts)
-    with pytest.raises(DataError, match="do not number their documents"):
-        measured(replace(blocks, first=None))
 
 
 def rounds_of(*pairs: tuple[int, int]) -> list[Round]:
@@ -166,6 +163,18 @@ def test_interval_covers_the_mean_about_as_often_as_it_says() -> None:
         assert found.low <= found.mean <= found.high
         hits += found.low <= 4 / 6 <= found.high
     assert 0.9 <= hits / 300 <= 0.98
+
+
+def test_an_interval_of_few_units_is_that_of_student_s_t() -> None:
+    """Of a mean of normal values it is the t interval, up to the resampling's noise."""
+    generator, units = numpy.random.default_rng(3), 12
+    widths = []
+    for _ in range(40):
+        values = generator.normal(10, 1, units)
+        found = ratio_interval(values, [1] * units)
+        half = 2.201 * values.std(ddof=1) / units**0.5
+        widths.append((found.high - found.low) / (2 * half))
+    assert numpy.mean(widths) == pytest.approx(1, abs=0.02)
 
 
 def test_interval_edges() -> None:

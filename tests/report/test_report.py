@@ -310,6 +310,39 @@ def test_whether_a_draft_pays_stands_beside_its_commands(results: dict[str, Any]
         assert "llama-server -m" in shown and "from_pretrained" not in shown and "vllm serve" not in shown
 
 
+def test_an_engine_that_was_timed_with_another_type_was_timed(results: dict[str, Any]) -> None:
+    part = results["speedup"]["parts"][2] | {"backend": "gguf:q5_0"}
+    rows = [row | {"backend": "gguf:q5_0"} for row in part["measurements"]]
+    results["speedup"]["parts"][2] = part | {"measurements": rows}
+    first = next(file for file in results["export"]["files"] if file["model"] == "draft")
+    results["export"]["files"].append(first | {"path": "gguf/draft-q5_0.gguf", "outtype": "q5_0"})
+    card = build_card(results)
+    assert "It was not timed in llama.cpp" not in card and "-md gguf/draft-q5_0.gguf " in card
+    # A type far from the target's own distributions has no fastest length, and what drafted nothing has none either.
+    results["speedup"]["parts"][2]["kl"] = 0.5
+    assert "It was not timed in llama.cpp" in build_card(results)
+    for row in (row for one in results["speedup"]["parts"] for row in one["measurements"]):
+        row |= {"acceptance": None, "tokens_per_round": None}
+    assert "No draft length was timed" in (card := build_card(results)) and "Nothing was drafted." in card
+
+
+def test_the_machine_is_the_one_that_measured(finished: Path, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not the one that draws the report."""
+    monkeypatch.setattr(cards, "machine", lambda: {"cpu": "another"})
+    recipe = load_recipe(world / "recipe.yaml")
+    found = cards.gather(recipe, Run(finished, recipe))
+    assert found.speedup is not None and found.machine == found.speedup.machine != {"cpu": "another"}
+
+
+def test_texts_that_differ_are_counted_over_all_configurations(results: dict[str, Any]) -> None:
+    rows = results["speedup"]["parts"][0]["measurements"]
+    rows += [
+        other(rows[1], "a tree", "tree", different=2),
+        other(rows[1], "lossy", "draft", different=4, lossy="drafts are dropped"),
+    ]
+    assert "2 outputs differ from the plain run" in build_card(results)
+
+
 def test_the_command_names_the_files_that_were_timed(results: dict[str, Any]) -> None:
     first = next(file for file in results["export"]["files"] if file["model"] == "draft")
     results["export"]["files"].append(first | {"path": "gguf/draft-q5_0.gguf", "outtype": "q5_0"})
