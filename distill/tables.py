@@ -89,7 +89,7 @@ def edge_of(units: int) -> float:
     Of few units the percentiles of 95 % are too narrow, as their spread is that of a population: they are widened to
     Student's t (Hesterberg 2015, The American Statistician 69). scripts/benchmarks/intervals.py compares.
     """
-    from scipy.special import ndtr, stdtrit
+    from scipy.special import ndtr, stdtrit  # type: ignore[import-untyped]
 
     others = max(1, units - 1)
     return float(ndtr(-math.sqrt(units / others) * stdtrit(others, (1 + CONFIDENCE) / 2)))
