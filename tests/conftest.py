@@ -135,7 +135,7 @@ LONG = (
     "test_device_rounds",
     "test_unloaded",
     "test_rehearsal",
-    "test_rounds",
+    "test_exact_decoding",
     "test_decode",
     "test_configurations",
     "test_stream",

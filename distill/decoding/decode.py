@@ -158,8 +158,8 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
 
     The target is left with everything committed but that token.
     """
-    if not proposal.tokens:  # with small models, what follows takes a thirtieth of a step
-        return [], next_token(target.extend(context[-1:], want=ONLY), context, rules)
+    if not proposal.tokens and rules.by_argmax:  # with small models, what follows takes a thirtieth of a step
+        return [], target.extend(context[-1:], want=ONLY).argmax()[0]
     tokens = [context[-1], *proposal.tokens]
     depth = target.lengths[0]
     # Without siblings, distinct and token are the same.

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import codecs
 from collections.abc import Collection, Sequence
-from itertools import groupby, islice
+from itertools import chain, groupby
 
 from distill.decoding.drafters import distribution_sampler
 from distill.decoding.lengths import Proposal
@@ -25,11 +25,9 @@ from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import Vocabulary, role_counterparts, stand_ins
 
 # ── Token ids of one vocabulary as ids of another ──
-# Bytes decide, never decoded text. A text longer than the window is cut only where its rest is written the same
-# with and without the text before it.
+# Bytes decide, never decoded text.
 
 WINDOW = 512  # target tokens at the context's end that are written anew every round, at most
-TRIES = 4  # places of each sort at which a text that outgrew the window may be cut
 
 
 def named_tokens(source: Vocabulary, destination: Vocabulary) -> dict[int, int]:
@@ -62,10 +60,8 @@ class Translator:
     """The text of the target's ids in the draft's tokens, named tokens by their counterparts.
 
     A text that grew is written anew, because its last words may now be split differently. To bound this work, the part
-    more than half a window back is fixed once the text outgrows the window. The cut lies between two of the target's
-    tokens: where a line starts, else a word, else anywhere. It is taken where the rest alone gets the same ids as in
-    the whole text; later text does not reach so far back. Where no tried cut does, the draft reads one word in an
-    unusual split.
+    more than half a window back is fixed once the text outgrows the window: up to where a line starts, else a word,
+    before which nearly every tokenizer splits; in others the draft reads one word in an unusual split.
     """
 
     def __init__(self, source: Vocabulary, destination: Vocabulary, window: int = WINDOW) -> None:
@@ -96,20 +92,16 @@ class Translator:
         return ids if ids[: len(opening)] == opening else opening + ids
 
     def _keep(self, context: list[int]) -> None:
-        """Fix the translation of all but about half a window."""
+        """Fix the translation of all but half a window or more."""
         done, last = len(self._done), len(context) - self.window // 2
         texts = [self.source.vocabulary.text_bytes([number]) for number in context]
         places = range(last, done, -1)
         lines = (i for i in places if texts[i - 1].endswith(b"\n") and not texts[i][:1].isspace())
         words = (i for i in places if texts[i].startswith(b" ") and not texts[i - 1][-1:].isspace())
-        whole = self._write(context, done)
-        for place in [*islice(lines, TRIES), *islice(words, TRIES), *islice(places, TRIES)]:
-            rest = self._write(context, place)
-            if whole[len(whole) - len(rest) :] == rest:
-                kept = whole[: len(whole) - len(rest)]
-                break
-        else:
-            place, kept = last, self._write(context[:last], done)
+        place = next(chain(lines, words), last)
+        whole, rest = self._write(context, done), self._write(context, place)
+        count = len(whole) - len(rest)
+        kept = whole[:count] if whole[count:] == rest else self._write(context[:place], done)
         self._done, self._written = context[:place], self._written + kept
 
     def _write(self, context: Sequence[int], start: int) -> list[int]:

@@ -18,8 +18,7 @@ import torch
 from static_table import StaticTable
 from tables import goodness
 from test_batch import check_batch, streams, summary
-from test_exact_decoding import EXACT, PROMPT, SEEN, Make, batched, chains, decoded, pair
-from test_rounds import RECIPE
+from test_exact_decoding import EXACT, PROMPT, RECIPE, SEEN, Make, batched, chains, decoded, pair
 from toys import blurred, random_prompts, speculative, toy
 
 from distill.decoding import decode as decode_module

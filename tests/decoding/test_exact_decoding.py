@@ -21,26 +21,31 @@ from branches import every
 from static_table import StaticTable, every_draw
 from table_model import TableModel
 from tables import TableRows, distance, number, target_distributions
-from test_rounds import RECIPE
 
 from distill.decoding import batch as batch_module
 from distill.decoding import decode as decode_module
 from distill.decoding.batch import decode_batch
-from distill.decoding.calibration import Calibration
-from distill.decoding.configured import TableDrafter
+from distill.decoding.calibration import CONTEXT_TERMS, Calibration
+from distill.decoding.configured import Fitted, TableDrafter, make_rule
+from distill.decoding.costs import Costs
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
-from distill.decoding.lengths import Fixed, LengthRule
+from distill.decoding.lengths import AcceptedRatio, BetaFilter, Fixed, LengthRule
 from distill.decoding.ngrams import NGramTable, count_ngrams
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
-from distill.decoding.verify import TREES, Random, refusal
+from distill.decoding.verify import CHAINS, TREES, Random, refusal
+from distill.decoding.worth import ExpectedValue, Worth
+from distill.recipe import Configuration
+from distill.recipe.configuration import RULES
 from distill.sampler import Sampler
 
 torch.set_num_threads(1)
 
 PROMPT = [0, 1]
 EXACT, SEEN = 1e-12, 1e-6
+COSTS = Costs((1.0, 1.15, 1.3, 1.4), 0.08, 0.12, 0.02)
+TRUNCATED, PENALTY = Sampler(0.8, 3, 0.9, 0.05), Sampler(1.1, repetition_penalty=1.6)
 TEXT = 40  # new tokens that a run may bring: more than two rounds and their trees need
 Make = Callable[[Any, Sampler, Random], Drafter]
 
@@ -124,26 +129,70 @@ def batched(
 # Chains.
 
 
-def short(name: str) -> LengthRule:
+def named(rule: str, **settings: Any) -> Callable[[], LengthRule]:
+    """A rule as a recipe names it, drafting up to 3 tokens."""
+    configuration = Configuration(rule=rule, length=3, **settings)
+    return lambda: make_rule(configuration, Fitted(COSTS, {"features": Calibration(0.2, (0.7,), ("margin",))}))
+
+
+RECIPE: dict[str, Callable[[], LengthRule]] = {
+    "fixed": named("fixed"),
+    "p_min": named("p_min", p_min=0.45),
+    "p_min, n_min": named("p_min", p_min=0.7, n_min=2),
+    "start-continue": named("start-continue", start=0.4, more=0.5),
+    "ratio": named("ratio"),
+    "beta": named("beta"),
+    "beta, start": named("beta", start=0.6, floor=0.2),
+    "expected-value": named("expected-value", calibration="none"),
+    "expected-value, fitted": named("expected-value", calibration="features"),
+}
+# Rules that learn so fast that the second round shows it, and what no recipe names.
+EAGER: dict[str, Callable[[], LengthRule]] = {
+    "ratio, forgetting": lambda: AcceptedRatio(2, 0.3, 0.1, 0.1, 1, 3),
+    "beta, forgetting": lambda: BetaFilter(3, 0.35, 4, 0.5, 0.2),
+    "expected-value, learning": lambda: ExpectedValue(Worth(COSTS, 2.0), Calibration(-0.5), 3, forget=0.5),
+    "expected-value, tired": lambda: ExpectedValue(Worth(COSTS), Calibration(-0.5), 3, allowance=0.5, doubt=0.0),
+    "expected-value, context": lambda: ExpectedValue(
+        Worth(COSTS), Calibration(-0.5, (0.5, 1.0, -1.0, 0.5, -0.5), ("margin", *CONTEXT_TERMS)), 3
+    ),
+}
+
+
+def test_no_rule_of_a_recipe_is_forgotten() -> None:
+    assert {name.split(",")[0] for name in RECIPE} == set(RULES)
+
+
+def short(name: str, longest: int = 2) -> LengthRule:
     """Of two drafted tokens: three would be ten times as many ways."""
-    rule: Any = RECIPE[name]()
-    rule.length, rule.longest = min(getattr(rule, "length", 2), 2), 2
+    rule: Any = (RECIPE | EAGER)[name]()
+    rule.length, rule.longest = min(getattr(rule, "length", longest), longest), longest
     return rule
 
 
-def chains(name: str, argmax: bool) -> Make:
-    return lambda draft, sampler, random: ModelDrafter(draft, short(name), sampler, random, argmax)
+def chains(name: str, argmax: bool, longest: int = 2) -> Make:
+    return lambda draft, sampler, random: ModelDrafter(draft, short(name, longest), sampler, random, argmax)
 
 
-@pytest.mark.parametrize("name", RECIPE)
+def check_chains(name: str, argmax: bool, verifier: str, sampler: Sampler, *size: int) -> tuple[int, int]:
+    """A pair that is refused shows in two rounds; `size`: V, γ, rounds. The most drafted and accepted tokens."""
+    vocabulary, longest, rounds = size
+    make = chains(name, argmax, longest)
+    kind = make(TableModel(2), sampler, lambda: 0.0).kind
+    found, *counts = decoded(vocabulary, make, verifier, sampler, rounds=rounds)
+    lossless = refusal(verifier, kind, sampler.temperature) is None
+    assert found < EXACT if lossless else rounds == 1 or found > SEEN, (verifier, kind, sampler, found)
+    return counts[0], counts[1]
+
+
+@pytest.mark.parametrize("name", (*RECIPE, *EAGER))
 def test_rules(name: str) -> None:
-    tried = set()
-    for verifier, argmax in (("token", False), ("block", False), ("match", True)):
-        kind = chains(name, argmax)(TableModel(2), Sampler(), lambda: 0.0).kind
-        found, *counts = decoded(2, chains(name, argmax), verifier, Sampler())
-        assert found < EXACT if refusal(verifier, kind, 1.0) is None else found > SEEN, (verifier, kind, found)
-        tried.add(tuple(counts))
-    assert (2, 2) in tried
+    """Two rounds, so that what a rule learns from the first shows in the second; and one of longer drafts."""
+    ways = (("token", False), ("block", False), ("match", True), ("greedy", True))
+    assert (2, 2) in {check_chains(name, argmax, verifier, Sampler(), 2, 2, 2) for verifier, argmax in ways}
+    for verifier in CHAINS:
+        check_chains(name, True, verifier, Sampler(0.0), 4, 3, 3)
+    for verifier, sampler in itertools.product(("token", "block"), (TRUNCATED, PENALTY)):
+        check_chains(name, False, verifier, sampler, 3, 3, 1)
 
 
 @pytest.mark.parametrize(

@@ -186,19 +186,6 @@ def test_real_vocabularies_read_what_their_tokenizers_write(ours: str, theirs: s
     assert translator.ids(again) == opening + own.encode(PROSE, add_special_tokens=False).ids
 
 
-def test_a_long_text_is_cut_where_no_token_is(tmp_path: Path) -> None:
-    """Even for a draft with tokens across the starts of lines and words."""
-    merges = [("Ċ", "a"), ("b", "Ġ")]
-    ours, theirs = single_bytes(tmp_path / "ours"), byte_level(tmp_path, [*BYTE_MAP, "Ċa", "bĠ"], merges, regex=False)
-    tokenizer = Tokenizer.from_file(str(tmp_path / "tokenizer.json"))
-    source = "".join(random.Random(1).choices("\nab x", k=600))
-    context, translator = Encoder(ours).text(source.encode()), Translator(ours, theirs, window=24)
-    for end in range(1, len(context), 3):
-        assert translator.ids(context[:end]) == tokenizer.encode(source[:end]).ids
-    assert {256, 257} <= set(tokenizer.encode(source).ids)
-    assert len(translator._done) > len(context) - 24
-
-
 # What comes out.
 
 

@@ -1,5 +1,5 @@
 """Every verifier of trees by enumeration: what comes out of two rounds follows the target's distribution. Those of
-chains, with every length rule: test_rounds.py.
+chains, with every length rule: test_exact_decoding.py.
 
 Legend: C contexts, D outcomes of drafting, γ drafted, n nodes, V vocabulary. A sequence of l tokens after the prompt is
 a number of l digits in base V; the digits of a draft outcome are its tokens.
