@@ -71,7 +71,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)
             rate = work.rate * rate_share(step, work.settings.steps, settings)
             body_rate = rate * body_share(step, settings)
-            set_rates(work.optimizer, rate, body_rate)
+            set_rates(work.optimizer, rate * work.outer, body_rate)
             began = time.monotonic()
             figures = one_step(work, step)
             synchronise(work.accelerator.device)

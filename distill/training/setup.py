@@ -31,7 +31,16 @@ from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
 from distill.teacher.store import TeacherSource, open_teacher, read_manifest, require_fit
 from distill.training.losses import LossSettings
 from distill.training.saved import plain, present_weights, set_weights
-from distill.training.step import CHUNK, Columns, Learner, batch_blocks, loss_settings, make_optimizer, with_rate
+from distill.training.step import (
+    CHUNK,
+    Columns,
+    Learner,
+    batch_blocks,
+    loss_settings,
+    make_optimizer,
+    outer_share,
+    with_rate,
+)
 
 # ── Adapters ──
 
@@ -39,8 +48,9 @@ ADAPTER = "draft"  # of the one adapter, in peft's dictionaries
 UNQUANTISED = "use train.adapter.base=null, which keeps the base as it is"
 
 
-def load_base(folder: Path, settings: Adapter, device: torch.device) -> Any:
-    """The model that adapters are put into, its whole head included: fp32, or with a quantised body.
+def load_base(folder: Path, settings: Adapter, device: torch.device, dtype: str = "float32") -> Any:
+    """The model that adapters are put into, its whole head included: fp32, or with a quantised body, which computes in
+    `dtype` where it has 4 bits (bitsandbytes computes in float16 with 8).
 
     Raises RunError where bitsandbytes is missing or cannot work on this device.
     """
@@ -53,7 +63,7 @@ def load_base(folder: Path, settings: Adapter, device: torch.device) -> Any:
     kind = (
         {"load_in_8bit": True}
         if settings.base == "int8"
-        else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+        else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": getattr(torch, dtype)}
     )
     # Else it warns at every product of every layer that it rounds its input to fp16.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
@@ -169,6 +179,7 @@ class Training:
     optimizer: Any
     penalty: Penalty | None
     kept: list[int] | None
+    outer: float = 1.0  # the rate of embeddings and head, as a share of that of the rest
     spare: Learner | None = None  # of a sharded draft, in the main process: it takes the whole weights
     target: Any = None  # of an online teacher; else loaded on first use
     state: dict[str, Any] = field(default_factory=START.copy)
@@ -309,7 +320,7 @@ def load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
     if settings.adapter is None:
         draft = load_model(str(init), "float32", device, trimmed=False)
     else:
-        draft = attach(load_base(init, settings.adapter, device), settings.adapter, recipe.seed)
+        draft = attach(load_base(init, settings.adapter, device, settings.dtype), settings.adapter, recipe.seed)
     if settings.checkpointing:
         recompute_activations(draft)
     if settings.compile:
@@ -354,7 +365,13 @@ def set_up(recipe: Recipe, run: Run) -> Training:
 
     Raises DataError for a teacher of another target or recipe, RecipeError for settings that exclude each other.
     """
-    settings = with_rate(recipe.train, kept_share(recipe, load_config(str(run.path("cut")))))
+    continues = run.parent() is not None  # a trained draft, of which nothing is made anew
+    settings = with_rate(recipe.train, 1.0 if continues else kept_share(recipe, load_config(str(run.path("cut")))))
+    assert settings.rate is not None
+    outer = 1.0 if continues else outer_share(recipe, settings.rate)
+    if continues:
+        settings = settings.model_copy(update={"embedding_steps": 0})
+        run.say(f"  goes on from a trained draft: at up to {settings.rate:g}, all weights from the first step")
     recipe = recipe.model_copy(update={"train": settings})
     accelerator = make_accelerator(recipe, run)
     device = accelerator.device
@@ -376,4 +393,4 @@ def set_up(recipe: Recipe, run: Run) -> Training:
         learner, optimizer = accelerator.prepare(learner, make_optimizer(draft, settings))
     learner.train()
     start_trackers(accelerator, recipe)
-    return Training(recipe, run, accelerator, loss, source, learner, optimizer, penalty, kept, spare, target)
+    return Training(recipe, run, accelerator, loss, source, learner, optimizer, penalty, kept, outer, spare, target)

@@ -130,6 +130,8 @@ def set_rates(optimizer: Any, rate: float, body_rate: float) -> None:
 # Shares of the donor's layers that a draft keeps, and peak rates: the first measured, the second as published for whole
 # donors (docs/training.md#the-rate).
 RATES = (1 / 6, 1.5e-3), (1.0, 5e-5)
+# Adapters learn best at ten times the rate of whole weights (Schulman et al. 2025, LoRA Without Regret), up to this.
+ADAPTER, MOST_OF_ADAPTER = 10, 2e-3
 WARMUP, DECAY_SHARE = 0.03, 0.2  # shares of the steps: of the warm-up, and of the fall at the end of schedule wsd
 
 
@@ -145,7 +147,19 @@ def peak_rate(kept: float) -> float:
 
 def with_rate(settings: Train, kept: float) -> Train:
     """The settings with the default rate filled in, of a draft that keeps this share of its donor's layers."""
-    return settings if settings.rate is not None else settings.model_copy(update={"rate": peak_rate(kept)})
+    if settings.rate is not None:
+        return settings
+    rate = peak_rate(kept)
+    return settings.model_copy(
+        update={"rate": rate if settings.adapter is None else min(ADAPTER * rate, MOST_OF_ADAPTER)}
+    )
+
+
+def outer_share(recipe: Recipe, rate: float) -> float:
+    """The peak rate of embeddings and head, as a share of the rate of the rest: more than 1 where a transplant made
+    their rows anew and the recipe names no rate; they have as much to relearn as a draft of few layers."""
+    default = recipe.cut.transplant is not None and recipe.train.rate is None
+    return max(1.0, RATES[0][1] / rate) if default else 1.0
 
 
 def rate_share(step: int, steps: int, settings: Train) -> float:
@@ -202,6 +216,7 @@ def loss_settings(settings: Train, temperature: float) -> LossSettings:
 def check_training(recipe: Recipe) -> list[str]:
     """The plan of the recipe's training as lines to print; RecipeError for settings that exclude each other."""
     settings, teacher = with_rate(recipe.train, kept_share(recipe)), recipe.teacher
+    assert settings.rate is not None
     if teacher.kind == "compact" and settings.temperature != 1:
         raise RecipeError(
             f"train.temperature is {settings.temperature:g}, and a compact teacher keeps distributions at 1 alone",
@@ -213,6 +228,8 @@ def check_training(recipe: Recipe) -> list[str]:
     mixture = loss_settings(settings, recipe.sampler.temperature).losses
     loss = ", ".join(f"{weight:g} {name}" for name, weight in mixture.items())
     lines = [f"train: {settings.steps} steps of {positions} positions at up to {settings.rate:g}: {loss}"]
+    if (share := outer_share(recipe, settings.rate)) > 1:
+        lines.append(f"train: embeddings and head at up to {share * settings.rate:g}, as a transplant made their rows")
     if settings.optimizer == "muon":
         lines.append("train: the layers' matrices learn by Muon")
     chosen = "the last weights are taken"

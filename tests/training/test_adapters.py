@@ -150,6 +150,8 @@ def test_a_quantised_base_is_merged_in_full_precision(base: Any, kind: str, tmp_
     exact = toy(kind, hidden_size=64, intermediate_size=128)
     exact.save_pretrained(tmp_path / "cut")
     settings = Adapter(rank=4, base=base, train_outer=True)
+    half = load_base(tmp_path / "cut", settings, CPU, "bfloat16").model.layers[0].mlp.up_proj
+    assert getattr(half, "compute_dtype", torch.bfloat16) == torch.bfloat16  # with 8 bits it is not chosen
     model = load_base(tmp_path / "cut", settings, CPU)
     held = model.model.layers[0].mlp.up_proj.weight
     assert held.dtype == (torch.int8 if base == "int8" else torch.uint8)

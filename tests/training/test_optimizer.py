@@ -18,12 +18,15 @@ from distill import machine
 from distill.engines.torch.hugging_face import load_config
 from distill.errors import RecipeError
 from distill.recipe import Adapter, Train, load_recipe, parse_section
+from distill.run import Run
 from distill.surgery.cutter import kept_share
+from distill.training import setup
 from distill.training.setup import attach
 from distill.training.step import (
     loss_settings,
     make_optimizer,
     orthogonalised,
+    outer_share,
     peak_rate,
     protocol_of,
     rate_share,
@@ -128,6 +131,8 @@ def test_the_rate_follows_what_the_cut_leaves(world: Path, ready: Path, tmp_path
     assert peak_rate(7 / 12) == pytest.approx((1.5e-3 * 5e-5) ** 0.5, rel=0.05)  # halfway, the geometric mean
     settings = settings_of()
     assert with_rate(settings, 0.4).rate == peak_rate(0.4) and with_rate(settings_of(rate=0.2), 0.4).rate == 0.2
+    rates = [with_rate(settings_of(adapter={}), share).rate for share in (1 / 6, 1.0)]
+    assert rates == [2e-3, 5e-4]  # of adapters
     recipe = load_recipe(world / "recipe.yaml", ["train.rate=null"])
     donor = load_config(recipe.donor_model)
     left = 2 * 64 / (donor.num_hidden_layers * donor.intermediate_size)
@@ -135,8 +140,25 @@ def test_the_rate_follows_what_the_cut_leaves(world: Path, ready: Path, tmp_path
     dropped = load_recipe(world / "recipe.yaml", ["cut.layers=null", "cut.mlp_width=null", 'cut.drop_layers="1"'])
     assert kept_share(dropped) == pytest.approx(1 - 1 / donor.num_hidden_layers)
     assert f"at up to {peak_rate(left):g}: " in tiny.shown(capsys, "check", world / "recipe.yaml", "train.rate=null")
+    changed = ["cut.transplant={}", "train.rate=null"]
+    given = load_recipe(world / "recipe.yaml", ["cut.transplant={}", "train.rate=0.1"])
+    shares = [outer_share(one, 5e-5) for one in (load_recipe(world / "recipe.yaml", changed), recipe, given)]
+    assert shares == pytest.approx([30, 1, 1]) and outer_share(load_recipe(world / "recipe.yaml", changed), 2e-3) == 1
     run = trainings.trained(world, ready, tmp_path, "train.rate=null", "train.steps=2", "train.acceptance=null")
     assert json.loads((run / "training.json").read_text())["rate"] == peak_rate(left)
+
+
+def test_a_continuation_goes_on_as_a_whole_donor_does(world: Path, ready: Path, monkeypatch: Patch) -> None:
+    """Of a trained draft nothing is new, neither its layers nor the rows of a transplant."""
+    more = ["train.rate=null", "train.embedding_steps=5", "train.acceptance=null"]
+    recipe = load_recipe(world / "recipe.yaml", more)
+    monkeypatch.setattr(Run, "parent", lambda _: {"generation": 2})
+    monkeypatch.setattr(setup, "outer_share", lambda *_: 30.0)
+    work = setup.set_up(recipe, Run(ready, recipe))
+    assert (work.rate, work.settings.embedding_steps, work.outer) == (5e-5, 0, 1.0)
+    monkeypatch.setattr(Run, "parent", lambda _: None)
+    work = setup.set_up(recipe, Run(ready, recipe))
+    assert work.rate > 5e-5 and (work.settings.embedding_steps, work.outer) == (5, 30.0)
 
 
 def test_the_default_loss_is_that_of_the_protocol() -> None:
