@@ -47,17 +47,17 @@ def require_path(path: str | Path, where: str) -> None:
     raise RecipeError(f"{where}: the path {text[:60]!a} {fault}", "correct the path")
 
 
-def parse_json(raw: bytes, largest: int | None = None) -> Any:
+def parse_json(raw: bytes, largest: int | None = None, halves: bool = False) -> Any:
     """The value of a JSON text.
 
-    ValueError, in words for a message, for text that is not UTF-8 or no JSON, for lone surrogates, and for integers
-    beyond ±`largest`, which the libraries below do not take.
+    ValueError, in words for a message, for text that is not UTF-8 or no JSON, for lone surrogates, unless `halves` of
+    characters are let through, and for integers beyond ±`largest`, which the libraries below do not take.
     """
     many = largest is not None and _MANY_DIGITS.search(raw)
     try:
         text = raw.decode("utf-8-sig" if raw.startswith(b"\xef\xbb\xbf") else "utf-8")
         found = json.loads(text, parse_int=(lambda digits: _integer(digits, largest)) if many else None)
-        if _SURROGATE.search(raw):
+        if not halves and _SURROGATE.search(raw):
             json.dumps(found, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 (byte {error.start + 1})") from None
@@ -80,10 +80,15 @@ def _integer(digits: str, largest: int | None) -> int:
     return found
 
 
-def parse_object(raw: bytes) -> dict[str, Any] | str:
-    """The JSON object in a line of a jsonl file, or the line's fault."""
+def has_halves(value: Any) -> bool:
+    """Whether a JSON value holds a lone surrogate, which is half of a character and no text."""
+    return not is_utf8(json.dumps(value, ensure_ascii=False))
+
+
+def parse_object(raw: bytes, halves: bool = False) -> dict[str, Any] | str:
+    """The JSON object in a line of a jsonl file, or the line's fault; `halves` as for parse_json."""
     try:
-        found = parse_json(raw)
+        found = parse_json(raw, halves=halves)
     except ValueError as error:
         return str(error)
     return found if isinstance(found, dict) else f"a JSON object is needed, got {kind_of(found)}"

@@ -83,6 +83,9 @@ class ChatTemplate:
         """
         source = str(self.tokenizer.chat_template)
         lacking = [name for name in given if name not in source]
+        if "reasoning_effort" in given and "enable_thinking" in lacking:  # which servers add to the effort
+            lacking.remove("enable_thinking")
+            given = {name: value for name, value in given.items() if name != "enable_thinking"}
         if lost := next((name for name in ("tools", "documents") if name in lacking), None):
             raise ValueError(f"`{lost}` that the target's chat template does not write")
         return self.with_arguments({name: given[name] for name in given if name not in lacking}), lacking
@@ -114,6 +117,26 @@ class ChatTemplate:
             add_generation_prompt=generate,
             **{"tools": list(self.settings.tools) or None, **self.arguments(thinking)},
         )
+
+    @cached_property
+    def around(self) -> tuple[str, str]:
+        """The texts before and behind a first question, the beginning of an answer included; empty where it is not
+        written as it is."""
+        try:
+            before, _, behind = self.text([{"role": "user", "content": MARKS[0]}]).partition(MARKS[0])
+        except ValueError:
+            return "", ""
+        return before, behind
+
+    def is_rendered(self, text: str) -> bool:
+        """Whether this template has written a text already as a prompt: it ends with the beginning of an answer."""
+        behind = self.around[1].strip()
+        return bool(behind) and text.rstrip().endswith(behind)
+
+    def first_question(self, prompt: str) -> str:
+        """The first question of a rendered prompt, whatever stands behind it; all of another text."""
+        before, behind = self.around
+        return prompt.partition(behind)[0].removeprefix(before) if behind.strip() else prompt
 
     def prompt(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
         """Token ids of the messages and of the beginning of an answer."""

@@ -51,7 +51,8 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         "test": max(recipe.eval.prompts, recipe.speedup.prompts),
     }
     summary: dict[str, SplitTexts] = {}
-    for split in SPLITS:
+    taken: set[tuple[int, ...]] = set()
+    for split in reversed(SPLITS):  # what is measured first: train prompts equal to it are left out
         own = [document for document in documents if document.split == split]
         random.Random(recipe.seed).shuffle(own)
         around = opening_of(tokenizer), ends[:1]
@@ -61,7 +62,8 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         write_atomically(folder / f"text-{split}.safetensors", save)
         stride = 4 * (recipe.answers.prompt_tokens + recipe.answers.new_tokens)
         length = recipe.answers.prompt_tokens
-        prompts = cut_prompts(own, to_ids, counts[split], length, stride, recipe.seed, chat, weights)
+        more: Any = (recipe.seed, chat, weights, taken, dropped)
+        prompts = cut_prompts(own, to_ids, counts[split], length, stride, *more)
         _require_prompts(recipe, split, prompts, counts[split])
         write_samples(folder / f"prompts-{split}.arrow", prompts)
         asked = count_texts((one.label, one.prompt) for one in prompts)

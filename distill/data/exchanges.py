@@ -7,6 +7,9 @@ whatever the server calls it.
 
 from __future__ import annotations
 
+import functools
+import itertools
+import operator
 import random
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -15,7 +18,19 @@ from typing import Any
 
 import h11
 
-from distill.data.records import THINKING, normal
+from distill.data import records
+from distill.data.records import (
+    CLOSING,
+    OF_LINE,
+    REQUEST,
+    STEERING,
+    THINKING,
+    efforts,
+    fault_of_text,
+    normal,
+    steered,
+    unread_fields,
+)
 from distill.files import has_form, parse_object
 
 CHAT, TEXT = "chat", "text"  # messages, as of /v1/chat/completions; a prompt, as of /v1/completions and /completion
@@ -173,8 +188,8 @@ def _sendable(event: Any) -> Any:
 # ── From bodies to lines ──
 
 REDACTED = "[redacted]"
-OF_MESSAGE = ("role", "content", "name", "tool_calls", "tool_call_id", *THINKING)  # what a template reads of a message
-OF_LINE = ("prompt", "messages", "answer", "finish_reason", "model", "chat_template_kwargs", "tools")
+UNREAD = "request field `"
+OF_MESSAGE = ("role", "content", *records.OF_MESSAGE)  # what a template reads of a message
 OF_TOOLS = ("id", "type", "function", "arguments", "description", "parameters", "properties", "required")
 # What holds no text of a person: the names of a line's own fields, and the values that some of them usually have.
 NAMES = frozenset((*OF_LINE, *OF_MESSAGE, *OF_TOOLS))
@@ -187,12 +202,15 @@ LLAMA_ENDS = {"eos": "stop", "limit": "length", "word": "stop_string", None: Non
 
 
 def read_exchange(kind: str, request: bytes, reply: bytes) -> Iterator[dict[str, Any] | str]:
-    """A line for each answer of a successful exchange, or the reason why it is left out.
+    """A line for each answer of a successful exchange, or the reason why it is left out; and the name of each field of
+    its request that is not read, behind UNREAD.
 
     `reply` is a JSON object or a stream of server-sent events.
     """
     try:
         asked = _object(request, "a request that is not a JSON object")
+        if reason := steered(asked, line=False):
+            raise ValueError(reason)
         line = _messages(asked) if kind == CHAT else _prompt(asked)
         choices = _choices(kind, _events(reply))
     except ValueError as reason:
@@ -201,11 +219,16 @@ def read_exchange(kind: str, request: bytes, reply: bytes) -> Iterator[dict[str,
     except (AttributeError, KeyError, TypeError):  # a foreign body has any form
         yield "a request or reply of another form"
         return
+    kept = 0
     for choice in choices:
         try:
-            yield _fault(choice) or _with_answer(line, asked, choice)
+            found = _fault(choice) or _with_answer(line, asked, choice)
         except ValueError as reason:
-            yield str(reason)
+            found = str(reason)
+        kept += not isinstance(found, str)
+        yield found
+    if kept:
+        yield from (f"{UNREAD}{name[:40]}`" for name in unread_fields(asked, {*REQUEST, *STEERING}))
 
 
 def redacted(value: Any, patterns: Sequence[re.Pattern[str]]) -> Any:
@@ -228,8 +251,8 @@ def redacted(value: Any, patterns: Sequence[re.Pattern[str]]) -> Any:
     return value if text == str(value) else text
 
 
-def _object(raw: bytes, fault: str) -> dict[str, Any]:
-    found = parse_object(raw)
+def _object(raw: bytes, fault: str, halves: bool = False) -> dict[str, Any]:
+    found = parse_object(raw, halves)
     if isinstance(found, str):
         raise ValueError(fault)
     return found
@@ -239,8 +262,6 @@ def _prompt(asked: dict[str, Any]) -> dict[str, Any]:
     prompt = asked["prompt"]
     if isinstance(prompt, list) and len(prompt) == 1:
         prompt = prompt[0]
-    if asked.get("echo") or asked.get("suffix"):
-        raise ValueError("a prompt that is echoed or has a suffix")
     if not isinstance(prompt, str):
         raise ValueError("several prompts, or one of token ids")
     if not prompt:
@@ -249,63 +270,97 @@ def _prompt(asked: dict[str, Any]) -> dict[str, Any]:
 
 
 def _messages(asked: dict[str, Any]) -> dict[str, Any]:
-    if asked.get("chat_template") or asked.get("documents"):
-        raise ValueError("a chat template or documents of the request")
     tools = asked.get("tools")
-    if asked.get("functions") or (tools and asked.get("tool_choice") not in (None, "auto")):
-        raise ValueError("functions, or a tool call that is forced or forbidden")
+    if tools and asked.get("tool_choice") not in (None, "auto"):
+        raise ValueError("a tool call that is forced or forbidden")
     if tools and not has_form(tools, [{}]):
         raise ValueError("tools that are not a list of objects")
     messages = [normal({name: one[name] for name in OF_MESSAGE if name in one}) for one in asked["messages"]]
     if not messages or messages[-1]["role"] == "assistant":
         raise ValueError("no question at the end of the messages")
     line: dict[str, Any] = {"messages": messages}
-    if arguments := asked.get("chat_template_kwargs"):
-        line["chat_template_kwargs"] = {**arguments}  # a TypeError for what is no mapping
+    if arguments := efforts(asked) | (asked.get("chat_template_kwargs") or {}):  # a TypeError for what is no mapping
+        line["chat_template_kwargs"] = arguments
     return line | ({"tools": tools} if tools else {})
 
 
 def _events(reply: bytes) -> Iterator[dict[str, Any]]:
-    """The objects of a reply: one of a whole reply, that of each event of a streamed one."""
+    """The objects of a reply: one of a whole reply, that of each event of a streamed one.
+
+    A piece of a stream may hold half of a character, and the next one the other half.
+    """
     if reply.lstrip()[:1] == b"{":
-        yield _object(reply, "a reply that is not a JSON object")
+        yield _object(reply, "a reply that is not a JSON object", halves=True)
         return
     for raw in reply.splitlines():
         name, _, value = raw.partition(b":")
         if name == b"error":
             raise ValueError("an error within the reply")
         if name == b"data" and value.strip() != b"[DONE]":
-            yield _object(value, "an event that is not a JSON object")
+            yield _object(value, "an event that is not a JSON object", halves=True)
 
 
 def _choices(kind: str, events: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
     """The choices of a reply in their order, put together from their events."""
     found: dict[int, dict[str, Any]] = {}
+    usage: dict[str, Any] = {}
     for event in events:
+        usage = event.get("usage") or usage
         if event.get("error"):
             raise ValueError("an error within the reply")
         end = LLAMA_ENDS.get(event.get("stop_type"), "unknown")
         own = {"text": event.get("content"), "finish_reason": end}  # llama-server's own API has no choices
         if end == "stop":
             own["stop_reason"] = None  # an end token: stop strings have a type of their own
-        for piece in event.get("choices", [own]):
-            new: dict[str, Any] = {"text": "", "more": {}, "calls": {}, "end": None, "fault": "", "model": ""}
-            one = found.setdefault(piece.get("index", 0), new)
+        for at, piece in enumerate(event.get("choices", [own])):
+            new: dict[str, Any] = {"text": [], "more": {}, "calls": {}, "end": None, "fault": "", "model": ""}
+            one = found.setdefault(piece.get("index", at), new)
             part = piece if kind != CHAT else piece.get("message") or piece.get("delta") or {}
             if part.get("function_call"):
                 one["fault"] = "a function_call"
             for name in THINKING if kind == CHAT else ():
                 if value := part.get(name):
-                    one["more"][name] = one["more"][name] + value if name in one["more"] else value
+                    one["more"].setdefault(name, []).append(value)
             for place, call in enumerate(part.get("tool_calls") or () if kind == CHAT else ()):
                 _add_call(one["calls"].setdefault(call.get("index", place), {}), call)
-            one["text"] += part.get("text" if kind != CHAT else "content") or ""
+            one["text"].append(part.get("text" if kind != CHAT else "content") or "")
             one["end"] = piece.get("finish_reason") or one["end"]
             one["ended_by"] = piece.get("stop_reason", "unknown")  # vLLM: the stop string, None for an end token
             one["model"] = event.get("model") or one["model"]
     if not found:
         raise ValueError("an empty answer")
+    counted = usage.get("completion_tokens") if len(found) == 1 else None
+    thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
+    for one in found.values():
+        one["text"], one["more"] = joined(one["text"]), {name: joined(value) for name, value in one["more"].items()}
+        if not isinstance(one["text"], str if kind != CHAT else (str, list)):
+            raise TypeError("an answer of another form")
+        if one["end"] == "length":  # within a character, whose other bytes the target did not write
+            one["text"] = one["text"].rstrip("\ufffd") if isinstance(one["text"], str) else one["text"]
+        if thought and not one["more"] and CLOSING not in one["text"]:
+            one["fault"] = one["fault"] or "thinking that the server hides"
+        one["counted"] = counted if isinstance(counted, int) else None
     return [found[index] for index in sorted(found)]
+
+
+def joined(pieces: list[Any]) -> Any:
+    """One value of those that a stream's events gave a field: their texts, or lists, one after the other.
+
+    A character that came in two halves is one. Where each piece repeats the text before it, the last is the whole;
+    ValueError where two pieces may mean that or not, and for half of a character.
+    """
+    if not all(isinstance(piece, str) for piece in pieces):
+        return functools.reduce(operator.add, filter(None, pieces))
+    grown = [piece for piece, _ in itertools.groupby(filter(None, pieces))]
+    repeats = len(grown) > 1 and all(later.startswith(piece) for piece, later in itertools.pairwise(grown))
+    if repeats and len(grown) == 2:
+        raise ValueError("a stream of two pieces, of which the second may repeat the first")
+    ends_whole = len(grown) > 2 and grown[-1] == "".join(pieces).removesuffix(grown[-1])
+    text = grown[-1] if repeats or ends_whole else "".join(pieces)
+    try:
+        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+    except UnicodeDecodeError:
+        raise ValueError("half of a character (a lone surrogate) in an answer") from None
 
 
 def _add_call(whole: dict[str, Any], piece: dict[str, Any]) -> None:
@@ -322,6 +377,8 @@ def _add_call(whole: dict[str, Any], piece: dict[str, Any]) -> None:
 def _fault(choice: dict[str, Any]) -> str:
     if choice["fault"]:
         return str(choice["fault"])
+    if isinstance(choice["text"], str) and "\ufffd" in choice["text"]:
+        return fault_of_text("", choice["text"])
     if choice["end"] is None:
         return "broken off"
     if choice["end"] not in USUAL["finish_reason"]:
@@ -336,11 +393,14 @@ def _fault(choice: dict[str, Any]) -> str:
 def _with_answer(line: dict[str, Any], asked: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
     """The line of one answer. Behind a stop string the target wrote no end token, so that the reason is not `stop`."""
     end = choice["end"]
-    if end == "stop" and asked.get("stop") and choice["ended_by"] is not None:
+    if end == "stop" and (asked.get("stop") or asked.get("stop_token_ids")) and choice["ended_by"] is not None:
         end = "stop_string"
     last = {"finish_reason": end, **({"model": choice["model"]} if choice["model"] else {})}
+    last |= {"completion_tokens": choice["counted"]} if choice["counted"] is not None else {}
     if "messages" in line:
         calls = {"tool_calls": [choice["calls"][place] for place in sorted(choice["calls"])]} if choice["calls"] else {}
         answer = normal({"role": "assistant", "content": choice["text"], **choice["more"], **calls})
         return line | {"messages": [*line["messages"], answer], **last}
+    if reason := fault_of_text(line["prompt"], choice["text"]):
+        raise ValueError(reason)
     return line | {"answer": choice["text"], **last}

@@ -17,7 +17,7 @@ from distill.data.record_files import holds_records
 from distill.data.records import CLOSING, LISTS, PROMPTS, THINKING
 from distill.data.samples import Sample
 from distill.data.sources import Document, read_documents
-from distill.engines.torch.hugging_face import encode_text, load_tokenizer
+from distill.engines.torch.hugging_face import encode_behind, encode_text, load_tokenizer
 from distill.errors import DataError
 from distill.files import require_path
 from distill.gguf.head import open_head
@@ -53,6 +53,10 @@ class ChatPrompts:
     def prompt(self, document: Document) -> Sample | None:
         """The prompt of a conversation's first question, with what renders its further turns; None for one left out."""
         assert document.messages is not None
+        if text := self._rendered(document):
+            self.dropped["prompts that were rendered already: kept as they are"] += 1
+            ids = encode_text(self.template.tokenizer, text)
+            return Sample(document.name, ids, [], document.split, document.source, document.label)
         settings, roles = self.template.settings, [one["role"] for one in document.messages]
         first = roles.index("user") + 1
         head, rest = list(document.messages[:first]), document.messages[first:]
@@ -88,6 +92,11 @@ class ChatPrompts:
         places = [at for at, counts in enumerate(learnt) if counts]
         for at in places if document.split == "train" else places[-1:]:
             messages = every[: at + 1]
+            if text := self._rendered(document):
+                tokenizer, end = self.template.tokenizer, self.template.end
+                prompt, answer = encode_behind(tokenizer, text, messages[-1]["content"])
+                yield prompt, answer + end
+                continue
             try:
                 template = self._template_of(document)
                 prompt, answer = template.answered(messages, self._thought(document, messages[-1]))
@@ -96,6 +105,11 @@ class ChatPrompts:
                 continue
             if len(answer) > 1:
                 yield prompt, answer
+
+    def _rendered(self, document: Document) -> str:
+        """The prompt of a document of one question, if the target's template has written it already; else nothing."""
+        asked, *rest = [one for one in document.messages or () if one["role"] != "assistant"]
+        return asked["content"] if not rest and self.template.is_rendered(asked["content"]) else ""
 
     def _template_of(self, document: Document) -> ChatTemplate:
         """The template with what a conversation's record gives it; ValueError where it does not write that."""
@@ -139,8 +153,13 @@ def cut_prompts(
     seed: int,
     chat: ChatPrompts | None = None,
     weights: Mapping[str, float] | None = None,
+    taken: set[tuple[int, ...]] | None = None,
+    dropped: Counter[str] | None = None,
 ) -> list[Sample]:
     """At most `count` prompts: of exactly `tokens` ids each from texts, of any length from conversations.
+
+    One whose ids are in `taken`, where each is noted, is left out and counted in `dropped`, unless further questions to
+    learn from follow it.
 
     All beginnings come before all second parts, and so on, each round in an order drawn from the seed, so that few
     prompts already cover many documents. A later part starts at a line, at least `stride` characters after the last.
@@ -162,17 +181,24 @@ def cut_prompts(
     if weights is not None:
         candidates = _mixed(candidates, weights)
     prompts: list[Sample] = []
+    taken = set() if taken is None else taken
     for _, _, document, offset in candidates:
         if len(prompts) == count:
             break
         if document.messages is not None:
             prompt = chat.prompt(document) if chat is not None else None
-            prompts += [prompt] if prompt is not None else []
+        else:
+            ids = encode(document.text[offset : offset + tokens * CHARACTERS_PER_TOKEN])[:tokens]
+            own = Sample(f"{document.name}@{offset}", ids, [], document.split, document.source, document.label)
+            prompt = own if len(ids) == tokens else None
+        if prompt is None:
             continue
-        ids = encode(document.text[offset : offset + tokens * CHARACTERS_PER_TOKEN])[:tokens]
-        if len(ids) == tokens:
-            name = f"{document.name}@{offset}"
-            prompts.append(Sample(name, ids, [], document.split, document.source, document.label))
+        goes_on = document.split == "train" and prompt.chat is not None and prompt.chat["turns"]
+        if tuple(prompt.prompt) in taken and not goes_on:
+            (Counter() if dropped is None else dropped)["prompts equal to another"] += 1
+            continue
+        taken.add(tuple(prompt.prompt))
+        prompts.append(prompt)
     return prompts
 
 
@@ -262,7 +288,8 @@ def read_user_prompts(
         if any(document.messages is not None for document in documents):
             chats = ChatPrompts(ChatTemplate(tokenizer, chat), room, SEED)
         size = min(tokens, room)
-        prompts = cut_prompts(documents, to_ids, count + others, size, 4 * (size + answer), SEED, chats)
+        stride = 4 * (size + answer)
+        prompts = cut_prompts(documents, to_ids, count + others, size, stride, SEED, chats, dropped=dropped)
     for reason, number in Counter({} if chats is None else chats.dropped).items():
         dropped[reason.replace("prompts too long for corpus.block", f"prompts of more than {room} tokens")] += number
     least += min(others, 2)

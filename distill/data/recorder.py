@@ -20,10 +20,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
-from distill.data.exchanges import Exchange, Watcher, read_exchange, redacted
+from distill.data.exchanges import UNREAD, Exchange, Watcher, read_exchange, redacted
 from distill.errors import RecipeError, explain_write_fault
+from distill.files import is_utf8
 from distill.progress import note, noting, warn
 
 # ── The process that redacts exchanges and writes them ──
@@ -33,6 +34,7 @@ from distill.progress import note, noting, warn
 
 TAKEN, KEPT, BYTES, FILES = "exchanges", "kept", "bytes", "files"
 FAILED = "a failed write"
+MOST_REASONS, OTHER = 100, "other reasons"  # that are counted by name: hostile requests have new fields each
 FILE_BYTES = 64_000_000  # of a full file
 BINARY = getattr(os, "O_BINARY", 0)  # on Windows, or each newline becomes two characters
 
@@ -57,12 +59,12 @@ class Writer:
         self.counts[TAKEN] += 1
         try:
             found = [redacted(one, self.patterns) for one in read_exchange(kind, request, reply)]
-            lines = [one if isinstance(one, str) else json.dumps(one, ensure_ascii=False).encode() for one in found]
+            lines = [one if isinstance(one, str) else _encoded(one) for one in found]
         except Exception as error:  # a body that is nested too deeply, say, must not end the process
             lines = [f"a fault in distill ({type(error).__name__})"]
         for line in lines:
             if isinstance(line, str):
-                self.counts[line] += 1
+                self.counts[line if line in self.counts or len(self.counts) < MOST_REASONS else OTHER] += 1
                 continue
             try:
                 self._write(line + b"\n")
@@ -102,6 +104,12 @@ class Writer:
             with contextlib.suppress(OSError):
                 os.close(self._file)
         self._file = None
+
+
+def _encoded(line: dict[str, Any]) -> bytes | str:
+    """A line as it is written, or the reason why it cannot be."""
+    text = json.dumps(line, ensure_ascii=False)
+    return text.encode() if is_utf8(text) else "half of a character (a lone surrogate)"
 
 
 def read_exchanges(source: BinaryIO) -> Iterator[tuple[str, bytes, bytes]]:
@@ -305,10 +313,13 @@ async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, look
 
 def summary(counts: Counter[str]) -> str:
     """The counts of a proxy on one line."""
-    left = {reason: count for reason, count in counts.most_common() if reason not in NOT_LEFT_OUT}
+    every = {reason: count for reason, count in counts.most_common() if reason not in NOT_LEFT_OUT}
+    left = {reason: count for reason, count in every.items() if not reason.startswith(UNREAD)}
+    unread = ", ".join(f"{reason} {every[reason]}" for reason in every if reason not in left)
     kept = f"kept {counts[KEPT]} answers, {counts[BYTES] / 1e6:.1f} MB in {counts[FILES]} files"
     reasons = ", ".join(f"{reason} {count}" for reason, count in left.items())
-    return f"{kept}; left out {sum(left.values())}" + (f": {reasons}" if reasons else "")
+    lines = [f"{kept}; left out {sum(left.values())}" + (f": {reasons}" if reasons else "")]
+    return "; not read: ".join([*lines, *([unread] if unread else [])])
 
 
 def record(settings: Recording, ready: Callable[[int], None]) -> Counter[str]:

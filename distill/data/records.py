@@ -25,13 +25,16 @@ THINKING = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
 THOUGHT = THINKING[0]
 ARGUMENTS = ("arguments", "parameters", "input")  # of a tool call: OpenAI, Llama, Anthropic
 OPENING, CLOSING = "<think>", "</think>"
+PREFILLS = ("prefix", "partial")  # of a message that the target is to continue: DeepSeek and Mistral, Moonshot
 
 
 def normal(message: Mapping[str, Any]) -> dict[str, Any]:
     """The message with its thinking, content and tool calls in one form; other fields as they are.
 
-    Raises ValueError, with the reason, for one that cannot be put so without loss.
+    Raises ValueError, with the reason, for one that cannot be put so without loss, or that only begins an answer.
     """
+    if name := next((name for name in PREFILLS if message.get(name)), None):
+        raise ValueError(f"a message that only begins an answer (`{name}`)")
     texts, thoughts = _parts(message.get("content"))
     thoughts += [text for name in THINKING if (text := _thought(message.get(name)))]
     if len({text.strip() for text in thoughts}) > 1:
@@ -50,7 +53,7 @@ def normal(message: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("tool calls that are not a list")
     if not texts and not thoughts and not calls:
         raise ValueError("a message without content")
-    found = {name: value for name, value in message.items() if name not in (*THINKING, "tool_calls")}
+    found = {name: value for name, value in message.items() if name not in (*THINKING, *PREFILLS, "tool_calls")}
     found |= {"content": content} | ({THOUGHT: thoughts[0]} if thoughts else {})
     return found | ({"tool_calls": [_call(one) for one in calls]} if calls else {})
 
@@ -108,6 +111,69 @@ def _decoded(text: str, fault: str) -> Any:
         raise ValueError(fault) from None
 
 
+# ── One request: what steers its answer ──
+
+EFFORTS = ("reasoning_effort", "reasoning", "enable_thinking")
+# Fields with which an answer is another one than the target's own after its prompt, or its prompt another text.
+STEERING = {
+    *("response_format", "structured_outputs", "structural_tag", "grammar", "json_schema", "regex", "ebnf"),
+    *("logit_bias", "bad_words", "allowed_token_ids", "logits_processors", "custom_logit_processor", "ignore_eos"),
+    *("min_tokens", "thinking_budget", "thinking_budget_tokens", "max_thinking_tokens", "reasoning_budget", "lora"),
+    *("continue_final_message", "prefill", "suffix", "echo", "return_full_text", "chat_template", "documents"),
+    *("functions", "truncate_prompt_tokens", "input_prefix", "input_suffix", "json", "mm_processor_kwargs"),
+}
+# Fields that change none, or how the target draws.
+REQUEST = {
+    *("model", "messages", "prompt", "stream", "stream_options", "seed", "n", "best_of", "user", "metadata", "store"),
+    *("max_tokens", "max_completion_tokens", "n_predict", "stop", "stop_token_ids", "logprobs", "top_logprobs"),
+    *("temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty"),
+    *("repetition_penalty", "repeat_penalty", "repeat_last_n", "tools", "tool_choice", "parallel_tool_calls"),
+    *("chat_template_kwargs", "add_generation_prompt", "cache_prompt", "id_slot", "timings_per_token", "n_probs"),
+    *("return_tokens", "return_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "priority"),
+    *("include_stop_str_in_output", "service_tier", "request_id", "guided_decoding_backend", "reasoning_format"),
+    *EFFORTS,
+}
+OF_LINE = (
+    *("prompt", "messages", "answer", "finish_reason", "model", "chat_template_kwargs", "tools", "documents"),
+    "completion_tokens",
+)
+
+
+def steered(request: Mapping[str, Any], line: bool = True) -> str:
+    """The reason why a request's answer is not what the target writes after its prompt; empty where it is.
+
+    A `line` of a log may have documents, which it gives the template itself.
+    """
+    for name, value in request.items():
+        usual = name == "response_format" and isinstance(value, dict) and value.get("type") == "text"
+        known = name in STEERING and not (line and name == "documents")
+        known |= name.startswith("guided_") and name not in REQUEST
+        if known and value not in (False, 0, -1) and _says(value) and not usual:
+            return f"a request with `{name[:40]}`, which steers its answer"
+    if request.get("add_generation_prompt") is False:
+        return "a request without the beginning of an answer (`add_generation_prompt`)"
+    return ""
+
+
+def efforts(request: Mapping[str, Any]) -> dict[str, Any]:
+    """The arguments of the chat template that servers make of how much a request wants the target to think."""
+    more = request.get("reasoning")
+    effort = request.get("reasoning_effort", more.get("effort") if isinstance(more, dict) else None)
+    switch = request.get("enable_thinking")
+    found = {"enable_thinking": switch} if isinstance(switch, bool) else {}
+    return {"reasoning_effort": effort, "enable_thinking": effort != "none"} if isinstance(effort, str) else found
+
+
+LONG = 20  # characters of a prompt that no answer repeats by chance
+
+
+def fault_of_text(prompt: str, answer: str) -> str:
+    """The reason why a text is not what the target wrote; empty where nothing speaks against it."""
+    if "\ufffd" in answer:
+        return "bytes that are no UTF-8 (U+FFFD) in an answer"
+    return "an answer that begins with its whole prompt" if len(prompt) >= LONG and answer.startswith(prompt) else ""
+
+
 # ── One record as a conversation: its fields ──
 
 Messages = tuple[dict[str, Any], ...]  # role, content, and whatever else the template reads
@@ -124,7 +190,7 @@ PROMPTS = ("prompt", "instruction", "question", "query", "input")
 CONTEXTS = ("input", "context", "passage")  # texts that a prompt is about
 ANSWERS = ("answer", "completion", "response", "output")
 SYSTEMS = ("system", "system_prompt")
-OF_MESSAGE = (*THINKING, "tool_calls", "tool_call_id", "name")  # kept for the template
+OF_MESSAGE = (*THINKING, *PREFILLS, "tool_calls", "tool_call_id", "name")  # kept for the template
 REPEATED = {*PROMPTS, *CONTEXTS, *SYSTEMS}  # often hold a part of the messages again
 # A question is another one without these.
 OF_QUESTION = {
@@ -245,7 +311,9 @@ def _parsed(value: Any) -> Any:
 def _asked(fields: Fields, left: Counter[str]) -> list[dict[str, Any]]:
     """The messages of a prompt with its context, after the turns of its `history`, and of its answer."""
     prompt = fields.first("prompt", PROMPTS)
-    if isinstance(prompt, list):  # messages before the answer, as preference data sets have them
+    if has_form(prompt, [str]) and prompt:  # the user's turns, as MT-Bench has them
+        messages = [{"role": "user", "content": text} for text in prompt]
+    elif isinstance(prompt, list):  # messages before the answer, as preference data sets have them
         messages = _messages(prompt, left)
     elif isinstance(prompt, str):
         parts = [prompt, *_contexts(fields, prompt)]
@@ -303,7 +371,8 @@ def template_arguments(fields: Fields) -> dict[str, Any]:
     arguments = _parsed(fields.first("chat_template_kwargs", ("chat_template_kwargs",))) or {}
     if not isinstance(arguments, dict):
         raise ValueError("`chat_template_kwargs` that are not an object")
-    arguments = dict(arguments)
+    arguments = efforts(fields.record) | arguments
+    fields.read.update(name for name in EFFORTS if efforts({name: fields.record.get(name)}))
     for name in ("tools", "documents"):
         if (found := _parsed(fields.first(name, (name,)))) and not has_form(found, [{}]):
             raise ValueError(f"`{name}` that are not a list of objects")
@@ -371,7 +440,7 @@ def _usable(messages: Messages, left: Counter[str]) -> Messages:
 
 
 def questions(messages: Messages, arguments: Mapping[str, Any] | None = None) -> str:
-    """The text that names a conversation and gives its split: all but answers, so that no question is in two splits."""
+    """The text that names a conversation: all but its answers."""
     given = {name: value for name, value in (arguments or {}).items() if name in ("tools", "documents")}
     asked: list[Any] = [[one["role"], one["content"]] for one in messages if one["role"] != "assistant"]
     return json.dumps([*asked, given] if given else asked)

@@ -123,9 +123,17 @@ def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
     yield text[start:]
 
 
+def question_name(question: str) -> str:
+    """The name that gives a conversation its split, in the corpus and in traffic alike: its first question's, so that
+    no prompt is in two splits, whatever was said after it."""
+    return f"question#{fingerprint(question.strip())}"
+
+
 def _document(corpus: Corpus, source: Source, name: str, text: str, **more: Any) -> Document:
-    """A document of a source, in the split that its name or the source gives it."""
-    split = split_of(name, corpus.validation, corpus.test) if source.split == "by-name" else source.split
+    """A document of a source, in the split that the source, its first question or its name gives it."""
+    asked = [one["content"] for one in more.get("messages", ()) if one["role"] == "user"]
+    own = split_of(question_name(asked[0]) if asked else name, corpus.validation, corpus.test)
+    split = own if source.split == "by-name" else source.split
     return Document(name, split, text, Path(source.path).name, own=source.kind == "target", **more)
 
 
@@ -158,7 +166,7 @@ def _tree(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Doc
             raise DataError(f"{path} cannot be read: {error.strerror}", "exclude it, or correct it") from error
         if source.form != "text" and text.lstrip()[:1] in ("[", "{") and holds_records(path):
             records = source.model_copy(update={"path": str(path), "kind": "jsonl", "form": "auto"})
-            for one in _records(corpus, records, read_json_records(path), dropped):
+            for one in _records(corpus, records, read_json_records(path, dropped), dropped):
                 yield replace(one, source=Path(source.path).name)
         else:
             yield _file(corpus, source, name, text)
@@ -199,7 +207,7 @@ def _records(corpus: Corpus, source: Source, records: Iterable[Record], dropped:
             except ValueError as error:
                 dropped[str(error)] += 1
                 continue
-            messages = tuple(one for one in messages if source.given or one["role"] in ("system", "user"))
+            messages = tuple(one for one in messages if source.given or one["role"] != "assistant")
             text = questions(messages, arguments)
             more |= {"messages": messages, "arguments": arguments}
         else:

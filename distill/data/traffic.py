@@ -16,9 +16,23 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from distill.data.records import THINKING, THOUGHT, Fields, normal, template_arguments
+from distill.data.records import (
+    OF_LINE,
+    REQUEST,
+    STEERING,
+    THINKING,
+    THOUGHT,
+    Fields,
+    count_fields,
+    efforts,
+    fault_of_text,
+    normal,
+    steered,
+    template_arguments,
+    unread_fields,
+)
 from distill.data.samples import SPLITS, Sample, fault_of, write_samples
-from distill.data.sources import split_of
+from distill.data.sources import question_name, split_of
 from distill.errors import DataError
 from distill.files import has_form, names_of, parse_object, read_json, write_json
 from distill.recipe import Chat, Recipe, Source
@@ -30,6 +44,7 @@ PART = {"path": str, "bytes": int, "lines": int, "sha256": str, "start": int, "s
 PINNED = {"path": str, "lines": int, "start_line": int, "parts": [PART]}  # the form of a pin
 LINES_PER_FILE = 2048
 MOST_LINES = 1000  # that a check reads
+MOST_COUNTED, FEW_COUNTED = 1.5, 16  # times an answer's tokens and more of them that a server may have counted
 MOST_REASONS = 20  # that are named; hostile logs have a new argument in each line
 TOO_LONG, CUT = "prompts left out, too long for corpus.block", "answers cut to fit corpus.block"
 
@@ -38,13 +53,23 @@ TOO_LONG, CUT = "prompts left out, too long for corpus.block", "answers cut to f
 class Line:
     """One served answer: its line number (of a folder, counted through its files), prompt and answer as text or as
     messages, whether the target ended it itself, and the arguments that its request gave the chat template, `tools`
-    among them."""
+    among them; the names of its fields that are not read, and the tokens that the server counted, 0 where unknown."""
 
     number: int
     prompt: str | list[dict[str, Any]]
     answer: str | dict[str, Any]
     ended: bool
     arguments: dict[str, Any] = field(default_factory=dict)
+    unread: tuple[str, ...] = ()
+    tokens: int = 0
+
+    @property
+    def question(self) -> str:
+        """The first question of its conversation; of a prompt that is a text, all of it."""
+        if isinstance(self.prompt, str):
+            return self.prompt
+        asked = [str(one["content"]) for one in self.prompt if one["role"] == "user"]
+        return asked[0] if asked else json.dumps(self.prompt, sort_keys=True)
 
     @property
     def name(self) -> str:
@@ -157,8 +182,13 @@ def parse_line(raw: bytes, number: int) -> Line | str:
     if isinstance(record, str):
         return record
     ended = record.get("finish_reason") in (None, "stop", "tool_calls")
-    if extra := next((name for name in THINKING if record.get(name)), None):
+    if extra := next((name for name in THINKING if record.get(name) and not efforts({name: record[name]})), None):
         return f"a field `{extra}` that is not a message's: put it into the assistant's message"
+    if reason := steered(record):
+        return reason
+    unread = tuple(unread_fields(record, {*REQUEST, *STEERING, *OF_LINE}))
+    tokens = record.get("completion_tokens")
+    tokens = tokens if isinstance(tokens, int) else 0
     if "messages" not in record:
         prompt, answer = record.get("prompt"), record.get("answer")
         for name, value in (("prompt", prompt), ("answer", answer)):
@@ -166,7 +196,9 @@ def parse_line(raw: bytes, number: int) -> Line | str:
                 return f"no text in field `{name}` (it has: {names_of(record)})"
         if not prompt or not answer:
             return "an empty prompt" if not prompt else "an empty answer"
-        return Line(number, prompt, answer, ended)
+        if reason := fault_of_text(prompt, answer):
+            return reason
+        return Line(number, prompt, answer, ended, {}, unread, tokens)
     if not has_form(record["messages"], [{}]) or len(record["messages"]) < 2:
         return "`messages` must be a list of at least a question and an answer"
     try:
@@ -178,7 +210,9 @@ def parse_line(raw: bytes, number: int) -> Line | str:
         return f"the last message is the {last['role']}'s, not the assistant's"
     if not last["content"] and not last.get("tool_calls") and (ended or THOUGHT not in last):
         return "an empty answer"
-    return Line(number, asked, last, ended, arguments)
+    if reason := fault_of_text("", f"{last.get(THOUGHT, '')}{last['content']}"):
+        return reason
+    return Line(number, asked, last, ended, arguments, unread, tokens)
 
 
 def encode_line(
@@ -206,6 +240,8 @@ def encode_line(
         ids, answer = template.answered([*line.prompt, line.answer], ended=line.ended, served=True)
     if not ids or not answer:
         raise ValueError("it gives no token")
+    if line.tokens > MOST_COUNTED * len(answer) + FEW_COUNTED:
+        raise ValueError(f"the server counted {line.tokens} tokens of {len(answer)}: its thinking is hidden, say")
     return ids, answer
 
 
@@ -231,12 +267,15 @@ class Sorted:
 
 
 def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> Sorted:
-    """Encode lines and divide them among the splits by the names of their prompts.
+    """Encode lines and divide them among the splits, by the first question of each conversation as in the corpus.
 
     Answers are cut where the block ends. A prompt that leaves them no room is left out, and so is a held-out prompt
     that leaves less than answers.new_tokens.
     """
+    from distill.data.chat_template import ChatTemplate
+
     found = Sorted()
+    template = ChatTemplate(tokenizer, recipe.chat) if tokenizer.chat_template else None
     for line in lines:
         if isinstance(line, str):
             found.bad.append(line)
@@ -246,7 +285,9 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> S
         except ValueError as error:
             found.bad.append(f"line {line.number}: {error}")
             continue
-        split = split_of(line.name, recipe.corpus.validation, recipe.corpus.test)
+        asked = line.question if template is None else template.first_question(line.question)
+        split = split_of(question_name(asked), recipe.corpus.validation, recipe.corpus.test)
+        count_fields(line.unread, "lines", found.left)
         room = recipe.corpus.block - len(prompt)
         if room < (2 if split == "train" else recipe.answers.new_tokens):
             found.left[TOO_LONG] += 1

@@ -122,7 +122,7 @@ STAGES = (
         "corpus",
         "target sources",
         passing=("eval.", "speedup.", "cut.score_blocks", "train."),
-        version=3,
+        version=4,
     ),
     _stage(
         "answers",

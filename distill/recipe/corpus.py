@@ -85,7 +85,7 @@ class Source(Section):
     exclude: tuple[str, ...] = Field((), description="tree: folder names to skip")
     split: Literal["by-name", "train", "validation", "test"] = Field(
         "by-name",
-        description="by-name: by a hash of each document's name; otherwise, the split of all",
+        description="by-name: by a hash of each document's name or first question; otherwise, the split of all",
     )
     keep: tuple[Literal["train", "validation", "test"], ...] = Field(
         ("train", "validation", "test"), description="splits to keep; documents of others are dropped and counted"

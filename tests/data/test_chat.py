@@ -6,6 +6,7 @@ import copy
 import itertools
 import json
 from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -161,6 +162,33 @@ def test_further_turns_are_asked_one_after_another(plain: Any) -> None:
     assert second.count("<|im_start|>user") == 2 and "An answer.<|im_end|>" in second
     assert second.endswith("<think>\n\n</think>\n\n") and next_prompt(chat.template, one, ["A.", "B."]) is None
     assert [chat.prompt(document(f"d{n}", asked)) for n in range(60)] == found, "drawn by the seed and the name"
+
+
+def test_a_rendered_prompt_is_not_rendered_again(plain: Any) -> None:
+    for style in chat_templates.STYLES:
+        chat = prompts_of(plain, style, Chat())
+        text = chat.template.text([USER])
+        own, other = document("a", [USER | {"content": text}, answer(content="x")]), document("b", [USER])
+        prompt, plainly = chat.prompt(own), chat.prompt(other)
+        assert prompt is not None and plainly is not None and prompt.prompt == plainly.prompt
+        assert chat.dropped == {"prompts that were rendered already: kept as they are": 1}
+        ids = encode(chat.template.tokenizer, "x")
+        assert [*chat.given(own)] == [(plainly.prompt, ids + chat.template.end)]
+
+
+def test_equal_prompts_are_asked_once(plain: Any) -> None:
+    """Of texts and conversations, in all splits together; a conversation that goes on is learnt from."""
+    chat, dropped, taken = prompts_of(plain, "llama-3", Chat()), Counter[str](), set[tuple[int, ...]]()
+    texts = [Document(name, "train", "licence " * 20 + name, "t") for name in "ab"]
+    asked = {name: [USER, answer(content="4"), USER | {"content": name}] for name in "cd"}
+    for split, counts in (("test", (1, 1)), ("train", (0, 2))):
+        documents = [replace(one, split=split) for one in texts]
+        documents += [document(name, messages, split=split) for name, messages in asked.items()]
+        found = cut_prompts(
+            documents, lambda text: [ord(sign) for sign in text], 9, 8, 400, 0, chat, None, taken, dropped
+        )
+        assert (sum(one.chat is None for one in found), sum(one.chat is not None for one in found)) == counts
+    assert dropped == {"prompts equal to another": 4}
 
 
 def test_a_tools_result_ends_what_can_be_asked(plain: Any) -> None:

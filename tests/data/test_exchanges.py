@@ -49,7 +49,9 @@ def test_whole_and_streamed_replies_give_the_same_line() -> None:
     whole = found(CHAT, ASKED, chat("grün 👍") | {"model": "m"})
     usage = {"choices": [], "usage": {"completion_tokens": 3}}
     pieces = [delta("", role="assistant"), delta("grün"), delta(" 👍"), delta(None, "stop"), usage]
-    assert whole == [answer("grün 👍", model="m")] == found(CHAT, ASKED | {"stream": True}, stream(*pieces))
+    assert whole == [answer("grün 👍", model="m")]
+    streamed = answer("grün 👍", model="m", completion_tokens=3)
+    assert found(CHAT, ASKED | {"stream": True}, stream(*pieces)) == [streamed]
     asked = {"prompt": "2 + 2 = "}
     expected = [{"prompt": "2 + 2 = ", "answer": "4.", "finish_reason": "length"}]
     assert found(TEXT, asked, text("4.", "length")) == expected
@@ -68,6 +70,87 @@ def test_several_choices_are_lines_of_their_own() -> None:
     bad = [delta("a", "stop"), delta("b", "content_filter", index=1)]
     reason = "another finish reason than stop, length and tool_calls"
     assert found(CHAT, ASKED | {"n": 2}, stream(*bad)) == [answer("a", model="m"), reason]
+
+
+@pytest.mark.parametrize(
+    ("pieces", "whole"),
+    [
+        (["One", "One two", "One two three"], "One two three"),
+        (["", "One", "One two", "One two three", "One two three"], "One two three"),
+        (["One", " two", " three", "One two three"], "One two three"),
+        (["ha", "ha", "!"], "haha!"),
+        (["!", "!", "!"], "!!!"),
+        (["I", " am", " I"], "I am I"),
+        (["a ", "\ud83d", "\ude80", " b"], "a 🚀 b"),
+        (["One", "One two"], "a stream of two pieces, of which the second may repeat the first"),
+        (["a", "\ud83d", " b"], "half of a character"),
+    ],
+)
+def test_pieces_of_a_stream(pieces: list[str], whole: str) -> None:
+    (line,) = found(CHAT, ASKED, stream(*map(delta, pieces), delta(None, "stop")))
+    (thought,) = found(CHAT, ASKED, stream(*(delta(None, reasoning=one) for one in pieces), delta("4", "stop")))
+    if isinstance(line, str) or isinstance(thought, str):
+        assert isinstance(line, str) and whole in line and line == thought
+        return
+    assert line == answer(whole, model="m") and thought["messages"][1]["reasoning_content"] == whole
+
+
+def test_choices_without_an_index() -> None:
+    choices = [{"message": {"content": text}, "finish_reason": "stop"} for text in ("a", "b")]
+    assert found(CHAT, ASKED | {"n": 2}, {"choices": choices}) == [answer("a"), answer("b")]
+    pieces = [{"delta": {"content": text}, "finish_reason": "stop"} for text in ("a", "b")]
+    assert found(CHAT, ASKED | {"n": 2}, stream({"choices": pieces})) == [answer("a"), answer("b")]
+
+
+@pytest.mark.parametrize(
+    ("more", "arguments"),
+    [
+        ({"reasoning_effort": "low"}, {"reasoning_effort": "low", "enable_thinking": True}),
+        ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none", "enable_thinking": False}),
+        ({"enable_thinking": False}, {"enable_thinking": False}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            {"reasoning_effort": "low", "enable_thinking": False},
+        ),
+        ({"response_format": {"type": "text"}, "logit_bias": {}, "min_tokens": 0, "temperature": 0.3}, {}),
+    ],
+)
+def test_how_much_a_request_wants_the_target_to_think(more: dict[str, Any], arguments: dict[str, Any]) -> None:
+    """As vLLM and llama-server hand it to the template; what a request gives the template itself stands."""
+    (line,) = found(CHAT, ASKED | more, chat())
+    assert isinstance(line, dict) and line.get("chat_template_kwargs", {}) == arguments
+    for raw in (line, {"messages": line["messages"], "finish_reason": "stop", **more}):
+        read = parse_line(json.dumps(raw).encode(), 1)
+        assert isinstance(read, Line) and read.arguments == arguments and not read.unread
+
+
+SCHEMA = {"type": "json_schema", "json_schema": {"schema": {"type": "object"}}}
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        *({"response_format": one} for one in (SCHEMA, {"type": "json_object"})),
+        *({name: {"regex": "The.*"}} for name in ("structured_outputs", "guided_json", "guided_decoding")),
+        *({name: "root ::= x"} for name in ("grammar", "guided_grammar", "ebnf", "regex", "guided_regex", "prefill")),
+        *({"logit_bias": {"12": 100}}, {"bad_words": ["x"]}, {"allowed_token_ids": [0]}, {"ignore_eos": True}),
+        *({"min_tokens": 8}, {"continue_final_message": True}, {"add_generation_prompt": False}, {"echo": True}),
+    ],
+)
+def test_requests_that_steer_an_answer(more: dict[str, Any]) -> None:
+    (reason,) = found(CHAT, ASKED | more, chat())
+    (name,) = more
+    assert isinstance(reason, str) and f"`{name}`" in reason
+    assert f"`{name}`" in str(parse_line(json.dumps(answer("4") | more).encode(), 1))
+    assert found(TEXT, {"prompt": "a", **more}, text()) == [reason]
+
+
+def test_unknown_fields_are_named() -> None:
+    line, *names = found(CHAT, ASKED | {"mood": "sad", "top_k": 3, "none": None}, chat())
+    assert line == answer("4") and names == ["request field `mood`"]
+    read = parse_line(json.dumps(answer("4") | {"mood": "sad"}).encode(), 1)
+    assert isinstance(read, Line) and read.unread == ("mood",)
 
 
 DETAILS = [{"type": "reasoning.text", "text": "Two and "}, {"type": "reasoning.text", "text": "two."}]
@@ -172,16 +255,21 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
     [
         (CHAT, ASKED | {"tools": TOOLS, "tool_choice": "required"}, chat(), "a tool call that is forced"),
         (CHAT, ASKED | {"tools": TOOLS, "tool_choice": "none"}, chat(), "or forbidden"),
-        (CHAT, ASKED | {"functions": [{}]}, chat(), "functions"),
+        (CHAT, ASKED | {"functions": [{}]}, chat(), "a request with `functions`"),
         (CHAT, ASKED | {"tools": [3]}, chat(), "tools that are not a list of objects"),
         (CHAT, {"messages": [USER, {"role": "assistant", "content": "It"}]}, chat(), "no question at the end"),
         (CHAT, {"messages": [IMAGE]}, chat(), "a message whose content is not text"),
-        (CHAT, ASKED | {"chat_template": "x"}, chat(), "a chat template or documents"),
+        (CHAT, ASKED | {"chat_template": "x"}, chat(), "a request with `chat_template`, which steers"),
         (CHAT, ASKED, chat(None, "tool_calls", tool_calls=[{}]), "a tool call without a name"),
         (CHAT, ASKED, chat(None, "length", tool_calls=[CUT_CALL]), "a tool call that was cut short"),
         (CHAT, ASKED, chat(None, "stop", function_call={"name": "f"}), "a function_call"),
         (CHAT, ASKED, chat(reasoning="so", thinking="no"), "in two fields and differs"),
         (CHAT, ASKED, chat("", reasoning="so"), "an empty answer"),
+        (CHAT, ASKED, chat("a\ufffdb"), "bytes that are no UTF-8"),
+        (CHAT, ASKED, chat() | {"usage": {"completion_tokens_details": {"reasoning_tokens": 9}}}, "hides"),
+        (CHAT, {"messages": [USER, {"role": "assistant", "content": "I", "prefix": True}]}, chat(), "only begins an"),
+        (TEXT, {"prompt": "The keeper of the light"}, text("The keeper of the light is"), "with its whole prompt"),
+        (TEXT, {"prompt": "a"}, text("b\ufffd"), "bytes that are no UTF-8"),
         (CHAT, ASKED, chat(None), "an empty answer"),
         (CHAT, ASKED, chat(finish="content_filter"), "another finish reason"),
         (CHAT, ASKED, stream(delta("4")), "broken off"),
@@ -195,7 +283,7 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
         (CHAT, [1], chat(), "a request that is not a JSON object"),
         (TEXT, {"prompt": [1, 2]}, text(), "token ids"),
         (TEXT, {"prompt": ["a", "b"]}, text(), "several prompts"),
-        (TEXT, {"prompt": "a", "echo": True}, text("a4"), "echoed"),
+        (TEXT, {"prompt": "a", "echo": True}, text("a4"), "a request with `echo`"),
         (TEXT, {"prompt": "a", "suffix": "b"}, text(), "suffix"),
         (TEXT, {"prompt": ""}, text(), "an empty prompt"),
         (TEXT, {}, text(), "of another form"),

@@ -57,6 +57,7 @@ def talk(document: Document) -> list[tuple[str, str]]:
         ({"question": "who", "context": "he", "answers": {"text": ["he"]}}, [("user", "who\nhe"), ("assistant", "he")]),
         ({"question": "who: he", "context": "he", "answer": "he"}, [("user", "who: he"), ("assistant", "he")]),
         ({"system_prompt": "be", "question": "who"}, [("system", "be"), ("user", "who")]),
+        ({"prompt": ["who", "and he"], "category": "c"}, [("user", "who"), ("user", "and he")]),
         (
             {"instruction": "do", "input": "it", "output": "done", "system": "be", "history": [["a", "b"], ["c", "d"]]},
             [
@@ -106,6 +107,7 @@ def test_the_messages_of_a_record(given: dict[str, Any], wanted: Any, tmp_path: 
         ({"messages": [Q, A], "chat_template_kwargs": [1]}, "`chat_template_kwargs` that are not an object"),
         ({"messages": [Q, A | {"content": None, "function_call": {"name": "f"}}]}, "a message with a `function_call`"),
         ({"prompt": 5}, "a prompt that is not text"),
+        ({"messages": [Q, A | {"prefix": True}]}, "a message that only begins an answer (`prefix`)"),
     ],
 )
 def test_what_would_mean_something_else_is_left_out(given: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -187,6 +189,32 @@ def test_a_template_without_tools_takes_no_record_that_has_them(plain: Any, tmp_
     (document,), _ = record(tmp_path, {"messages": [Q, A], "tools": [TOOL]})
     assert chat.prompt(document) is None and not list(chat.given(document))
     assert list(chat.dropped) == ["`tools` that the target's chat template does not write"]
+
+
+def test_a_tools_result_ends_questions_without_answers_too(plain: Any, tmp_path: Path) -> None:
+    """With `given: false` as with it: the messages of tools are there where they are looked for."""
+    messages = [Q, A, Q, {"role": "tool", "content": "x"}, Q]
+    for given in (True, False):
+        (document,), _ = record(tmp_path, {"messages": messages}, given=given)
+        chat = chat_of(plain, "qwen-3")
+        prompt = chat.prompt(document)
+        assert prompt is not None and prompt.chat is not None and prompt.chat["turns"] == ["ask"]
+        assert chat.dropped == {"turns of conversations after a tool's result": 1}
+
+
+@pytest.mark.parametrize("array", [False, True])
+def test_half_of_a_character_spoils_its_own_record(array: bool, tmp_path: Path) -> None:
+    records = [
+        '{"prompt": "a\\ud83d"}',
+        '{"prompt": "b"}',
+        '{"prompt": "\\ud83d\\ude80"}',
+        '{"prompt": "c", "x\\ude80": 1}',
+    ]
+    path = tmp_path / "r.jsonl"
+    path.write_text(f"[{', '.join(records)}]" if array else "\n".join(records))
+    documents, dropped = read(path)
+    assert [talk(one)[0][1] for one in documents] == ["b", "🚀"]
+    assert dropped == {"records with half of a character (a lone surrogate)": 2}
 
 
 def test_an_answer_of_weight_0_is_not_learnt(plain: Any, tmp_path: Path) -> None:

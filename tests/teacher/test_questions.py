@@ -19,7 +19,7 @@ from writing_worlds import BadServer, interrupted
 from distill.data.chat_template import ChatTemplate
 from distill.data.corpus import corpus
 from distill.data.samples import AskedQuestions, QuestionTexts, Reply, Request, read_prompts
-from distill.data.sources import read_documents, split_of, with_questions
+from distill.data.sources import question_name, read_documents, split_of, with_questions
 from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.errors import DataError, RecipeError
 from distill.files import read_json, read_result
@@ -393,12 +393,16 @@ def test_a_template_whose_users_end_otherwise_is_stopped_there(talking: Path, to
 # ── conversations and splits ──
 
 
+def asked_of(document: Any) -> str:
+    return next(one["content"] for one in document.messages if one["role"] == "user")
+
+
 def test_a_hash_of_the_question_gives_its_split(asked: Path, talking: Path) -> None:
     recipe = load_recipe(talking / "recipe.yaml")
     run = Run(asked, recipe)
     documents, dropped = read_documents(with_questions(recipe.corpus, run.path("questions")))
     assert not dropped and len(documents) == 24 and {one.source for one in documents} == {"target.jsonl"}
-    assert all(one.split == split_of(one.name, 0.25, 0.25) and one.own for one in documents)
+    assert all(one.split == split_of(question_name(asked_of(one)), 0.25, 0.25) and one.own for one in documents)
     for split in ("train", "validation", "test"):
         prompts = [prompt.chat["messages"] for prompt in read_prompts(run, split) if prompt.chat]
         assert prompts and all(messages in lines_of(run) for messages in prompts)

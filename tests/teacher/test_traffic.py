@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import hashlib
 import json
 import os
@@ -13,19 +15,21 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import chat_templates
 import pytest
 import tiny
 import torch
 from tiny import Capture, Patch
 
 from distill.data import traffic
+from distill.data.chat_template import ChatTemplate
 from distill.data.exchanges import TEXT
 from distill.data.recorder import Writer
 from distill.data.samples import read_prompts, read_samples
-from distill.data.sources import split_of
+from distill.data.sources import read_documents, split_of
 from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.errors import DataError
-from distill.recipe import Chat, load_recipe, parse_recipe
+from distill.recipe import Chat, Source, load_recipe, parse_recipe
 from distill.run import Run
 
 torch.set_num_threads(1)
@@ -47,7 +51,7 @@ def text_of(lines: list[Any]) -> str:
 
 def split_name(prompt: str) -> str:
     """The split of a prompt, worked out apart from the code under test."""
-    name = f"traffic#{hashlib.sha256(prompt.encode()).hexdigest()[:16]}"
+    name = f"question#{hashlib.sha256(prompt.strip().encode()).hexdigest()[:16]}"
     return split_of(name, SHARES["validation"], SHARES["test"])
 
 
@@ -431,8 +435,9 @@ def test_messages_go_through_the_chat_template(world: Path) -> None:
 def test_long_prompts_and_answers(world: Path) -> None:
     recipe = parse_recipe(values_with(world / "served.jsonl"), "the recipe")
     tokenizer = load_tokenizer(str(world / "target"))
-    text = tiny.document(3)
-    lines = [traffic.Line(number, text[:length], text, True) for number, length in enumerate((20, 60, 200, 2000))]
+    texts = [tiny.document(3)[:length] for length in (20, 60, 200, 2000)]
+    texts += [tiny.document(number)[:length] for number in (4, 5) for length in (20, 60, 2000)]
+    lines = [traffic.Line(number, text, tiny.document(3), True) for number, text in enumerate(texts)]
     found = traffic.sort_lines(recipe, lines, tokenizer)
     for answer in found.samples["train"].values():
         assert len(answer.prompt) + len(answer.answer) == 64 and not answer.ended  # cut where the block ends
@@ -440,8 +445,42 @@ def test_long_prompts_and_answers(world: Path) -> None:
     limits = {"train": 62, "validation": 64 - 24, "test": 64 - 24}
     fits = [line.name for line in lines if lengths[line.name] <= limits[split_name(str(line.prompt))]]
     kept = [one.id.partition("@")[0] for own in found.samples.values() for one in own.values()]
-    assert (
-        sorted(kept) == sorted(fits)
-        and found.left == {traffic.TOO_LONG: 4 - len(fits), traffic.CUT: len(found.samples["train"])}
-        and len(fits) < 4
-    )
+    left = {traffic.TOO_LONG: len(lines) - len(fits), traffic.CUT: len(found.samples["train"])}
+    assert sorted(kept) == sorted(fits) and found.left == left and min(left.values()) > 0
+
+
+def test_a_conversation_is_in_one_split(world: Path) -> None:
+    """Its first question decides, in the corpus and in traffic, as messages and as rendered text."""
+    values = values_with(world / "served.jsonl")
+    values["corpus"] |= {"block": 512, "validation": 0.3, "test": 0.3}
+    recipe = parse_recipe(values, "the recipe")
+    tokenizer = chat_templates.dress(copy.deepcopy(load_tokenizer(str(world / "target"))), "qwen-3")
+    template = ChatTemplate(tokenizer, recipe.chat)
+    splits = set()
+    for number in range(12):
+        first = {"role": "user", "content": f"total {number}?"}
+        said, second = {"role": "assistant", "content": "It is."}, {"role": "user", "content": f"and {number * 7}?"}
+        talks = [[first], [first, said, second], [first, {**said, "content": "No."}, second]]
+        raw = [{"messages": [*talk, said]} for talk in talks]
+        raw += [{"prompt": template.text(talk), "answer": "It is."} for talk in talks]
+        lines = [traffic.parse_line(json.dumps(one).encode(), at) for at, one in enumerate(raw)]
+        found = traffic.sort_lines(recipe, lines, tokenizer)
+        assert not found.bad and not found.left
+        held = {split for split, samples in found.samples.items() if samples}
+        source = world / "talks.jsonl"
+        source.write_text("".join(json.dumps({"messages": [*talk, said]}) + "\n" for talk in talks))
+        corpus = recipe.corpus.model_copy(update={"sources": (Source(kind="jsonl", path=str(source)),)})
+        documents, _ = read_documents(corpus, ())
+        assert len(documents) == 2 and {one.split for one in documents} == held and len(held) == 1
+        splits |= held
+    assert splits == {"train", "validation", "test"}
+
+
+def test_thinking_that_a_server_hides(world: Path) -> None:
+    tokenizer = load_tokenizer(str(world / "target"))
+    raw: dict[str, Any] = {"prompt": "def f(", "answer": "x): return x"}
+    for tokens, fits in ((12, True), (200, False)):
+        line = traffic.parse_line(json.dumps(raw | {"completion_tokens": tokens}).encode(), 1)
+        assert isinstance(line, traffic.Line)
+        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="its thinking is hidden"):
+            traffic.encode_line(line, tokenizer, Chat())
