@@ -50,16 +50,35 @@ def machine() -> dict[str, Any]:
 
 
 def usable_cores() -> int:
-    """Processor cores this process may run on."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    """Processor cores this process may run on, no more than a container's quota pays for."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
+    limit = core_limit()
+    return cores if limit is None else max(1, min(cores, int(limit)))
+
+
+GROUPS = Path("/sys/fs/cgroup")
 
 
 def core_limit() -> float | None:
-    """The cores' worth of time that a container's quota leaves this process, on Linux; None without one."""
+    """The cores' worth of time that quotas leave this process, on Linux; None without one.
+
+    Of control groups of version 2 the own one and those around it count, of version 1 the container's.
+    """
+    own = ""
+    with contextlib.suppress(OSError, UnicodeDecodeError):
+        lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+        own = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
+    parts, limits = Path(own).parts, []
+    for folder in (GROUPS.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)):
+        with contextlib.suppress(OSError, ValueError):
+            quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
+            limits.append(float(quota) / float(period))  # ValueError for `max`
     with contextlib.suppress(OSError, ValueError):
-        quota, period = Path("/sys/fs/cgroup/cpu.max").read_text(encoding="ascii").split()
-        return float(quota) / float(period)  # ValueError for `max`
-    return None
+        quota, period = (
+            (GROUPS / "cpu" / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period")
+        )
+        limits += [float(quota) / float(period)] if float(quota) > 0 else []
+    return min(limits, default=None)
 
 
 def thread_count(threads: int | None = None) -> int:

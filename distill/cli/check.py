@@ -321,9 +321,8 @@ def _of_processor(what: str, found: str, built: Sequence[str], remedy: str) -> F
 
 def _cores() -> Iterator[Finding]:
     cores, limit = machine.usable_cores(), machine.core_limit()
-    few = limit is not None and limit < cores
-    found = f"{cores} of {os.cpu_count()} are usable" + (f", limited to {limit:g}" if few else "")
-    yield judged("cores", found, few, f"set {machine.VARIABLE}={max(1, int(limit or 1))}")
+    found = f"{cores} of {os.cpu_count()} are usable" + ("" if limit is None else f", by a quota of {limit:g}")
+    yield Finding("cores", found)
     try:
         threads = machine.thread_count()
         remedy = f"set {machine.VARIABLE}={cores}: more threads than cores make steps many times slower"

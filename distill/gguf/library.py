@@ -8,6 +8,7 @@ import ctypes
 import importlib
 import math
 import os
+import platform
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -62,6 +63,7 @@ def ik_library(remember: Callable[[int, bytes, Any], None]) -> Any:
     except ImportError as error:
         raise DataError(f"library ik needs ik-llama-cpp-python ({error})", install_extra("ik")) from None
     raw = declared._lib
+    _require_sizes(raw, declared)
     functions = {name: getattr(declared, name) for name in _DECLARED}
     for name, (arguments, result) in _UNDECLARED.items():
         functions[name] = raw[name]
@@ -79,6 +81,32 @@ def ik_library(remember: Callable[[int, bytes, Any], None]) -> Any:
     )
     library.llama_backend_init()
     return library
+
+
+def _require_sizes(raw: Any, declared: Any) -> None:
+    """Raise DataError where the package declares a structure of another size than the library fills.
+
+    On x86 a function that returns a structure writes it to the place that is passed before its arguments: what it
+    leaves of two fillings is beyond its end.
+    """
+    if platform.machine() not in ("x86_64", "AMD64"):
+        return
+    for name, kind, arguments in (
+        ("llama_model_default_params", declared.llama_model_params, ()),
+        ("llama_context_default_params", declared.llama_context_params, ()),
+        ("llama_batch_init", declared.llama_batch, (1, 0, 1)),
+    ):
+        places = [ctypes.create_string_buffer(bytes([filling]) * 4096, 4096) for filling in (0, 255)]
+        function = ctypes.CFUNCTYPE(None, ctypes.c_void_p, *[_Int] * len(arguments))((name, raw))
+        for place in places:
+            function(place, *arguments)
+        written = max(at for at in range(4096) if (places[0].raw[at], places[1].raw[at]) != (0, 255)) + 1
+        if -(-written // 8) * 8 != ctypes.sizeof(kind):
+            raise DataError(
+                f"ik-llama-cpp-python {version_of('ik-llama-cpp-python')} declares {kind.__name__} with "
+                f"{ctypes.sizeof(kind)} bytes, and its library has {written}",
+                f"install the version that is tested here: {install_extra('ik')}",
+            )
 
 
 def repacks(head: FileHead) -> bool:

@@ -21,7 +21,7 @@ from distill import __version__, machine
 from distill.cli import check as doctor_module
 from distill.errors import DataError
 from distill.gguf.library import library
-from distill.machine import usable_cores
+from distill.machine import core_limit, thread_count, usable_cores
 
 HIDDEN = "import sys\nfor name in {names!r}: sys.modules[name] = None\nfrom distill.__main__ import main\nmain()\n"
 
@@ -142,12 +142,40 @@ def test_a_command_without_a_package_says_so(name: str, words: str) -> None:
 def test_threads_and_load(monkeypatch: Patch, capsys: Capture) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", str(usable_cores() + 1))
     monkeypatch.setattr(os, "getloadavg", lambda: (1e3, 0.0, 0.0))
-    monkeypatch.setattr(doctor_module.machine, "core_limit", lambda: 0.5)  # a container's
+    monkeypatch.setattr("distill.machine.core_limit", lambda: 0.5)  # a container's
     found = findings(capsys)
     assert found["threads"]["state"] == found["load"]["state"] == "warning"
-    assert "limited to 0.5" in found["cores"]["found"] and found["cores"]["remedy"] == "set OMP_NUM_THREADS=1"
+    assert found["cores"]["found"] == f"1 of {os.cpu_count()} are usable, by a quota of 0.5"
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     assert "OMP_NUM_THREADS is many" in findings(capsys, status=2)["threads"]["found"]
+
+
+@pytest.mark.parametrize(
+    ("files", "cores"),
+    [
+        ({"cpu.max": "max 100000"}, None),
+        ({"cpu.max": "250000 100000"}, 2.5),
+        ({"cpu.max": "max 100000", "a/cpu.max": "300000 100000", "a/b/cpu.max": "150000 100000"}, 1.5),
+        ({"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, None),
+        ({"cpu/cpu.cfs_quota_us": "400000", "cpu/cpu.cfs_period_us": "100000"}, 4.0),
+        ({"cpu.max": "nonsense"}, None),
+    ],
+)
+def test_quotas_bound_the_threads(
+    files: dict[str, str], cores: float | None, tmp_path: Path, monkeypatch: Patch
+) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text + "\n")
+    read = Path.read_text
+    own = {"/proc/self/cgroup": "1:cpu:/x\n0::/a/b\n"}
+    monkeypatch.setattr(Path, "read_text", lambda self, **more: own.get(str(self)) or read(self, **more))
+    monkeypatch.setattr("distill.machine.GROUPS", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(8), raising=False)
+    monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
+    assert core_limit() == cores
+    assert thread_count() == usable_cores() == (8 if cores is None else int(cores))
+    assert thread_count(5) == 5
 
 
 def test_little_disk_and_memory(monkeypatch: Patch, capsys: Capture, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import random
 from collections.abc import Iterator
 from pathlib import Path
@@ -87,6 +88,20 @@ def test_what_it_cannot_do_is_refused(files: dict[str, Path], monkeypatch: pytes
         assert "ik" in str(raised.value.hint)
     finally:
         library.ik_library.cache_clear()
+
+
+def test_structures_of_another_size_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are filled and read by their places, and a library of another version has other ones."""
+    from ik_llama_cpp import _ctypes_api as declared
+
+    from distill.gguf import library
+
+    library._require_sizes(declared._lib, declared)
+    for name in ("llama_model_params", "llama_context_params", "llama_batch"):
+        longer = type("longer", (getattr(declared, name),), {"_fields_": [("new", ctypes.c_int64)]})
+        with monkeypatch.context() as other, pytest.raises(DataError, match=r"declares longer with \d+ bytes, and its"):
+            other.setattr(declared, name, longer)
+            library._require_sizes(declared._lib, declared)
 
 
 # ── Batches against single tokens ──
