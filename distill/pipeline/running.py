@@ -377,9 +377,9 @@ def finish_refresh(folder: Path) -> None:
 def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
     """The parent.json of a run that starts from the draft of `run`; changes nothing.
 
-    It holds the generation, the next name of `run`, the files of its draft and the part of the traffic file that it
-    read. Raises RecipeError or RunError for a recipe without traffic or with other cuts, an unfinished run, a rotated
-    file and a file without new lines.
+    It holds the generation, the next name of `run`, its train.rate, the files of its draft and the part of the traffic
+    file that it read. Raises RecipeError or RunError for a recipe without traffic or with other cuts, an unfinished
+    run, a rotated file and a file without new lines.
     """
     settings = recipe.answers.traffic
     if settings is None:
@@ -389,7 +389,8 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
     record = run.done("train")
     if record is None or run.damaged_artifacts(record):
         raise RunError(f"{run.folder} has no finished draft to start from", "finish it: the command without --refresh")
-    if load_recipe(run.path("config.yaml")).cut != recipe.cut:
+    old = load_recipe(run.path("config.yaml"))
+    if old.cut != recipe.cut:
         raise RecipeError(
             f"section cut differs from that of {run.folder}, and --refresh makes no cuts",
             "restore the section, or use another run (name=…)",
@@ -406,6 +407,7 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
         "generation": (before["generation"] if before else 1) + 1,
         "run": f"{run.folder.name}.{number}",
         "digest": record["digest"],
+        "rate": old.train.rate,
         "files": {
             name.removeprefix("draft/"): entry["sha256"]
             for name, entry in record["artifacts"].items()

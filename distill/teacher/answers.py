@@ -8,6 +8,7 @@ would be run on held-out texts: to compare cuts, to choose weights, and to measu
 from __future__ import annotations
 
 import json
+import random
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
@@ -33,7 +34,7 @@ from distill.data.samples import (
     read_prompts,
     write_samples,
 )
-from distill.data.traffic import write_traffic
+from distill.data.traffic import SOURCE, write_traffic
 from distill.devices import barrier, process_count, process_index, share_of
 from distill.engines.torch.hugging_face import end_ids, load_config, load_tokenizer
 from distill.errors import DataError, EndpointError, faults_explained
@@ -339,6 +340,7 @@ def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     tokenizer = load_tokenizer(recipe.target.model)
     if recipe.answers.traffic is not None and share[0] == 0:
         write_traffic(recipe, run, tokenizer)
+        _learn_again(recipe, run)
     groups = 0
     if recipe.answers.prompts != 0:
         prompts = read_prompts(run, "train")
@@ -349,6 +351,20 @@ def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     if share[0] == 0:
         _write_manifest(recipe, run, groups)
     return [run.path("answers")]
+
+
+def _learn_again(recipe: Recipe, run: Run) -> None:
+    """Mix served answers that the parent of a refreshed run has learnt from with as many new ones, drawn by the seed,
+    so that the draft does not unlearn them."""
+    parent, path = run.parent(), run.path("answers", "train-traffic-earlier.arrow")
+    if parent is None or path.exists():
+        return
+    before = Run(run.folder.parent / parent["run"], recipe)
+    old = [one for one in read_answers(before, "train") if one.source == SOURCE and not one.dropped]
+    fresh = len(read_answers(run, "train-traffic"))
+    kept = random.Random(recipe.seed).sample(old, min(len(old), fresh))
+    write_samples(path, kept)
+    run.say(f"  {len(kept)} of {len(old)} served answers of {before.folder.name} are learnt from again")
 
 
 def _write_manifest(recipe: Recipe, run: Run, groups: int) -> None:

@@ -365,8 +365,11 @@ def set_up(recipe: Recipe, run: Run) -> Training:
 
     Raises DataError for a teacher of another target or recipe, RecipeError for settings that exclude each other.
     """
-    continues = run.parent() is not None  # a trained draft, of which nothing is made anew
-    settings = with_rate(recipe.train, 1.0 if continues else kept_share(recipe, load_config(str(run.path("cut")))))
+    parent, given = run.parent(), recipe.train
+    continues = parent is not None  # a trained draft, of which nothing is made anew
+    if parent is not None and given.rate == parent.get("rate"):  # which was meant for the cut
+        given = given.model_copy(update={"rate": None})
+    settings = with_rate(given, 1.0 if continues else kept_share(recipe, load_config(str(run.path("cut")))))
     assert settings.rate is not None
     outer = 1.0 if continues else outer_share(recipe, settings.rate)
     if continues:

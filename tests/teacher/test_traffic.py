@@ -168,7 +168,11 @@ def test_a_refreshed_run_goes_on_from_the_draft(world: Path, log: Path, runs: Pa
     tokenizer = load_tokenizer(str(world / "target"))
     lines = [{"prompt": "def torn("}, *served(20, 2)]
     expected = [encode(tokenizer, line["prompt"]) for line in lines if split_name(line["prompt"]) == "train"]
-    assert [prompt for prompt, _ in learnt_pairs(run)] == expected
+    found, before = learnt_pairs(run), learnt_pairs(runs / "served.1")
+    assert [prompt for prompt, _ in found[: len(expected)]] == expected
+    again = found[len(expected) :]
+    assert len(again) == min(len(expected), len(before)) > 5 and all(pair in before for pair in again), "old answers"
+    assert json.loads((run / "training.json").read_text())["rate"] == 5e-5, "as a whole donor's, not as a cut one's"
     pinned = pin_read(run)
     assert (pinned["start_line"], pinned["lines"]) == (33, 55) and pinned["parts"][0]["bytes"] == log.stat().st_size
     parent = json.loads((run / "parent.json").read_text())
@@ -277,7 +281,9 @@ def test_a_folder_of_recorded_files(world: Path, tmp_path: Path, monkeypatch: Pa
     def read(run: Path, new: list[dict[str, Any]]) -> list[dict[str, Any]]:
         """What the run pinned, part by part, where it learnt from these lines."""
         expected = train_pairs(load_tokenizer(str(world / "target")), new)
-        assert learnt_pairs(run) == [(prompt, answer[: 64 - len(prompt)]) for prompt, answer in expected] and expected
+        found, count = learnt_pairs(run), len(expected)  # a refreshed run's, and then as many of its parent's
+        assert found[:count] == [(prompt, answer[: 64 - len(prompt)]) for prompt, answer in expected] and expected
+        assert len(found[count:]) == (min(count, len(learnt_pairs(parent))) if parent.exists() else 0)
         pinned = pin_read(run)
         assert pinned["path"] == str(folder) and pinned["lines"] - pinned["start_line"] == len(new)
         return [{name: part[name] for name in ("path", "start_line", "lines")} for part in pinned["parts"]]
@@ -286,7 +292,7 @@ def test_a_folder_of_recorded_files(world: Path, tmp_path: Path, monkeypatch: Pa
     recipe = tiny.write_recipe(world / "recorded.yaml", values_with(folder) | {"name": "recorded"})
     assert tiny.call("check", recipe) == 0 and "14 lines" in capsys.readouterr().out
     call = ("train", recipe, "--runs", tmp_path / "runs", "--until", "train")
-    run = tmp_path / "runs" / "recorded"
+    run, parent = tmp_path / "runs" / "recorded", tmp_path / "runs" / "recorded.1"
     assert tiny.call(*call) == 0
     first = read(run, lines[:14])
     assert len(first) == 2 and all(part["start_line"] == 0 for part in first)
