@@ -345,6 +345,24 @@ def file_digests(reference: str) -> dict[str, str] | None:
     return digests_of({"" if part == path else part.name: part for part in split_parts(path) if part.is_file()})
 
 
+def is_gguf(reference: str) -> bool:
+    """Whether a model is named by a GGUF file: by its ending, or, as in the stores of other programs, by its content.
+
+    A piece of a file that was cut for an upload is one too; see `distill.gguf.head.open_head`.
+    """
+    path = Path(reference)
+    if _GGUF.search(path.name):
+        return not path.is_dir()
+    with contextlib.suppress(OSError, ValueError):
+        if path.is_file():
+            with path.open("rb") as file:
+                return file.read(4) == b"GGUF"
+    return False
+
+
+_GGUF = re.compile(r"\.gguf([.-](part|split)[\w-]*)?$", re.IGNORECASE)
+
+
 def split_parts(path: Path) -> list[Path]:
     """All parts of a GGUF file that is split, by llama-gguf-split's names (NAME-00001-of-00003.gguf); else the file."""
     found = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)

@@ -23,7 +23,7 @@ from distill import __version__, machine
 from distill.cli import shared
 from distill.devices import accelerators, device_name, llama_option, torch_build
 from distill.errors import DataError, DistillError, PairError, RecipeError, RunError
-from distill.files import require_path, write_text
+from distill.files import is_gguf, require_path, write_text
 from distill.progress import note
 from distill.recipe import is_path
 from distill.tables import Columns, table_of
@@ -65,7 +65,7 @@ def _check_standalone(target: str, draft: str, offline: bool) -> None:
             print(f"not checked: model {name} (--offline)")
         if absent:
             return
-        files = [name for name in names if name.endswith(".gguf")]
+        files = [name for name in names if is_gguf(name)]
         for name in files:
             require_loadable(open_head(Path(name)))
         pair = compare_pair(*names)

@@ -13,7 +13,7 @@ import typer
 
 from distill.cli import shared
 from distill.errors import RecipeError
-from distill.files import read_result
+from distill.files import is_gguf, read_result
 from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
 from distill.progress import command_line
 from distill.recipe import Configuration, Gguf, PyTorch, Recipe
@@ -173,8 +173,8 @@ def speedup(
         folders = any(value is not None for value in (dtype, pytorch))
         recipe, found, pair, type_of_run = _pair_of(name, runs, asked, folders)
         models, dtype, device, chat = list(pair), dtype or type_of_run, recipe.device, recipe.chat
-        gguf = shared.merged(recipe.gguf, asked) if pair[0].endswith(".gguf") else None
-        threads, own = threads or recipe.threads, PyTorch() if pair[0].endswith(".gguf") else recipe.pytorch
+        gguf = shared.merged(recipe.gguf, asked) if is_gguf(pair[0]) else None
+        threads, own = threads or recipe.threads, PyTorch() if is_gguf(pair[0]) else recipe.pytorch
         table = table or (found.folder if found.path("table").is_dir() else None)
     shared.prepare(threads)
     from distill import api
@@ -214,7 +214,7 @@ def _pair_of(
     recipe, found = shared.find_run(name, runs)
     shared.require_draft(found)
     measured = set(recipe.speedup.backends)
-    served = recipe.target.model.endswith(".gguf") and recipe.speedup.files and not found.outdated("export")
+    served = is_gguf(recipe.target.model) and recipe.speedup.files and not found.outdated("export")
     if gguf is None and recipe.target.load and "pytorch" in measured and (folders or not served):
         return recipe, found, (recipe.target.model, str(found.path("draft"))), recipe.target.dtype
     from distill.cli.serve import files_of_run

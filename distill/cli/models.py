@@ -11,7 +11,7 @@ import typer
 
 from distill.cli import shared
 from distill.errors import DataError, RecipeError
-from distill.files import read_utf8, require_new_folder
+from distill.files import is_gguf, read_utf8, require_new_folder
 from distill.progress import announce, note, warn
 from distill.recipe.measuring import OUTTYPES, UNQUANTISED
 from distill.recipe.recipe import REASON
@@ -152,7 +152,6 @@ def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]]
     with a trained draft."""
     from distill.engines.torch.hugging_face import local_folder
     from distill.gguf.fields import NO_ORIGIN
-    from distill.gguf.importing import is_gguf
 
     if model is not None and (Path(model) / "config.json").exists():
         return {Path(model).resolve().name: (Path(model), NO_ORIGIN)}, Path(".")
@@ -231,7 +230,7 @@ def export_lookup(
     size = f"{path.stat().st_size / 1e6:.2f} MB"
     print(f"{path}  {size}  {content}, of {texts} answers, {tokens} tokens")
     ending = ".gguf" if server in ("llama.cpp", "ik_llama") else ""
-    target = recipe.target.model if recipe.target.model.endswith(".gguf") == bool(ending) else f"TARGET{ending}"
+    target = recipe.target.model if is_gguf(recipe.target.model) == bool(ending) else f"TARGET{ending}"
     print(drafting_from_texts(server, target, str(path), texts, tokens, recipe.sampling))
 
 

@@ -13,7 +13,7 @@ import typer
 from distill import MOST_PRIMITIVES, PRIMITIVES
 from distill.cli import shared
 from distill.errors import DataError, RecipeError
-from distill.files import read_result
+from distill.files import is_gguf, read_result
 from distill.machine import machine, thread_count
 from distill.progress import announce, command_line, note
 from distill.recipe import Gguf, PyTorch, Target
@@ -76,7 +76,7 @@ def _compare_types(
     shared.require_known("--types", kinds, OUTTYPES)
     if gguf is not None:
         raise RecipeError(f"--types takes none of llama.cpp's options ({gguf.described()})", "leave them out")
-    if model.endswith(".gguf") and not Path(model).is_file():
+    if is_gguf(model) and not Path(model).is_file():
         raise DataError(f"there is no file {model}", "give a GGUF file")
     from distill.measuring.identity import compare_types, recommend, types_table
 
@@ -102,7 +102,7 @@ def measured_curve(
         # step would be timed with the compilation of its own. The process ends with the command.
         os.environ[PRIMITIVES] = str(2 * int(MOST_PRIMITIVES))
     model, room = place.model, max(depths) + max_tokens
-    if model.endswith(".gguf"):
+    if is_gguf(model):
         from distill.engines.llama_cpp.model import GgufModel
 
         if not Path(model).is_file():

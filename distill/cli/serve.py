@@ -19,7 +19,7 @@ import typer
 
 from distill.cli import shared
 from distill.errors import DataError, RecipeError, RunError, explain_write_fault, faults_explained
-from distill.files import read_result, require_path
+from distill.files import is_gguf, read_result, require_path
 from distill.machine import thread_count
 from distill.progress import command_line, note, warn
 from distill.recipe import Chat, Corpus
@@ -82,7 +82,7 @@ def files_of_run(run: Run, outtype: str | None, required: bool) -> PairFiles:
 
 
 def _gguf(reference: str) -> Path:
-    if not reference.endswith(".gguf"):
+    if not is_gguf(reference):
         raise RecipeError(
             f"{reference} is not a GGUF file", "llama-server serves those: `distill export-gguf` writes them"
         )

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import typer
 
 from distill.errors import RecipeError, RunError
-from distill.files import LARGEST, as_json, require_path
+from distill.files import LARGEST, as_json, is_gguf, require_path
 from distill.machine import thread_count
 from distill.progress import is_verbose, note
 from distill.recipe import (
@@ -243,7 +243,7 @@ def models_of(words: Sequence[str] | None, runs: Path, most: int = 2) -> list[st
 
 def _is_model(word: str) -> bool:
     path = Path(word)
-    return path.suffix == ".gguf" or path.is_dir() or (HUB.fullmatch(word) is not None and not path.parent.is_dir())
+    return is_gguf(word) or path.is_dir() or (HUB.fullmatch(word) is not None and not path.parent.is_dir())
 
 
 HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
@@ -288,7 +288,7 @@ def sampler_of(text: str | None, temperature: float | None = None) -> SamplerSet
 def pytorch_of(text: str | None, own: PyTorch, models: Sequence[str | None]) -> PyTorch:
     """A run's settings, or the defaults, with what --pytorch says instead; RecipeError for GGUF files, which it does
     not concern."""
-    if text is not None and models and all(model is None or model.endswith(".gguf") for model in models):
+    if text is not None and models and all(model is None or is_gguf(model) for model in models):
         raise RecipeError(f"--pytorch {text}: {models[0]} runs in llama.cpp, not in PyTorch", "leave it out")
     return parse_section(PyTorch, own.model_dump() | keys_of(PyTorch, text, "--pytorch"), "--pytorch")
 
@@ -306,7 +306,7 @@ def gguf_of(
     if not found:
         return None
     gguf = parse_section(Gguf, found, "the options of llama.cpp")
-    if foreign := next((model for model in models if model is not None and not model.endswith(".gguf")), None):
+    if foreign := next((model for model in models if model is not None and not is_gguf(model)), None):
         raise RecipeError(f"options of llama.cpp: {gguf.described() or 'defaults'}, but PyTorch runs {foreign}")
     if models and len(models) < 2 and gguf.draft.given():
         raise RecipeError(f"options of llama.cpp for the draft: {gguf.draft.described()}, but none is loaded")

@@ -19,10 +19,10 @@ from distill.data.samples import Sample
 from distill.data.sources import Document, read_documents
 from distill.engines.torch.hugging_face import encode_behind, encode_text, load_tokenizer
 from distill.errors import DataError
-from distill.files import require_path
+from distill.files import is_gguf, require_path
 from distill.gguf.head import open_head
-from distill.gguf.importing import is_gguf
 from distill.gguf.library import GgufFile
+from distill.gguf.tokenizer import chat_templates
 from distill.recipe import Chat, Corpus, Source
 
 Candidate = tuple[int, bytes, Document, int]  # number of the part, its rank by the seed, its document and offset
@@ -333,9 +333,11 @@ class GgufTokenizer:
     """A GGUF file's own tokenizer and chat template, as `ChatTemplate` and `encode` use those of transformers."""
 
     def __init__(self, reference: str, stack: ExitStack) -> None:
-        values = open_head(Path(reference)).values
-        template = values.get("tokenizer.chat_template")
-        self.chat_template = template.decode("utf-8", "replace") if isinstance(template, bytes) else ""
+        head = open_head(Path(reference))
+        values, templates = head.values, chat_templates(head)
+        self.chat_template: Any = (
+            templates if len(templates) > 1 else templates.get("default")
+        )  # as transformers has it
         self.file = GgufFile(Path(reference), vocabulary_only=True)
         stack.callback(self.file.close)
         self._special = {name: self._piece(values.get(f"tokenizer.ggml.{name}_token_id")) for name in ("bos", "eos")}
@@ -354,10 +356,13 @@ class GgufTokenizer:
         from transformers.utils.chat_template_utils import render_jinja_template
 
         special = {f"{name}_token": text for name, text in self._special.items()}
+        template = self.chat_template
+        if not isinstance(template, str):
+            template = template["tool_use" if tools and "tool_use" in template else "default"]
         rendered: Any = render_jinja_template(
             [messages],
             tools=tools,
-            chat_template=self.chat_template,
+            chat_template=template,
             add_generation_prompt=add_generation_prompt,
             **special,
             **arguments,

@@ -46,10 +46,10 @@ from distill.engines.torch.model import (
 from distill.engines.torch.products import Bits, prepacked, rounded
 from distill.engines.torch.static import SlotCache, StaticTorchModel, refusal
 from distill.errors import DataError, RecipeError, RunError
-from distill.files import cache_folder, digest, digests_of, file_digests, read_result, write_result
+from distill.files import cache_folder, digest, digests_of, file_digests, is_gguf, read_result, write_result
 from distill.gguf.families import FAMILIES
 from distill.gguf.head import open_head
-from distill.gguf.importing import is_gguf, one_engine
+from distill.gguf.importing import one_engine
 from distill.gguf.library import GgufFile, require_possible
 from distill.gguf.writer import export_gguf, own_file
 from distill.machine import machine, thread_count, version_of

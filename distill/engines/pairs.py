@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from distill.engines.torch.described import read_kept
 from distill.engines.torch.hugging_face import load_config, load_tokenizer, text_folder
 from distill.errors import DataError, PairError, RecipeError
-from distill.files import is_utf8
+from distill.files import is_gguf, is_utf8
 from distill.folders import read_config
 from distill.gguf.head import ALWAYS_ADDS_BOS, DEFAULTS, Defaults, FileHead, open_head, stated_ends, token_key
 from distill.gguf.importing import one_engine
@@ -47,7 +47,7 @@ class VocabularyMetadata:
     @classmethod
     def read(cls, reference: str) -> VocabularyMetadata:
         """The metadata of a Hugging Face folder, a hub name or a .gguf file; DataError where it cannot be read."""
-        return _from_gguf(Path(reference)) if reference.endswith(".gguf") else _from_folder(reference)
+        return _from_gguf(Path(reference)) if is_gguf(reference) else _from_folder(reference)
 
     @property
     def rows(self) -> int:
@@ -373,7 +373,7 @@ def require_drafts(target: str, draft: str, foreign: bool) -> tuple[str, str]:
     try:
         require_pair(target, draft)
     except PairError as error:
-        if target.endswith(".gguf"):
+        if is_gguf(target):
             raise
         hint = "draft text instead, which any tokenizer can: drafter=string; or transplant the vocabulary"
         raise PairError(error.what, f"{hint} (`distill transplant`)") from None
@@ -400,6 +400,6 @@ def pair_references(target: str, draft: str | None, configurations: Sequence[Con
         return target, None
     if not foreign and not native:
         raise RecipeError("no configuration asks the draft", "leave the draft out")
-    if foreign and target.endswith(".gguf"):
+    if foreign and is_gguf(target):
         raise DataError(f"drafter {foreign[0].drafter} reads both tokenizers from Hugging Face folders")
     return require_drafts(target, draft, bool(foreign))

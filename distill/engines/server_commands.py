@@ -17,10 +17,9 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DistillError
-from distill.files import read_object
+from distill.files import is_gguf, read_object
 from distill.folders import present_files, read_header
 from distill.gguf.head import open_head
-from distill.gguf.importing import is_gguf
 from distill.recipe import is_path
 
 LLAMA_SERVER = "the llama-server of llama-cpp-python 0.3.36's sources"  # the build on which these options were run
@@ -232,7 +231,7 @@ def shipped_heads(target: str) -> list[str]:
 
     Nothing for a hub name whose files cannot be had; DataError for a damaged GGUF file or config.json.
     """
-    found = list(_heads_of_file(Path(target)) if target.endswith(".gguf") else _heads_of_folder(target))
+    found = list(_heads_of_file(Path(target)) if is_gguf(target) else _heads_of_folder(target))
     return [*found, MORE] if found else []
 
 

@@ -378,6 +378,12 @@ def check_vocabulary(head: FileHead) -> None:
     wrong = None
     if count is not None and (not 0 < count <= MAX_ROWS or not all(isinstance(token, bytes) for token in tokens or ())):
         wrong = "tokenizer.ggml.tokens"
+    first: dict[bytes, int] = {}
+    for index, token in enumerate(tokens or () if wrong is None and count is not None else ()):
+        # An assertion of llama.cpp ends the process on two equal tokens; it names empty ones apart.
+        if (other := first.setdefault(token or b"[EMPTY_%d]" % index, index)) != index:
+            shown = token.decode("utf-8", "replace")
+            head.refuse(f"its tokens {other} and {index} are the same text, {shown!r:.60}", EXPORT_AGAIN)
     for key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
         listed = head.values.get(key)
         if count is not None and listed is not None and (not isinstance(listed, list) or len(listed) != count):

@@ -22,7 +22,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.errors import DataError, RunError
-from distill.files import cache_folder, split_parts, write_atomically, write_folder, write_json, write_text
+from distill.files import cache_folder, is_gguf, split_parts, write_atomically, write_folder, write_json, write_text
 from distill.folders import ITEM_BYTES, Floats, from_floats, pin_tokenizer, to_floats, write_header
 from distill.gguf.families import ATTENTION, LLAMA3_FACTORS, LONG_FACTORS, MLP, SHORT_FACTORS, Sizes
 from distill.gguf.fields import configuration
@@ -197,11 +197,6 @@ def write_weights(place: Path, imported: Import) -> None:
 
 WEIGHTS = "model.safetensors"
 FORMAT = 2  # of the folders in the cache
-
-
-def is_gguf(reference: str) -> bool:
-    """Whether a model is named by a GGUF file."""
-    return reference.endswith(".gguf")
 
 
 def file_type(path: Path) -> str:

@@ -534,8 +534,6 @@ def imported_tokenizer(head: FileHead) -> ImportedTokenizer:
     types = head.numbers("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     scores = head.numbers("tokenizer.ggml.scores") or [0.0] * len(tokens)
     real = [types[index] != UNUSED or token != f"[PAD{index}]" for index, token in enumerate(tokens)]
-    if len({token for index, token in enumerate(tokens) if real[index]}) < sum(real):
-        head.refuse("two of its tokens are the same text", "no tokenizer of transformers can hold such a vocabulary")
     ids = _ids(head, tokens, types)
     stated, (types, ends) = types, types_and_ends(tokens, types, ids)
     listed = [(token, index) for index, token in enumerate(tokens) if real[index]]
@@ -557,7 +555,7 @@ def imported_tokenizer(head: FileHead) -> ImportedTokenizer:
         **{f"{role}_token": tokens[number] for role, number in ids.items() if role in NAMED_ROLES},
     }
     retyped = [token for token, index in listed if types[index] != stated[index]]
-    return ImportedTokenizer(content, settings, ids, ends, _templates(head), tokens, retyped)
+    return ImportedTokenizer(content, settings, ids, ends, chat_templates(head), tokens, retyped)
 
 
 def _added(token: str, index: int, kind: int, strips: bool) -> dict[str, Any]:
@@ -671,12 +669,14 @@ def _template_around(head: FileHead, tokens: list[str], ids: Mapping[str, int]) 
     }
 
 
-def _templates(head: FileHead) -> dict[str, str]:
-    """Chat templates by name."""
-    templates = {"default": head.text("tokenizer.chat_template")}
-    for name in head.texts("tokenizer.chat_templates"):
-        templates[name] = head.text(f"tokenizer.chat_template.{name}")
+def chat_templates(head: FileHead) -> dict[str, str]:
+    """The chat templates of a file by name, the main one `default`."""
+    start = "tokenizer.chat_template"
+    named = (key.removeprefix(f"{start}.") for key in head.values if key.startswith(f"{start}."))
+    templates = {"default": head.text(start), **{name: head.text(f"{start}.{name}") for name in named}}
     wrong = [name for name in templates if not name.replace("_", "").replace("-", "").isalnum()]
     if wrong:
         head.refuse(f"chat template {wrong[0]!r:.40} has a name that no file can have", "copy the file again")
+    if len(templates) > 1 and templates["default"] is None:
+        head.refuse("it has no chat template without a name (tokenizer.chat_template)", "copy the file again")
     return {name: text for name, text in templates.items() if text is not None}

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy as np
 
 from distill.errors import DataError
-from distill.files import remove_left, write_atomically, written_atomically
+from distill.files import is_gguf, remove_left, write_atomically, written_atomically
 from distill.folders import Floats, Stored, stored_tensors, to_floats
 from distill.gguf.families import part_of
 from distill.gguf.fields import (
@@ -36,7 +36,7 @@ from distill.gguf.fields import (
     rope_tensors,
 )
 from distill.gguf.head import ggml_type, tensor_bytes, write_head
-from distill.gguf.importing import PART_VALUES, is_gguf
+from distill.gguf.importing import PART_VALUES
 from distill.gguf.library import ERRORS, last_errors, library
 from distill.gguf.tokenizer import add_tokenizer, read_tokenizer
 from distill.machine import usable_cores

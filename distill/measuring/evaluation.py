@@ -42,8 +42,8 @@ from distill.engines.torch.hugging_face import (
     load_tokenizer,
 )
 from distill.errors import DataError
-from distill.files import write_result, write_text
-from distill.gguf.importing import file_type, folder_of, is_gguf
+from distill.files import is_gguf, write_result, write_text
+from distill.gguf.importing import file_type, folder_of
 from distill.measuring.evaluation_results import (
     Bounds,
     CalibrationError,

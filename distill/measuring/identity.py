@@ -24,7 +24,8 @@ from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.model import ROOT, Model
 from distill.engines.torch.hugging_face import local_folder
 from distill.errors import DataError
-from distill.gguf.importing import file_type, is_gguf
+from distill.files import is_gguf
+from distill.gguf.importing import file_type
 from distill.gguf.writer import export_files
 from distill.progress import note
 from distill.recipe import Configuration, GgufOptions, Target

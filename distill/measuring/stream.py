@@ -21,7 +21,7 @@ from distill.decoding.rules import BytesOf, Constrained, Forced, Rules, characte
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import GROWING, LoadedPair, context_of, encode_prompt, load_pair
 from distill.errors import DataError
-from distill.gguf.importing import is_gguf
+from distill.files import is_gguf
 from distill.progress import note
 from distill.recipe import Configuration, Gguf, PyTorch, Target
 from distill.sampler import Sampler

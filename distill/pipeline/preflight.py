@@ -37,7 +37,7 @@ from distill.engines.torch.hugging_face import check_placement, check_weights, l
 from distill.engines.torch.model import UNDECODABLE, growing_cache, state_refusal
 from distill.engines.torch.static import require_static
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
-from distill.files import read_result, write_atomically, write_result, write_text
+from distill.files import is_gguf, read_result, write_atomically, write_result, write_text
 from distill.gguf.families import FAMILIES
 from distill.gguf.fields import read_shape
 from distill.gguf.library import describe_build, require_build, require_cache_types
@@ -138,7 +138,7 @@ def preflight(
 def check_models(recipe: Recipe) -> None:
     """Target and donor are there, where the recipe names them by a path."""
     for key, model in (("target.model", recipe.target.model), ("cut.donor", recipe.donor_model)):
-        if (is_path(model) or model.endswith(".gguf")) and not Path(model).exists():
+        if (is_path(model) or is_gguf(model)) and not Path(model).exists():
             raise DataError(f"{key}: {model} does not exist", "correct the path, which starts at the recipe's folder")
 
 

@@ -15,7 +15,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from distill.errors import RecipeError
-from distill.files import is_utf8, kind_of, read_utf8, require_path
+from distill.files import is_gguf, is_utf8, kind_of, read_utf8, require_path
 from distill.machine import MOST_THREADS
 from distill.recipe.corpus import Chat, Corpus
 from distill.recipe.measuring import ON_CPU, Evaluate, Export, Gguf, GgufOptions, Speedup
@@ -240,7 +240,10 @@ def _absolute(reference: str, base: Path, where: str) -> str:
     """A path from `base` on; raises RecipeError, which names the key `where`, for one that no file can have."""
     require_path(reference, where)
     try:
-        return str((base / Path(reference).expanduser()).resolve())
+        place = base / Path(reference).expanduser()
+        # A hub's snapshot links NAME.gguf to a blob, whose name tells neither the model nor its parts.
+        linked = place.is_symlink() and is_gguf(str(place))
+        return str(place.parent.resolve() / place.name if linked else place.resolve())
     except RuntimeError:
         user = reference.split("/")[0]
         raise RecipeError(f"{where}: there is no user {shown(user)} on this machine", "write the path out") from None
@@ -296,7 +299,7 @@ def _ask_the_file(raw: dict[str, Any]) -> None:
     unless the recipe names another writer or teacher."""
     target = _section(raw, "target")
     model = target.get("model")
-    if target.get("load") is not False or not isinstance(model, str) or not model.endswith(".gguf"):
+    if target.get("load") is not False or not isinstance(model, str) or not is_gguf(model):
         return
     answers = raw.setdefault("answers", {})
     if isinstance(answers, dict) and answers.get("writer") is None:

@@ -8,6 +8,7 @@ from functools import partial
 from distill.data.samples import QuestionTexts
 from distill.engines.server_commands import LLAMA_SERVER, VLLM, llama_server, transformers, vllm
 from distill.export import ExportReport
+from distill.files import is_gguf
 from distill.measuring.evaluation_results import MEASURES, SIDES, EvaluationReport, evaluation_blocks
 from distill.measuring.speedup_results import FASTER, SLOWER, Measurement, Sample, SpeedupReport
 from distill.measuring.speedup_tables import explanations, speedup_blocks, speedup_of, verdict
@@ -85,7 +86,7 @@ def _draft(results: RunResults) -> str:
 
 def _fastest(results: RunResults, report: SpeedupReport) -> Table:
     """The fastest way of each pair and engine, and whether it is faster than plain decoding."""
-    served = "gguf" if results.target.path.endswith(".gguf") else ""
+    served = "gguf" if is_gguf(results.target.path) else ""
     columns: Columns[Measurement] = {
         "pair": lambda one: one.pair,
         "engine": lambda one: engine_name(one.backend),
@@ -262,7 +263,7 @@ def usage(results: RunResults) -> list[Block]:
     drawn = evaluation.probabilistic if evaluation else None
     backend = _timed_in(fastest, "gguf")
     big, small = _file(results, "target", backend), _file(results, "draft", backend)
-    big = big or (target if target.endswith(".gguf") else "target.gguf")
+    big = big or (target if is_gguf(target) else "target.gguf")
     config = results.config
     sampling = {**config["sampler"], "repetition_penalty": config["answers"]["repetition_penalty"]}
     served = llama_server(big, small or "draft.gguf", _length(fastest, backend), sampling=sampling)
@@ -273,7 +274,7 @@ def usage(results: RunResults) -> list[Block]:
         drawn or "",
         "" if small else NO_FILE,
     ]
-    if not target.endswith(".gguf"):
+    if not is_gguf(target):
         sampled = evaluation is not None and evaluation.acceptance_measure == "acceptance_sampling"
         length, verdict = _length(fastest, "pytorch"), _verdict(fastest, "pytorch")
         in_python = transformers(target, draft, length, same, sampling)

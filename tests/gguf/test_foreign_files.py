@@ -10,6 +10,7 @@ import itertools
 import json
 import shutil
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -24,15 +25,17 @@ from tiny import needs_llama
 from toys import write_gguf
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from distill.data.prompts import open_tokenizer
 from distill.engines.llama_cpp.model import GgufModel
 from distill.errors import DataError
 from distill.export import Original, compare
-from distill.files import reference_digest, split_parts
+from distill.files import is_gguf, reference_digest, split_parts
 from distill.gguf.head import END_NAMES, FILL_NAMES, NO_END, SHOWN_NAMES, open_head
 from distill.gguf.importing import file_type, folder_of, read_import, write_import
 from distill.gguf.library import GgufFile
-from distill.gguf.tokenizer import GgufTokenizer, imported_tokenizer
+from distill.gguf.tokenizer import GgufTokenizer, add_tokenizer, imported_tokenizer, write_vocabulary
 from distill.gguf.writer import export_gguf
+from distill.recipe.recipe import resolve_model
 
 assert cache  # each test has a cache of its own
 
@@ -145,6 +148,50 @@ def test_a_changed_type_is_said(files: dict[str, Path], tmp_path: Path, capsys: 
     printed = tiny.shown(capsys, "import-gguf", tmp_path / "m.gguf", tmp_path / "out")
     assert "an answer ends with <|endoftext|>, <|im_end|>" in printed
     assert "special by name, as in llama.cpp, against the file's types: <|endoftext|>, <|im_end|>" in printed
+
+
+@needs_llama
+@pytest.mark.parametrize("kind", ["gpt2", "llama"])
+def test_equal_tokens_on_which_llama_cpp_aborts(kind: str, tmp_path: Path) -> None:
+    """Named with their ids; empty ones, which llama.cpp names apart, are none."""
+    path = tmp_path / "v.gguf"
+    write_vocabulary(path, lambda writer: add_tokenizer(writer, vocabulary(kind, ("zz", "qq", "zz"), 1)))
+    with pytest.raises(DataError, match=r"v\.gguf: its tokens 27 and 29 are the same text, 'zz'"):
+        GgufFile(path, vocabulary_only=True)
+    for names, fits in ((("", ""), True), (("", "[EMPTY_27]"), False), (("[EMPTY_27]", "zz"), True)):
+        write_vocabulary(path, lambda writer, names=names: add_tokenizer(writer, vocabulary(kind, names, 1)))
+        with contextlib.nullcontext() if fits else pytest.raises(DataError, match="tokens 27 and 28 are the same"):
+            GgufFile(path, vocabulary_only=True).close()
+
+
+@needs_llama
+def test_a_named_template_is_for_requests_with_tools(tmp_path: Path) -> None:
+    """As transformers has it for folders, and llama-server for files."""
+    templates = {"default": "D {{ messages[0]['content'] }}", "tool_use": "T {{ tools | tojson }}"}
+    named = [{"name": name, "template": text} for name, text in templates.items()]
+    write_tokenizer(path := tmp_path / "v.gguf", replace(vocabulary("gpt2", (), 1), chat_template=named))
+    assert imported_tokenizer(open_head(path)).templates == templates
+    with open_tokenizer(str(path)) as tokenizer:
+        for tools, expected in ((None, "D hi"), ([], "D hi"), ([{"type": "function"}], 'T [{"type": "function"}]')):
+            chat = {"tokenize": False, "add_generation_prompt": True, "tools": tools}
+            assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], **chat) == expected
+
+
+def test_a_file_is_known_by_its_content(files: dict[str, Path], tmp_path: Path) -> None:
+    """Other programs' stores name files by their digest, and a hub's snapshot links names to such files."""
+    (tmp_path / "blobs").mkdir()
+    blob, upper, link = tmp_path / "blobs" / "sha256-99", tmp_path / "M.GGUF", tmp_path / "snapshot" / "m.gguf"
+    link.parent.mkdir()
+    for path in (blob, upper):
+        shutil.copy(files["llama"], path)
+    link.symlink_to("../blobs/sha256-99")
+    for path in (blob, upper, link):
+        assert resolve_model(str(path), tmp_path) == str(path) and is_gguf(str(path))
+        assert tiny.call("check", path, files["llama"]) == 0 and folder_of(str(path)).is_dir()
+    (tmp_path / "folder.gguf").mkdir()
+    for name in ("folder.gguf", "none", "blobs"):
+        assert not is_gguf(str(tmp_path / name))
+    assert is_gguf("absent.gguf") and not is_gguf("me/model-GGUF") and not is_gguf(__file__)
 
 
 # ── Rotary embeddings: computed as llama.cpp computes them, or refused by name ──
@@ -260,6 +307,13 @@ def test_a_split_file_is_the_whole_model(
     data[-1] ^= 1
     parts[-1].write_bytes(data)
     assert reference_digest(str(first)) != before and folder_of(str(first), weights=False) != folder
+
+
+def test_parts_behind_links(parts: list[Path], files: dict[str, Path], tmp_path: Path) -> None:
+    for number, part in enumerate(parts):
+        part.rename(tmp_path / f"blob{number}")
+        part.symlink_to(tmp_path / f"blob{number}")
+    assert open_head(Path(resolve_model(str(parts[0]), tmp_path))).sizes == open_head(files["llama"]).sizes
 
 
 def test_parts_that_do_not_make_up_a_model(parts: list[Path], files: dict[str, Path], tmp_path: Path) -> None:

@@ -34,7 +34,7 @@ from distill.engines.torch.described import (
     with_usual_names,
 )
 from distill.errors import DataError, DistillError, RunError
-from distill.files import finish_folder, has_form, read_object
+from distill.files import finish_folder, has_form, is_gguf, read_object
 from distill.folders import (
     HINT,
     ModelSizes,
@@ -45,7 +45,7 @@ from distill.folders import (
     torch_type,
     weight_files,
 )
-from distill.gguf.importing import check_import, folder_of, is_gguf
+from distill.gguf.importing import check_import, folder_of
 from distill.machine import has_instructions
 from distill.recipe import Recipe, Target, is_path, parse_section
 from distill.vocabulary.files import follow_file, opening_of, refuse_tables, with_opening, without_panic
