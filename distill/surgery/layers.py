@@ -18,9 +18,9 @@ from torch import Tensor
 from distill.data.packing import Packed, hidden_states
 from distill.engines.torch.hugging_face import load_config, local_snapshot
 from distill.errors import DataError, RecipeError
+from distill.files import is_gguf
 from distill.folders import NUMPY_FLOATS, read_header, weight_files
 from distill.gguf.families import kinds_of, orders
-from distill.gguf.importing import is_gguf
 from distill.progress import Progress
 
 # ── Parts of a decoder: a line for each family, and what its modules and its configuration say themselves ──
