@@ -41,6 +41,7 @@ from distill.surgery.vocabulary import (
     smallest_size,
     transplant,
 )
+from distill.teacher.stage import packed_order
 from distill.teacher.store import TeacherStore
 from distill.vocabulary.vocabulary import Vocabulary
 
@@ -203,22 +204,33 @@ def comparison_blocks(recipe: Recipe, run: Run, answers: list[Sample]) -> Packed
     return blocks.take(slice(0, recipe.cut.score_blocks))
 
 
+APART = 4  # of so many blocks of answers one measures what a trimmed head holds
+
+
 def choose_head(
     recipe: Recipe, run: Run, model: Any, vocabulary: int, answers: list[Sample]
 ) -> tuple[list[int], dict[str, Any], Change]:
-    """Choose the kept tokens by the target's own text and its distributions there; the model itself stays whole."""
+    """Choose the kept tokens by the target's own text and its distributions there; the model itself stays whole.
+
+    The share that they hold is measured on the answers of some blocks, which do not rank them.
+    """
     share, size = recipe.cut.trim, recipe.cut.trim_size
     assert share is not None
     tokens = Vocabulary.read(text_folder(recipe.target.model))
     forced = [index for index in always_kept(tokens) if index < vocabulary]
-    counts = count_tokens(answers, vocabulary)
+    ordered = packed_order([one for one in answers if not one.dropped], recipe)
+    own = _own_blocks(recipe, ordered)  # the first ones of the teacher's store
+    apart = range(1, len(own), APART)
+    held = {own.number(block, place) for block in apart for place in range(int(own.documents[block].max()) + 1)}
+    counts = count_tokens([one for number, one in enumerate(ordered) if number not in held], vocabulary)
+    measured = count_tokens([ordered[number] for number in sorted(held)], vocabulary) if held else counts
     stored = recipe.teacher.kind != "online"  # an online teacher stores no distributions
-    expected = expected_shares(TeacherStore(run), pick_device(recipe.device)) if stored else None
+    expected = expected_shares(TeacherStore(run), pick_device(recipe.device), apart) if stored else None
     order = rank_tokens(counts, forced, expected)
     least = max(len(forced), recipe.teacher.top_k + 1)
     metadata: dict[str, Any] = {"forced": len(forced), "by": "mass" if size is None else "size"}
     if size is None:
-        size = smallest_size(counts, order, least, share)
-    kept, metadata["mass"] = keep(counts, order, size)
+        size = smallest_size(measured, order, least, share)
+    kept, metadata["mass"] = keep(measured, order, size)
     change = Change("trim", size_of(model), size_of(model, len(kept)), details=metadata | {"kept": len(kept)})
     return kept, metadata, change

@@ -8,7 +8,7 @@ its counts [V] are of target-written tokens.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -213,13 +213,15 @@ def always_kept(vocabulary: Vocabulary) -> list[int]:
     return [i for i, content in enumerate(vocabulary.bytes_of) if needed(vocabulary.kinds[i], content)]
 
 
-def expected_shares(teacher: TeacherSource, device: torch.device) -> Shares:
-    """The mean of the stored distributions at temperature 1 [V], at about EXPECTED_AT positions, evenly spread.
+def expected_shares(teacher: TeacherSource, device: torch.device, apart: Container[int] = ()) -> Shares:
+    """The mean of the stored distributions at temperature 1 [V], at about EXPECTED_AT positions, evenly spread over the
+    blocks that are not `apart`.
 
     A token that few answers would hold has its share here before it was ever written. Entries that a compact store
     does not name have none.
     """
     scored = teacher.packed.mask.sum(-1)
+    scored *= torch.tensor([block not in apart for block in range(teacher.blocks)])
     step = max(1, math.ceil(int(scored.sum()) / EXPECTED_AT))
     total = torch.zeros(teacher.vocabulary, dtype=torch.float64)
     count = 0

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import json
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +16,17 @@ from toys import save_toy, toy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.data.packing import Packed
-from distill.data.samples import read_answers
+from distill.data.samples import Sample, read_answers
 from distill.engines.torch.hugging_face import load_config, load_tokenizer
 from distill.gguf import families
 from distill.gguf.families import kinds_of
 from distill.gguf.writer import export_gguf
 from distill.recipe import load_recipe
 from distill.run import Run
-from distill.surgery.stage import comparison_blocks, score_blocks
+from distill.surgery import stage
+from distill.surgery.stage import choose_head, comparison_blocks, score_blocks
+from distill.surgery.vocabulary import count_tokens
+from distill.teacher.store import TeacherStore
 
 
 @pytest.fixture(scope="module")
@@ -88,6 +92,36 @@ def test_trimmed_draft(begun: Path, world: Path, tmp_path: Path) -> None:
     assert set(domains) == {"before", "after", "after, full head"}
     assert domains["after"]["acceptance_ceiling"]["mean"] <= 1 + 1e-6  # a sum of probabilities in fp32
     assert domains["after, full head"]["acceptance_ceiling"]["mean"] == pytest.approx(1, abs=1e-5)
+
+
+def test_what_a_head_holds_is_measured_on_answers_that_did_not_rank_it(
+    begun: Path, world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And neither on dropped ones."""
+    shutil.copytree(begun, tmp_path / "tiny")
+    recipe = load_recipe(world / "recipe.yaml", ["cut.trim=0.5"])
+    run, counted = Run(tmp_path / "tiny", recipe), list[list[Sample]]()
+
+    vocabulary = TeacherStore(run).vocabulary
+
+    def noted(some: Any, vocabulary: int) -> Any:
+        counted.append([*some])
+        return count_tokens(some, vocabulary)
+
+    monkeypatch.setattr(stage, "count_tokens", noted)
+    answers = [one for one in read_answers(run, "train") if not one.dropped]
+    spoilt = replace(answers[0], id="spoilt", answer=[7] * 99, dropped="empty")
+    model = AutoModelForCausalLM.from_pretrained(world / "target")
+    kept, metadata, _ = choose_head(recipe, run, model, vocabulary, [*answers, spoilt])
+    ranking, measuring = ({one.id for one in some} for some in counted)
+    assert ranking and measuring and not ranking & measuring and ranking | measuring == {one.id for one in answers}
+    written = [token for one in counted[1] for token in one.answer]
+    share = sum(token in kept for token in written) / len(written)
+    assert share >= 0.5 and {one.source: share for one in answers} == metadata["mass"]
+    # One block of answers is both.
+    counted.clear()
+    choose_head(recipe, run, model, vocabulary, answers[:1])
+    assert [[one.id for one in some] for some in counted] == [[answers[0].id]]
 
 
 def test_group_lasso_narrows_the_draft(begun: Path, world: Path, tmp_path: Path) -> None:
