@@ -94,7 +94,7 @@ def generate(
     from distill.measuring.stream import Request, stream
     from distill.sampler import Sampler
 
-    fitted = {} if found is None or chosen.rule != "expected-value" else _calibrations(found)
+    fitted = {} if found is None or not chosen.needs_calibration else _calibrations(found)
     request = Request(
         chosen,
         replace(Sampler.of(drawn), repetition_penalty=repetition_penalty),

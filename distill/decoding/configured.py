@@ -27,7 +27,7 @@ from distill.decoding.lengths import (
 )
 from distill.decoding.ngrams import ORDER, Guess, Mixture, NGramTable
 from distill.decoding.other_vocabulary import DraftReader, StringMatchDrafter
-from distill.decoding.rules import Rules
+from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.trees import Choices, Shape, TreeDrafter, best_first, by_chance, calibrated
 from distill.decoding.verify import Random, refusal
 from distill.decoding.worth import ExpectedValue, Size, Worth
@@ -180,6 +180,16 @@ NO_COSTS = Costs((1.0, 1.0), 0.0, 0.0)
 CHAINS_ONLY = "draft chains: another drafter than tree"
 
 
+def name_of_fit(configuration: Configuration, sampler: Sampler) -> str:
+    """What a draft's calibration is called among the others: a drawn text accepts other tokens than a greedy one, by
+    its sampler and its verifier."""
+    if sampler.temperature == 0:
+        return configuration.calibrated_by
+    usual = Sampler().describe()
+    settings = [f"{name} {value:g}" for name, value in sampler.describe().items() if value != usual.get(name)]
+    return ", ".join([configuration.calibrated_by, configuration.verified_by, *settings])
+
+
 @dataclass(frozen=True)
 class Fitted:
     """What configurations read that is measured beforehand: costs, calibrations by name; the table of n-grams (None:
@@ -190,9 +200,9 @@ class Fitted:
     table: NGramTable | None = None
     max_leaves: int = sys.maxsize
 
-    def calibration(self, configuration: Configuration) -> Calibration:
+    def calibration(self, configuration: Configuration, sampler: Sampler) -> Calibration:
         """The calibration that a configuration names; q itself where it was not fitted."""
-        return self.calibrations.get(configuration.calibrated_by, UNFITTED)
+        return self.calibrations.get(name_of_fit(configuration, sampler), UNFITTED)
 
 
 NOT_FITTED = Fitted()
@@ -212,7 +222,9 @@ def table_calibration(calibrations: Mapping[str, Calibration], sampler: Sampler)
     return None
 
 
-def make_rule(configuration: Configuration, fitted: Fitted, worth: Worth | None = None) -> LengthRule:
+def make_rule(
+    configuration: Configuration, fitted: Fitted, worth: Worth | None = None, sampler: Sampler = GREEDY
+) -> LengthRule:
     """The length rule in its first state; only the expected-value rule reads what was `fitted`."""
     rule, longest, n_min = configuration.length_rule, configuration.max_length, configuration.n_min or 0
     if rule == "p_min":
@@ -226,7 +238,7 @@ def make_rule(configuration: Configuration, fitted: Fitted, worth: Worth | None 
         return BetaFilter(longest, configuration.setting("floor"), start=configuration.start, n_min=n_min)
     if rule == "expected-value":
         worth = worth or Worth(fitted.costs)
-        return ExpectedValue(worth, fitted.calibration(configuration), longest=longest, n_min=n_min)
+        return ExpectedValue(worth, fitted.calibration(configuration, sampler), longest=longest, n_min=n_min)
     return Fixed(longest, n_min=n_min)
 
 
@@ -277,7 +289,7 @@ def _model_drafter(
         shape = Shape.of_widths(configuration.widths)
         distinct = configuration.verified_by == "distinct"
         return TreeDrafter(draft, sampler, random, len(shape), shape=shape, distinct=distinct)
-    calibration = fitted.calibration(configuration)
+    calibration = fitted.calibration(configuration, sampler)
     if configuration.branches:
         depth = configuration.max_length
         rule = None if worth is None else ExpectedValue(worth, calibration, longest=depth)
@@ -285,7 +297,7 @@ def _model_drafter(
             draft, sampler, random, configuration.most_nodes, depth=depth, calibration=calibration, rule=rule
         )
     argmax = sampler.temperature == 0 or configuration.verified_by == "match"
-    return ModelDrafter(draft, make_rule(configuration, fitted, worth), sampler, random, argmax)
+    return ModelDrafter(draft, make_rule(configuration, fitted, worth, sampler), sampler, random, argmax)
 
 
 def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:

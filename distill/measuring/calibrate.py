@@ -5,9 +5,11 @@ from __future__ import annotations
 import random
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from distill.data.packing import Packed
 from distill.data.samples import read_prompts
@@ -24,21 +26,23 @@ from distill.decoding.calibration import (
 from distill.decoding.configured import (
     configured_sampler,
     guesses,
+    name_of_fit,
     names_of_fits,
 )
 from distill.decoding.ngrams import NGramTable
-from distill.decoding.rules import GREEDY, Rules
+from distill.decoding.rules import Rules
 from distill.engines.loaded import LoadedPair, load_pair
 from distill.engines.model import Model
 from distill.errors import DataError
 from distill.files import read_result, write_result
 from distill.measuring.compare import PairSettings
-from distill.measuring.measure import rounds_of, write_texts
+from distill.measuring.measure import decode_rounds, rounds_of, write_texts
 from distill.progress import Progress
 from distill.recipe import Configuration, Recipe
 from distill.run import Run
 from distill.sampler import Sampler
 
+NONE: Mapping[str, Any] = MappingProxyType({})
 LENGTH = 8  # tokens drafted in every recorded round
 Text = tuple[list[int], list[int]]  # a prompt, and what the target wrote after it
 
@@ -102,30 +106,30 @@ def validation_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
     return [*asked, *(ids for _, ids in pieces)][:count]
 
 
-def calibrate(
-    of_draft: Sequence[Sequence[Recorded]],
-    texts: str,
-    counted: Mapping[str, Sequence[Sequence[Recorded]]] = MappingProxyType({}),
-) -> Calibrations:
+Rounds = Sequence[Sequence[Recorded]]  # of each text
+
+
+def calibrate(drafted: Mapping[str, Rounds], texts: str, counted: Mapping[str, Rounds] = NONE) -> Calibrations:
     """Fit on the rounds of each text, which `texts` describes.
 
-    `counted` are the guesses of a table of n-grams at the texts, by the name of the calibration that they get.
+    `drafted` are those of a draft, by what the names of their calibrations end with; `counted` the guesses of a table
+    of n-grams at the texts, by the name of the calibration that they get.
     """
-    found = Calibrations(texts, sum(map(len, of_draft)), {}, {}, {})
+    found = Calibrations(texts, sum(len(text) for rounds in drafted.values() for text in rounds), {}, {}, {})
 
-    def score(calibration: Calibration, rounds: Sequence[Sequence[Recorded]]) -> float:
+    def score(calibration: Calibration, rounds: Rounds) -> float:
         probabilities, accepted = predicted(calibration, [*chain.from_iterable(rounds[1::2])])
         if not probabilities:
             raise DataError("no judged position in the odd-numbered texts, which score a fit", "give more prompts")
         return log_loss(probabilities, accepted)
 
-    fits = [(name, terms, of_draft) for name, terms in FITTED.items() if of_draft]
+    fits = [(name + end, terms, rounds) for end, rounds in drafted.items() for name, terms in FITTED.items()]
     for name, terms, rounds in [*fits, *((name, TABLE_TERMS, rounds) for name, rounds in counted.items())]:
         try:
             fit = fit_calibration([*chain.from_iterable(rounds)], terms)
             half = fit_calibration([*chain.from_iterable(rounds[::2])], terms)
-            if name in FITTED:
-                found.log_loss["uncalibrated"] = score(UNFITTED, of_draft)
+            if name.startswith("features"):
+                found.log_loss[name.replace("features", "uncalibrated")] = score(UNFITTED, rounds)
             found.log_loss[name] = score(half, rounds)
             found.fits[name] = fit
         except DataError as error:
@@ -136,24 +140,35 @@ def calibrate(
 def calibrate_pair(
     pair: LoadedPair, prompts: Sequence[Sequence[int]], settings: PairSettings, split: str, table: NGramTable | None
 ) -> Calibrations:
-    """Decode the prompts, of this `split`, greedily, and fit the calibrations of draft and table on their rounds.
+    """Decode the prompts, of this `split`, and fit the calibrations of draft and table on their rounds.
 
-    Where a table drafts for a sampler, too, its chances are fitted on texts drawn with it, which hold more surprises.
+    Each configuration's are fitted under its own sampler and verifier: drawn texts hold more surprises than greedy
+    ones. Those of other samplers are not fitted.
     """
-    rules, new_tokens = Rules(GREEDY, "greedy", pair.ends), settings.speedup.new_tokens
-    written = write_texts(pair.target, prompts, new_tokens, rules)
-    texts = [([*prompt], new) for prompt, new in zip(prompts, written, strict=True)]
-    recorded = [] if settings.draft is None else record_rounds(pair.draft, texts, pair.ends)
-    counted: dict[str, Sequence[Sequence[Recorded]]] = {}
-    tables = [one for one in settings.configurations if one.counts_ngrams]
-    for sampler in dict.fromkeys(configured_sampler(one, settings.sampler) for one in tables):
-        names, new = names_of_fits(sampler.temperature > 0), written
-        if sampler.temperature:
-            draws = random.Random(f"{settings.seed}/{names[0]}").random
-            new = write_texts(pair.target, prompts, new_tokens, Rules(sampler, "token", pair.ends, draws))
-        made = [guesses(table, prompt, text) for prompt, text in zip(prompts, new, strict=True)]
-        counted |= zip(names, zip(*made, strict=True), strict=True)
-    return calibrate(recorded, f"{len(texts)} texts of {split}", counted)
+    new_tokens, drafted, counted = settings.speedup.new_tokens, dict[str, Rounds](), dict[str, Rounds]()
+
+    @cache
+    def written(sampler: Sampler) -> list[list[int]]:
+        draws = random.Random(f"{settings.seed}/{names_of_fits(sampler.temperature > 0)[0]}").random
+        rules = Rules(sampler, "token" if sampler.temperature else "greedy", pair.ends, draws)
+        return write_texts(pair.target, prompts, new_tokens, rules)
+
+    for one in settings.configurations:
+        sampler = configured_sampler(one, settings.sampler)
+        end = name_of_fit(one, sampler).removeprefix(one.calibrated_by)
+        if one.counts_ngrams:
+            made = [guesses(table, prompt, text) for prompt, text in zip(prompts, written(sampler), strict=True)]
+            counted |= zip(names_of_fits(sampler.temperature > 0), zip(*made, strict=True), strict=True)
+        elif not one.needs_calibration or settings.draft is None or end in drafted:
+            continue
+        elif sampler.temperature:
+            rules = Rules(sampler, one.verified_by, pair.ends, random.Random(f"{settings.seed}/{end}").random)
+            title = f"rounds of other texts, drawn, {one.verified_by}, prompts"
+            drafted[end] = decode_rounds(pair.target, pair.draft, prompts, LENGTH, new_tokens, rules, title).seen
+        else:
+            texts = [([*prompt], new) for prompt, new in zip(prompts, written(sampler), strict=True)]
+            drafted[end] = record_rounds(pair.draft, texts, pair.ends)
+    return calibrate(drafted, f"{len(prompts)} texts of {split}", counted)
 
 
 def need_calibration(configurations: Sequence[Configuration]) -> bool:

@@ -128,7 +128,8 @@ def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> Eval
         target, draft, models = pairs[name].target, pairs[name].draft, pairs[name].hugging_face
         if models is not None:  # with the layers laid out, without which they were loaded
             target, draft = (growing_decoder(model, size, options.prepack) for model in models)
-        decoded[name] = decode_rounds(target, draft, ids, options.settings, first.ends, f"rounds {name}, prompts")
+        length, new_tokens, rules = options.settings.length, options.settings.new_tokens, Rules(ends=first.ends)
+        decoded[name] = decode_rounds(target, draft, ids, length, new_tokens, rules, f"rounds {name}, prompts")
     return as_report(measured, decoded, options, len(ids), opened.classes, sliced=sliced)
 
 

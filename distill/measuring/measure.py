@@ -37,7 +37,6 @@ from distill.engines.server_commands import DRAWN_AMONG
 from distill.engines.torch.model import model_name
 from distill.measuring.evaluation_results import MEASURES, SLICES, Divergences, Group, PositionAcceptance
 from distill.progress import Progress
-from distill.recipe import Evaluate
 from distill.sampler import Sampler, place_of, require_finite
 from distill.tables import Interval, ratio_interval
 from distill.teacher.distributions import head_logits
@@ -423,16 +422,18 @@ def decode_rounds(
     target: Model,
     draft: Model,
     prompts: Sequence[Sequence[int]],
-    settings: Evaluate,
-    ends: Sequence[int],
+    length: int,
+    new_tokens: int,
+    rules: Rules,
     title: str,
 ) -> DecodedRounds:
-    """Greedy speculative decoding of every prompt from cold caches."""
-    progress, rules, found = Progress(title, len(prompts)), Rules(ends=ends), DecodedRounds([], [])
+    """Speculative decoding of every prompt from cold caches, with rounds of one `length`; verifier match gets the
+    draft's best tokens."""
+    progress, found = Progress(title, len(prompts)), DecodedRounds([], [])
     for prompt in prompts:
-        recorder = Recorder(settings.length)
-        drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random)
-        limit = room_for(target, draft, len(prompt), settings.new_tokens)
+        recorder = Recorder(length)
+        drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random, rules.verifier == "match")
+        limit = room_for(target, draft, len(prompt), new_tokens)
         found.rounds.append(decode_text(target, drafter, prompt, limit, rules).rounds)
         found.seen.append(recorder.rounds)
         progress.step()

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.decoding.calibration import Calibration
-from distill.decoding.configured import NO_COSTS, Fitted, Session, make_drafter, require_trees
+from distill.decoding.configured import NO_COSTS, Fitted, Session, make_drafter, name_of_fit, require_trees
 from distill.decoding.decode import Decoded
 from distill.decoding.drafters import Drafter, NoDrafter
 from distill.decoding.grammar import Constraint, Tokens, constraint
@@ -34,7 +34,7 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 class Request:
     """How to continue a text: the configuration, the served sampler, where it ends, and the seed.
 
-    `fitted` is for the expected-value rule. `lossy` allows a configuration
+    `fitted` are calibrations by name. `lossy` allows a configuration
     that changes the target's distribution; the summary then says so. `grammar` is its kind and text, see
     `grammar.constraint`. `table` holds n-grams of the target (a file, or a run that has one), for drafter table.
     """
@@ -72,6 +72,9 @@ def stream(
     target's distribution. `pytorch` says how folders decode.
     """
     configuration = request.configuration
+    name = name_of_fit(configuration, request.sampler)
+    if configuration.needs_calibration and configuration.asks_the_draft and name not in request.fitted:
+        note(f"no calibration `{name}` was fitted: the draft's own probabilities stand in for it")
     if configuration.other_vocabulary and is_gguf(target.model):
         raise DataError(f"drafter {configuration.drafter} reads both tokenizers from Hugging Face folders")
     ids = encode_prompt(target.model, text) if message is None else message

@@ -156,7 +156,7 @@ def recorded(*rounds: tuple[float, int, int]) -> list[Recorded]:
 
 def test_calibrations_are_saved_and_read_again(tmp_path: Path) -> None:
     own = [recorded((0.9, 4, 4), (0.5, 4, 0), (0.8, 3, 1), (0.4, 2, 1)) for _ in range(40)]
-    made = calibrate(own, "40 texts")
+    made = calibrate({"": own}, "40 texts")
     assert made.unfitted == {} and made.words.startswith("40 texts, 160 rounds of the draft: log loss uncalibrated 0.")
     write_result(tmp_path / "calibration.json", made)
     found = load_calibrations(tmp_path / "calibration.json")
@@ -164,12 +164,12 @@ def test_calibrations_are_saved_and_read_again(tmp_path: Path) -> None:
     assert found == {name: fit_calibration(everything, terms) for name, terms in FITTED.items()}
     # Scores are of text the fit has not seen: outcomes that turn round between even and odd prompts must score badly.
     good, bad = recorded((0.9, 1, 1), (0.2, 1, 0)), recorded((0.9, 1, 0), (0.2, 1, 1))
-    turned = calibrate([good, bad, good, bad], "here").log_loss["features"]
-    assert turned > 1.0 > calibrate([good, good, good, good], "here").log_loss["features"]
+    turned = calibrate({"": [good, bad, good, bad]}, "here").log_loss["features"]
+    assert turned > 1.0 > calibrate({"": [good, good, good, good]}, "here").log_loss["features"]
 
 
 def test_calibrations_of_one_outcome_and_of_other_formats(tmp_path: Path) -> None:
-    made = calibrate([recorded((0.9, 4, 4)), recorded((0.9, 4, 4))], "here")
+    made = calibrate({"": [recorded((0.9, 4, 4)), recorded((0.9, 4, 4))]}, "here")
     assert made.fits.keys() == FITTED.keys() and not made.unfitted
     assert all(one.accepted == one.judged == 8 for one in made.fits.values())
     (tmp_path / "calibration.json").write_text('{"format": 0, "fits": {}}')

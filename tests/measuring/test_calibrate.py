@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -10,11 +11,14 @@ from table_model import TableModel
 from test_configurations import HOT, settings_with
 from toys import random_prompts, toy
 
-from distill.decoding.calibration import Recorder, predicted
+from distill.decoding.calibration import UNFITTED, Recorder, predicted
 from distill.decoding.configured import (
+    Fitted,
+    configured_sampler,
     guesses,
     lossy_reason,
     make_drafter,
+    name_of_fit,
     names_of_fits,
     table_calibration,
 )
@@ -27,7 +31,7 @@ from distill.decoding.trees import TreeDrafter
 from distill.engines.loaded import LoadedPair, with_rows
 from distill.engines.torch.model import TorchModel
 from distill.measuring import calibrate
-from distill.measuring.measure import ROWS
+from distill.measuring.measure import ROWS, decode_rounds
 from distill.recipe import Configuration
 from distill.sampler import Sampler
 
@@ -96,6 +100,33 @@ def test_a_table_is_calibrated_for_each_sampler(pair: tuple[TableModel, TableMod
     known = {name: fits[name] for name in names_of_fits(False)}
     assert table_calibration(known, samplers["recipe"]) == table_calibration(fits, GREEDY)
     assert table_calibration({}, GREEDY) is None
+
+
+def test_a_draft_is_calibrated_for_each_sampler_and_verifier(pair: tuple[TableModel, TableModel]) -> None:
+    """On rounds new to the fits, each tells its own; where no such one was fitted, the draft's probability counts."""
+    hot, verifiers = Sampler.of(HOT), ("greedy", "token", "block", "match")
+    made = [
+        Configuration(rule="expected-value", verifier=one, sampler="greedy" if one == "greedy" else "recipe")
+        for one in verifiers
+    ]
+    settings = replace(settings_with(made, new_tokens=24), draft="draft")
+    loaded = LoadedPair("pytorch", "target", *pair, [])
+    found = calibrate.calibrate_pair(loaded, random_prompts(30, 12, 2), settings, "validation", None)
+    fits = Fitted(calibrations=found.fits)
+    off = {}
+    for one in made:
+        sampler = configured_sampler(one, HOT)
+        rules = Rules(sampler, one.verified_by, random=random.Random(7).random)
+        rounds = decode_rounds(*pair, random_prompts(30, 12, 3), 8, 24, rules, "rounds").seen
+        for other in made:
+            fit = fits.calibration(other, configured_sampler(other, HOT))
+            chances, right = predicted(fit, [one for text in rounds for one in text])
+            off[one.verified_by, other.verified_by] = sum(chances) / len(chances) - sum(right) / len(right)
+    assert max(abs(off[one, one]) for one in verifiers) < 0.04, off
+    assert min(abs(off[one, "greedy"]) for one in verifiers[1:]) > 0.06, off
+    assert {name_of_fit(one, hot) for one in made[1:]} <= {*found.fits} and "uncalibrated, match" in found.words
+    assert fits.calibration(made[1], replace(hot, top_k=3)) is UNFITTED
+    assert name_of_fit(made[3], replace(hot, top_k=3)).startswith("features, match, ")
 
 
 def test_drawn_trees_are_verified_by_what_their_draws_ask_for() -> None:

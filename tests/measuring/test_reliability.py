@@ -10,9 +10,9 @@ from toys import random_prompts, speculative
 
 from distill.decoding.calibration import Recorded
 from distill.decoding.lengths import Features
+from distill.decoding.rules import Rules
 from distill.measuring.evaluation import calibration_error
 from distill.measuring.measure import decode_rounds
-from distill.recipe import Evaluate
 
 
 def recorded(accepted: int, *tops: float) -> Recorded:
@@ -35,7 +35,7 @@ def test_decoded_rounds_carry_the_draft_s_probabilities() -> None:
     target = TableModel(11, seed=1)
     draft = target.near(1.0, seed=2)
     prompts = random_prompts(3, 11, seed=4)
-    found = decode_rounds(target, draft, prompts, Evaluate(new_tokens=24, length=3), (), "rounds")
+    found = decode_rounds(target, draft, prompts, 3, 24, Rules(), "rounds")
     judged = []
     for prompt, rounds, seen in zip(prompts, found.rounds, found.seen, strict=True):
         text = [*prompt, *speculative(target, draft, prompt, 24, 3).tokens]
