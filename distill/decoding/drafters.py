@@ -9,7 +9,7 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -204,7 +204,7 @@ class ModelDrafter:
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """A chain, one step of the model for each token."""
-        self.rule.behind(len(context) - self.model.lengths[0])
+        self.rule.behind(self.unread(context))
         chain = ChainDraft(self.rule, self.random, self.argmax, limit, ends)
         by_argmax, read = largest_logit_decides(self.argmax, self.sampler, [self.rule]), 0
         while chain.goes_on():
@@ -221,6 +221,10 @@ class ModelDrafter:
             sampler, history = distribution_sampler(self.sampler), [*context, *chain.tokens]
             chain.add_from(sampler.distributions(logits, [history], empty=True)[0], self.index, context)
         return chain.proposal()
+
+    def unread(self, context: Sequence[int]) -> int:
+        """Tokens of the context that the draft has not read."""
+        return len(context) - self.model.lengths[0]
 
     def catch_up(self, context: Sequence[int], together: int = TOGETHER) -> None:
         """Read all but the last token of the context, where more than `together` are not read."""
@@ -382,8 +386,7 @@ class FallbackDrafter:
 
     def __init__(self, first: LookupDrafter, second: Drafter) -> None:
         self.first, self.second = first, second
-        self._model: Any = getattr(second, "model", None)  # none where the second one counts n-grams
-        self._rule = getattr(second, "rule", None)
+        self._rule = getattr(second, "rule", None)  # none where the second one counts n-grams
         # Those of the second one: a lookup has no distribution that a verifier would ask for.
         self.tree, self.kind = second.tree, second.kind
         self._last: Drafter = second
@@ -407,7 +410,7 @@ class FallbackDrafter:
     def look_up(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """The first one's proposal; where it is empty, this is the second one's round."""
         if isinstance(self._rule, ExpectedValue):
-            self._rule.behind(len(context) - self._model.lengths[0])
+            self._rule.behind(self.second.unread(context))  # type: ignore[attr-defined]
             self.first.rival = self._rule.promise()
         proposal = self.first.propose(context, min(limit, self.first.room(len(context))), ends)
         self._last = self.first if proposal.tokens else self.second

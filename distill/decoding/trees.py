@@ -119,6 +119,7 @@ class Grown:
     chances: list[float] = field(default_factory=list)
     unread: list[int] = field(default_factory=list)
     known: dict[tuple[int, ...], Choices] = field(default_factory=dict)  # of a draft, by the path before them
+    read: dict[tuple[int, ...], int] = field(default_factory=dict)  # nodes that a draft read, by number
 
     def path(self, node: int) -> tuple[int, ...]:
         """The tokens down to a node."""
@@ -196,7 +197,7 @@ def draft_tree(
     judge = calibration if rule is None else rule
     (first,) = _choices([()], root[None], branching, judge)
     known: dict[tuple[int, ...], Choices] = {(): first}
-    drafted: dict[tuple[int, ...], int] = {(): ROOT}  # numbers of the nodes that the draft took
+    read: dict[tuple[int, ...], int] = {(): ROOT}  # numbers of the nodes that the draft took
     leaves = Leaves(max_leaves, ())
 
     def below(path: tuple[int, ...], token: int) -> Choices | None:
@@ -205,20 +206,20 @@ def draft_tree(
     while True:
         size = Size(None if rule is None else rule.worth, nodes, by_model=True)
         grown = best_first(first, below, nodes, depth, size, max_leaves)
-        levels = [grown.depths[node] for node in grown.unread]
-        unread = [node for node, level in zip(grown.unread, levels, strict=True) if level == min(levels)]
-        paths = {node: grown.path(node) for node in unread}
+        unread, paths = grown.unread, {node: grown.path(node) for node in grown.unread}
+        if unread and rule is not None:
+            unread = unread[: rule.opens(size, grown.chances, unread, grown.depths[unread[0]])]
+        if not unread:
+            grown.known, grown.read = known, read
+            return grown
         taken = [node for node in unread if leaves.take(paths[node][:-1])]
         known |= {paths[node]: Choices([], []) for node in unread if node not in taken}
-        if taken and (rule is None or rule.opens(size, grown.chances, taken, min(levels))):
-            above = [drafted[paths[node][:-1]] for node in taken]
+        if taken:
+            above = [read[paths[node][:-1]] for node in taken]
             distributions = expand([grown.tokens[node] for node in taken], above)
             opened = [paths[node] for node in taken]
             known |= zip(opened, _choices(opened, distributions, branching, judge), strict=True)
-            drafted |= {path: len(drafted) - 1 + number for number, path in enumerate(opened)}
-        elif len(taken) == len(unread):
-            grown.known = known
-            return grown
+            read |= {path: len(read) - 1 + number for number, path in enumerate(opened)}
 
 
 def _choices(
@@ -337,12 +338,12 @@ class TreeDrafter:
         self.kind = "deterministic" if shape is None else "distinct" if distinct else "sampled"
         self.branching, self.depth, self.calibration, self.rule = branching, depth, calibration, rule
         self._late = 0.0  # seconds of this round in which the draft read what was decoded without it
-        self._known: dict[tuple[int, ...], Choices] = {}  # of the last tree, behind this many tokens
+        self._tree: Grown | None = None  # of the last round, behind this many tokens
         self._length = 0
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Read the prompt but for its last token; nothing where it has no room, or where no tree is worth its steps."""
-        self._known = {}
+        self._tree = None
         read_prompt(self.model, prompt, self.nodes > 0 and self._starts())
 
     def _starts(self) -> bool:
@@ -368,10 +369,9 @@ class TreeDrafter:
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """A tree of at most `limit` levels, of `size`."""
-        if self.rule is not None and self._known:
-            self._learn(self.rule, context[self._length :])
+        unread = self.unread(context)
         if self.rule is not None:
-            self.rule.behind(len(context) - self.model.lengths[0])
+            self.rule.behind(unread)
         shape, nodes = self.size(limit)
         if nodes == 0 or not self._starts():
             return NOTHING
@@ -397,23 +397,33 @@ class TreeDrafter:
             max_leaves=self.model.max_leaves,
             rule=self.rule,
         )
-        self._known, self._length = grown.known, len(context)
+        self._tree, self._length = grown, len(context)
         return grown.proposal()
 
-    def _learn(self, rule: ExpectedValue, new: Sequence[int]) -> None:
-        """What was written behind the last tree judges the draft's best tokens there."""
-        path: tuple[int, ...] = ()
-        for token in new:
-            if (choices := self._known.get(path)) is None or choices.judged is None:
-                break
-            features, best = choices.judged
-            rule.judged(len(path), features, token == best)
-            path = (*path, token)
-        self._known = {}
+    def unread(self, context: Sequence[int]) -> int:
+        """Tokens of the context that the draft has not read, once it has kept what it read of them in the last tree;
+        they judge the draft's best tokens there."""
+        if (tree := self._tree) is not None:
+            path: tuple[int, ...] = ()
+            new, kept = context[self._length :], list[int]()
+            for place, token in enumerate(new):
+                choices = tree.known.get(path)
+                if self.rule is not None and choices is not None and choices.judged is not None:
+                    features, best = choices.judged
+                    self.rule.judged(place, features, token == best)
+                path = (*path, token)
+                if path not in tree.read:
+                    break
+                if place < len(new) - 1:  # the context's last token is read in the next step
+                    kept.append(tree.read[path])
+            self.model.keep([kept])
+            self._tree = None
+        return len(context) - self.model.lengths[0]
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """Drop the tree, and let the rule learn; the accepted path is read again together with the next token."""
-        self.model.rollback([min(self.model.lengths[0], length - 1)])
+        """Let the rule learn. A grown tree stays until the next context tells which of its nodes to keep."""
+        if self._tree is None:
+            self.model.rollback([min(self.model.lengths[0], length - 1)])
         if self.rule is not None:
             if self._late:
                 self.rule.caught_up(self._late)

@@ -7,7 +7,7 @@ Legend: n tokens drafted, E expected tokens of a round, T target, λ tokens per 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import NamedTuple
@@ -92,21 +92,21 @@ class Worth:
         """The worth of a round."""
         return expected - self.rate * seconds
 
-    def beatable(self, best: float, lines: Iterable[Line], hoped: float, levels: int, most: int) -> bool:
-        """Whether up to `levels` more levels of a draft, each at its step's price, could be worth more than `best`.
+    def reach(self, line: Line, hoped: float, levels: int, most: int) -> float:
+        """The greatest worth that one to `levels` more levels of a draft, each at its step's price, are expected to
+        have; −∞ where there is no room.
 
         A node is taken to be accepted with probability `hoped` where the one above it is. No more than `most` nodes are
         verified.
         """
-        step, target = self.rate * self.costs.draft, self.costs.target
-        most = min(most, len(target) - 1)
-        for nodes, expected, chance, width in lines:
-            for n in range(nodes + width, min(nodes + levels * width, most) + 1, width):
-                chance *= hoped
-                expected += chance - step
-                if expected - self.rate * target[n] > best:
-                    return True
-        return False
+        nodes, expected, chance, width = line
+        target, best = self.costs.target, float("-inf")
+        step = self.rate * self.costs.draft_step(width)
+        for n in range(nodes + width, min(nodes + levels * width, most, len(target) - 1) + 1, width):
+            chance *= hoped
+            expected += chance - step
+            best = max(best, expected - self.rate * target[n])
+        return best
 
 
 class Size:
@@ -244,7 +244,7 @@ class ExpectedValue(LengthRule):
         if drafted == 0:  # the round's overhead, and a first step of more than a token, are still to be paid
             expected -= self.worth.rate * (self.costs.overhead + self._first_step() - self.costs.draft)
         line = Line(drafted, expected, survival)
-        return self.worth.beatable(best, [line], self.hoped(drafted, survival), self.longest, self.longest)
+        return self.worth.reach(line, self.hoped(drafted, survival), self.longest, self.longest) > best
 
     def behind(self, unread: int) -> None:
         """Note what the first step reads."""
@@ -307,20 +307,21 @@ class ExpectedValue(LengthRule):
         self._drafted, self._expected, self._survival = drafted, expected, survival
         return True
 
-    def opens(self, size: Size, chances: Sequence[float], level: Sequence[int], depth: int) -> bool:
-        """Whether a draft's tree, of nodes with these `chances`, is worth a step for a level below some of its nodes,
-        which are `depth` deep."""
-        expected, chance, lines = list(accumulate(chances, initial=1.0)), 0.0, list[Line]()
-        for width, node in enumerate(level, start=1):
+    def opens(self, size: Size, chances: Sequence[float], leaves: Sequence[int], depth: int) -> int:
+        """Below how many of its `leaves`, the likeliest first, a draft's tree of nodes with these `chances` is worth a
+        step for further nodes; 0: no step. The first one is `depth` deep."""
+        expected, chance, best, count = list(accumulate(chances, initial=1.0)), 0.0, size.best, 0
+        hoped = self.hoped(depth, chances[leaves[0]])
+        for width, node in enumerate(leaves, start=1):
             chance += chances[node]
             # Behind a full tree, nodes of one, two or four more levels take the place of its least likely ones.
             full = {max(node + 1, size.most - levels * width) for levels in (1, 2, 4)}
             for nodes in {max(size.count, node + 1), *full}:
-                lines.append(Line(nodes, expected[min(nodes, len(chances))], chance, width))
-        levels = self.longest - depth
-        opened = self.worth.beatable(size.best, lines, self.hoped(depth, min(chance, 1.0)), levels, size.most)
-        self._paid += self.costs.draft if opened else 0.0
-        return opened
+                line = Line(nodes, expected[min(nodes, len(chances))], chance, width)
+                if (worth := self.worth.reach(line, hoped, self.longest - depth, size.most)) > best:
+                    best, count = worth, width
+        self._paid += self.costs.draft_step(count) if count else 0.0
+        return count
 
     def verified(self, nodes: int) -> None:
         """Note how many nodes a tree has that is to be observed by its levels."""
