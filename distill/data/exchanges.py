@@ -351,14 +351,14 @@ def joined(pieces: list[Any]) -> Any:
     """
     if not all(isinstance(piece, str) for piece in pieces):
         return functools.reduce(operator.add, filter(None, pieces))
-    grown = [piece for piece, _ in itertools.groupby(filter(None, pieces))]
+    units = [piece.encode("utf-16-le", "surrogatepass") for piece in pieces if piece]
+    whole, grown = b"".join(units), [piece for piece, _ in itertools.groupby(units)]
     repeats = len(grown) > 1 and all(later.startswith(piece) for piece, later in itertools.pairwise(grown))
     if repeats and len(grown) == 2:
         raise ValueError("a stream of two pieces, of which the second may repeat the first")
-    ends_whole = len(grown) > 2 and grown[-1] == "".join(pieces).removesuffix(grown[-1])
-    text = grown[-1] if repeats or ends_whole else "".join(pieces)
+    ends_whole = len(grown) > 2 and grown[-1] == whole.removesuffix(grown[-1])
     try:
-        return text.encode("utf-16", "surrogatepass").decode("utf-16")
+        return (grown[-1] if repeats or ends_whole else whole).decode("utf-16-le")
     except UnicodeDecodeError:
         raise ValueError("half of a character (a lone surrogate) in an answer") from None
 

@@ -57,7 +57,7 @@ def split_of(name: str, validation: float, test: float) -> Split:
     `validation` and `test` are the fractions of names (0 to 1) that go to those splits. Only the name is
     hashed, never the text or its rank, so a document that changes or moves among others keeps its split.
     """
-    point = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
+    point = int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64
     if point < test:
         return "test"
     return "validation" if point < test + validation else "train"

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import fuzz_chats
 import fuzz_gguf
 import fuzz_records
 import fuzz_weights
@@ -218,6 +219,16 @@ def read_data_records(world: World, found: list[Any]) -> Readers:
                 wrong = fuzz_records.learnt_without(document, chat)
         if wrong:
             raise Wrong(f"a silent change: {wrong}; counted: {dict(dropped + chat.dropped)}")
+
+    return [whole]
+
+
+def compared(fault_of: Callable[[Any], str | None], world: World, found: Any) -> Readers:
+    """The reader of an input that brings what is right."""
+
+    def whole() -> None:
+        if wrong := fault_of(found):
+            raise Wrong(f"a silent change: {wrong}")
 
     return [whole]
 
@@ -970,6 +981,8 @@ KINDS = [
     Kind("corpora (jsonl, text)", 14, corpora, read_corpus),
     Kind("data records", 5, lambda world: fuzz_records.records(), read_data_records),
     Kind("served traffic", 14, traffic, read_traffic),
+    Kind("chats", 5, lambda world: fuzz_chats.chats, partial(compared, fuzz_chats.fault_of_chat)),
+    Kind("recorded requests", 5, lambda world: fuzz_chats.requests(), partial(compared, fuzz_chats.fault_of_request)),
     Kind("records and results of a run", 8, records, read_record),
     Kind("safetensors", 7, weight_files, read_weights),
     Kind("tables of n-grams", 2, tables, read_tables),
