@@ -100,7 +100,7 @@ def explain_write_fault(path: Path, error: OSError) -> RunError:
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return RunError(
             f"no permission to write {path}: {error.strerror}",
-            "choose a folder that can be written; --runs names the one for runs",
+            "choose a folder that can be written: --runs names that of runs, DISTILL_CACHE (a variable) of imports",
         )
     hint = FAILED_HINT if error.errno in FAILED else "remove the cause and run the same command again"
     return RunError(f"cannot write {path}: {error}", hint)
@@ -143,9 +143,11 @@ def disk_fault(error: Exception) -> DistillError | None:
     cause: BaseException | None = error
     while cause is not None:
         fault = system_error(cause)
-        if fault is not None and fault.errno in (*FAILED, *FULL, errno.EROFS):
+        if fault is not None and fault.errno in (*FAILED, *FULL, errno.EROFS, errno.EACCES, errno.EPERM):
             if isinstance(error, DistillError):
                 return type(error)(error.what, FAILED_HINT) if fault.errno in FAILED else error
+            if isinstance(fault, PermissionError):  # to read or to write
+                return RunError(f"no permission: {fault.filename or fault}", "correct it, or choose another folder")
             if fault.errno in FAILED:
                 return DataError(f"{fault.filename or 'a file'} cannot be used: {fault.strerror}", FAILED_HINT)
             return explain_write_fault(Path(os.fsdecode(fault.filename or "a file")), fault)

@@ -10,15 +10,30 @@ import math
 import os
 import re
 import shutil
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import IO, Annotated, Any, Literal, TypeVar
 
 from pydantic import BeforeValidator, TypeAdapter, ValidationError
 
-from distill.errors import DataError, DistillError, RecipeError, explain_write_fault, faults_explained, system_error
+from distill.errors import (
+    DataError,
+    DistillError,
+    RecipeError,
+    RunError,
+    explain_write_fault,
+    faults_explained,
+    system_error,
+)
+from distill.progress import warn_once
+
+if sys.platform == "win32":
+    import msvcrt
+else:
+    import fcntl
 
 STALE = 600  # seconds in which a living process writes something
 LARGE = 64 * 2**20  # bytes of a file from which its digest is remembered
@@ -245,6 +260,26 @@ def _besides(path: Path) -> tuple[Path, Path]:
     return path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
 
 
+def require_inside(name: str, record: Path, single: bool = False) -> None:
+    """Raise DataError for the name of a file in a `record` that lies outside of what the record is of: what it names
+    may be removed. With `single`, for a name with folders, too."""
+    parts = Path(name).parts
+    if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name or (single and len(parts) > 1):
+        raise DataError(f"{record} names {name[:80]!r}, which lies outside its folder", "do not use this folder")
+
+
+def take_lock(file: IO[str]) -> bool:
+    """Whether this process has, from now on, the lock of an open file; it goes when the file is closed."""
+    try:
+        if sys.platform == "win32":
+            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
+        else:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except (BlockingIOError, PermissionError):  # Linux and macOS; Windows
+        return False
+    return True
+
+
 def require_new_folder(path: Path) -> None:
     """Raise DataError for a folder to be written that holds anything, or is a file."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
@@ -400,16 +435,31 @@ def _remembered_digest(path: Path) -> str:
             return str(known["sha256"])
     found = file_digest(path)
     if state() == before:
-        with contextlib.suppress(DistillError, OSError):  # it is remembered where the cache can be written
-            write_json(place, {"state": before, "sha256": found})
+        remember(place, {"state": before, "sha256": found})
     return found
 
 
 def cache_folder(kind: Literal["imported", "batches", "costs", "digests", "weights"]) -> Path:
     """Where imported files, or what was found of files, are kept: below DISTILL_CACHE, else the user's cache folder."""
     own = os.environ.get("DISTILL_CACHE")
-    base = own or Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "distill"
-    return Path(base).expanduser().absolute() / kind
+    base = os.path.expanduser(own or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "distill"))
+    if base.startswith("~"):  # a user of a container, who has no home
+        base = base.replace("~", os.path.join(os.sep, "nonexistent"), 1)
+    return Path(base).absolute() / kind
+
+
+def remember(place: Path, value: Any) -> None:
+    """Keep a JSON value in the cache for later commands, of which several may run; where that cannot be written, the
+    work goes on, and a note says once how to have it remembered."""
+    try:
+        text = json.dumps(without_nan(value), allow_nan=False)
+        write_atomically(place, lambda temporary: temporary.write_text(text, encoding="utf-8"), several=True)
+    except (RunError, OSError) as error:
+        fault = getattr(error.__cause__ or error, "strerror", None) or error
+        folder = place.parent.parent
+        warn_once(
+            f"not kept for later commands: {folder} cannot be written ({fault}): DISTILL_CACHE names another folder"
+        )
 
 
 def digest(value: Any) -> str:

@@ -89,6 +89,7 @@ class HttpClient:
         self.seconds = seconds
         sent = {name: _secret(variable, f"headers.{name}") for name, variable in (headers or {}).items()}
         self._secrets = [*sent.values()]
+        sent["Accept-Encoding"] = "identity"  # each piece is seen as it comes, and so is the deadline
         if key is not None:
             self._secrets.append(_secret(key, setting))
             sent["Authorization"] = f"Bearer {self._secrets[-1]}"

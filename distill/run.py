@@ -18,17 +18,23 @@ from pathlib import Path
 from typing import IO, Any
 
 from distill.errors import DataError, RunError, faults_explained
-from distill.files import digest, file_digest, finish_folders, has_form, parse_object, read_json, write_json, write_text
+from distill.files import (
+    digest,
+    file_digest,
+    finish_folders,
+    has_form,
+    parse_object,
+    read_json,
+    require_inside,
+    take_lock,
+    write_json,
+    write_text,
+)
 from distill.machine import machine
 from distill.progress import announce, command_line, note, resumes, warn
 from distill.recipe import Recipe, dump_recipe
 
 BEGIN = "begin"  # the line of metrics.jsonl with which a training begins
-
-if sys.platform == "win32":
-    import msvcrt
-else:
-    import fcntl
 
 PARENT = {"generation": int, "run": str, "digest": str, "files": {...: str}}  # the form of parent.json
 # The form of what was read of a traffic file or folder.
@@ -59,18 +65,6 @@ def _git_revision() -> str | None:
     return result.stdout.strip() or None
 
 
-def _locked(file: IO[str]) -> bool:
-    """Whether this process has, from now on, the lock of an open file; it goes when the file is closed."""
-    try:
-        if sys.platform == "win32":
-            msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
-        else:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # Linux and macOS; Windows
-        return False
-    return True
-
-
 def now() -> str:
     """The time, UTC, to the second, in ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
@@ -99,7 +93,7 @@ class Run:
 
     def _take_lock(self) -> None:
         self._lock = open(self.folder / ".lock", "w")  # noqa: SIM115 - held for the life of the run
-        if not _locked(self._lock):
+        if not take_lock(self._lock):
             self.close()
             raise RunError(f"another process is working in {self.folder}", "wait for it, or use another run (name=…)")
         finish_folders(self.folder)
@@ -157,6 +151,7 @@ class Run:
         if not path.exists():
             return None
         found: dict[str, Any] = read_json(path, PARENT)
+        require_inside(found["run"], path, single=True)
         if found.get("traffic") is not None and not has_form(found["traffic"], READ):
             raise DataError(f"{path} is damaged: `traffic` is of another kind", "copy the run again")
         return found
@@ -219,7 +214,12 @@ class Run:
     def done(self, stage: str) -> dict[str, Any] | None:
         """The record of a finished stage; None for an unfinished one."""
         path = self.done_path(stage)
-        return read_json(path, RECORD) if path.exists() else None
+        if not path.exists():
+            return None
+        record: dict[str, Any] = read_json(path, RECORD)
+        for name in record["artifacts"]:
+            require_inside(name, path)
+        return record
 
     def artifacts_digest(self, stage: str, pattern: str) -> str | None:
         """Digest of a finished stage's artifacts whose names match `pattern`; None for an unfinished stage."""

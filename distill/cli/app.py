@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import codecs
+import io
 import os
 import signal
 import sys
@@ -100,9 +102,27 @@ SMALLER_MODELS = (
 INTERRUPTED = 128 + signal.SIGINT  # the exit status; recent versions of typer return it for Ctrl-C
 
 
+ESCAPED = "distill.escaped"
+
+
+def _escaped(error: UnicodeError) -> tuple[str, int]:
+    """What the encoding of a terminal or a pipe (cp1252, ASCII) lacks, as JSON writes it: `-o json` stays valid."""
+    assert isinstance(error, UnicodeEncodeError)
+    units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
+    return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2)), error.end
+
+
+codecs.register_error(ESCAPED, _escaped)
+
+
 def main() -> None:
     """Run a command; exit with 0 on success, 2 after a user error (one message), 1 after a bug (one line, which names
     the file with the traceback), 130 or 143 after Ctrl-C or SIGTERM (one line that says how to go on)."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors=ESCAPED)
+    if sys.getfilesystemencoding() != "utf-8":  # in a POSIX locale Python reads arguments as ASCII
+        sys.argv[1:] = [os.fsencode(one).decode("utf-8", "surrogateescape") for one in sys.argv[1:]]
     with handled():
         try:
             code = _run()

@@ -182,7 +182,7 @@ def list_runs(
         names = _stages(config)
         missing = [name for name in names if not (folder / "stages" / f"{name}.json").exists()]
         size = sum(path.stat().st_size for path in files if path.is_file())
-        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(path.stat().st_mtime for path in files)))
+        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(path.lstat().st_mtime for path in files)))
         state = f"{len(names) - len(missing)} of {len(names)} stages, next {missing[0]}" if missing else "finished"
         rows.append([folder.name, state, changed, Cell(size / 1e6, ".1f")])
     if not rows:

@@ -3,10 +3,13 @@ and answers, recorded by a proxy in front of it."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import ipaddress
 import math
 import os
 import re
+import socket
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
@@ -19,7 +22,7 @@ import typer
 
 from distill.cli import shared
 from distill.errors import DataError, RecipeError, RunError, explain_write_fault, faults_explained
-from distill.files import is_gguf, read_result, require_path
+from distill.files import is_gguf, read_result, require_path, take_lock
 from distill.machine import thread_count
 from distill.progress import command_line, note, warn
 from distill.recipe import Chat, Corpus
@@ -300,6 +303,9 @@ def _check_options(further: Sequence[str], url: str | None, draft_sampling: str 
 
 # ── `distill record` ──
 
+Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+AF = {4: socket.AF_INET, 6: socket.AF_INET6}
+
 
 def record(
     upstream: Annotated[str, typer.Option(help="Your server, such as http://127.0.0.1:8000.")],
@@ -314,7 +320,7 @@ def record(
     Everything passes unchanged. Headers and keys are never recorded, nor requests with `X-Distill-Record: no`.
     """
     address = _address(upstream)
-    if address == (host, port):
+    if _reaches(address, (host, port)):
         raise RecipeError(f"--upstream {upstream} is the address of the proxy itself", "choose another --port")
     for pattern in redact or ():
         _require_pattern(pattern)
@@ -328,7 +334,12 @@ def record(
     settings = Recording(address, (host, port), to.resolve(), tuple(redact or ()), sample)
     for line in _consent(settings):
         warn(line)
-    counts = record(settings, lambda port: note(f"ready: http://{host}:{port}; Ctrl-C ends it"))
+    with ExitStack() as stack:
+        with faults_explained(to):
+            lock = stack.enter_context(open(to / ".lock", "w"))
+        if not take_lock(lock):
+            raise RunError(f"another `distill record` writes into {to}", "give each a folder of its own: --to")
+        counts = record(settings, lambda port: note(f"ready: http://{host}:{port}; Ctrl-C ends it"))
     print(summary(counts))
 
 
@@ -349,6 +360,34 @@ def _address(upstream: str) -> tuple[str, int]:
     if parts.scheme != "http" or not host or more:
         raise RecipeError(f"--upstream {upstream} is not the address of a server", hint)
     return host, port
+
+
+def _reaches(upstream: tuple[str, int], listen: tuple[str, int]) -> bool:
+    """Whether requests to an address, however it is spelt, arrive at one that is listened at."""
+    if upstream[1] != listen[1]:
+        return False
+    there, here = _addresses(upstream[0]), _addresses(listen[0])
+    if any(one.is_unspecified for one in there):  # which is taken for loopback
+        there |= _addresses("localhost") | _addresses("127.0.0.1")
+    return bool(there & here) or (any(one.is_unspecified for one in here) and any(map(_is_own, there)))
+
+
+def _addresses(host: str) -> set[Address]:
+    """The addresses of a host; none of one that is not known."""
+    try:
+        found = {str(one[4][0]).partition("%")[0] for one in socket.getaddrinfo(host or "0.0.0.0", None)}
+    except (OSError, UnicodeError):
+        return set()
+    every = map(ipaddress.ip_address, found)
+    return {one.ipv4_mapped or one if one.version == 6 else one for one in every}
+
+
+def _is_own(address: Address) -> bool:
+    """Whether an address is this machine's: nobody else's can be bound to."""
+    with contextlib.suppress(OSError), socket.socket(AF[address.version], socket.SOCK_DGRAM) as one:
+        one.bind((str(address), 0))
+        return True
+    return False
 
 
 def _require_pattern(pattern: str) -> None:

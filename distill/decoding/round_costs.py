@@ -9,12 +9,14 @@ Legend: n tokens drafted in a round, T target, D draft.
 
 from __future__ import annotations
 
+import contextlib
 import itertools
+import os
 import random
 import statistics
 import time
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +27,8 @@ from distill.decoding.lengths import Features, LengthRule
 from distill.decoding.rules import GREEDY, Rules
 from distill.engines.loaded import LoadedPair
 from distill.engines.model import Model
-from distill.errors import DataError, RunError
-from distill.files import cache_folder, digest, from_json, read_object, write_result
+from distill.errors import DataError
+from distill.files import cache_folder, digest, from_json, read_object, remember
 from distill.progress import Progress, warn
 
 PROMPTS = 4  # after which rounds are timed
@@ -261,16 +263,18 @@ def keep_costs(pair: LoadedPair, depth: int, costs: Costs) -> None:
     pair.costs[range_start(depth, FIRST_DEPTH)] = costs
     if pair.conditions is None:
         return
-    path = _file_of(pair.conditions)
-    try:
-        write_result(path, KeptCosts(FORMAT, pair.conditions, _plain_step(pair), pair.costs))
-    except RunError as error:
-        warn(f"costs are not kept for later commands: {error.what}")
+    path, step = _file_of(pair.conditions), _plain_step(pair)
+    with contextlib.suppress(DataError):  # there is none, or it cannot be used
+        kept = from_json(read_object(path), KeptCosts, str(path))
+        same = (kept.format, kept.conditions) == (FORMAT, pair.conditions)
+        if same and step / OFF <= kept.step <= step * OFF:  # by another process meanwhile
+            pair.costs.update(kept.by_depth | pair.costs)
+    remember(path, asdict(KeptCosts(FORMAT, pair.conditions, step, pair.costs)))
 
 
 def _read_kept(pair: LoadedPair) -> None:
     """Give a pair that has no costs those of its file."""
-    if pair.costs or pair.conditions is None or not (path := _file_of(pair.conditions)).exists():
+    if pair.costs or pair.conditions is None or not os.path.exists(path := _file_of(pair.conditions)):
         return
     try:
         kept = from_json(read_object(path), KeptCosts, str(path))

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -45,8 +45,8 @@ from distill.engines.torch.model import (
 )
 from distill.engines.torch.products import Bits, prepacked, rounded
 from distill.engines.torch.static import SlotCache, StaticTorchModel, refusal
-from distill.errors import DataError, RecipeError, RunError
-from distill.files import cache_folder, digest, digests_of, file_digests, is_gguf, read_result, write_result
+from distill.errors import DataError, RecipeError
+from distill.files import cache_folder, digest, digests_of, file_digests, is_gguf, read_result, remember
 from distill.gguf.families import FAMILIES
 from distill.gguf.head import open_head
 from distill.gguf.importing import one_engine
@@ -270,10 +270,7 @@ def _chosen_weights(
     found = best_weights(target, candidates, encode_text(tokenizer, TEXT)[:room])
     if found.words:
         warn(found.words)
-    try:
-        write_result(place, found)
-    except RunError as error:
-        warn(f"the weights of the draft are chosen again by the next command: {error.what}")
+    remember(place, asdict(found))
     return found.chosen
 
 

@@ -408,7 +408,7 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
         "eval.prompts": PROMPTS,
         "eval.file_blocks": min(PROMPTS, recipe.eval.file_blocks),
         "speedup.prompts": 2,
-        "speedup.lengths": (max(speedup.lengths),),
+        "speedup.lengths": tuple(sorted(speedup.lengths)[-1:]),
     }
     if processes > 1:  # each needs a group of prompts and a shard of distributions
         values["answers.group"] = min(recipe.answers.group or PROMPTS, max(1, PROMPTS // processes))

@@ -264,7 +264,10 @@ def _carry_out(action: Action, planner: Planner) -> None:
     if action.kind == "mend":  # the stage makes only its damaged files again
         with faults_explained(run.folder):
             for name in run.damaged_artifacts(run.done(stage.name) or {"artifacts": {}}):
-                run.path(name).unlink(missing_ok=True)
+                place = run.path(name)
+                if not place.parent.resolve().is_relative_to(run.folder.resolve()):
+                    raise RunError(f"{place} is damaged, and by a link in another folder", "remove the link")
+                place.unlink(missing_ok=True)
             run.done_path(stage.name).unlink(missing_ok=True)
     elif action.kind == "resume":
         _remove_cut_off(run, stage)

@@ -307,7 +307,9 @@ class VllmClient(Client):
 
     def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
         """Up to `limit` tokens; a salt of its own keeps the request out of the prefix cache."""
-        body = VLLM_PLAIN | self.sampling(seed) | {"model": self.model, "prompt": list(ids), "max_tokens": limit}
+        body = VLLM_PLAIN | self.sampling(seed)
+        body |= {"top_k": self.sampler.top_k or -1}  # which every vLLM takes for none; some refuse 0
+        body |= {"model": self.model, "prompt": list(ids), "max_tokens": limit}
         body |= {"cache_salt": secrets.token_hex(16), "return_token_ids": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         before = self.totals() if self.alone and not self.counts_requests else None

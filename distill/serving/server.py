@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import functools
+import os
 import re
 import shlex
 import shutil
@@ -150,6 +151,7 @@ class Http:
 HOST = "127.0.0.1"
 TAIL_LINES = 8  # of a server's log in a message
 STOP_SECONDS = 10.0
+KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has none
 POLL_SECONDS, HEALTH_SECONDS = 0.02, 2.0
 HELP_SECONDS = 60.0  # a program that prints its options takes as long, with a driver to load
 PARENT_DEATH = 1  # prctl's PR_SET_PDEATHSIG
@@ -371,15 +373,20 @@ def _exited(running: Running, death: str) -> ServingError:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server: asked first, killed where it does not listen."""
-    if process.poll() is not None:
-        return
-    process.terminate()
+    """End the server, and what a program around it has started: asked first, killed where they do not listen."""
     try:
-        process.wait(STOP_SECONDS)
-    except subprocess.TimeoutExpired:
-        process.kill()
+        _signal(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_SECONDS)
+    finally:  # a second signal, too, leaves no server behind
+        _signal(process, KILL)
         process.wait()
-    except BaseException:  # a second signal, too, leaves no server behind
-        process.kill()
-        raise
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> None:
+    """Send a signal to the process group that a server was started in; on Windows, to the process alone."""
+    with contextlib.suppress(OSError):
+        if sys.platform == "win32":
+            process.terminate()
+        else:
+            os.killpg(process.pid, number)

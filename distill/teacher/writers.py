@@ -131,6 +131,11 @@ MISCOUNTED = "answers whose text has another number of tokens than the server co
 OTHER_PROMPT = "the server read other tokens than the prompt's"
 
 
+# How servers are told that no top-k is asked for, in the order in which they are tried: llama-server and vLLM of today;
+# vLLM before 0.9 and SGLang; whoever takes none of these.
+ALL_TOKENS: list[dict[str, Any]] = [{"top_k": 0}, {"top_k": -1}, {}]
+
+
 class Usage(BaseModel):
     """The tokens that a server counted."""
 
@@ -194,6 +199,7 @@ class ServerWriter:
         self.stop = _stop_of(recipe, self.ends)
         self.endpoint = Endpoint(settings, "answers.writer")
         self.miscounted = 0
+        self.all_tokens = 0  # the form of ALL_TOKENS that the servers have not refused
         self.first_faults: dict[str, str] = {}  # what the server said about the first of each kind
         self._lock = Lock()
         try:
@@ -239,10 +245,15 @@ class ServerWriter:
 
     def _ask(self, request: Request) -> Reply:
         """The reply to one request; runs in a thread of the pool."""
+        form = self.all_tokens
         try:
             answer = self.endpoint.post("completions", self._body(request), Completion)
         except Refused as error:
-            return Reply(request.id, [], False, f"refused by the server ({error})", error.detail)
+            if "top_k" not in error.detail or self.recipe.sampler.top_k or form == len(ALL_TOKENS) - 1:
+                return Reply(request.id, [], False, f"refused by the server ({error})", error.detail)
+            with self._lock:
+                self.all_tokens = max(self.all_tokens, form + 1)
+            return self._ask(request)
         except Unanswered as error:
             return Reply(request.id, [], False, f"no reply ({error})", error.detail, lasting=False)
         if not answer.is_of(request.ids):
@@ -259,7 +270,6 @@ class ServerWriter:
             "max_tokens": request.limit,
             "temperature": sampler.temperature,
             "top_p": sampler.top_p,
-            "top_k": sampler.top_k,
             "min_p": sampler.min_p,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
@@ -273,7 +283,8 @@ class ServerWriter:
             "skip_special_tokens": False,  # vLLM, SGLang: special tokens within an answer are part of it
             "spaces_between_special_tokens": False,
         }
-        return body | ({"stop": list(answers.stop)} if answers.stop else {})
+        top_k = {"top_k": sampler.top_k} if sampler.top_k else ALL_TOKENS[self.all_tokens]
+        return body | top_k | ({"stop": list(answers.stop)} if answers.stop else {})
 
     def _reply(self, request: Request, answer: Completion) -> Reply:
         """The reply of a server's answer to the request."""

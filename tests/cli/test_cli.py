@@ -19,6 +19,7 @@ import pytest
 import tiny
 from tiny import Capture, Patch
 
+from distill.cli.app import ESCAPED
 from distill.files import read_result
 from distill.measuring.speedup_results import SpeedupReport
 from distill.training.saved import TrainingSummary
@@ -46,6 +47,25 @@ def test_until_and_dry_run(world: Path, tmp_path: Path, capsys: Capture) -> None
     assert "corpus: up to date" in said and "answers: would run (new)" in said
     assert tiny.contents(tmp_path) == before
     assert "1 of 9 stages, next answers" in tiny.shown(capsys, "runs", "--runs", tmp_path / "runs")
+
+
+def test_signs_that_a_terminal_lacks_are_escaped(copied: Path) -> None:
+    """Of cp1252 and ASCII, in tables and JSON; an argument is read as UTF-8 all the same. Links lead nowhere."""
+    (copied / "nowhere").symlink_to("/nowhere")
+    (copied / "loop").symlink_to("loop")
+    text = "1.5× → 🚀\ud800"
+    assert text.encode("cp1252", ESCAPED).decode("cp1252") == "1.5× \\u2192 \\ud83d\\ude80\\ud800"
+    called = [sys.executable, "-m", "distill"]
+    posix = {"PATH": os.environ["PATH"], "LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "HOME": "/tmp"}
+    listed = subprocess.run([*called, "runs", "--runs", copied.parent], cwd=tiny.ROOT, capture_output=True, env=posix)
+    assert (listed.returncode, listed.stderr) == (0, b"") and b"finished" in listed.stdout
+    asked = subprocess.run(
+        [*called, "generate", "größe →".encode(), "tiny", "--tokens", "2", "--no-chat", "--runs", copied.parent],
+        cwd=tiny.ROOT,
+        capture_output=True,
+        env=posix,
+    )
+    assert asked.returncode == 0 and asked.stdout.isascii(), asked.stderr
 
 
 @pytest.mark.parametrize("command", ["eval", "speedup", "runs"])

@@ -17,8 +17,9 @@ import tiny
 from loopback import LoopbackHandler, running
 from tiny import Capture, Patch
 
-from distill.cli.serve import _consent
+from distill.cli.serve import _consent, _reaches
 from distill.data.recorder import Recording
+from distill.files import take_lock
 
 
 class Handler(LoopbackHandler):
@@ -77,7 +78,7 @@ def test_the_command(tmp_path: Path) -> None:
         code, out, err = end(process, signal.SIGTERM)
     assert (code, err) == (0, "")
     assert out.startswith("kept 2 answers, 0.0 MB in 1 files; left out 0")
-    (path,) = folder.iterdir()
+    (path,) = folder.glob("*.jsonl")
     answer = {"role": "assistant", "content": "You said: My PIN is [redacted]"}
     expected = {"messages": [{"role": "user", "content": "My PIN is [redacted]"}, answer], "finish_reason": "stop"}
     assert [json.loads(line) for line in path.read_text().splitlines()] == [expected] * 2
@@ -90,6 +91,23 @@ def test_what_is_said_of_a_share_and_of_an_open_address() -> None:
         assert words in said
 
 
+def test_one_recorder_a_folder(tmp_path: Path, capsys: Capture) -> None:
+    with (tmp_path / ".lock").open("w") as lock:
+        assert take_lock(lock)
+        said = tiny.refused(capsys, "record", "--upstream", "http://127.0.0.1:9", "--to", tmp_path)
+    assert f"another `distill record` writes into {tmp_path}" in said and not list(tmp_path.glob("*.jsonl"))
+
+
+def test_another_server_is_not_the_proxy() -> None:
+    for upstream, listen in (
+        (("127.0.0.1", 8000), ("127.0.0.1", 8100)),
+        (("127.0.0.2", 8100), ("127.0.0.1", 8100)),
+        (("192.0.2.1", 8100), ("0.0.0.0", 8100)),
+        (("no.such.host.invalid", 8100), ("0.0.0.0", 8100)),
+    ):
+        assert not _reaches(upstream, listen)
+
+
 @pytest.mark.parametrize(
     ("more", "words"),
     [
@@ -100,7 +118,11 @@ def test_what_is_said_of_a_share_and_of_an_open_address() -> None:
         (["--upstream", "http://x:99999"], ["is not the address of a server"]),
         (["--upstream", "http://x/api/v2"], ["is not the address of a server", "without a path"]),
         (["--upstream", "http://u:p@x"], ["is not the address of a server"]),
-        (["--upstream", "http://127.0.0.1:8100/v1"], ["is the address of the proxy itself", "--port"]),
+        *(
+            (["--upstream", f"http://{spelt}:8100"], ["is the address of the proxy itself", "--port"])
+            for spelt in ("127.0.0.1", "localhost", "LOCALHOST", "127.1", "0.0.0.0", "[::ffff:127.0.0.1]")
+        ),
+        (["--host", "0.0.0.0", "--upstream", "http://127.0.0.5:8100/v1"], ["is the address of the proxy itself"]),
         (["--to", "FILE"], ["FILE", "File exists"]),
         (["--to", "x" * 300], ["--to: the path", "too long"]),
         (["--sample", "2"], ["--sample"]),

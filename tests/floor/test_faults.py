@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import json
+import math
 import os
 import re
 import resource
@@ -23,7 +24,9 @@ import tiny
 from tiny import Capture, Patch
 
 from distill.errors import DataError, RunError, disk_fault, server_words
-from distill.files import digest, remove_left, write_atomically, write_folder
+from distill.files import cache_folder, digest, read_json, remember, remove_left, write_atomically, write_folder
+from distill.progress import warn_once
+from distill.recipe import load_recipe
 from distill.run import Run
 
 STEPS = ("corpus/prompts-train", "answers/train-00001", "teacher/shard-00002", "cut", "step-000004", "draft", "eval.md")
@@ -329,6 +332,53 @@ def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
 
 
 # ── two processes ──
+
+
+@pytest.mark.parametrize(
+    "name", ["../../victim.txt", "/tmp/victim.txt", "answers/../../x", ".", "", "outside/victim.txt"]
+)
+def test_nothing_outside_a_foreign_run_is_removed(
+    world: Path, copied: Path, tmp_path: Path, capsys: Capture, name: str
+) -> None:
+    (tmp_path / "kept").mkdir()
+    for victim in (tmp_path / "kept" / "victim.txt", copied.parent.parent / "victim.txt"):
+        victim.write_text("mine")
+    (copied / "outside").symlink_to(tmp_path / "kept")
+    path = copied / "stages" / "teacher.json"
+    record = json.loads(path.read_text())
+    record["artifacts"][name] = {"bytes": 9, "sha256": "0"}
+    path.write_text(json.dumps(record))
+    said = tiny.refused(capsys, "train", world / "recipe.yaml", "--runs", copied.parent)
+    assert "outside its folder" in said or "by a link in another folder" in said
+    assert all(
+        one.read_text() == "mine" for one in (tmp_path / "kept" / "victim.txt", copied.parent.parent / "victim.txt")
+    )
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "a/b", ""])
+def test_the_name_of_a_parent_is_one_name(copied: Path, name: str) -> None:
+    parent = {"generation": 2, "run": name, "digest": "0", "files": {}}
+    (copied / "parent.json").write_text(json.dumps(parent))
+    with pytest.raises(DataError, match="outside its folder"):
+        Run(copied, load_recipe(copied / "config.yaml")).parent()
+
+
+def test_what_cannot_be_remembered_is_said_once(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    warn_once.cache_clear()
+    (tmp_path / "file").touch()
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "file" / "cache"))
+    for kind in ("costs", "batches"):
+        remember(cache_folder(kind) / "x.json", {"a": math.nan})
+    said = capsys.readouterr().err
+    assert said.count("not kept for later commands") == 1 and f"{tmp_path / 'file' / 'cache'} cannot be written" in said
+    assert "DISTILL_CACHE names another folder" in said
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "new"))
+    remember(cache_folder("costs") / "x.json", {"a": math.nan})
+    assert read_json(tmp_path / "new" / "costs" / "x.json") == {"a": None}
+    for name in ("DISTILL_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user without a home
+    assert cache_folder("costs") == Path("/nonexistent/.cache/distill/costs")
 
 
 def test_two_processes_on_one_run(world: Path, copied: Path, capsys: Capture) -> None:

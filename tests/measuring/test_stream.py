@@ -133,7 +133,7 @@ def test_a_pair_is_timed_once(folders: Path, tmp_path: Path, monkeypatch: pytest
         assert json.loads(path.read_text())["by_depth"].keys() == {"0"}
     shutil.rmtree(tmp_path / "costs")
     (tmp_path / "costs").write_text("")  # nothing can be kept there
-    assert decoded(draft, 3, 3) == [3] and "costs are not kept for later commands" in capsys.readouterr().err
+    assert decoded(draft, 3, 3) == [3] and "not kept for later commands" in capsys.readouterr().err
 
 
 def test_plain_text_is_streamed(folders: Path) -> None:

@@ -38,6 +38,11 @@ def test_a_rehearsal_has_room_for_a_ramp(world: Path, ramp: float, embedding: in
     require_ramp(short.train.steps, short.train.embedding_steps, ramp)
 
 
+def test_a_recipe_without_lengths_is_rehearsed(world: Path, tmp_path: Path) -> None:
+    assert shortened(load_recipe(world / "recipe.yaml", ["speedup.lengths=[]"]), tmp_path).speedup.lengths == ()
+    assert shortened(load_recipe(world / "recipe.yaml", ["speedup.lengths=[4, 2]"]), tmp_path).speedup.lengths == (4,)
+
+
 def test_each_process_of_a_rehearsal_has_work(world: Path, monkeypatch: Patch) -> None:
     recipe = load_recipe(world / "recipe.yaml")
     one = shortened(recipe, world)

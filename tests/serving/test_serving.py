@@ -121,6 +121,22 @@ def test_a_server_runs_as_long_as_its_block(settings: LlamaServer) -> None:
     assert gone(pid)
 
 
+@pytest.mark.parametrize("mode", ["", "stubborn"])
+def test_a_server_behind_a_wrapper_is_ended_with_it(
+    settings: LlamaServer, tmp_path: Path, monkeypatch: Patch, mode: str
+) -> None:
+    """A script that starts the server as a process of its own, and ends by the signal before it."""
+    monkeypatch.setenv("FAKE", mode)
+    monkeypatch.setattr("distill.serving.server.STOP_SECONDS", 0.5)
+    wrapper = tmp_path / "wrapper.sh"
+    wrapper.write_text(f'#!/bin/sh\n"{settings.binary}" "$@" &\necho $! > "{tmp_path}/pid"\nwait\n')
+    wrapper.chmod(0o755)
+    with started(replace(settings, binary=wrapper), 20) as running:
+        own = int((tmp_path / "pid").read_text())
+        assert alive(own) and own != running.process.pid
+    assert gone(own) and gone(running.process.pid)
+
+
 def test_a_server_that_does_not_listen_to_a_signal_is_killed(settings: LlamaServer, monkeypatch: Patch) -> None:
     monkeypatch.setenv("FAKE", "stubborn")
     monkeypatch.setattr("distill.serving.server.STOP_SECONDS", 0.2)

@@ -352,3 +352,30 @@ def test_the_address_of_a_server_is_not_part_of_the_key(world: Path, tmp_path: P
         (tmp_path / "x.gguf").write_text(content)
         found.append(parts(f"answers.writer.gguf={tmp_path / 'x.gguf'}"))
     assert difference(*found) == ["answers.writer.gguf (content) has other content"]
+
+
+@pytest.mark.parametrize("refused", [(), (0,), (0, -1), (0, -1, None)])
+def test_a_server_is_told_that_there_is_no_top_k_as_it_takes_it(
+    tokenizer: Any, write: Callable[..., Run], refused: tuple[int | None, ...]
+) -> None:
+    class Strict(BadServer):
+        def reply(self, handler: Any, body: dict[str, Any], prompt: Any, kind: str) -> None:
+            if body.get("top_k") in refused:
+                handler.reply(400, {"message": f"top_k must be right, got {body.get('top_k')}"})
+            else:
+                super().reply(handler, body, prompt, kind)
+
+    with Strict(tokenizer, ok) as server:
+        if len(refused) == 3:
+            with pytest.raises(EndpointError, match=r"top_k must be right, got None"):
+                write(40, server)
+            return
+        run = write(6, server)
+    forms = [0, -1, None]
+    assert len(answer_lines(run)) == 6 and server.bodies[-1].get("top_k") == forms[len(refused)]
+    assert all(body.get("top_k") in forms[: len(refused) + 1] for body in server.bodies)
+    with Strict(tokenizer, ok) as server:  # one that the recipe asks for is never changed
+        if refused:
+            return
+        write(3, server, overrides=["sampler.top_k=40", "sampler.temperature=0.7"], name="other")
+        assert {body["top_k"] for body in server.bodies} == {40}

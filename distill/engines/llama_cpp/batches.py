@@ -6,8 +6,10 @@ a KL of 1.6 nats on the processor where it was found), and speculative decoding 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import time
+from dataclasses import asdict, dataclass
 from itertools import takewhile
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -17,10 +19,11 @@ from distill.divergences import forward_kl
 from distill.engines.llama_cpp.context import Branches, GgufContext
 from distill.engines.model import ROOT, PendingTree
 from distill.errors import DataError
-from distill.files import cache_folder, digest, read_result, write_result
+from distill.files import cache_folder, digest, read_result, remember
 from distill.gguf.importing import file_name
 from distill.gguf.library import GgufFile
 from distill.machine import machine
+from distill.progress import duration, note
 from distill.recipe import GgufOptions
 from distill.recipe.measuring import MOST_KL
 
@@ -84,8 +87,11 @@ def checked_batches(file: GgufFile, options: GgufOptions) -> BatchCheck | None:
     try:
         check = read_result(place, BatchCheck)
     except DataError:
+        name, started = Path(file.path).name, time.monotonic()
+        note(f"{name}: batches of 2 to {sizes[-1]} tokens are compared with single ones, once in this {library}")
         check = _measure(file, library, options, sizes)
-        write_result(place, check)
+        note(f"{name}: compared in {duration(time.monotonic() - started)}")
+        remember(place, asdict(check))
     if check.largest == 1:
         raise DataError(
             f"{file.path}: {library} computes 2 tokens at once otherwise than one by one (KL {check.kl[2]:.2g} nats)",
