@@ -41,6 +41,11 @@ class Document:
     arguments: dict[str, Any] = field(default_factory=dict)
 
     @property
+    def has_answer(self) -> bool:
+        """Whether it gives text to learn from: all but conversations without an answer do."""
+        return self.messages is None or any(one["role"] == "assistant" for one in self.messages)
+
+    @property
     def plain_text(self) -> str:
         """Its text without roles and templates."""
         return self.text if self.messages is None else "\n\n".join(one["content"] for one in self.messages)

@@ -26,7 +26,7 @@ from distill.data.corpus import check_chat, check_corpus, split_counts
 from distill.data.packing import pack, packed_logits
 from distill.data.samples import CorpusTexts
 from distill.data.sources import Document
-from distill.data.traffic import check_traffic, first_lines
+from distill.data.traffic import check_traffic, first_lines, pin_of
 from distill.decoding.configured import check_configurations, check_trees
 from distill.devices import pick_device, process_count, take_peaks
 from distill.engines.loaded import context_of, growing_decoder
@@ -102,7 +102,7 @@ def preflight(
     if inputs:
         found.lines, found.skipped, documents = check_corpus(recipe, offline)
         prompts = recipe.answers.count(round(split_counts(recipe, documents)["train"]))
-        if not found.skipped and recipe.answers.traffic is None and "train" in ahead:
+        if not found.skipped and "train" in ahead:
             found.lines += check_epochs(recipe, documents, prompts)
         if "answers" in ahead or recipe.corpus.asked:
             lines, unasked = check_writer(recipe, offline)
@@ -264,13 +264,18 @@ def check_static(recipe: Recipe) -> list[str]:
     return []
 
 
-def check_epochs(recipe: Recipe, documents: Sequence[Document], prompts: int) -> list[str]:
-    """How often training sees its text, at least: where given text is short, a token is a character at most."""
-    characters = sum(len(one.plain_text) for one in documents if one.split == "train")
-    answers, train = recipe.answers, recipe.train
-    positions = min(recipe.corpus.tokens, characters) + prompts * (answers.prompt_tokens + answers.new_tokens)
-    epochs = train.steps * train.batch * recipe.corpus.block / positions
-    line = f"epochs: {epochs:.1f} at least over the answers to at most {prompts} prompts and the given text"
+def check_epochs(recipe: Recipe, documents: list[Document], prompts: int) -> list[str]:
+    """About how often training sees its text, where each answer is as long as it may be."""
+    own = [one for one in documents if one.split == "train"]
+    answers, each = recipe.answers, recipe.answers.prompt_tokens + recipe.answers.new_tokens
+    texts = sum(1 if one.messages is not None else 1 + len(one.text) // (4 * each) for one in own)
+    prompts = min(prompts, round(split_counts(recipe, documents)["train"]) - len(own) + texts)
+    given = min(recipe.corpus.tokens, sum(len(one.plain_text) for one in own if one.has_answer))
+    served = 0 if answers.traffic is None else pin_of(Path(answers.traffic))["lines"]
+    positions = given + prompts * each + served * recipe.corpus.block
+    epochs = recipe.train.steps * recipe.train.batch * recipe.corpus.block / max(1, positions)
+    of = f"{prompts} prompts" + (f", {served} served lines" if served else "") + (" and given text" if given else "")
+    line = f"epochs: about {epochs:.1f} over the answers to {of}"
     if epochs <= MOST_EPOCHS:
         return [line]
     return [Caution(f"warning: {line}: more than {MOST_EPOCHS} learn it by heart; {MORE_TEXT}")]

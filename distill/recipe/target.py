@@ -364,9 +364,8 @@ class TeacherSettings(Section):
 
     @model_validator(mode="after")
     def _settings_of_other_kinds(self) -> TeacherSettings:
-        for name, kind in (("mass", "compact"),):
-            if self.kind != kind and getattr(self, name) not in (None, type(self).model_fields[name].default):
-                raise ValueError(f"{name} is a setting of kind {kind}, but kind is {self.kind}")
+        if self.kind != "compact" and self.mass not in (None, type(self).model_fields["mass"].default):
+            raise ValueError(f"mass is a setting of kind compact, but kind is {self.kind}")
         for name in ("gguf", "server"):
             if self.kind != "compact" and getattr(self, name) is not None:
                 raise ValueError(f"{name} gives the entries of a compact store, but kind is {self.kind}")

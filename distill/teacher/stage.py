@@ -9,7 +9,6 @@ positions, K stored entries, V vocabulary; G bigrams, F tokens that follow them.
 from __future__ import annotations
 
 import json
-from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor
 
 from distill.data.packing import Packed, concatenate, fitted_order, hidden_states, pack
-from distill.data.samples import Sample, decoded, listed, read_answers
+from distill.data.samples import Sample, decoded, read_answers
 from distill.decoding.ngrams import ORDER, Expected, NGramTable, count_ngrams, write_table
 from distill.devices import barrier, doubled, pick_device, process_count, process_index, share_of
 from distill.engines.server_commands import IK_INSERTED, suffix_depth
@@ -51,25 +50,18 @@ from distill.teacher.store import (
 Distributions = Callable[[Packed], dict[str, Tensor]]
 
 
-def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, int, str]:
-    """The blocks that the draft learns from: the target's answers (prompts masked), then the corpus text.
-
-    Also the scored positions of the answers, and a sentence about dropped ones, or an empty string. Raises DataError
-    when no position is left.
-    """
-    answers = read_answers(run, "train")
-    kept = [answer for answer in answers if not answer.dropped]
-    reasons = Counter(answer.dropped for answer in answers if answer.dropped)
-    texts = [(one.prompt + one.answer, len(one.prompt)) for one in packed_order(kept, recipe)]
+def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, int]:
+    """The blocks that the draft learns from: the target's answers (prompts masked), then the corpus text; and the
+    scored positions of the answers."""
+    texts = [(one.prompt + one.answer, len(one.prompt)) for one in packed_order(learnt_answers(run), recipe)]
     own = pack(texts, recipe.corpus.block, split_long=False)
     text = Packed.load(run.path("corpus", "text-train.safetensors"))
-    blocks = concatenate([part for part in (own, text) if len(part)] or [own])
-    dropped = f"{reasons.total()} of {len(answers)} answers dropped: {listed(reasons)}" if reasons else ""
-    if not int(blocks.mask.sum()):
-        what = "no answer and no corpus text is left to learn from"
-        hint = "ask for more answers (answers.prompts), or give text (corpus.tokens)"
-        raise DataError(f"{what}: {dropped}" if dropped else what, hint)
-    return blocks, int(own.mask.sum()), dropped
+    return concatenate([part for part in (own, text) if len(part)]), int(own.mask.sum())
+
+
+def learnt_answers(run: Run) -> list[Sample]:
+    """The answers that training learns from, never held-out ones; at least one."""
+    return [answer for answer in read_answers(run, "train") if not answer.dropped]
 
 
 def packed_order(answers: Sequence[Sample], recipe: Recipe) -> list[Sample]:
@@ -85,9 +77,7 @@ def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     the manifest when all are done. None: the share of this process among those it was launched with.
     """
     share = share or (process_index(), process_count())
-    blocks, own, dropped = training_blocks(recipe, run)
-    if dropped and share[0] == 0:
-        run.say(f"  {dropped}")
+    blocks, own = training_blocks(recipe, run)
     return write_store(recipe, run, blocks, share, answers=own)
 
 
@@ -255,11 +245,6 @@ def table(recipe: Recipe, run: Run) -> list[Path]:
     kind = "" if expected is None else ", by the teacher's probabilities"
     run.say(f"  {len(kept)} answers of {tokens} tokens: {ngrams} n-grams{kind}, {path.stat().st_size / 1e6:.1f} MB")
     return [path]
-
-
-def learnt_answers(run: Run) -> list[Sample]:
-    """The answers that training learns from, never held-out ones."""
-    return [answer for answer in read_answers(run, "train") if not answer.dropped]
 
 
 def counted_text(answer: Sample) -> list[int]:

@@ -126,7 +126,9 @@ def test_what_a_check_says_of_the_corpus(world: Path, tmp_path: Path, capsys: Ca
         {"kind": "text", "path": lines_of(tmp_path, f"{split}.txt", f"text of {split}"), "split": split}
         for split in ("train", "validation", "test")
     ]
-    found = preflight.preflight(load_recipe(world / "recipe.yaml", [f"corpus.sources={json.dumps(few)}"]))
+    found = preflight.preflight(
+        load_recipe(world / "recipe.yaml", [f"corpus.sources={json.dumps(few)}", "train.steps=1"])
+    )
     assert len(found.lines) > 5, "of which a training shows the warning alone"
     assert [line.partition(",")[0] for line in found.warnings] == ["warning: 1 documents go to the test split"]
 
@@ -155,9 +157,9 @@ def test_a_store_that_a_run_holds_needs_no_room_again(world: Path, tmp_path: Pat
 def test_how_often_the_text_is_seen(world: Path, finished: Path, capsys: Capture) -> None:
     """Before a run by the most text that there can be, after it by the blocks; more than ten times is warned about."""
     check = (capsys, "check", world / "recipe.yaml")
-    few = "epochs: 1.1 at least over the answers to at most 12 prompts and the given text"  # 8·4·64 ÷ (1500 + 12·32)
+    few = "epochs: about 1.1 over the answers to 12 prompts and given text"  # 8·4·64 ÷ (1500 + 12·32)
     assert f"\n{few}\n" in tiny.shown(*check)
-    assert "\nwarning: epochs: 108.7 at least" in tiny.shown(*check, "train.steps=800")
+    assert "\nwarning: epochs: about 108.7 over" in tiny.shown(*check, "train.steps=800")
     trained, store = (json.loads((finished / name).read_text()) for name in ("training.json", "teacher/manifest.json"))
     assert trained["epochs"] == 8 * 4 / sum(store["shard_blocks"])
     assert 0 < trained["answers"] == store["answer_positions"] / store["scored_positions"] < 1

@@ -21,7 +21,7 @@ from distill.data.samples import Sample, write_samples
 from distill.engines.torch.hugging_face import load_model, quantisation
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import write_json
-from distill.recipe import Recipe, load_recipe, parse_recipe
+from distill.recipe import Recipe, parse_recipe
 from distill.run import Run
 from distill.teacher.answers import answers
 from distill.teacher.distributions import Head, LogitForm, TeacherChunk, logit_form, require_head
@@ -390,18 +390,6 @@ def test_the_size_that_is_announced(settings: dict[str, Any], folders: dict[str,
     for number, blocks in enumerate(TeacherStore(run).manifest["shard_blocks"]):
         header = run.path("teacher", f"shard-{number:05d}.safetensors").stat().st_size - blocks * 24 * each
         assert 0 < header < 800
-
-
-def test_answers_that_are_all_dropped_are_one_error(world: Path, tmp_path: Path) -> None:
-    """A corpus of questions has no text beside them."""
-    recipe = load_recipe(world / "recipe.yaml", ["corpus.tokens=0"])
-    run = Run(tmp_path / "run", recipe)
-    for folder in ("answers", "corpus"):
-        run.path(folder).mkdir(parents=True)
-    write_samples(run.path("answers", "train-00000.arrow"), [Sample("a", [1, 2], [3] * 9, dropped="looping")])
-    pack([], 64, split_long=True).save(run.path("corpus", "text-train.safetensors"))
-    with pytest.raises(DataError, match="left to learn from: 1 of 1 answers dropped: 1 looping"):
-        training_blocks(recipe, run)
 
 
 def test_masks_of_mixed_layers() -> None:
