@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 from distill.data.prompts import UserPrompts, read_user_prompts, sources_of
 from distill.data.samples import read_prompts
-from distill.decoding.calibration import Calibration
 from distill.decoding.configured import check_configurations
-from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import read_with
 from distill.decoding.round_costs import PROMPTS
 from distill.engines.llama_cpp.model import MOST_LEAVES
@@ -50,10 +48,14 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
     counted = any(one.counts_ngrams for one in settings.configurations)
     table = open_table(run.folder, recipe.target.model) if counted else None
     calibration = calibrate_run(recipe, run, _settings(recipe, run, "pytorch"), table)
-    fits = {} if calibration is None else calibration.fits
-    own = (
-        "pytorch" if own_file(recipe) is None else "gguf"
-    )  # which decodes the target in the form that the user gave it
+    prompts = [one.prompt for one in read_prompts(run, "test")][: settings.prompts]
+    spare = validation_prompts(run, recipe.answers.prompt_tokens, PROMPTS)
+    if not spare:
+        run.say("  there is no validation text: costs are timed on the test prompts, which does not change them")
+    fits, written = {} if calibration is None else calibration.fits, load_tokenizer(recipe.target.model).decode
+    given = PairTexts(prompts, spare or prompts, fits, written=written, table=table)
+    # Which decodes the target in the form that the user gave it.
+    own = "pytorch" if own_file(recipe) is None else "gguf"
     reference: OwnDistributions | None = None
     parts = {}
     for backend in sorted(settings.backends, key=lambda backend: backend != own):  # the target's own comes first
@@ -62,15 +64,17 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
             run.say(f"  {backend}: measured before the interruption")
         else:
             how = _settings(recipe, run, backend)
+            if backend != own and reference is None:  # before the pair takes its memory
+                reference = _read_own(recipe, run, own, prompts)
             with _load(recipe, how, backend) as pair:
                 label = _label(recipe, pair, backend)
                 run.say(f"  {label.pair}, {backend}")
-                part = _measure(recipe, run, pair, label, how, fits, table)
-                if backend == own and len(settings.backends) > 1:
-                    reference = OwnDistributions(pair.target, _prompts(recipe, run))
-                elif backend != own:
-                    reference = reference or _read_own(recipe, run, own)
+                part = measure_pair(how, pair, label, given)
+                run.say(f"    {explain(part)}")
+                if reference is not None:
                     part = replace(part, kl=reference.kl(pair.target))
+                elif len(settings.backends) > 1:
+                    reference = OwnDistributions(pair.target, prompts)
                 write_result(path, part)
         parts[backend] = read_result(path, SpeedupPart)
         gc.collect()
@@ -84,39 +88,17 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         calibration="" if calibration is None else calibration.words,
         gguf=recipe.gguf.described() if settings.files else "",
     )
-    report = replace(report, in_turns=_in_turns(recipe, run, report, fits, table))
+    report = replace(report, in_turns=_in_turns(recipe, run, report, given))
     write_result(run.path("speedup.json"), report)
     write_text(run.path("speedup.md"), document(speedup_blocks(report)))
     return [run.path("speedup"), run.path("speedup.json"), run.path("speedup.md")]
 
 
-def _measure(
-    recipe: Recipe,
-    run: Run,
-    pair: LoadedPair,
-    label: PairMeasured,
-    settings: PairSettings,
-    fits: Mapping[str, Calibration],
-    table: NGramTable | None,
-) -> SpeedupPart:
-    """All measurements of the pair by one backend, on test prompts; why it is faster or not is said, too."""
-    prompts = _prompts(recipe, run)
-    spare = validation_prompts(run, recipe.answers.prompt_tokens, PROMPTS)
-    if not spare:
-        run.say("    there is no validation text: costs are timed on the test prompts, which does not change them")
-    written = load_tokenizer(recipe.target.model).decode
-    part = measure_pair(settings, pair, label, PairTexts(prompts, spare or prompts, fits, written=written, table=table))
-    run.say(f"    {explain(part)}")
-    return part
-
-
-def _in_turns(
-    recipe: Recipe, run: Run, report: SpeedupReport, fits: Mapping[str, Calibration], table: NGramTable | None
-) -> list[InTurns]:
+def _in_turns(recipe: Recipe, run: Run, report: SpeedupReport, given: PairTexts) -> list[InTurns]:
     """Plain decoding and the fastest way of each engine, timed again in turns, the fastest first: one engine after the
     other was measured in other minutes, and a machine is not the same from one to the next. Engines that are far
     slower are left out."""
-    turns, prompts = recipe.speedup.turns, _prompts(recipe, run)
+    turns, prompts = recipe.speedup.turns, given.prompts
     plain = {one.key: one for one in report.plain if one.key in report.contenders}
     if len(plain) < 2 or turns < 1:
         return []
@@ -127,7 +109,7 @@ def _in_turns(
     }
     run.say(f"  {len(plain)} engines in {turns} turns: plain decoding, and the fastest way of each")
     for turn in range(min(turns, len(prompts))):
-        own = PairTexts(prompts[turn::turns], [], fits, table=table)
+        own = replace(given, prompts=prompts[turn::turns])
         for backend, part in zip(recipe.speedup.backends, report.parts, strict=True):
             if part.key in plain:
                 settings = _settings(recipe, run, backend)
@@ -145,14 +127,10 @@ def _in_turns(
     return found
 
 
-def _prompts(recipe: Recipe, run: Run) -> list[list[int]]:
-    return [one.prompt for one in read_prompts(run, "test")][: recipe.speedup.prompts]
-
-
-def _read_own(recipe: Recipe, run: Run, backend: str) -> OwnDistributions:
+def _read_own(recipe: Recipe, run: Run, backend: str, prompts: list[list[int]]) -> OwnDistributions:
     """What the target itself says, where its own backend is not measured, or was before an interruption."""
     with _load(recipe, replace(_settings(recipe, run, backend), draft=None), backend) as pair:
-        return OwnDistributions(pair.target, _prompts(recipe, run))
+        return OwnDistributions(pair.target, prompts)
 
 
 def _settings(recipe: Recipe, run: Run, backend: str) -> PairSettings:

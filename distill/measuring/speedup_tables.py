@@ -282,7 +282,7 @@ def _cause(best: Measurement, base: Measurement, cost: float) -> str:
     if best.speedup_low > 1:
         return ""
     paid = best.rounds.tokens >= cost
-    if paid and best.speedup >= 1:
+    if best.speedup >= 1:
         return "; prompts vary by more than it gains: measure more of them (--count; in a recipe, speedup.prompts)"
     if best.rounds.verified < 1 + HARDLY_DRAFTS:
         return f"; it is no gain, because it hardly drafts: it verifies {best.rounds.verified:.2f} tokens a round"

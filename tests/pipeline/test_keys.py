@@ -125,7 +125,7 @@ OF_QUESTIONS |= {f"answers.{name}" for name in ("new_tokens", "stop", "repetitio
 BY_INPUTS = {  # these change artifacts that the stage reads, and are part of the keys of their stages
     "questions": {"corpus.sources.kind"} | OF_QUESTIONS,
     "cut": {"corpus.block", "target.dtype", "target.quantise"},
-    "train": {"target.quantise", "teacher.kind", "teacher.batch"},
+    "train": {"target.quantise", "teacher.kind", "teacher.batch", "cut.transplant"},
     "eval": {"corpus.block"},
     "export": {"corpus.sources.kind"},  # for the head of a file: a hub's names, whose change begins another corpus
     "speedup": {"corpus.block"},

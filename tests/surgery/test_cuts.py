@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import itertools
 import json
 import math
 from functools import partial
@@ -200,20 +199,6 @@ def test_kinds_of_layers_are_cut(kind: str, tmp_path: Path) -> None:
     kept, _ = chosen(model, 2, "greedy")  # with windows that come and go
     assert torch.equal(logits(model), before) and model.config.to_dict() == config and model.model.has_sliding_layers
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1, 2, 3, 4]
-
-
-@pytest.mark.parametrize(("case", "planted"), [*zip([*PLAIN, *ODD], itertools.cycle((1, 2)), strict=False)])
-def test_a_planted_identity_goes_first(case: str, planted: int) -> None:
-    alike: dict[str, Any] = {"layer_types": ["sliding_attention"]} if case in ODD and case != "granite" else {}
-    model = small(case, layers=4, **alike)  # so that any of them may go
-    silence(model.model.layers[planted])
-    assert block_influence(model, BLOCKS)[planted] == 0
-    for rule in ("influence", "greedy"):
-        kept, report = chosen(model, 3, rule)
-        assert report["dropped"] == [planted], rule
-    before = logits(model)
-    keep_layers(model, kept)
-    assert torch.equal(logits(model), before)
 
 
 def test_greedy_by_brute_force() -> None:
