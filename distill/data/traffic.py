@@ -225,14 +225,17 @@ def encode_line(
     from distill.data.chat_template import ChatTemplate
     from distill.engines.torch.hugging_face import encode_behind
 
+    template = ChatTemplate(tokenizer, chat) if tokenizer.chat_template else None
     if isinstance(line.prompt, str) or isinstance(line.answer, str):
-        end = tokenizer.eos_token_id
+        eos = tokenizer.eos_token_id
+        rendered = template is not None and template.is_rendered(str(line.prompt))
+        end = template.end if template and rendered else [] if eos is None else [eos]
         ids, answer = encode_behind(tokenizer, str(line.prompt), str(line.answer))
-        answer += [end] if line.ended and end is not None else []
-    elif not tokenizer.chat_template:
+        answer += end if line.ended else []
+    elif template is None:
         raise ValueError("messages, but the target's tokenizer has no chat template")
     else:
-        template, names = ChatTemplate(tokenizer, chat).of_conversation(line.arguments)
+        template, names = template.of_conversation(line.arguments)
         if left is not None:
             left.update(
                 f"requests with the template argument `{name[:40]}`, which the template lacks" for name in names

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, Field
 
+from distill.data.records import fault_of_text
 from distill.data.samples import Reply, Request, decoded, listed
 from distill.decoding.batch import refill
 from distill.decoding.rules import Stop, stop_before, token_bytes
@@ -298,6 +299,8 @@ class ServerWriter:
         else:
             # What a cut text may end with is the beginning of a character whose other tokens were not generated.
             text = choice.text if ended else choice.text.rstrip("\ufffd")
+            if fault := fault_of_text("", text):
+                return Reply(request.id, [], False, fault)
             new = encode_behind(self.tokenizer, decoded(self.tokenizer, request.ids), text)[1]
             count = None if answer.usage is None else answer.usage.completion_tokens
             if count not in (None, len(new), len(new) + ended):

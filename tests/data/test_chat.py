@@ -121,6 +121,15 @@ def test_a_space_that_the_template_writes_is_learnt_once(plain: Any) -> None:
     assert not isinstance(line, str) and encode_line(line, template.tokenizer, Chat()) == found[0]
 
 
+def test_a_rendered_prompt_of_a_log_ends_a_turn(plain: Any) -> None:
+    """Its end is the template's, another one than that of texts."""
+    template = ChatTemplate(dressed(plain, "gemma"), Chat())
+    assert template.end != [template.tokenizer.eos_token_id]
+    for prompt, end in ((template.text([USER]), template.end), ("2 + 2 = ", [template.tokenizer.eos_token_id])):
+        line = parse_line(json.dumps({"prompt": prompt, "answer": "4"}).encode(), 1)
+        assert not isinstance(line, str) and encode_line(line, template.tokenizer, Chat())[1][-1:] == end
+
+
 @pytest.mark.parametrize("named", ["nothing", "a list", "the tokenizer"])
 def test_a_turn_ends_where_the_template_ends_it(tmp_path: Path, named: str) -> None:
     """Whatever the files name: a base model trained on chats keeps its own end of a text in all of them."""
