@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from distill.measuring.measure import REPEATED
 from distill.measuring.speedup_results import (
+    SLOWER,
     GroupFigures,
     InTurns,
     Measurement,
@@ -87,21 +88,15 @@ def round_table(part: SpeedupPart, command: str) -> Table:
     return table_of(part.measurements, columns, command, "a round", note)
 
 
-def step_table(parts: Sequence[SpeedupPart], command: str) -> Table:
+def step_table(part: SpeedupPart, command: str) -> Table:
     """Milliseconds of a step of each number of tokens, with one model alone."""
-    curves = [(part, name, curve) for part in parts for name, curve in part.steps.by_model.items()]
-    sizes = sorted({m for *_, curve in curves for m in curve})
+    curves = part.steps.by_model
+    sizes = sorted({m for curve in curves.values() for m in curve})
     rows: list[Row] = [
-        [
-            part.pair,
-            part.backend,
-            name,
-            part.steps.depth,
-            *(Cell(1e3 * curve[m] if m in curve else None, ".3f") for m in sizes),
-        ]
-        for part, name, curve in curves
+        [name, part.steps.depth, *(Cell(1e3 * curve[m] if m in curve else None, ".3f") for m in sizes)]
+        for name, curve in curves.items()
     ]
-    heads = ["pair", "backend", "model", "depth", *(f"T({m}), ms" for m in sizes)]
+    heads = ["model", "depth", *(f"T({m}), ms" for m in sizes)]
     return Table(heads, rows, command, "a step of m tokens, T(m), with one model alone")
 
 
@@ -163,26 +158,25 @@ def verdict(report: SpeedupReport) -> list[str]:
 
 
 def engine_table(report: SpeedupReport) -> Table:
-    """What each engine and type of file gives: plain decoding, and its fastest way."""
+    """What each engine and type of file gives: plain decoding, its fastest way, and whether that is faster."""
     best = {one.key: one for one in report.best}
-    rows: list[Row] = []
-    for part in report.parts:
-        plain, fastest = part.plain, best.get(part.key, part.plain)
-        rows.append(
-            [
-                part.pair,
-                part.backend,
-                Cell(part.kl, ".4f"),
-                Cell(1e3 * plain.prompt_seconds, ".0f"),
-                plain.tokens_per_second,
-                fastest.configuration,
-                fastest.tokens_per_second,
-                Cell(1.0 if fastest.is_plain else speedup_of(fastest), "×"),
-            ]
-        )
-    heads = ["pair", "backend", "KL", "first token, ms", "plain tokens/s", "fastest way", "tokens/s", "speedup"]
+
+    def fastest(part: SpeedupPart) -> Measurement:
+        return best.get(part.key, part.plain)
+
+    columns: Columns[SpeedupPart] = {
+        "pair": lambda part: part.pair,
+        "backend": lambda part: part.backend,
+        "KL": lambda part: Cell(part.kl, ".4f"),
+        "first token, ms": lambda part: Cell(1e3 * part.plain.prompt_seconds, ".0f"),
+        "plain tokens/s": lambda part: part.plain.tokens_per_second,
+        "fastest way": lambda part: fastest(part).configuration,
+        "tokens/s": lambda part: fastest(part).tokens_per_second,
+        "speedup": lambda part: Cell(1.0 if fastest(part).is_plain else speedup_of(fastest(part)), "×"),
+        "": lambda part: Cell(fastest(part).verdict, bad=fastest(part).verdict == SLOWER),
+    }
     note = "KL: mean nats of the target's own distributions to this engine's, on its greedy texts."
-    return Table(heads, rows, report.command, "engines", note)
+    return table_of(report.parts, columns, report.command, "engines", note)
 
 
 def turn_table(report: SpeedupReport) -> Table:
@@ -218,7 +212,7 @@ def speedup_blocks(report: SpeedupReport) -> list[Block]:
 
 
 def _part(part: SpeedupPart, command: str) -> list[Block]:
-    blocks: list[Block] = [round_table(part, command), step_table([part], command)]
+    blocks: list[Block] = [round_table(part, command), step_table(part, command)]
     by_class = [(row, group) for row in part.measurements for group in row.by_class]
     by_depth = [(row, group) for row in part.measurements for group in row.by_depth]
     by_depth.sort(key=lambda one: int(one[1].group.partition("–")[0]))

@@ -11,7 +11,7 @@ from distill.export import ExportReport
 from distill.files import is_gguf
 from distill.measuring.evaluation_results import MEASURES, SIDES, EvaluationReport, evaluation_blocks
 from distill.measuring.speedup_results import FASTER, SLOWER, Measurement, Sample, SpeedupReport
-from distill.measuring.speedup_tables import explanations, speedup_blocks, speedup_of, verdict
+from distill.measuring.speedup_tables import engine_table, explanations, speedup_blocks, speedup_of, verdict
 from distill.recipe.measuring import engine_name
 from distill.recipe.recipe import REASON
 from distill.report import plots, tables
@@ -20,7 +20,6 @@ from distill.tables import (
     Block,
     Cell,
     Code,
-    Columns,
     Heading,
     Plot,
     Row,
@@ -32,7 +31,6 @@ from distill.tables import (
     percent,
     shown,
     size,
-    table_of,
 )
 from distill.training.saved import REMEDY, STORED, TrainingStep, TrainingSummary, trained_tokens
 
@@ -62,12 +60,12 @@ def sections(results: RunResults) -> dict[str, list[Block]]:
 
 
 def _short(results: RunResults) -> list[Block]:
-    """What the draft is, the fastest ways, a GGUF target's as it is served first, and what is accepted."""
+    """What the draft is, the fastest way of each engine, and what is accepted."""
     measured, evaluation = results.speedup, results.evaluation
     warning = results.training.warning if results.training else None
     blocks: list[Block] = [_draft(results), *([f"{warning} What to do: {REMEDY}."] if warning else [])]
     if measured:
-        blocks += [*verdict(measured), _fastest(results, measured), explanations(measured)]
+        blocks += [*verdict(measured), engine_table(measured), explanations(measured)]
     if evaluation and evaluation.domains:
         blocks.append(_accepted(evaluation))
     return blocks + [results.absence(name) for name, one in (("speedup", measured), ("eval", evaluation)) if not one]
@@ -82,22 +80,6 @@ def _draft(results: RunResults) -> str:
         kept = f"{draft.layers} of {donor.layers} layers" if draft.layers != donor.layers else "all layers"
         sentence += f", {kept} of {'the target' if same else donor.path},"
     return f"{sentence} for {target.path}."
-
-
-def _fastest(results: RunResults, report: SpeedupReport) -> Table:
-    """The fastest way of each pair and engine, and whether it is faster than plain decoding."""
-    served = "gguf" if is_gguf(results.target.path) else ""
-    columns: Columns[Measurement] = {
-        "pair": lambda one: one.pair,
-        "engine": lambda one: engine_name(one.backend),
-        "fastest way": lambda one: one.configuration,
-        "of": lambda one: sum(other.key == one.key for other in report.rivals),
-        "plain tokens/s": lambda one: Cell(one.plain_tokens_per_second, ".1f"),
-        "tokens/s": lambda one: Cell(one.tokens_per_second, ".1f"),
-        "speedup": lambda one: Cell(speedup_of(one), "×"),
-        "": lambda one: Cell(one.verdict, bad=one.verdict == SLOWER),
-    }
-    return table_of(sorted(report.best, key=lambda one: one.backend != served), columns, report.command)
 
 
 def _accepted(evaluation: EvaluationReport) -> Table:

@@ -378,7 +378,7 @@ def test_card_survives_hostile_text_and_its_python_compiles(results: dict[str, A
 def test_every_configuration_shows_its_distribution(results: dict[str, Any]) -> None:
     """And the first section the fastest lossless greedy way of all that was tried on a pair and backend."""
     part = results["speedup"]["parts"][0]
-    rows, tried = part["measurements"], len(part["measurements"]) - 1
+    rows = part["measurements"]
     sampled = {"sampler": {"temperature": 0.8}, "identical": None, "excused": None, "different": None}
     fast = {"speedup": 9.0, "speedup_low": 8.5, "speedup_high": 9.5}
     rows += [
@@ -393,7 +393,7 @@ def test_every_configuration_shows_its_distribution(results: dict[str, Any]) -> 
         assert shown in words, shown
     assert "LOSSY: drafts are dropped" in card and "plain, sampled" in card and "1.37×" in card
     first = re.split("<h2>", build_page(results))[1]
-    assert f">a tree</td><td>{tried + 1}</td>" in first and "4.25×" in first
+    assert ">a tree</td>" in first and "4.25×" in first
     assert "A draft of 0.1 million parameters, 2 of 3 layers of" in first
     assert "Fastest: <code>" in first and "a round gives" in first
 
