@@ -245,10 +245,21 @@ def _head(report: SpeedupReport) -> list[str]:
 HARDLY_DRAFTS = 0.2  # verified tokens of a round, less the one that plain decoding has: below, hardly any is drafted
 
 
+DEAR = 0.3  # plain steps of the target: a draft's step that costs more is worth making cheaper before anything else
+
+
 def explanations(report: SpeedupReport) -> list[str]:
-    """A sentence about each pair and backend."""
+    """A sentence about each pair and backend; of a draft's GGUF file that is slow, how to find a faster type."""
     many = len(report.parts) > 1
-    return [(f"{part.pair}, {part.backend}: " if many else "") + explain(part) for part in report.parts]
+    told = [(f"{part.pair}, {part.backend}: " if many else "") + explain(part) for part in report.parts]
+    for steps in (part.steps for part in report.parts):
+        share = steps.draft.get(1, 0.0) / steps.target.get(1, math.inf)
+        if share > DEAR and (report.draft or "").endswith(".gguf"):
+            told.append(
+                f"A step of the draft takes {share:.2f} of the target's: `distill profile {report.draft} --types "
+                "q8_0,q4_0` measures what its file takes in other types, and what they change."
+            )
+    return told
 
 
 def explain(part: SpeedupPart) -> str:

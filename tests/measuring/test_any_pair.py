@@ -36,7 +36,7 @@ from distill.measuring.speedup_results import (
     SpeedupReport,
     StepFigures,
 )
-from distill.measuring.speedup_tables import explain, round_table, speedup_blocks, verdict
+from distill.measuring.speedup_tables import explain, explanations, round_table, speedup_blocks, verdict
 from distill.recipe import Chat, Configuration, Corpus, load_recipe
 from distill.recipe.configuration import PLAIN
 from distill.run import Run
@@ -157,6 +157,14 @@ def test_costs_that_were_timed_on_a_busy_machine_are_said() -> None:
     for off, said in ((None, False), (1.1, False), (0.66, True), (1.3, True)):
         note = round_table(replace(part, costs_off=off), "command").note
         assert (f"took {off or 0:.2f} times as long as when costs were timed" in note) is said
+
+
+def test_a_draft_whose_file_is_slow_has_other_types_proposed() -> None:
+    part = SpeedupPart("p", "gguf", [measured(PLAIN, 1, 1, None)], ALONE)
+    for draft, seconds, said in (("d.gguf", 0.2, True), ("d.gguf", 0.1, False), ("folder", 0.2, False)):
+        one = replace(part, steps=StepFigures(100, {1: 0.5}, {1: seconds}))
+        told = explanations(SpeedupReport("c", {}, 8, 16, {}, [one], target="t.gguf", draft=draft))
+        assert any("0.40 of the target's: `distill profile d.gguf --types q8_0,q4_0`" in line for line in told) is said
 
 
 def test_the_fastest_way_over_all_engines_comes_first() -> None:
