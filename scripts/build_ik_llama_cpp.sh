@@ -3,7 +3,7 @@
 # the place of the wheel's, which know no AVX-512: with it prompts are read 1.5 times as fast (docs/benchmarks.md).
 #
 #   bash scripts/build_ik_llama_cpp.sh [FOLDER]      5 minutes on 2 cores, in FOLDER (default: build/ik_llama.cpp); resumes where it stopped
-#   pip install --force-reinstall --no-deps ik-llama-cpp-python      the wheel's libraries again
+#   pip install --force-reinstall --no-deps ik-llama-cpp-python==0.1.5      the wheel's libraries again
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
