@@ -181,8 +181,10 @@ CHAINS_ONLY = "draft chains: another drafter than tree"
 
 
 def name_of_fit(configuration: Configuration, sampler: Sampler) -> str:
-    """What a draft's calibration is called among the others: a drawn text accepts other tokens than a greedy one, by
+    """What a calibration is called among the others: a drawn text accepts other tokens of a draft than a greedy one, by
     its sampler and its verifier."""
+    if configuration.counts_ngrams:
+        return names_of_fits(sampler.temperature > 0)[0]
     if sampler.temperature == 0:
         return configuration.calibrated_by
     usual = Sampler().describe()

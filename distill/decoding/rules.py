@@ -106,7 +106,6 @@ class Rules:
     `stop` is called after every round, for stop strings and the like (`stop_before`). A round may add several
     tokens, so it must find the first place to stop instead of reading the end alone. A `constraint` masks the target's
     logits before the sampler; a draft under the same constraint (`Constrained`) is accepted more often.
-    Raises DataError where the constraint ends texts with other tokens.
     """
 
     sampler: Sampler = GREEDY
@@ -115,13 +114,6 @@ class Rules:
     random: Random = lambda: 0.0
     stop: Stop | None = None
     constraint: Constraint | None = None
-
-    def __post_init__(self) -> None:
-        if self.constraint is not None and set(self.constraint.ends) != set(self.ends):
-            raise DataError(
-                f"the grammar ends texts with tokens {sorted(self.constraint.ends)}, the decoder with "
-                f"{sorted(self.ends)}",
-            )
 
     @property
     def by_argmax(self) -> bool:

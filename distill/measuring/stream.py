@@ -73,8 +73,10 @@ def stream(
     """
     configuration = request.configuration
     name = name_of_fit(configuration, request.sampler)
-    if configuration.needs_calibration and configuration.asks_the_draft and name not in request.fitted:
-        note(f"no calibration `{name}` was fitted: the draft's own probabilities stand in for it")
+    if configuration.needs_calibration and name not in request.fitted:
+        greedy = configuration.counts_ngrams and "table" in request.fitted
+        other = "that of greedy texts stands" if greedy else "the drafter's own probabilities stand"
+        note(f"no calibration `{name}` was fitted: {other} in for it")
     if configuration.other_vocabulary and is_gguf(target.model):
         raise DataError(f"drafter {configuration.drafter} reads both tokenizers from Hugging Face folders")
     ids = encode_prompt(target.model, text) if message is None else message

@@ -207,4 +207,5 @@ def test_lossy_configurations_are_refused_or_labelled(copied: Path, capsys: pyte
     hot = ("--temperature", 0.9, "-C", "verifier=greedy", "--allow-lossy")
     assert "LOSSY: this text does not follow" in tiny.told(capsys, *generate, *hot)
     # Greedy, nothing is.
-    assert "LOSSY" not in tiny.told(capsys, *generate, "-C", "rule=expected-value", "--allow-lossy")
+    told = tiny.told(capsys, *generate, "-C", "rule=expected-value", "--allow-lossy")
+    assert "LOSSY" not in told and "no calibration `features` was fitted" in told
