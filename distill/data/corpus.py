@@ -14,7 +14,7 @@ from distill.data.packing import Packed, concatenate, pack
 from distill.data.prompts import ChatPrompts, cut_prompts
 from distill.data.samples import SPLITS, CorpusTexts, Sample, Split, SplitTexts, count_texts, write_samples
 from distill.data.sources import UNREAD, Document, read_documents, require_splits, with_questions
-from distill.engines.torch.hugging_face import encode_text, end_ids, load_tokenizer, stated_ends, turn_end
+from distill.engines.torch.hugging_face import encode_text, load_tokenizer, stated_ends, turn_end
 from distill.errors import DataError
 from distill.files import write_atomically, write_json, write_result
 from distill.progress import Caution
@@ -32,7 +32,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     """Write text-SPLIT.safetensors (packed blocks), prompts-SPLIT.arrow, documents-test.json and summary.json."""
     folder = run.path("corpus")
     tokenizer = load_tokenizer(recipe.target.model)
-    ends = end_ids(recipe.target.model, tokenizer)
+    ends = sorted({tokenizer.eos_token_id, *stated_ends(recipe.target.model)} - {None})  # of a text, not of a turn
     sources = with_questions(recipe.corpus, run.path("questions"))
     documents, dropped = read_documents(sources)
     to_ids = functools.partial(encode_text, tokenizer)

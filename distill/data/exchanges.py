@@ -212,7 +212,7 @@ def read_exchange(kind: str, request: bytes, reply: bytes) -> Iterator[dict[str,
         if reason := steered(asked, line=False):
             raise ValueError(reason)
         line = _messages(asked) if kind == CHAT else _prompt(asked)
-        choices = _choices(kind, _events(reply))
+        choices = _choices(kind, list(_events(reply)), asked.get("n") not in (None, 1))
     except ValueError as reason:
         yield str(reason)
         return
@@ -300,8 +300,9 @@ def _events(reply: bytes) -> Iterator[dict[str, Any]]:
             yield _object(value, "an event that is not a JSON object", halves=True)
 
 
-def _choices(kind: str, events: Iterator[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The choices of a reply in their order, put together from their events."""
+def _choices(kind: str, events: list[dict[str, Any]], several: bool) -> list[dict[str, Any]]:
+    """The choices of a reply in their order, put together from their events; ValueError where `several` come in pieces
+    that do not say whose they are."""
     found: dict[int, dict[str, Any]] = {}
     usage: dict[str, Any] = {}
     for event in events:
@@ -314,6 +315,8 @@ def _choices(kind: str, events: Iterator[dict[str, Any]]) -> list[dict[str, Any]
             own["stop_reason"] = None  # an end token: stop strings have a type of their own
         for at, piece in enumerate(event.get("choices", [own])):
             new: dict[str, Any] = {"text": [], "more": {}, "calls": {}, "end": None, "fault": "", "model": ""}
+            if several and len(events) > 1 and len(event.get("choices", ())) == 1 and "index" not in piece:
+                raise ValueError("pieces of several choices without an index")
             one = found.setdefault(piece.get("index", at), new)
             part = piece if kind != CHAT else piece.get("message") or piece.get("delta") or {}
             if part.get("function_call"):

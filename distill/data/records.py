@@ -113,7 +113,7 @@ def _decoded(text: str, fault: str) -> Any:
 
 # ── One request: what steers its answer ──
 
-EFFORTS = ("reasoning_effort", "reasoning", "enable_thinking")
+EFFORTS = ("reasoning_effort", "reasoning", "enable_thinking", "thinking")
 # Fields with which an answer is another one than the target's own after its prompt, or its prompt another text.
 STEERING = {
     *("response_format", "structured_outputs", "structural_tag", "grammar", "json_schema", "regex", "ebnf"),
@@ -157,11 +157,13 @@ def steered(request: Mapping[str, Any], line: bool = True) -> str:
 
 def efforts(request: Mapping[str, Any]) -> dict[str, Any]:
     """The arguments of the chat template that servers make of how much a request wants the target to think."""
-    more = request.get("reasoning")
-    effort = request.get("reasoning_effort", more.get("effort") if isinstance(more, dict) else None)
-    switch = request.get("enable_thinking")
-    found = {"enable_thinking": switch} if isinstance(switch, bool) else {}
-    return {"reasoning_effort": effort, "enable_thinking": effort != "none"} if isinstance(effort, str) else found
+    inner = {name: one for name in ("reasoning", "thinking") if isinstance(one := request.get(name), dict)}
+    effort = request.get("reasoning_effort") or inner.get("reasoning", {}).get("effort")
+    if isinstance(effort, str):
+        return {"reasoning_effort": effort, "enable_thinking": effort != "none"}
+    kind = inner.get("thinking", {}).get("type")  # of DeepSeek's, GLM's and Kimi's servers
+    switch = {"enabled": True, "disabled": False}.get(str(kind), request.get("enable_thinking"))
+    return {"enable_thinking": switch} if isinstance(switch, bool) else {}
 
 
 LONG = 20  # characters of a prompt that no answer repeats by chance

@@ -44,7 +44,7 @@ PART = {"path": str, "bytes": int, "lines": int, "sha256": str, "start": int, "s
 PINNED = {"path": str, "lines": int, "start_line": int, "parts": [PART]}  # the form of a pin
 LINES_PER_FILE = 2048
 MOST_LINES = 1000  # that a check reads
-MOST_COUNTED, FEW_COUNTED = 1.5, 16  # times an answer's tokens and more of them that a server may have counted
+MOST_COUNTED, FEW_COUNTED = 1.25, 8  # times an answer's tokens and more of them that a server may have counted
 MOST_REASONS = 20  # that are named; hostile logs have a new argument in each line
 TOO_LONG, CUT = "prompts left out, too long for corpus.block", "answers cut to fit corpus.block"
 

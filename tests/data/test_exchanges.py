@@ -98,6 +98,8 @@ def test_pieces_of_a_stream(pieces: list[str], whole: str) -> None:
 def test_choices_without_an_index() -> None:
     choices = [{"message": {"content": text}, "finish_reason": "stop"} for text in ("a", "b")]
     assert found(CHAT, ASKED | {"n": 2}, {"choices": choices}) == [answer("a"), answer("b")]
+    alone = [{"choices": [{"delta": {"content": text}, "finish_reason": "stop"}]} for text in ("a", "b")]
+    assert found(CHAT, ASKED | {"n": 2}, stream(*alone)) == ["pieces of several choices without an index"]
     pieces = [{"delta": {"content": text}, "finish_reason": "stop"} for text in ("a", "b")]
     assert found(CHAT, ASKED | {"n": 2}, stream({"choices": pieces})) == [answer("a"), answer("b")]
 
@@ -109,6 +111,7 @@ def test_choices_without_an_index() -> None:
         ({"reasoning_effort": "none"}, {"reasoning_effort": "none", "enable_thinking": False}),
         ({"reasoning": {"effort": "none"}}, {"reasoning_effort": "none", "enable_thinking": False}),
         ({"enable_thinking": False}, {"enable_thinking": False}),
+        ({"thinking": {"type": "disabled"}}, {"enable_thinking": False}),
         (
             {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
             {"reasoning_effort": "low", "enable_thinking": False},

@@ -485,7 +485,7 @@ def test_a_conversation_is_in_one_split(world: Path) -> None:
 def test_thinking_that_a_server_hides(world: Path) -> None:
     tokenizer = load_tokenizer(str(world / "target"))
     raw: dict[str, Any] = {"prompt": "def f(", "answer": "x): return x"}
-    for tokens, fits in ((12, True), (200, False)):
+    for tokens, fits in ((12, True), (60, False)):
         line = traffic.parse_line(json.dumps(raw | {"completion_tokens": tokens}).encode(), 1)
         assert isinstance(line, traffic.Line)
         with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="its thinking is hidden"):
