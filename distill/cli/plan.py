@@ -244,7 +244,8 @@ def _rates(text: str) -> list[float]:
         return shared.numbers(text, "--acceptance", float, "0.8,0.75,0.7", most=1)
     from distill.measuring.evaluation_results import EvaluationReport
 
-    counted = read_result(Path(text), EvaluationReport).positions.get("after")
-    if not counted:
+    counted = read_result(Path(text), EvaluationReport).positions.get("after", [])
+    rates = [one.rate.mean for one in counted if one.drafted]  # positions that no round reached have none
+    if not rates:
         raise DataError(f"{text} holds no conditional acceptance", "give the eval.json of a run that decoded rounds")
-    return [one.rate.mean for one in counted]
+    return rates

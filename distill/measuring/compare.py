@@ -267,9 +267,10 @@ def predicted_speedup(one: TimedConfiguration, steps: StepFigures) -> float | No
     """The speedup of a fixed length that drafts by the model, over whole requests, from T(m), D and the conditional
     acceptance: behind the prompt, rounds of τ tokens take T(γ + 1) + γ·D (Leviathan et al. 2023, eq. 1)."""
     length, chain = one.length or 0, one.configuration.drafter == "draft"
-    if not length or not chain or not steps.draft or length + 1 not in steps.target or not one.rounds:
+    accepted = accepted_by_position([(r.drafted, r.accepted) for r in one.rounds])
+    if not length or not chain or not steps.draft or length + 1 not in steps.target or not accepted:
         return None
-    tokens = tokens_per_round(accepted_by_position([(r.drafted, r.accepted) for r in one.rounds])[:length])
+    tokens = tokens_per_round(accepted[:length])
     behind = statistics.fmean(len(text.decoded.tokens) - 1 for text in one.plain.texts)
     round_seconds = steps.target[length + 1] + length * steps.draft[1]
     plain_seconds = prompt_seconds(one.plain) + behind * steps.target[1]

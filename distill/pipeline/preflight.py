@@ -251,7 +251,8 @@ def check_weights_of_models(recipe: Recipe) -> list[str]:
         context = context_of(model)
         if context is not None and recipe.corpus.block > context:
             raise RecipeError(
-                f"corpus.block is {recipe.corpus.block}, the {role}'s context {context}", f"lower it to {context}"
+                f"corpus.block is {recipe.corpus.block}, the {role}'s context {context}",
+                f"lower corpus.block to {context}",
             )
     return lines
 

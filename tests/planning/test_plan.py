@@ -23,7 +23,7 @@ from distill.measuring.evaluation_results import EvaluationReport, PositionAccep
 from distill.planning.cases import planned_config
 from distill.planning.plan import ALL, RATES, Case, by_position, forecast, step_costs
 from distill.recipe import load_recipe
-from distill.tables import Interval
+from distill.tables import UNKNOWN, Interval
 
 LENGTHS = (1, 2, 4, 8)
 
@@ -124,6 +124,7 @@ def test_saved_curves(tmp_path: Path, capsys: Capture) -> None:
 
 def test_the_acceptance_that_a_run_measured(tmp_path: Path, capsys: Capture) -> None:
     rates = [PositionAcceptance(n, 10, 5, Interval(rate, 0.0, 1.0)) for n, rate in ((1, 0.62), (2, 0.55))]
+    rates.append(PositionAcceptance(3, 0, 0, UNKNOWN))  # which no round reached
     write_result(tmp_path / "eval.json", EvaluationReport("x", {}, 2, {}, {"after": rates}, {}))
     target = saved(tmp_path / "t.json", [1.0, 1.1, 1.2])
     (one,) = planned(capsys, target, "--acceptance", tmp_path / "eval.json")["forecasts"]
