@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import glob
 import hashlib
 import json
@@ -36,7 +37,7 @@ else:
     import fcntl
 
 STALE = 600  # seconds in which a living process writes something
-LARGE = 64 * 2**20  # bytes of a file from which its digest is remembered
+LARGE = 8 * 2**20  # bytes of a file from which its digest is remembered
 
 
 def is_utf8(text: str) -> bool:
@@ -419,23 +420,23 @@ def joint_digest(files: Mapping[str, str]) -> str:
 
 
 def _remembered_digest(path: Path) -> str:
-    """The digest of a file; of a large one, it is kept in the cache with all that tells a change without reading it."""
-
-    def state() -> list[int]:
-        found = path.stat()
-        return [found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev]
-
-    before = state()
-    if before[0] < LARGE:
+    """The digest of a file; of a large one it is remembered with all that tells a change without reading it."""
+    found = path.stat()
+    if found.st_size < LARGE:
         return file_digest(path)
-    place = cache_folder("digests") / f"{digest(str(path.resolve()))}.json"
+    return _digest_at(path.resolve(), (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev))
+
+
+@functools.lru_cache(1024)
+def _digest_at(path: Path, state: tuple[int, ...]) -> str:
+    """The digest of a file in this state, which the cache keeps where it can be written."""
+    place = cache_folder("digests") / f"{digest(str(path))}.json"
     with contextlib.suppress(DistillError, OSError):
         known = read_json(place, {"state": [int], "sha256": str})
-        if known["state"] == before:
+        if known["state"] == [*state]:
             return str(known["sha256"])
     found = file_digest(path)
-    if state() == before:
-        remember(place, {"state": before, "sha256": found})
+    remember(place, {"state": state, "sha256": found})
     return found
 
 
