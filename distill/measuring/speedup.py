@@ -81,7 +81,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
     report = SpeedupReport(
         command=run.command,
         machine=machine(),
-        prompts=settings.prompts,
+        prompts=len(prompts),
         new_tokens=settings.new_tokens,
         sampler=Sampler.of(recipe.sampler).describe(),
         parts=[parts[backend] for backend in settings.backends],

@@ -173,7 +173,9 @@ def engine_table(report: SpeedupReport) -> Table:
         "fastest way": lambda part: fastest(part).configuration,
         "tokens/s": lambda part: fastest(part).tokens_per_second,
         "speedup": lambda part: Cell(1.0 if fastest(part).is_plain else speedup_of(fastest(part)), "×"),
-        "": lambda part: Cell(fastest(part).verdict, bad=fastest(part).verdict == SLOWER),
+        "": lambda part: Cell(
+            None if fastest(part).is_plain else fastest(part).verdict, bad=fastest(part).verdict == SLOWER
+        ),
     }
     note = "KL: mean nats of the target's own distributions to this engine's, on its greedy texts."
     return table_of(report.parts, columns, report.command, "engines", note)
@@ -268,7 +270,7 @@ def explain(part: SpeedupPart) -> str:
     drafting = [row for row in part.measurements if row.acceptance is not None and math.isfinite(row.speedup)]
     if not drafting:
         return "Nothing was drafted."
-    best = max(drafting, key=lambda row: row.speedup)
+    best = max(drafting, key=lambda row: (row.lossy is None, row.speedup))
     base = next(row for row in part.measurements if row.is_plain and row.sampler == best.sampler)
     rounds, plain = best.rounds, base.rounds.seconds
     if not plain or not rounds.seconds:

@@ -393,6 +393,7 @@ def test_every_configuration_shows_its_distribution(results: dict[str, Any]) -> 
         assert shown in words, shown
     assert "LOSSY: drafts are dropped" in card and "plain, sampled" in card and "1.37×" in card
     first = re.split("<h2>", build_page(results))[1]
+    assert "Fastest: <code>dropped drafts" not in first  # which are no text of the target's
     assert ">a tree</td>" in first and "4.25×" in first
     assert "A draft of 0.1 million parameters, 2 of 3 layers of" in first
     assert "Fastest: <code>" in first and "a round gives" in first
