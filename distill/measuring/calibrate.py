@@ -11,6 +11,9 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from distill.data.packing import Packed
 from distill.data.samples import read_prompts
 from distill.decoding.calibration import (
@@ -29,8 +32,10 @@ from distill.decoding.configured import (
     name_of_fit,
     names_of_fits,
 )
+from distill.decoding.drafters import distribution_sampler
 from distill.decoding.ngrams import NGramTable
-from distill.decoding.rules import Rules
+from distill.decoding.rules import GREEDY, Rules
+from distill.decoding.verify import Random
 from distill.engines.loaded import LoadedPair, load_pair
 from distill.engines.model import Model
 from distill.errors import DataError
@@ -71,20 +76,36 @@ class Calibrations:
         return f"{self.texts}, {self.rounds} rounds of the draft: {line}"
 
 
-def record_rounds(draft: Model, texts: Sequence[Text], ends: Collection[int]) -> list[list[Recorded]]:
-    """The rounds of LENGTH drafted tokens in which greedy decoding writes each text.
+def record_rounds(
+    draft: Model,
+    texts: Sequence[Text],
+    ends: Collection[int],
+    sampler: Sampler = GREEDY,
+    target: Model | None = None,
+    draws: Random = random.random,
+) -> list[list[Recorded]]:
+    """The rounds of LENGTH drafted tokens in which decoding under a sampler writes each text, by the draft's best
+    tokens; with a `target`, by drawn ones that verifier token judges.
 
-    The draft reads each text once: at every position that a round judges, all before it were accepted.
+    Each model reads each text once: at every position that a round judges, all before it were accepted. That verifier
+    lets a token x of the draft stand with min(p(x), q(x)), so that it drafted min(1, q(x) / p(x)) of the x in a text.
     """
-    recorded, sampler = list[list[Recorded]](), Sampler(1.0)
+    recorded, sampler = list[list[Recorded]](), distribution_sampler(sampler)
     progress = Progress("rounds of other texts, prompts", len(texts), brief=True)
     for prompt, new in texts:
         text = [*prompt, *new][: draft.capacity]
         places = range(len(prompt), len(text) - 1)
-        draft.rollback([0])
-        logits = draft.extend(text[:-1], want=places) if places else None
-        distributions = [] if logits is None else [*sampler.distributions(logits, empty=True)]
-        recorded.append(rounds_of(text, len(prompt), distributions, ends, LENGTH))
+
+        def read(model: Model, text: list[int] = text, places: range = places) -> Tensor:
+            model.rollback([0])
+            return sampler.distributions(model.extend(text[:-1], want=places), empty=True)
+
+        q, hits = read(draft) if places else torch.zeros(0, 1), None
+        if target is not None and places:
+            x = torch.tensor(text[len(prompt) + 1 :])[:, None]
+            chances = q.gather(1, x) / read(target).gather(1, x)
+            hits = [draws() < chance for chance in chances[:, 0].tolist()]
+        recorded.append(rounds_of(text, len(prompt), [*q], ends, LENGTH, hits))
         progress.step()
     return recorded
 
@@ -159,15 +180,16 @@ def calibrate_pair(
         if one.counts_ngrams:
             made = [guesses(table, prompt, text) for prompt, text in zip(prompts, written(sampler), strict=True)]
             counted |= zip(names_of_fits(sampler.temperature > 0), zip(*made, strict=True), strict=True)
-        elif not one.needs_calibration or settings.draft is None or end in drafted:
+        if not (one.needs_calibration and one.asks_the_draft) or end in drafted:
             continue
-        elif sampler.temperature:
-            rules = Rules(sampler, one.verified_by, pair.ends, random.Random(f"{settings.seed}/{end}").random)
-            title = f"rounds of other texts, drawn, {one.verified_by}, prompts"
-            drafted[end] = decode_rounds(pair.target, pair.draft, prompts, LENGTH, new_tokens, rules, title).seen
-        else:
+        draws = random.Random(f"{settings.seed}/{end}").random
+        if sampler.temperature == 0 or one.verified_by in ("token", "match"):
             texts = [([*prompt], new) for prompt, new in zip(prompts, written(sampler), strict=True)]
-            drafted[end] = record_rounds(pair.draft, texts, pair.ends)
+            drawn = pair.target if one.verified_by == "token" and sampler.temperature else None
+            drafted[end] = record_rounds(pair.draft, texts, pair.ends, sampler, drawn, draws)
+        else:
+            rules, title = Rules(sampler, one.verified_by, pair.ends, draws), "rounds of other texts, drawn, prompts"
+            drafted[end] = decode_rounds(pair.target, pair.draft, prompts, LENGTH, new_tokens, rules, title).seen
     return calibrate(drafted, f"{len(prompts)} texts of {split}", counted)
 
 

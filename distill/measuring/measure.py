@@ -462,10 +462,15 @@ def write_texts(target: Model, prompts: Sequence[Sequence[int]], new_tokens: int
 
 
 def rounds_of(
-    text: Sequence[int], at: int, distributions: Sequence[Tensor], ends: Collection[int], length: int
+    text: Sequence[int],
+    at: int,
+    distributions: Sequence[Tensor],
+    ends: Collection[int],
+    length: int,
+    hits: Sequence[bool] | None = None,
 ) -> list[Recorded]:
     """The rounds of `length` drafted tokens from the first new token, `at`, on; `distributions` are the draft's after
-    it and after later ones."""
+    it and after later ones. `hits`: whether a drafted token stands there; None: where the best one is the text's."""
     rounds, index, first = list[Recorded](), NGramIndex(), at
     # A last token that is no end is never drafted: a round emits one beyond those accepted.
     last = len(text) - (1 if text[-1] in ends else 2)
@@ -478,10 +483,10 @@ def rounds_of(
             if not features.top:
                 break
             seen.append(replace(features, match=index.match(before, best)))
-            if best != text[place + 1]:
+            if not (best == text[place + 1] if hits is None else hits[place - first]):
                 break
             accepted += 1
-            if best in ends:
+            if text[place + 1] in ends:
                 break
         rounds.append(Recorded(seen, accepted))
         at += accepted + 1

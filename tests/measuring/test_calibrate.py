@@ -109,8 +109,7 @@ def test_a_draft_is_calibrated_for_each_sampler_and_verifier(pair: tuple[TableMo
         Configuration(rule="expected-value", verifier=one, sampler="greedy" if one == "greedy" else "recipe")
         for one in verifiers
     ]
-    settings = replace(settings_with(made, new_tokens=24), draft="draft")
-    loaded = LoadedPair("pytorch", "target", *pair, [])
+    settings, loaded = settings_with(made, new_tokens=24), LoadedPair("pytorch", "target", *pair, [])
     found = calibrate.calibrate_pair(loaded, random_prompts(30, 12, 2), settings, "validation", None)
     fits = Fitted(calibrations=found.fits)
     off = {}
