@@ -440,7 +440,10 @@ def _digest_at(path: Path, state: tuple[int, ...]) -> str:
     return found
 
 
-def cache_folder(kind: Literal["imported", "batches", "costs", "digests", "weights"]) -> Path:
+CacheKind = Literal["imported", "batches", "costs", "digests", "weights"]
+
+
+def cache_folder(kind: CacheKind) -> Path:
     """Where imported files, or what was found of files, are kept: below DISTILL_CACHE, else the user's cache folder."""
     own = os.environ.get("DISTILL_CACHE")
     base = os.path.expanduser(own or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "distill"))

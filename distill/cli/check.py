@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_args
 
 import typer
 
@@ -22,8 +22,8 @@ import distill
 from distill import __version__, machine
 from distill.cli import shared
 from distill.devices import accelerators, device_name, llama_option, torch_build
-from distill.errors import DataError, DistillError, PairError, RecipeError, RunError
-from distill.files import is_gguf, require_path, write_text
+from distill.errors import DataError, DistillError, PairError, RecipeError, RunError, faults_explained
+from distill.files import CacheKind, cache_folder, is_gguf, require_path, write_text
 from distill.progress import note
 from distill.recipe import is_path
 from distill.tables import Columns, table_of
@@ -209,13 +209,23 @@ def judged(what: str, found: str, fault: bool, remedy: str, state: State = "warn
     return Finding(what, found, state, remedy) if fault else Finding(what, found)
 
 
-def doctor(runs: shared.RunsOption = shared.DEFAULT_RUNS, output: shared.FormatOption = "md") -> None:
+def doctor(
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+    output: shared.FormatOption = "md",
+    empty: Annotated[bool, typer.Option("--empty-cache", help="Delete imported GGUF files and kept figures.")] = False,
+) -> None:
     """Check the installation and this machine: each line is fine or says what to do.
 
     Exit status 2 if something that distill needs is missing or too old.
     """
     require_path(runs, "--runs")
-    found = [*_packages(), _torch(), _bfloat16(), _llama(), *_ik(), *_cores(), _memory(), _disk(runs), _smollm2()]
+    if empty:
+        for place in map(cache_folder, get_args(CacheKind)):
+            with faults_explained(place):
+                if place.exists():
+                    shutil.rmtree(place)
+    found = [*_packages(), _torch(), _bfloat16(), _llama(), *_ik(), *_cores(), _memory(), _disk(runs), _cache()]
+    found.append(_smollm2())
     columns: Columns[Finding] = {
         "what": lambda row: row.what,
         "found": lambda row: row.found,
@@ -343,6 +353,14 @@ def _memory() -> Finding:
     found = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB are free"
     remedy = "close other programs; `distill train RECIPE --rehearse` measures what a recipe needs"
     return judged("memory", found, memory.available < LITTLE_MEMORY, remedy)
+
+
+def _cache() -> Finding:
+    places = {kind: cache_folder(kind) for kind in get_args(CacheKind)}
+    files = [path.lstat().st_size for place in places.values() for path in place.rglob("*") if path.is_file()]
+    count = sum(path.is_dir() for path in places["imported"].glob("*"))
+    words = f"{places['imported'].parent}: {count} imported GGUF files, {sum(files) / 1e9:.2f} GB in all"
+    return Finding("cache", f"{words}; --empty-cache deletes them")
 
 
 def _disk(runs: Path) -> Finding:

@@ -151,8 +151,11 @@ def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]]
     """What to export, by name, and the place for the files: of a Hugging Face folder, or of draft and target of a run
     with a trained draft."""
     from distill.engines.torch.hugging_face import local_folder
+    from distill.folders import refuse_adapter
     from distill.gguf.fields import NO_ORIGIN
 
+    if model is not None:
+        refuse_adapter(Path(model))
     if model is not None and (Path(model) / "config.json").exists():
         return {Path(model).resolve().name: (Path(model), NO_ORIGIN)}, Path(".")
     if model is not None and is_gguf(model):

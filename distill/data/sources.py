@@ -155,7 +155,7 @@ MARK = "\ufeff"  # a byte order mark
 def without_mark(text: str, dropped: Counter[str]) -> str:
     """The text of a file without the byte order mark at its beginning."""
     if text.startswith(MARK):
-        dropped["byte order mark at the beginning of a file"] += 1
+        dropped["byte order mark before a text that is kept"] += 1
     return text.removeprefix(MARK)
 
 

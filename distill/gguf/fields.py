@@ -73,7 +73,8 @@ class _Config:
     def number(self, key: str) -> int:
         value = self.values.get(key)
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
-            raise DataError(f"{self.folder}/config.json: {key} is {value!r}, not a positive integer", CORRECT)
+            fault = f"{key} is missing" if value is None else f"{key} is {value!r}, not a positive integer"
+            raise DataError(f"{self.folder}/config.json: {fault}", CORRECT)
         return value
 
     def real(self, key: str, value: Any) -> float:

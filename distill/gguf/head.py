@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import math
 import mmap
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ if TYPE_CHECKING:
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 COPY_AGAIN = "export or copy the file again"
+PIECE = re.compile(r"(.+\.gguf)([.-](?:part|split))[\w-]*", re.IGNORECASE)
 MAX_ROWS = 2**22  # tokens; the rows of many lists
 EXPORT_AGAIN = "convert the model again, or give its Hugging Face folder"
 
@@ -253,6 +255,10 @@ def open_head(path: Path) -> FileHead:
 
     Raises DataError where the file is missing, damaged or cut short, or its parts do not make up a model.
     """
+    if (piece := PIECE.fullmatch(path.name)) and path.is_file():
+        whole = path.with_name(piece[1])
+        what = f"{path} is a piece of {piece[1]}, which was cut for an upload"
+        raise DataError(what, f"join the pieces in their order: cat {whole}{piece[2]}* > {whole}")
     head = _open_one(path)
     count = head.values.get("split.count", 0)
     if not isinstance(count, int) or count < 2:

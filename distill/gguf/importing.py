@@ -6,14 +6,13 @@ named, the weights once they are read. It can be deleted at any time.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import math
 import os
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -22,8 +21,18 @@ import numpy as np
 from numpy.typing import NDArray
 
 from distill.errors import DataError, RunError
-from distill.files import cache_folder, is_gguf, split_parts, write_atomically, write_folder, write_json, write_text
-from distill.folders import ITEM_BYTES, Floats, from_floats, pin_tokenizer, to_floats, write_header
+from distill.files import (
+    cache_folder,
+    digests_of,
+    is_gguf,
+    read_json,
+    split_parts,
+    write_atomically,
+    write_folder,
+    write_json,
+    write_text,
+)
+from distill.folders import ITEM_BYTES, Floats, from_floats, pin_tokenizer, read_header, to_floats, write_header
 from distill.gguf.families import ATTENTION, LLAMA3_FACTORS, LONG_FACTORS, MLP, SHORT_FACTORS, Sizes
 from distill.gguf.fields import configuration
 from distill.gguf.head import FileHead, known_type, open_head, type_name
@@ -134,6 +143,10 @@ def _kind(head: FileHead, name: str, width: int) -> GGMLQuantizationType:
     if kind is None or (kind.name not in DTYPES and kind not in gguf.quants._type_traits):
         what = f"{name} is {type_name(head.kinds[name])}, which the gguf package cannot dequantise"
         head.refuse(what, "quantise the model to another type, such as q8_0")
+    if kind.name == "NVFP4":
+        head.refuse(
+            f"{name} is nvfp4, whose scales stand partly in other tensors", "quantise the model to another type"
+        )
     block = gguf.GGML_QUANT_SIZES[kind][0]
     if width % block:
         head.refuse(
@@ -154,15 +167,16 @@ def rotary_factors(head: FileHead) -> dict[str, Floats]:
     return tensors
 
 
-def stored_types(tensors: Mapping[str, FileTensor], dtype: Dtype | None) -> dict[str, str]:
+def stored_types(tensors: Mapping[str, FileTensor], dtype: Dtype | None, quantised: str) -> dict[str, str]:
     """The type in which each tensor is stored, as safetensors names it.
 
-    With `dtype`, that one. Else floats stay as they are and quantised tensors become F32; vectors, which GGUF keeps in
-    F32, take the type of the matrices where all of those have one of 16 bits and no vector loses a digit by it.
+    With `dtype`, that one. Else floats stay as they are and quantised tensors become `quantised`; vectors, which GGUF
+    keeps in F32, take the type of the matrices where all of those have one of 16 bits and no vector loses a digit by
+    it.
     """
     if dtype is not None:
         return dict.fromkeys(tensors, next(code for code, name in DTYPES.items() if name == dtype))
-    types = {name: source.kind.name if source.kind.name in DTYPES else "F32" for name, source in tensors.items()}
+    types = {name: source.kind.name if source.kind.name in DTYPES else quantised for name, source in tensors.items()}
     matrices = {types[name] for name, source in tensors.items() if len(source.shape) > 1}
     vectors = [name for name, source in tensors.items() if len(source.shape) == 1]
     if len(matrices) == 1 and (narrow := matrices.pop()) != "F32":
@@ -196,7 +210,8 @@ def write_weights(place: Path, imported: Import) -> None:
 # ── The folder: one that the user names, or one in the cache ──
 
 WEIGHTS = "model.safetensors"
-FORMAT = 2  # of the folders in the cache
+CONTENT = "content.json"  # the digests of the small files, written last
+FORMAT = 3  # of the folders in the cache
 
 
 def file_type(path: Path) -> str:
@@ -251,7 +266,7 @@ class Import:
         return f"; special by name, as in llama.cpp, against the file's types: {shown}" if tokens else ""
 
 
-def read_import(path: Path, dtype: Dtype | None = None) -> Import:
+def read_import(path: Path, dtype: Dtype | None = None, quantised: str = "F32") -> Import:
     """What a GGUF file would be as a folder, its weights stored as `dtype` (None: as `stored_types` says).
 
     Raises DataError, by name, for an architecture, a pre-tokenizer, a tensor or a type that cannot be imported.
@@ -261,7 +276,7 @@ def read_import(path: Path, dtype: Dtype | None = None) -> Import:
     config = configuration(head, rotary_factors(head))
     tokenizer = imported_tokenizer(head)
     tensors = sources(head, config)
-    types = stored_types(tensors, dtype)
+    types = stored_types(tensors, dtype, quantised)
     main_type = Counter(types[name] for name in tensors).most_common(1)[0][0]
     ids = {f"{role}_token_id": tokenizer.ids.get(role) for role in ("bos", "pad")}
     ends = tokenizer.ends
@@ -284,23 +299,57 @@ def write_import(imported: Import, out: Path) -> None:
 
 
 def folder_of(reference: str, weights: bool = True) -> Path:
-    """The folder in the cache of a GGUF file, imported if it is not there; without `weights`, its small files alone.
+    """The folder in the cache of a GGUF file, imported if it is not there or damaged; without `weights`, its small
+    files alone.
 
-    Raises DataError for a file that cannot be imported, RunError where the disk is too small.
+    Quantised weights are stored in bfloat16, whose 8 bits round them by less than their own types did. Raises DataError
+    for a file that cannot be imported, RunError where the disk is too small.
     """
     path = Path(reference)
     folder = cache_folder("imported") / file_name(path)
-    if not (folder / "config.json").is_file():
-        imported = read_import(path)
-        _into(folder, lambda place: _write_small(place, imported))
-    if weights and not (folder / WEIGHTS).is_file():
-        imported = read_import(path)
+    small, whole = _is_intact(folder), not weights or _fits(folder / WEIGHTS)
+    if small and whole:
+        return folder
+    imported = read_import(path, quantised="BF16")
+    if not small:
+        _into(folder, imported)
+    if not whole:
         _require_room(imported, folder)
-        note(
-            f"importing {path.name} to {folder} ({imported.bytes / 1e6:.0f} MB; the folder can be deleted at any time)"
-        )
+        size = f"{imported.bytes / 1e6:.0f} MB{' in bfloat16' if imported.quantised else ''}"
+        note(f"importing {path.name} to {folder} ({size}; `distill doctor --empty-cache` deletes it)")
         write_atomically(folder / WEIGHTS, lambda place: write_weights(place, imported), several=True)
     return folder
+
+
+def _is_intact(folder: Path) -> bool:
+    """Whether the small files of a folder in the cache are those that were written."""
+    try:
+        known = read_json(folder / CONTENT, {...: str})
+        return digests_of({name: folder / name for name in known}) == known
+    except (DataError, OSError):
+        return False
+
+
+def _into(folder: Path, imported: Import) -> None:
+    """Write the small files of a folder that other processes may be making or reading, each whole or not at all."""
+    place = folder.with_name(f"{folder.name}.{os.getpid()}")
+    try:
+        write_folder(place, lambda temporary: _write_small(temporary, imported))
+        files = {path.relative_to(place).as_posix(): path for path in place.rglob("*") if path.is_file()}
+        write_json(place / CONTENT, digests_of(files))
+        for name in (*files, CONTENT):
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            os.replace(place / name, folder / name)
+    finally:
+        shutil.rmtree(place, ignore_errors=True)
+
+
+def _fits(weights: Path) -> bool:
+    """Whether a file of weights is there and whole, by its header."""
+    try:
+        return bool(read_header(weights))
+    except (DataError, OSError):
+        return False
 
 
 def file_name(path: Path) -> str:
@@ -314,17 +363,6 @@ def file_name(path: Path) -> str:
     stated = [(state.st_size, state.st_mtime_ns) for state in states]
     parts = [str(path.resolve()), stated, FORMAT, hashlib.sha256(head).hexdigest()]
     return f"{path.stem[:60]}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
-
-
-def _into(folder: Path, write: Callable[[Path], object]) -> None:
-    """Let `write` fill a folder that several processes may make at once: the first one stays."""
-    place = folder.with_name(f"{folder.name}.{os.getpid()}")
-    try:
-        write_folder(place, write)
-        with contextlib.suppress(OSError):  # another process was first
-            place.rename(folder)
-    finally:
-        shutil.rmtree(place, ignore_errors=True)
 
 
 def _write_small(folder: Path, imported: Import) -> None:

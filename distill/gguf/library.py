@@ -9,6 +9,7 @@ import importlib
 import math
 import os
 import platform
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Sequence
@@ -391,6 +392,10 @@ class GgufFile:
                     f"{self.path}: its architecture, {kind!r}, is unknown to the installed {name} {version(name)}",
                     f"pip install -U {name}, or decode its Hugging Face folder in PyTorch",
                 )
+            if damaged := re.search(r"tensor '([^']+)' has invalid data", last_errors()):
+                head = open_head(self.path)
+                kind = type_name(head.kinds[damaged[1]])
+                head.refuse(f"{damaged[1]}, a tensor of {kind}, holds values that are no numbers", COPY_AGAIN)
             raise DataError(
                 f"{self.path} cannot be loaded: {last_errors()}",
                 hint="see that its disk works; else export or copy it again",

@@ -72,6 +72,16 @@ def test_here_nothing_is_needed(capsys: Capture, tmp_path: Path) -> None:
     assert tiny.call("doctor") == 0 and "| torch |" in capsys.readouterr().out
 
 
+def test_the_cache_is_listed_and_emptied(capsys: Capture, tmp_path: Path, monkeypatch: Patch) -> None:
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    for name, size in (("imported/m-12/model.safetensors", 30_000_000), ("costs/a.json", 3), ("own.txt", 1)):
+        (tmp_path / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "cache" / name).write_bytes(bytes(size))
+    assert findings(capsys)["cache"]["found"].startswith(f"{tmp_path}/cache: 1 imported GGUF files, 0.03 GB in all")
+    assert ": 0 imported GGUF files, 0.00 GB" in findings(capsys, "--empty-cache")["cache"]["found"]
+    assert [path.name for path in (tmp_path / "cache").rglob("*")] == ["own.txt"]
+
+
 def test_the_metadata_is_the_one_source(monkeypatch: Patch, capsys: Capture) -> None:
     every = importlib.metadata.requires("distill") or []
     names = {package.name for package in machine.packages()}

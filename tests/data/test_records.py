@@ -280,7 +280,7 @@ def test_an_array_of_conversations(name: str, indent: int | None, mark: str, tmp
     documents, dropped = read(path if path.parent == tmp_path else path.parent)
     assert [talk(one)[0][1] for one in documents] == ["ask", "again", "who"]
     assert talk(documents[0]) == [("user", "ask"), ("assistant", "say")]
-    assert dropped == ({"byte order mark at the beginning of a file": 1} if mark and "/" in name else {})
+    assert dropped == ({"byte order mark before a text that is kept": 1} if mark and "/" in name else {})
     if "/" in name:  # a source may say that it is text
         (document,), _ = read(path.parent, kind="tree", pattern="*", form="text")
         assert document.messages is None and document.text == json.dumps(rows, indent=indent)
@@ -303,7 +303,7 @@ def test_texts_of_records_for_a_cut(tmp_path: Path, capsys: Capture) -> None:
     assert read_texts([tmp_path / "a.json"]) == ["ask\n\nsay"]
     assert read_texts([tmp_path]) == ["ask\n\nsay", "plain", '{"a": 1}']
     said = capsys.readouterr().err
-    assert "1 left out: byte order mark at the beginning of a file" in said and "1 left out: not UTF-8" in said
+    assert "1 left out: byte order mark before a text that is kept" in said and "1 left out: not UTF-8" in said
     with pytest.raises(DataError, match="has no text in field"):
         read_texts([tmp_path / "d.json"])
 
@@ -358,7 +358,7 @@ def test_a_mark_at_the_beginning_of_a_text_is_dropped_and_counted(tmp_path: Path
     (tmp_path / "a.py").write_bytes(b"\xef\xbb\xbfx = 1\n")
     for kind, path in (("tree", tmp_path), ("text", tmp_path / "a.py")):
         (document,), dropped = read(path, kind=kind)
-        assert document.text == "x = 1\n" and dropped == {"byte order mark at the beginning of a file": 1}
+        assert document.text == "x = 1\n" and dropped == {"byte order mark before a text that is kept": 1}
 
 
 def test_nulls_of_parquet_are_no_part_of_a_record(tmp_path: Path) -> None:

@@ -161,6 +161,8 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "two rotary embeddings": (stated(**ROPES), "rope_parameters and rope_scaling differ: "),
     "a layer is missing": (drop_layer, r"missing in the weights: 12 tensors .*layers\.2|12 .* missing, first .*rs\.2"),
     "another width": (stated(intermediate_size=96), r"\.mlp\.\w+\.weight (is|has shape) .* by config.json"),
+    "no number of heads": (stated(num_key_value_heads=None), r"names no num_key_value_heads|k_proj.* by config.json"),
+    "a null": (stated(rms_norm_eps=None), r"than the libraries expect: rms_norm_eps|rms_norm_eps is missing"),
     "more layers": (stated(num_hidden_layers=4, layer_types=None), "missing in the weights: 12|12 tensors are missing"),
     "an inconsistent config.json": (stated(num_hidden_layers=4), r"cannot load .*num_hidden_layers|12 tensors are"),
     "norms of another type": (stated(model_type="qwen3", architectures=["Qwen3ForCausalLM"]), r"missing.*\bq_norm\b"),
@@ -168,7 +170,7 @@ REFUSED: dict[str, tuple[Damage, str]] = {
     "another class": (stated(model_type="llama", architectures=["LlamaForCausalLM"]), "no place in its layers"),
 }
 # A llama has a place in GGUF for the biases of a qwen2, and the command finds the others' refusal first.
-NOT_EXPORT = ("an adapter alone", "another type", "another class")
+NOT_EXPORT = ("an adapter alone", "a null", "another type", "another class")
 
 
 def readers(world: Path, folder: Path) -> dict[str, Callable[[], Any]]:

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
@@ -55,8 +56,15 @@ def files(tmp_path_factory: pytest.TempPathFactory, tokenizer: PreTrainedTokeniz
     return found
 
 
-def rewritten(source: Path, out: Path, values: Mapping[str, Any], **options: Any) -> Path:
-    """A copy by the gguf package with other values of some keys; `options` are of gguf.GGUFWriter."""
+def rewritten(
+    source: Path,
+    out: Path,
+    values: Mapping[str, Any],
+    tensors: Mapping[str, Any] = MappingProxyType({}),
+    **options: Any,
+) -> Path:
+    """A copy by the gguf package with other values of some keys and tensors (data, type); `options` are of
+    gguf.GGUFWriter."""
     from gguf import GGUFReader, GGUFValueType, GGUFWriter
 
     reader = GGUFReader(source)
@@ -69,7 +77,8 @@ def rewritten(source: Path, out: Path, values: Mapping[str, Any], **options: Any
         add = {str: writer.add_string, float: writer.add_float32, int: writer.add_uint32}[type(value)]
         add(key, value)
     for tensor in reader.tensors:
-        writer.add_tensor(tensor.name, np.array(tensor.data), raw_dtype=tensor.tensor_type)
+        data, kind = tensors.get(tensor.name, (np.array(tensor.data), tensor.tensor_type))
+        writer.add_tensor(tensor.name, data, raw_dtype=kind)
     write_gguf(writer)
     return out
 
@@ -316,6 +325,16 @@ def test_parts_behind_links(parts: list[Path], files: dict[str, Path], tmp_path:
     assert open_head(Path(resolve_model(str(parts[0]), tmp_path))).sizes == open_head(files["llama"]).sizes
 
 
+@pytest.mark.parametrize("ending", ["part2of2", "split-b"])
+def test_pieces_of_an_upload_are_to_be_joined(ending: str, files: dict[str, Path], tmp_path: Path) -> None:
+    data, whole = files["llama"].read_bytes(), tmp_path / "m.gguf"
+    for name, part in (("part1of2", data[:9000]), (ending, data[9000:])):
+        path = whole.with_name(f"m.gguf.{name}")
+        path.write_bytes(part)
+        with pytest.raises(DataError, match=rf"is a piece of m\.gguf.*\n  join .*: cat {whole}\.\w+\* > {whole}"):
+            folder_of(str(path))
+
+
 def test_parts_that_do_not_make_up_a_model(parts: list[Path], files: dict[str, Path], tmp_path: Path) -> None:
     first, second, third, *_ = parts
     count = len(parts)
@@ -351,7 +370,25 @@ def test_parts_that_do_not_make_up_a_model(parts: list[Path], files: dict[str, P
     assert len(open_head(first).shapes) == len(open_head(files["llama"]).shapes)
 
 
-# ── Types that nothing here knows ──
+# ── Types that nothing here knows, or few do ──
+
+
+@needs_llama
+def test_young_types_are_named(files: dict[str, Path], tmp_path: Path) -> None:
+    """And so is a tensor whose numbers are damaged: it is no fault of a disk."""
+    from gguf import GGMLQuantizationType as Kind
+
+    def one(kind: Kind, row: int, value: int) -> Path:
+        data = np.full((96, row), value, dtype=np.uint8)
+        return rewritten(files["qwen2-tied"], tmp_path / "m.gguf", {}, {"blk.1.ffn_up.weight": (data, kind)})
+
+    path = one(Kind.MXFP4, 34, 120)  # 64 values a row
+    assert read_import(path).quantised == ["MXFP4"]
+    GgufFile(path).close()
+    with pytest.raises(DataError, match=r"blk\.1\.ffn_up\.weight, a tensor of mxfp4, holds values that are no numbers"):
+        GgufFile(one(Kind.MXFP4, 34, 255))
+    with pytest.raises(DataError, match=r"blk\.1\.ffn_up\.weight is nvfp4, whose scales"):
+        read_import(one(Kind.NVFP4, 36, 9))
 
 
 @pytest.mark.parametrize(("number", "name"), [(139, "type 139"), (7777, "type 7777")])

@@ -27,8 +27,8 @@ from distill.engines.loaded import load_pair
 from distill.engines.torch import hugging_face
 from distill.errors import DataError
 from distill.export import Original, compare
-from distill.gguf.head import END_NAMES
-from distill.gguf.importing import folder_of, read_import, write_import
+from distill.gguf.head import END_NAMES, open_head
+from distill.gguf.importing import folder_of, read_import, sources, write_import
 from distill.gguf.writer import export_files, export_gguf
 from distill.recipe import Target, load_recipe
 from distill.recipe.measuring import DIRECT, OUTTYPES
@@ -194,6 +194,29 @@ def test_a_file_is_a_model_wherever_a_folder_is(
     first = folder_of(file)
     export("llama", tmp_path, tokenizer, "f32", num_hidden_layers=3)
     assert folder_of(file) != first and hugging_face.load_config(file).num_hidden_layers == 3
+
+
+def test_the_cache_heals(cache: Path, llama: Path, of_types: dict[str, Path]) -> None:
+    """A file of the folder that is damaged or gone is made again, the others stay as they are."""
+    folder = folder_of(str(llama))
+    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert {"config.json", "tokenizer.json", "model.safetensors", "chat_template.jinja"} < before.keys()
+    for name, content in before.items():
+        for damage in (content[:-9], b"", None):
+            (folder / name).unlink()
+            if damage is not None:
+                (folder / name).write_bytes(damage)
+            assert folder_of(str(llama)) == folder
+            assert {path.name: path.read_bytes() for path in folder.iterdir()} == before, name
+    (folder / "model.safetensors").write_bytes(b"damaged")
+    assert folder_of(str(llama), weights=False) == folder and not [*cache.glob("imported/*.*")]
+    # Quantised weights take half the space: bfloat16 rounds them by less than their own types.
+    path = of_types["q4_k_m"]
+    stored, exact = weights(folder_of(str(path))), sources(open_head(path), read_import(path).config)
+    for name, source in exact.items():
+        values = torch.from_numpy(np.concatenate([*source.parts()]))
+        assert stored[name].dtype == (torch.float32 if len(source.shape) == 1 else torch.bfloat16)
+        assert torch.equal(stored[name].flatten(), values.to(stored[name].dtype).flatten()), name
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distill.errors import DataError
 from distill.files import has_form, read_object, write_json
-from distill.folders import COMPUTED
+from distill.folders import COMPUTED, LARGEST_SIZES, read_config
 from distill.progress import is_verbose, warn_once
 
 # ── Each tensor as config.json says and from the weight files ──
@@ -119,6 +119,9 @@ def require_whole(reference: str, model: Any, info: dict[str, Any]) -> None:
         name, stored, expected = shapes[0]
         more = f" (and {len(shapes) - 1} more tensors)" if len(shapes) > 1 else ""
         fault = f"{name} is {list(stored)} in the weights and {list(expected)} by config.json{more}"
+        config, own = read_config(Path(reference)), getattr(model.config, "attribute_map", {})
+        if lacking := [key for key in LARGEST_SIZES if key != "head_dim" and config.get(own.get(key, key)) is None]:
+            fault += f"; config.json names no {', '.join(lacking)}"
     elif info.get("error_msgs"):
         fault = f"its tensors do not make a {kind}: {str(info['error_msgs'][0]).strip().splitlines()[0]}"
     elif misplaced:

@@ -100,6 +100,7 @@ def check_folder(reference: str) -> None:
 
 # Exceptions and messages of internal failures; the messages of all others are written for users.
 _MUTE = (TypeError, AttributeError, AssertionError, RecursionError, ArithmeticError, UnicodeError, MemoryError)
+_LACKING = re.compile(r"(?:has no attribute |for field |^)'(\w+)'")  # the key that is missing or of another kind
 _INSIDE = re.compile(r"<class '|NoneType|object has no|index out of|^'\w*'$|codec can't|not supported between")
 
 
@@ -108,7 +109,9 @@ def _explained(reference: str, error: Exception) -> DataError:
     first = lines[1].strip() if lines[0].endswith(":") and len(lines) > 1 else lines[0]
     first = re.sub(r"^\w*Error: ", "", first)
     if not first or _INSIDE.search(first) or isinstance(error, _MUTE):
-        first = f"a value in its files is missing or of another kind than the libraries expect ({type(error).__name__})"
+        named = _LACKING.search(str(error))
+        lacking = f": {named[1]}" if named else f" ({type(error).__name__})"
+        first = f"a value in its files is missing or of another kind than the libraries expect{lacking}"
     hint = "check the folder" if is_path(reference) else "check the name and the network, or give a local folder"
     return DataError(f"cannot load {reference}: {first}", hint)
 
