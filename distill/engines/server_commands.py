@@ -102,8 +102,12 @@ def other_sampling(target: str, sampling: Sampling) -> str | None:
     return (
         f"the target's {place} names another sampler than the recipe: {', '.join(found)}. vLLM, transformers and "
         "llama-server use theirs wherever a request names none: "
-        + (f"if it is the one that you serve, learn and measure it ({' '.join(keys)}); else " if keys else "")
-        + "serve with the report's commands, which carry the recipe's"
+        + (f"if it is the one that you serve, learn and measure it ({' '.join(keys)})" if keys else "")
+        + (
+            "; else serve with the report's commands, which carry the recipe's"
+            if keys
+            else "take out what is not served"
+        )
     )
 
 

@@ -336,22 +336,25 @@ def test_a_llama_server_of_today_answers(world: Path, gguf: Path, tmp_path: Path
             assert same >= 20 if temperature == 0 else same < 20, f"{same} of 24"
 
 
-def test_the_address_of_a_server_is_not_part_of_the_key(world: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("stage", "section"), [("answers", "answers.writer"), ("teacher", "teacher.server")])
+def test_the_address_of_a_server_is_not_part_of_the_key(stage: str, section: str, world: Path, tmp_path: Path) -> None:
     """A run goes on where the server moved; another model or another file is another target."""
 
-    def parts(*overrides: str) -> dict[str, Any]:
-        recipe, run = begin(world, tmp_path, 1, *overrides)
-        return key_parts(find_stage("answers"), recipe, run)
+    def parts(where: str = section, **settings: Any) -> dict[str, Any]:
+        value = settings.get("path") or json.dumps({"urls": ["http://a/v1"], "model": "tiny"} | settings)
+        recipe, run = begin(world, tmp_path, 1, f"{where}={value}")
+        return key_parts(find_stage(stage), recipe, run)
 
-    first = parts(served("http://a/v1"))
-    assert parts(served("http://b/v1", concurrency=9, key="K", retries=1, missing=0.1, timeout=3)) == first
-    other = parts(served("http://a/v1", model="other"))
-    assert difference(first, other) == ["answers.writer.model: 'tiny' -> 'other'"]
+    first = parts()
+    assert "http" not in json.dumps(first)
+    assert parts(urls=["http://b/v1"], concurrency=9, key="K", retries=1, timeout=3) == first
+    assert difference(first, parts(model="other")) == [f"{section}.model: 'tiny' -> 'other'"]
+    file = "answers.writer.gguf" if stage == "answers" else "teacher.gguf"
     found = []
     for content in ("GGUF1", "GGUF2"):
         (tmp_path / "x.gguf").write_text(content)
-        found.append(parts(f"answers.writer.gguf={tmp_path / 'x.gguf'}"))
-    assert difference(*found) == ["answers.writer.gguf (content) has other content"]
+        found.append(parts(file, path=tmp_path / "x.gguf"))
+    assert difference(*found) == [f"{file} (content) has other content"]
 
 
 @pytest.mark.parametrize("refused", [(), (0,), (0, -1), (0, -1, None)])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,6 @@ from distill.engines.torch.hugging_face import load_model
 from distill.errors import DataError, DistillError, EndpointError, PairError
 from distill.files import read_json
 from distill.gguf.writer import export_gguf
-from distill.pipeline.stages import difference, find_stage, key_parts
 from distill.recipe import GgufOptions, Recipe
 from distill.run import Run
 from distill.teacher.likeliest import MAX_PADDING, GgufReader, listed_documents, log_tails
@@ -260,22 +258,6 @@ def test_a_server_of_another_model_is_refused(target: Path, model: Any, tmp_path
                 teacher(recipe, run)
     with pytest.raises(EndpointError, match=r"cannot be reached: no connection"):
         teacher(recipe, run)
-
-
-def test_the_server_can_move_without_a_new_store(target: Path, tmp_path: Path) -> None:
-    stage = find_stage("teacher")
-
-    def parts(**more: Any) -> dict[str, Any]:
-        values = {"urls": ["http://a:1/v1"], "model": "m"} | more
-        recipe, run = begin(tmp_path / str(len(list(tmp_path.iterdir()))), target, server=values)
-        return key_parts(stage, recipe, run)
-
-    before = parts()
-    assert "urls" not in json.dumps(before)
-    assert parts(urls=["http://b:2/v1"], concurrency=2, retries=1, timeout=9.0, key="K") == before
-    recipe, run = begin(tmp_path / "gguf", target, gguf=str(target / "f32.gguf"))
-    assert difference(before, parts(model="n")) == ["teacher.server.model: 'm' -> 'n'"]
-    assert key_parts(stage, recipe, run)["teacher.gguf (content)"]
 
 
 @pytest.mark.parametrize("command", ["check", "train"])
