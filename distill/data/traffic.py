@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from distill.data.records import (
     OF_LINE,
@@ -35,8 +35,11 @@ from distill.data.samples import SPLITS, Sample, fault_of, write_samples
 from distill.data.sources import question_name, split_of
 from distill.errors import DataError
 from distill.files import has_form, names_of, parse_object, read_json, write_json
-from distill.recipe import Chat, Recipe, Source
+from distill.recipe import Recipe, Source
 from distill.run import Run
+
+if TYPE_CHECKING:
+    from distill.data.chat_template import ChatTemplate
 
 PIN = "traffic (content)"  # the entry in the answers stage's key that identifies the lines read
 SOURCE = "traffic"
@@ -216,16 +219,14 @@ def parse_line(raw: bytes, number: int) -> Line | str:
 
 
 def encode_line(
-    line: Line, tokenizer: Any, chat: Chat, left: Counter[str] | None = None
+    line: Line, tokenizer: Any, template: ChatTemplate | None, left: Counter[str] | None = None
 ) -> tuple[list[int], list[int]]:
     """Token ids of the prompt and of the answer behind it; ValueError with the line's fault.
 
     Counts in `left` the arguments of its request that the target's template does not read.
     """
-    from distill.data.chat_template import ChatTemplate
     from distill.engines.torch.hugging_face import encode_behind
 
-    template = ChatTemplate(tokenizer, chat) if tokenizer.chat_template else None
     if isinstance(line.prompt, str) or isinstance(line.answer, str):
         eos = tokenizer.eos_token_id
         rendered = template is not None and template.is_rendered(str(line.prompt))
@@ -284,7 +285,7 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> S
             found.bad.append(line)
             continue
         try:
-            prompt, answer = encode_line(line, tokenizer, recipe.chat, found.left)
+            prompt, answer = encode_line(line, tokenizer, template, found.left)
         except ValueError as error:
             found.bad.append(f"line {line.number}: {error}")
             continue

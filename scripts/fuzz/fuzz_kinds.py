@@ -594,6 +594,7 @@ def read_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:
 
 def read_slow_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:
     """transformers' own reader of a tokenizer, and its chat template on messages."""
+    from distill.data.chat_template import ChatTemplate
     from distill.data.traffic import Line, encode_line
     from distill.engines.torch.hugging_face import encode, load_tokenizer, real_tokens
     from distill.engines.torch.hugging_face import load_config as load
@@ -606,7 +607,8 @@ def read_slow_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:
         encode(tokenizer, "def alpha(): é\n")
         real_tokens(config, tokenizer)
         with contextlib.suppress(ValueError):
-            encode_line(Line(1, [{"role": "user", "content": "alpha"}], "beta", True), tokenizer, Chat())
+            template = ChatTemplate(tokenizer, Chat()) if tokenizer.chat_template else None
+            encode_line(Line(1, [{"role": "user", "content": "alpha"}], "beta", True), tokenizer, template)
 
     return [whole]
 

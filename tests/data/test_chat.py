@@ -114,11 +114,11 @@ def test_a_space_that_the_template_writes_is_learnt_once(plain: Any) -> None:
     template = ChatTemplate(chat_templates.with_turns(dressed(plain, "llama-3"), "colon", False), Chat())
     lines = [json.dumps({"messages": [USER, answer(content=f"{space}The bridge")]}).encode() for space in ("", " ")]
     read = [parse_line(one, 1) for one in lines]
-    found = [encode_line(one, template.tokenizer, Chat()) for one in read if not isinstance(one, str)]
+    found = [encode_line(one, template.tokenizer, template) for one in read if not isinstance(one, str)]
     assert found[0] == found[1] and template.tokenizer.decode(found[0][1]).startswith(" The bridge")
     prompt = template.tokenizer.decode(found[0][0])
     line = parse_line(json.dumps({"prompt": prompt, "answer": " The bridge"}).encode(), 1)
-    assert not isinstance(line, str) and encode_line(line, template.tokenizer, Chat()) == found[0]
+    assert not isinstance(line, str) and encode_line(line, template.tokenizer, template) == found[0]
 
 
 def test_a_rendered_prompt_of_a_log_ends_a_turn(plain: Any) -> None:
@@ -127,7 +127,7 @@ def test_a_rendered_prompt_of_a_log_ends_a_turn(plain: Any) -> None:
     assert template.end != [template.tokenizer.eos_token_id]
     for prompt, end in ((template.text([USER]), template.end), ("2 + 2 = ", [template.tokenizer.eos_token_id])):
         line = parse_line(json.dumps({"prompt": prompt, "answer": "4"}).encode(), 1)
-        assert not isinstance(line, str) and encode_line(line, template.tokenizer, Chat())[1][-1:] == end
+        assert not isinstance(line, str) and encode_line(line, template.tokenizer, template)[1][-1:] == end
 
 
 @pytest.mark.parametrize("named", ["nothing", "a list", "the tokenizer"])
@@ -330,7 +330,7 @@ def by_every_way(template: ChatTemplate, messages: list[dict[str, Any]], **more:
     ids = template.answered([*map(normal, messages)])
     line = parse_line(json.dumps({"messages": messages, **more}).encode(), 1)
     assert not isinstance(line, str), line
-    assert encode_line(line, template.tokenizer, Chat()) == ids
+    assert encode_line(line, template.tokenizer, template) == ids
     return str(template.tokenizer.decode(ids[1]))
 
 
@@ -451,7 +451,9 @@ def test_tools_of_a_served_line_are_offered(plain: Any) -> None:
     assert not isinstance(line, str)
     own = ChatTemplate(tokenizer, Chat(tools=tuple(tools)))
     expected = own.answered([*map(normal, messages)])
-    assert encode_line(line, tokenizer, Chat()) == expected and "Tools: " in tokenizer.decode(expected[0])
+    assert encode_line(line, tokenizer, ChatTemplate(tokenizer, Chat())) == expected and "Tools: " in tokenizer.decode(
+        expected[0]
+    )
 
 
 @pytest.mark.parametrize(

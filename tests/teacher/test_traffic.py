@@ -413,7 +413,8 @@ def test_messages_go_through_the_chat_template(world: Path) -> None:
     def encoded(left: Any = None, **more: Any) -> Any:
         line = traffic.parse_line(json.dumps(more).encode(), 1)
         assert isinstance(line, traffic.Line)
-        return traffic.encode_line(line, tokenizer, Chat(), left)
+        template = ChatTemplate(tokenizer, Chat()) if tokenizer.chat_template else None
+        return traffic.encode_line(line, tokenizer, template, left)
 
     messages = [{"role": "user", "content": "total"}, {"role": "assistant", "content": " + 1"}]
     tokenizer.chat_template = None
@@ -489,4 +490,4 @@ def test_thinking_that_a_server_hides(world: Path) -> None:
         line = traffic.parse_line(json.dumps(raw | {"completion_tokens": tokens}).encode(), 1)
         assert isinstance(line, traffic.Line)
         with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="its thinking is hidden"):
-            traffic.encode_line(line, tokenizer, Chat())
+            traffic.encode_line(line, tokenizer, None)
