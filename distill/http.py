@@ -10,6 +10,7 @@ from __future__ import annotations
 import datetime
 import email.utils
 import ipaddress
+import json
 import os
 import random
 import threading
@@ -25,7 +26,7 @@ import httpx2
 from pydantic import BaseModel, ValidationError
 
 from distill.errors import EndpointError, RecipeError, server_words
-from distill.files import parse_object
+from distill.files import has_halves, parse_object
 
 CONNECT_SECONDS = 10.0
 FIRST_DELAY, LONGEST_DELAY, LONGEST_ASKED = 0.5, 60.0, 600.0  # seconds
@@ -136,9 +137,12 @@ class HttpClient:
 
     def read(self, content: bytes, form: type[Form]) -> Form:
         """A JSON object of this form; Unanswered, with the server's words, for anything else."""
-        found = parse_object(content)
+        found = parse_object(content, halves=True)
         if isinstance(found, str):
             raise Unanswered("a reply that is not a JSON object", self.words(content))
+        if has_halves(found):  # a text that was cut within a character, as U+FFFD
+            text = json.dumps(found, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            found = json.loads(text.decode("utf-8", "replace"))
         try:
             return form.model_validate(found)
         except ValidationError as error:

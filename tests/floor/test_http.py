@@ -61,9 +61,12 @@ def test_no_proxy_stands_before_this_machine(monkeypatch: Patch) -> None:
 def test_forms_are_read_whole() -> None:
     class Form(BaseModel):
         number: int
+        text: str = ""
 
     with client(1) as own:
         assert own.read(b'{"number": 3, "more": 1}', Form).number == 3
+        cut = own.read(b'{"number": 3, "text": "a\\ud83d"}', Form).text  # within a character
+        assert cut.rstrip("\ufffd") == "a" != cut
         for content, reason in ((b"<html>", "not a JSON object"), (b'{"number": "x"}', "usable number")):
             with pytest.raises(Unanswered, match=reason):
                 own.read(content, Form)
