@@ -16,21 +16,17 @@ from typing import Any
 import pytest
 import torch
 from static_table import StaticTable
-from tables import goodness
-from test_batch import check_batch, streams, summary
+from test_batch import check_batch, summary
 from test_exact_decoding import EXACT, PROMPT, RECIPE, SEEN, Make, batched, chains, decoded, pair
 from toys import blurred, random_prompts, speculative, toy
 
 from distill.decoding import decode as decode_module
-from distill.decoding import on_device as device_round
 from distill.decoding import verify
-from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.on_device import RowRound, rounds_on_device
 from distill.decoding.rules import Rules
-from distill.engines.loaded import BatchedTorchModel
 from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError
@@ -126,54 +122,6 @@ def test_pairs_that_are_refused_show() -> None:
 def test_the_first_row_of_a_batch_follows_the_targets_distribution() -> None:
     """Texts of four tokens, beside a row of another length."""
     assert batched(2, "token", Sampler(), rows=2, on_device=True) < EXACT
-
-
-# The output's distribution, by sampling from a model.
-
-
-def least_p(
-    model: Any, draft: Any, verifier: str, prompt: list[int], samples: int, argmax: bool, make: Any = StaticTorchModel
-) -> float:
-    """The p-value of Pearson's χ² of the first three tokens after a prompt, against the model's own distribution."""
-    size, rows, seen = model.config.vocab_size, 64, torch.zeros(model.config.vocab_size**3)
-    pair_of_rows = make(model, rows=rows), make(draft, rows=rows)
-    rules = Rules(Sampler(), verifier)
-    for start in range(0, samples, rows):
-        texts = decode_batch(*pair_of_rows, [prompt] * rows, 4, rules, 2, streams(rows, start), argmax)
-        for text in texts:
-            a, b, c = text.tokens[:3]
-            seen[(a * size + b) * size + c] += 1
-    texts_of_two = [[a, b] for a in range(size) for b in range(size)]
-    with torch.inference_mode():
-        logits = model(torch.tensor([[*prompt, *text] for text in texts_of_two]), use_cache=False).logits
-    chances = logits[:, len(prompt) - 1 :].double().softmax(-1).view(size, size, 3, size)
-    expected = chances[0, 0, 0][:, None, None] * chances[:, 0, 1][:, :, None] * chances[:, :, 2]
-    return goodness(seen.double()[None], expected.flatten()[None], rare=8)
-
-
-@pytest.mark.parametrize(
-    ("kind", "verifier", "argmax", "make"),
-    [
-        ("gemma3", "block", False, StaticTorchModel),
-        pytest.param("qwen2", "token", False, StaticTorchModel, marks=pytest.mark.slow),
-        pytest.param("llama", "token", False, BatchedTorchModel, marks=pytest.mark.slow),
-        pytest.param("llama", "block", False, BatchedTorchModel, marks=pytest.mark.slow),
-        pytest.param("llama", "match", True, BatchedTorchModel, marks=pytest.mark.slow),
-    ],
-)
-def test_sampled_texts_follow_the_models_distribution(
-    kind: str, verifier: str, argmax: bool, make: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    model, draft = (toy(kind, vocabulary=5, seed=seed, initializer_range=0.15) for seed in (4, 9))
-    assert least_p(model, draft, verifier, [1, 2, 3], 1920, argmax, make) > 1e-3
-    # The next token's number is the last acceptance's: what is accepted narrows where it falls.
-    true_numbers = device_round.DeviceRounds._numbers
-
-    def shared(self: Any, rows: Any, longest: int) -> list[list[float]]:
-        return [[*line[:-1], line[-2:][0]] for line in true_numbers(self, rows, longest)]
-
-    monkeypatch.setattr(device_round.DeviceRounds, "_numbers", shared)
-    assert make is BatchedTorchModel or least_p(model, draft, verifier, [1, 2, 3], 1920, argmax) < 1e-6
 
 
 # Rows.
