@@ -78,7 +78,7 @@ def require_language_model(reference: str, config: Any) -> None:
             f"{reference} is a {config.model_type}, whose language model is only one of its parts",
             "name a folder or GGUF file of the language model alone",
         )
-    if not hasattr(config, "max_position_embeddings"):
+    if (getattr(config, "max_position_embeddings", None) or 0) < 1:
         raise DataError(
             f"{reference}/config.json names no max_position_embeddings",
             "add it: the number of tokens that the model was made for",
