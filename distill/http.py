@@ -7,12 +7,14 @@ puts a key, a header or a URL's secrets into a message.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import email.utils
 import ipaddress
 import json
 import os
 import random
+import socket
 import threading
 import time
 from collections import deque
@@ -32,7 +34,7 @@ CONNECT_SECONDS = 10.0
 FIRST_DELAY, LONGEST_DELAY, LONGEST_ASKED = 0.5, 60.0, 600.0  # seconds
 AGAIN = {408, 425, 429}  # and 5xx
 KEYLESS = (401, 403)  # statuses of a request without the server's key
-EVENT = b"data: "
+EVENT = b"\ndata:"  # a space may follow
 PARTING_SECONDS = 2.0  # for requests under way when the work ends early
 
 Form = TypeVar("Form", bound=BaseModel)
@@ -72,6 +74,31 @@ class Received:
     wait_seconds: float | None
 
 
+class Deadline:
+    """The seconds that a request has from its beginning to its end, within a `with` block: then its connection is shut
+    down. httpx's own timeouts begin anew with each byte that a server trickles, in its headers too."""
+
+    def __init__(self, seconds: float) -> None:
+        self.timer, self.stream, self.passed = threading.Timer(seconds, self._end), cast(Any, None), False
+        self.timer.daemon = True
+
+    def __enter__(self) -> None:
+        self.timer.start()
+
+    def __exit__(self, *_: object) -> None:
+        self.timer.cancel()
+
+    def note(self, event: str, info: Mapping[str, Any]) -> None:
+        """Take the connection from httpcore's trace, in its last form: TLS wraps it."""
+        if event.endswith(("connect_tcp.complete", "start_tls.complete")):
+            self.stream = info["return_value"]
+
+    def _end(self) -> None:
+        self.passed = True
+        with contextlib.suppress(OSError, AttributeError):  # it has ended, or there is none yet
+            self.stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
+
+
 class HttpClient:
     """Requests over up to `connections` at once, with the key in the environment variable `key`, which `setting` names,
     and `headers`, whose values are environment variables too; threads may share it.
@@ -90,7 +117,6 @@ class HttpClient:
         self.seconds = seconds
         sent = {name: _secret(variable, f"headers.{name}") for name, variable in (headers or {}).items()}
         self._secrets = [*sent.values()]
-        sent["Accept-Encoding"] = "identity"  # each piece is seen as it comes, and so is the deadline
         if key is not None:
             self._secrets.append(_secret(key, setting))
             sent["Authorization"] = f"Bearer {self._secrets[-1]}"
@@ -106,18 +132,20 @@ class HttpClient:
         """The reply to a GET, or to a POST of a body; Unanswered where none comes."""
         client = self._near if _is_here(url) else self._far
         parts: list[bytes] = []
-        times, tail = list[float](), b""
+        times, tail = list[float](), b"\n"
+        deadline = Deadline(self.seconds)
         started = time.perf_counter()
         try:
-            with client.stream("GET" if body is None else "POST", url, json=body) as response:
+            method, extensions = "GET" if body is None else "POST", {"trace": deadline.note}
+            with deadline, client.stream(method, url, json=body, extensions=extensions) as response:
                 for part in response.iter_bytes():
                     parts.append(part)
                     tail += part
                     times += [time.perf_counter()] * tail.count(EVENT)
                     tail = tail[1 - len(EVENT) :]  # the next part may end what this one begins
-                    if time.perf_counter() - started > self.seconds:
-                        raise Unanswered("no reply in time")
                 wait_seconds = retry_after(response.headers.get("retry-after"))
+            if deadline.passed:  # a reply without a length seems to end there
+                raise Unanswered("no reply in time")
         except (httpx2.InvalidURL, httpx2.UnsupportedProtocol):
             raise RecipeError(f"{url} is not the address of a server", "such as http://127.0.0.1:8080") from None
         except (httpx2.ConnectError, httpx2.ConnectTimeout):
@@ -125,7 +153,7 @@ class HttpClient:
         except httpx2.TimeoutException:
             raise Unanswered("no reply in time") from None
         except (httpx2.TransportError, httpx2.DecodingError):
-            raise Unanswered("broken connection") from None
+            raise Unanswered("no reply in time" if deadline.passed else "broken connection") from None
         except RuntimeError:  # the client was closed meanwhile
             raise Unanswered("the client was closed") from None
         seconds = time.perf_counter() - started

@@ -73,13 +73,15 @@ def deaf_to(model: Any, text: str) -> Any:
     return changed
 
 
-def prompts(target: Path, size: int, shortest: int = 0, render: Callable[[str], str] = str) -> list[Sample]:
-    """Eight pieces of code of the test split, `size` characters each of files longer than `shortest`, as `render` puts
+def prompts(
+    target: Path, size: int, shortest: int = 0, render: Callable[[str], str] = str, count: int = 8
+) -> list[Sample]:
+    """Pieces of code of the test split, `size` characters each of files longer than `shortest`, as `render` puts
     them."""
     from distill.gguf.library import GgufFile
 
     texts = [path.read_text(encoding="utf-8") for path in sorted((tiny.ROOT / "data" / "test").rglob("*.py"))]
-    pieces = [text[start : start + size] for text in texts for start in (400, 1600) if len(text) > shortest][:8]
+    pieces = [text[start : start + size] for text in texts for start in (400, 1600) if len(text) > shortest][:count]
     with contextlib.closing(GgufFile(target, vocabulary_only=True)) as file:
         ids = [file.tokenize(render(piece), parse_special=True) for piece in pieces]
     return [Sample(str(place), one) for place, one in enumerate(ids)]

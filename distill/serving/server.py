@@ -85,7 +85,7 @@ class Http:
         """
         received, events = self._succeeded(path, body), list[SomeEvent]()
         for line in received.content.splitlines():
-            name, colon, value = line.partition(b": ")
+            name, colon, value = line.partition(b":")
             if not colon or value.strip() == b"[DONE]" or name not in (b"data", b"error"):
                 continue
             event = self._read(path, value, form)

@@ -42,10 +42,28 @@ def test_a_reply_that_trickles_ends_in_time() -> None:
         assert time.monotonic() - started < 10
 
 
+class Trickling(Pieces):
+    """Its header never ends."""
+
+    def send_response(self, code: int, message: str | None = None) -> None:
+        with contextlib.suppress(ConnectionError):
+            for piece in b"HTTP/1.1 200 OK\r\nx-long: " + 400 * b"x":
+                self.wfile.write(bytes([piece]))
+                time.sleep(0.02)
+
+
+def test_a_header_that_trickles_ends_in_time() -> None:
+    with running(Trickling, []) as port, client(0.3) as own:
+        started = time.monotonic()
+        with pytest.raises(Unanswered, match="no reply in time"):
+            own.send(f"http://127.0.0.1:{port}/")
+        assert time.monotonic() - started < 5
+
+
 def test_an_event_may_be_split() -> None:
-    with running(Pieces, [b"da", b"ta: 1\n\ndata", b": 2\n\n"]) as port, client(20) as own:
+    with running(Pieces, [b"da", b"ta: 1\n\ndata", b":2 data: \n\n"]) as port, client(20) as own:
         found = own.send(f"http://127.0.0.1:{port}/")
-    assert found.content == b"data: 1\n\ndata: 2\n\n" and len(found.times) == 2
+    assert found.content == b"data: 1\n\ndata:2 data: \n\n" and len(found.times) == 2
     assert found.started < found.times[0] < found.times[1]
 
 
