@@ -22,7 +22,7 @@ import distill
 from distill import __version__, machine
 from distill.cli import shared
 from distill.devices import accelerators, device_name, llama_option, torch_build
-from distill.errors import DataError, DistillError, PairError, RecipeError, RunError, faults_explained
+from distill.errors import DataError, DistillError, PairError, RecipeError, RunError
 from distill.files import CacheKind, cache_folder, is_gguf, require_path, write_text
 from distill.progress import note
 from distill.recipe import is_path
@@ -209,21 +209,12 @@ def judged(what: str, found: str, fault: bool, remedy: str, state: State = "warn
     return Finding(what, found, state, remedy) if fault else Finding(what, found)
 
 
-def doctor(
-    runs: shared.RunsOption = shared.DEFAULT_RUNS,
-    output: shared.FormatOption = "md",
-    empty: Annotated[bool, typer.Option("--empty-cache", help="Delete imported GGUF files and kept figures.")] = False,
-) -> None:
+def doctor(runs: shared.RunsOption = shared.DEFAULT_RUNS, output: shared.FormatOption = "md") -> None:
     """Check the installation and this machine: each line is fine or says what to do.
 
     Exit status 2 if something that distill needs is missing or too old.
     """
     require_path(runs, "--runs")
-    if empty:
-        for place in map(cache_folder, get_args(CacheKind)):
-            with faults_explained(place):
-                if place.exists():
-                    shutil.rmtree(place)
     found = [*_packages(), _torch(), _bfloat16(), _llama(), *_ik(), *_cores(), _memory(), _disk(runs), _cache()]
     found.append(_smollm2())
     columns: Columns[Finding] = {
@@ -360,7 +351,7 @@ def _cache() -> Finding:
     files = [path.lstat().st_size for place in places.values() for path in place.rglob("*") if path.is_file()]
     count = sum(path.is_dir() for path in places["imported"].glob("*"))
     words = f"{places['imported'].parent}: {count} imported GGUF files, {sum(files) / 1e9:.2f} GB in all"
-    return Finding("cache", f"{words}; --empty-cache deletes them")
+    return Finding("cache", f"{words}; `distill cache` lists and clears them")
 
 
 def _disk(runs: Path) -> Finding:

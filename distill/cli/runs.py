@@ -1,9 +1,10 @@
-"""`distill train` runs every stage of a recipe; `distill runs` lists the runs; `distill report` makes the page of one,
-or shows several side by side."""
+"""`distill train` runs every stage of a recipe; `distill runs` lists the runs and `distill cache` what is remembered;
+`distill report` makes the page of a run, or shows several side by side."""
 
 from __future__ import annotations
 
 import json
+import shutil
 import sys
 import time
 from contextlib import closing
@@ -17,7 +18,7 @@ import typer
 from distill.cli import shared
 from distill.devices import is_main
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
-from distill.files import read_result, read_utf8
+from distill.files import CacheKind, cache_folder, read_result, read_utf8
 from distill.progress import announce, note, warn
 from distill.recipe import Recipe, load_recipe
 from distill.recipe.recipe import HELD_OUT, QUESTIONS, left_out
@@ -167,7 +168,46 @@ def _print_stage(folder: Path, stage: str) -> None:
         print(f"report: {folder / 'report.html'}\ndraft:  {folder / 'draft'}\ngguf:   {folder / 'gguf'}")
 
 
-# ── `distill runs` and `distill report` ──
+# ── `distill runs`, `distill cache` and `distill report` ──
+
+
+KEPT: dict[CacheKind, str] = {
+    "imported": "models imported from GGUF files",
+    "batches": "checks of batches in llama.cpp",
+    "costs": "seconds of steps and rounds",
+    "weights": "which weights of a draft draft fastest",
+    "digests": "digests of large files",
+}
+
+
+def cache(
+    clear: Annotated[
+        list[str] | None, typer.Option(help=f"Remove what is kept of this kind ({', '.join(KEPT)}, all).")
+    ] = None,
+    output: shared.FormatOption = "md",
+) -> None:
+    """List what is remembered between commands, or remove it: it is made or measured again when it is needed."""
+    shared.require_known("--clear", clear, (*KEPT, "all"))
+    rows: list[Row] = []
+    for kind, what in KEPT.items():
+        if (folder := cache_folder(kind)).is_dir():
+            size, changed = _size_and_change(folder)
+            removed = not {kind, "all"}.isdisjoint(clear or ())
+            if removed:
+                with faults_explained(folder):
+                    shutil.rmtree(folder)
+            rows.append([kind, what + (": removed" if removed else ""), changed, Cell(size / 1e6, ".1f")])
+    place = cache_folder("imported").parent
+    note = f"In {place}; DISTILL_CACHE names another folder." if rows else f"Nothing is kept in {place}."
+    shared.print_blocks([Table(["kind", "what", "last change", "MB"], rows, note=note)], None, output)
+
+
+def _size_and_change(folder: Path) -> tuple[int, str]:
+    """Bytes of the files below a folder, and the minute of the last change there."""
+    files = [folder, *folder.rglob("*")]
+    changed = max(path.lstat().st_mtime for path in files)
+    minute = time.strftime("%Y-%m-%d %H:%M", time.localtime(changed))
+    return sum(path.stat().st_size for path in files if path.is_file()), minute
 
 
 def list_runs(
@@ -178,11 +218,9 @@ def list_runs(
     rows: list[Row] = []
     for config in sorted(runs.glob("*/config.yaml")):
         folder = config.parent
-        files = list(folder.rglob("*"))
         names = _stages(config)
         missing = [name for name in names if not (folder / "stages" / f"{name}.json").exists()]
-        size = sum(path.stat().st_size for path in files if path.is_file())
-        changed = time.strftime("%Y-%m-%d %H:%M", time.localtime(max(path.lstat().st_mtime for path in files)))
+        size, changed = _size_and_change(folder)
         state = f"{len(names) - len(missing)} of {len(names)} stages, next {missing[0]}" if missing else "finished"
         rows.append([folder.name, state, changed, Cell(size / 1e6, ".1f")])
     if not rows:

@@ -78,8 +78,13 @@ def test_the_cache_is_listed_and_emptied(capsys: Capture, tmp_path: Path, monkey
         (tmp_path / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cache" / name).write_bytes(bytes(size))
     assert findings(capsys)["cache"]["found"].startswith(f"{tmp_path}/cache: 1 imported GGUF files, 0.03 GB in all")
-    assert ": 0 imported GGUF files, 0.00 GB" in findings(capsys, "--empty-cache")["cache"]["found"]
+    listed = json.loads(tiny.shown(capsys, "cache", "-o", "json"))
+    assert [(row["kind"], row["MB"]) for row in listed] == [("imported", 30.0), ("costs", pytest.approx(0, abs=0.1))]
+    assert "--clear cost is unknown" in tiny.refused(capsys, "cache", "--clear", "cost")
+    assert "models imported from GGUF files: removed" in tiny.shown(capsys, "cache", "--clear", "imported")
+    tiny.shown(capsys, "cache", "--clear", "all")
     assert [path.name for path in (tmp_path / "cache").rglob("*")] == ["own.txt"]
+    assert "Nothing is kept in" in tiny.shown(capsys, "cache")
 
 
 def test_the_metadata_is_the_one_source(monkeypatch: Patch, capsys: Capture) -> None:
