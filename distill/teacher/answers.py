@@ -414,7 +414,7 @@ def _hold_out(recipe: Recipe, run: Run, split: Split) -> list[Path]:
 
     One process does it. Without a writer, served answers are all there are.
     """
-    count, new_tokens = sizes(recipe, split)
+    count, new_tokens, _ = sizes(recipe, split)
     served = {one.id for one in served_answers(run, split)}
     left = 0 if recipe.answers.writer is None else max(0, count - len(served))
     prompts = [prompt for prompt in read_prompts(run, split) if prompt.id not in served][:left]

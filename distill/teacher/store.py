@@ -84,14 +84,12 @@ def bytes_per_position(settings: TeacherSettings, hidden: int, dtype: str, k: in
 def planned_positions(recipe: Recipe, prompts: int) -> dict[str, int]:
     """The positions of the stores that a run writes, by stage, each of the answers to `prompts` as long as it may get:
     for training, and held out where the target is not loaded."""
-    answers, acceptance, test, block = recipe.answers, recipe.train.acceptance, recipe.eval, recipe.corpus.block
+    answers, block = recipe.answers, recipe.corpus.block
     found = {"teacher": recipe.corpus.tokens + prompts * (answers.prompt_tokens + answers.new_tokens)}
-    if not recipe.target.load and acceptance is not None:
-        for stage, count, tokens, blocks in (
-            ("validation", acceptance.prompts, acceptance.new_tokens, recipe.cut.score_blocks),
-            ("test", test.prompts, test.new_tokens, test.file_blocks),
-        ):
-            found[stage] = count * (answers.prompt_tokens + tokens) + blocks * block
+    splits: tuple[Split, ...] = () if recipe.target.load else ("validation", "test")
+    for split in splits:
+        count, tokens, blocks = sizes(recipe, split)
+        found[split] = count * (answers.prompt_tokens + tokens) + blocks * block
     return found
 
 
@@ -221,7 +219,7 @@ def held_out(recipe: Recipe, run: Run, split: Split) -> HeldOut:
     An answer counts as the target wrote it, also where it ends in a loop or was cut short. Raises DataError where no
     answer is left.
     """
-    count, _ = sizes(recipe, split)
+    count, _, blocks = sizes(recipe, split)
     answers, dropped = [], Counter[str]()
     for one in served_answers(run, split)[:count] + read_answers(run, ANSWERS, split):
         if one.dropped in READABLE and one.answer:
@@ -234,17 +232,16 @@ def held_out(recipe: Recipe, run: Run, split: Split) -> HeldOut:
             f"correct answers.writer and use --redo {split}, or give more served lines (answers.traffic)",
         )
     own = pack(((one.prompt + one.answer, len(one.prompt)) for one in answers), recipe.corpus.block, split_long=False)
-    blocks = recipe.cut.score_blocks if split == "validation" else recipe.eval.file_blocks
     given = Packed.load(run.path("corpus", f"text-{split}.safetensors")).take(slice(0, blocks))
     return HeldOut(answers, own, given, dict(sorted(dropped.items())))
 
 
-def sizes(recipe: Recipe, split: Split) -> tuple[int, int]:
-    """How many prompts are answered, with at most how many tokens each."""
+def sizes(recipe: Recipe, split: Split) -> tuple[int, int, int]:
+    """How many prompts are answered, with at most how many tokens each, and how many blocks of given text there are."""
     if split == "test":
-        return recipe.eval.prompts, recipe.eval.new_tokens
+        return recipe.eval.prompts, recipe.eval.new_tokens, recipe.eval.file_blocks
     assert recipe.train.acceptance is not None, "recipes without it are refused"
-    return recipe.train.acceptance.prompts, recipe.train.acceptance.new_tokens
+    return recipe.train.acceptance.prompts, recipe.train.acceptance.new_tokens, recipe.cut.score_blocks
 
 
 def served_answers(run: Run, split: Split) -> list[Sample]:
