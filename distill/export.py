@@ -291,13 +291,13 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
             reports = export_files(folder_of_model, outputs, origin_of[name])
         source = Original.open(folder_of_model)
         for report in reports:
-            parity, place = compare(source, report.path, texts, POSITIONS), report.path.resolve()
+            parity, place = compare(source, report.path, texts, POSITIONS), report.path.absolute()
             faults = faults_of(parity, report.outtype)
             run.say(f"  {report.path.name}: {report.bytes / 1e6:.1f} MB, {parity.words}")
             for fault in (*report.notes, *faults):
                 run.say(f"  {report.path.name}: {fault}", warning=True)
-            if place.is_relative_to(run.folder.resolve()):
-                place = place.relative_to(run.folder.resolve())
+            if place.is_relative_to(run.folder.absolute()):
+                place = place.relative_to(run.folder.absolute())
             kept = str(place), name, report.outtype, report.bytes, report.fallback_tensors
             files.append(ExportedFile(*kept, parity, faults))
     write_result(folder / "export.json", ExportReport(run.command, files))
