@@ -100,7 +100,7 @@ def check_folder(reference: str) -> None:
 
 # Exceptions and messages of internal failures; the messages of all others are written for users.
 _MUTE = (TypeError, AttributeError, AssertionError, RecursionError, ArithmeticError, UnicodeError, MemoryError)
-_LACKING = re.compile(r"(?:has no attribute |for field |property |^)'(\w+)'")  # the key that is missing or of another kind
+_LACKING = re.compile(r"(?:has no attribute |for field |property |^)'(\w+)'")  # a missing or wrong key
 _INSIDE = re.compile(r"<class '|NoneType|object has no|index out of|^'\w*'$|codec can't|not supported between")
 
 
