@@ -382,10 +382,10 @@ def _with(section: Any, values: dict[str, Any]) -> Any:
     """A section with these values at dotted keys; what lies in a section that is off is left out."""
     if section is None:
         return None
-    own = {key: value for key, value in values.items() if "." not in key}
-    for name in dict.fromkeys(key.partition(".")[0] for key in values if "." in key):
-        inner = {key.removeprefix(f"{name}."): value for key, value in values.items() if key.startswith(f"{name}.")}
-        own[name] = _with(getattr(section, name), inner)
+    own: dict[str, Any] = {}
+    for key, value in values.items():
+        name, dot, rest = key.partition(".")
+        own[name] = _with(own.get(name, getattr(section, name)), {rest: value}) if dot else value
     return section.model_copy(update=own)
 
 
@@ -401,11 +401,6 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
         "name": name,
         "corpus": _shortened_corpus(recipe),
         "answers.prompts": min(PROMPTS, recipe.answers.count(PROMPTS)),
-        **(
-            {}
-            if recipe.answers.traffic is None
-            else {"answers.traffic": str((runs / name / "traffic.jsonl").resolve())}
-        ),
         "cut.score_blocks": min(2, recipe.cut.score_blocks),
         "train.steps": steps,
         "train.embedding_steps": warming,
@@ -418,6 +413,8 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
         "speedup.prompts": 2,
         "speedup.lengths": tuple(sorted(speedup.lengths)[-1:]),
     }
+    if recipe.answers.traffic is not None:
+        values["answers.traffic"] = str((runs / name / "traffic.jsonl").resolve())
     if processes > 1:  # each needs a group of prompts and a shard of distributions
         values["answers.group"] = min(recipe.answers.group or PROMPTS, max(1, PROMPTS // processes))
         values["teacher.shard_blocks"] = 1

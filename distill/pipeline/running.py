@@ -70,14 +70,9 @@ class Action:
 
     def line(self) -> str:
         """The line that `--dry-run` prints."""
-        planned = f"{self.stage.name}: {WORDS[self.kind][0]}"
-        if self.kind == "wait":
-            return f"{planned} {', '.join(self.reasons)}"
-        if self.kind == "leave":
-            return f"{planned}: {self.reasons[0]}"
-        if self.kind == "run":
-            return f"{planned} (new)"
-        return planned if self.kind == "refuse" else planned + self.why
+        reasons = ", ".join(self.reasons)
+        more: dict[Kind, str] = {"wait": f" {reasons}", "leave": f": {reasons}", "run": " (new)", "refuse": ""}
+        return f"{self.stage.name}: {WORDS[self.kind][0]}{more.get(self.kind, self.why)}"
 
     @property
     def why(self) -> str:
