@@ -59,7 +59,8 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
         run.record(BEGIN)
     settings, state = work.settings, work.state
     planned = summary_of(work)
-    run.say(f"  {planned.text}", warning=planned.epochs > MOST_EPOCHS)
+    many = planned.epochs > MOST_EPOCHS
+    run.say(f"  {'warning: ' if many else ''}{planned.text}", warning=many)
     if not resumed and settings.acceptance is not None:
         evaluate_weights(work)  # the untrained draft is a candidate too, so that nothing worse is ever taken
     clock = Clock(state["step"])
