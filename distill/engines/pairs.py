@@ -84,14 +84,15 @@ def _from_folder(reference: str) -> VocabularyMetadata:
     named = {role: named_id(role, settings, raw, ids, rows) for role in ("bos", "eos")}
     ends = _text_ends(tokenizer, settings, named, DEFAULTS[model])
     context = getattr(config, "max_position_embeddings", None)
-    kept = read_kept(folder)
+    kept, tokens = read_kept(folder), {index: token for token, index in ids.items()}
+    templates = any((folder / f"chat_template.{kind}").is_file() for kind in ("jinja", "json"))
     return VocabularyMetadata(
         reference=reference,
-        tokens=_padded_tokens(ids, rows),
+        tokens=[tokens.get(index, f"[PAD{index}]") for index in range(rows)],  # as converters name rows without one
         **ends._replace(add_bos=ends.add_bos or model == ALWAYS_ADDS_BOS)._asdict(),
         context=context if isinstance(context, int) and context > 0 else None,
         architecture=config.model_type,
-        chat_template=_has_chat_template(folder, settings),
+        chat_template=bool(settings.get("chat_template")) or templates,
         rowless=tuple(sorted(tokens_without_row(folder, ids, special, rows))),
         kept=None if kept is None else len(kept["kept"]),
     )
@@ -106,12 +107,6 @@ def _tokenizer(place: str) -> Any:
     if backend is None:
         raise DataError(f"{place}: its tokenizer has no fast version to read", "save it with a tokenizer.json")
     return backend
-
-
-def _padded_tokens(ids: Mapping[str, int], rows: int) -> list[str]:
-    """The token of each row; [PAD<id>], as converters name it, where there is none."""
-    tokens = {index: token for token, index in ids.items()}
-    return [tokens.get(index, f"[PAD{index}]") for index in range(rows)]
 
 
 def _gguf_model(place: str, tokenizer: Any, architecture: str) -> str:
@@ -143,11 +138,6 @@ def _text_ends(
         add_bos if isinstance(add_bos, bool) else bool(before) or defaults.add_bos,
         add_eos if isinstance(add_eos, bool) else bool(after) or defaults.add_eos,
     )
-
-
-def _has_chat_template(folder: Path, settings: Mapping[str, Any]) -> bool:
-    files = (folder / f"chat_template.{kind}" for kind in ("jinja", "json"))
-    return bool(settings.get("chat_template")) or any(file.is_file() for file in files)
 
 
 def _from_gguf(path: Path) -> VocabularyMetadata:

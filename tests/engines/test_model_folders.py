@@ -301,23 +301,6 @@ def test_one_rotary_embedding_in_two_spellings(folder: Path, new: Any, old: Any,
     assert shape.rope.get("factor") == rope.get("factor")
 
 
-@pytest.mark.parametrize("command", ["check", "check RECIPE", "eval", "export-gguf", "transplant", "cut", "train"])
-def test_commands_refuse(world: Path, folder: Path, tmp_path: Path, capsys: Capture, command: str) -> None:
-    single_beside_index(folder)
-    recipe = (world / "recipe.yaml", f"target.model={folder}")
-    argv: tuple[object, ...] = {
-        "check": (world / "target", folder),
-        "check RECIPE": recipe,
-        "eval": (world / "target", folder, "--prompts", world / "corpus" / "test", "--kl"),
-        "export-gguf": (folder, "--to", tmp_path / "out", "--outtype", "f16"),
-        "transplant": (folder, world / "target", tmp_path / "out"),
-        "cut": (folder, tmp_path / "out", "--layers", 2, "--text", world / "corpus" / "test"),
-        "train": (*recipe, "--runs", tmp_path / "runs"),
-    }[command]
-    assert f"{SINGLE} beside {INDEX}" in tiny.refused(capsys, command.split()[0], *argv)
-    assert not (tmp_path / "runs").exists() and not (tmp_path / "out").exists()
-
-
 def test_headers_prove_nothing_about_quantised_weights(world: Path, folder: Path) -> None:
     """Of others they do; a tied head, which is not stored, is not missing."""
     assert "all 38 have the names and shapes" in check_weights(str(world / "target"))

@@ -13,8 +13,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 from test_batch import any_calls
 from test_device_rounds import DRAFTS, MODELS
 from test_tree_cache import Mirror, close, prefill
@@ -49,15 +47,6 @@ def check(hugging_face: Any, seed: int, steps: int = 14, **options: Any) -> Stat
     if len(mirror.context) < model.capacity - 1:
         mirror.chain([1, 2])
     return model
-
-
-@pytest.mark.parametrize("kind", HUGGING_FACE)
-@settings(max_examples=5, deadline=None, suppress_health_check=[HealthCheck.too_slow])
-@given(st.integers(0, 10**6), st.integers(1, 5))
-def test_after_anything_is_a_fresh_prefill(kind: str, seed: int, rows: int) -> None:
-    """Of one text, and of several rows."""
-    check(HUGGING_FACE[kind], seed)
-    any_calls(HUGGING_FACE[kind], rows, random.Random(seed), 10, StaticTorchModel)
 
 
 def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:

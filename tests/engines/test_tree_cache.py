@@ -332,14 +332,6 @@ def test_gguf_after_anything_is_a_fresh_prefill(exported: Path, single: GgufMode
 
 
 @needs_llama
-def test_gguf_level_by_level_is_all_at_once(exported: Path, noise: float) -> None:
-    draws = random.Random(9)
-    with GgufModel(exported, context=64, threads=1, max_leaves=12) as model:
-        for _ in range(8):
-            check_levels(model, draws, within(noise))
-
-
-@needs_llama
 def test_gguf_refusals_change_nothing(exported: Path, noise: float) -> None:
     with GgufModel(exported, context=16, batch=12, threads=1, max_leaves=4) as model:
         check_refusals(model, within(noise))
