@@ -392,7 +392,7 @@ def test_other_files_are_refused(model: Path, tmp_path: Path) -> None:
 
     refused("cannot be read")  # not there
     path.mkdir()
-    refused("cannot be read")
+    refused("has no config.json")
     path.rmdir()
     for content, words in (
         (b"PK\x03\x04" + whole[4:], "not a GGUF file"),
