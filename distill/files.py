@@ -387,13 +387,14 @@ def is_gguf(reference: str) -> bool:
     A piece of a file that was cut for an upload is one too; see `distill.gguf.head.open_head`.
     """
     path = Path(reference)
-    if _GGUF.search(path.name):
-        return not path.is_dir()
-    with contextlib.suppress(OSError, ValueError):
+    with contextlib.suppress(OSError, ValueError):  # of names that no file can have, too
+        if path.is_dir():
+            return False
         if path.is_file():
             with path.open("rb") as file:
-                return file.read(4) == b"GGUF"
-    return False
+                if file.read(4) == b"GGUF":
+                    return True
+    return _GGUF.search(path.name) is not None
 
 
 _GGUF = re.compile(r"\.gguf([.-](part|split)[\w-]*)?$", re.IGNORECASE)

@@ -10,6 +10,7 @@ import itertools
 import math
 import mmap
 import re
+import shlex
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -256,7 +257,7 @@ def open_head(path: Path) -> FileHead:
     Raises DataError where the file is missing, damaged or cut short, or its parts do not make up a model.
     """
     if (piece := PIECE.fullmatch(path.name)) and path.is_file():
-        whole = path.with_name(piece[1])
+        whole = shlex.quote(str(path.with_name(piece[1])))
         what = f"{path} is a piece of {piece[1]}, which was cut for an upload"
         raise DataError(what, f"join the pieces in their order: cat {whole}{piece[2]}* > {whole}")
     head = _open_one(path)

@@ -255,20 +255,16 @@ def _fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
     while at < len(data):
         tag, at = _varint(data, at)
         kind = tag & 7
+        value, at = _varint(data, at) if kind in (0, 2) else ({1: 8, 5: 4}.get(kind, -1), at)
         if kind == 0:
-            value, at = _varint(data, at)
             yield tag >> 3, kind, value
             continue
-        if kind == 2:
-            size, at = _varint(data, at)
-        elif kind in (1, 5):
-            size = 8 if kind == 1 else 4
-        else:
+        if value < 0:
             raise ValueError(f"wire type {kind} at byte {at}")
-        if at + size > len(data):
+        if at + value > len(data):
             raise ValueError("it is cut short")
-        yield tag >> 3, kind, data[at : at + size]
-        at += size
+        yield tag >> 3, kind, data[at : at + value]
+        at += value
 
 
 def _varint(data: bytes, at: int) -> tuple[int, int]:
