@@ -18,7 +18,7 @@ from typing import Any, Literal
 from distill.data.traffic import PIN, begins_with, pin_of, read_lines
 from distill.devices import agree, memory_explained, process_count
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
-from distill.files import digest, has_form, read_json, write_json
+from distill.files import digest, has_form, read_json, require_inside, write_json
 from distill.pipeline.stages import (
     LAST_TOGETHER,
     NAMES,
@@ -367,7 +367,9 @@ def finish_refresh(folder: Path) -> None:
     prepared = _prepared(folder)
     if folder.exists() or not (prepared / "parent.json").exists():
         return
-    if folder.with_name(read_json(prepared / "parent.json", {"run": str})["run"]).exists():
+    aside = read_json(prepared / "parent.json", {"run": str})["run"]
+    require_inside(aside, prepared / "parent.json", single=True)
+    if folder.with_name(aside).exists():
         with faults_explained(folder):
             os.replace(prepared, folder)
 
