@@ -98,7 +98,7 @@ def _integer(digits: str, largest: int | None) -> int:
 
 def has_halves(value: Any) -> bool:
     """Whether a JSON value holds a lone surrogate, which is half of a character and no text."""
-    return not is_utf8(json.dumps(value, ensure_ascii=False))
+    return not is_utf8(json.dumps(value, ensure_ascii=False, default=str))
 
 
 def parse_object(raw: bytes, halves: bool = False) -> dict[str, Any] | str:

@@ -24,7 +24,6 @@ from distill.vocabulary.files import opening_of
 
 TOO_LONG = "given answers whose prompts fill corpus.block"
 MOST_DOCUMENTS, MOST_RECORDS = 1000, 20  # that a check reads of a local source and of a hub data set
-SCORED = "⟦", "⟧"  # around the tokens that a draft learns from
 FEW_DOCUMENTS = 8  # an interval over fewer is too narrow
 
 
@@ -214,35 +213,29 @@ def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
 
     Raises DataError or RecipeError where it takes none of them.
     """
-    tokenizer, notes = load_tokenizer(recipe.target.model), []
+    tokenizer = load_tokenizer(recipe.target.model)
     chat = chat_prompts(recipe, tokenizer, documents)
     if chat is None:
         return []
+    asked = [document for document in documents if document.messages is not None]
+    first = next(((one, prompt) for one in asked if (prompt := chat.prompt(one)) is not None), None)
+    if first is None:
+        reasons = ", ".join(f"{count} {reason}" for reason, count in chat.dropped.items())
+        hint = "correct the sources, or section chat"
+        raise DataError(f"no conversation of the corpus can be asked: {reasons}", hint)
+    decode, ids = tokenizer.decode, first[1].prompt
+    lines = [f"a prompt, as the target's template writes it ({len(ids)} tokens):", decode(ids)]
+    if (given := next(chat.given(first[0]), None)) is not None:
+        lines += [
+            f"its last given answer, {len(given[1])} tokens that are scored between ⟦ and ⟧:",
+            f"{decode(given[0])}⟦{decode(given[1])}⟧",
+        ]
+    chat.dropped.clear()  # of the answers alone, each once
+    for document in asked:
+        for _ in chat.given(document):
+            pass
+    lines += [Caution(f"warning: {count} given answers left out: {why}") for why, count in chat.dropped.items()]
     if (end := turn_end(tokenizer)) and end[0] not in {tokenizer.eos_token_id, *stated_ends(recipe.target.model)}:
-        notes.append(
-            Caution(
-                f"warning: the template ends a turn with {tokenizer.decode(end)}, which no file of the target names "
-                "as an end: answers end there, and a server has to be told (generation_config.json)"
-            )
-        )
-    for document in documents:
-        prompt = None if document.messages is None else chat.prompt(document)
-        if prompt is None:
-            continue
-        decode = chat.template.tokenizer.decode
-        lines = [f"a prompt, as the target's template writes it ({len(prompt.prompt)} tokens):", decode(prompt.prompt)]
-        given = next(chat.given(document), None)
-        if given is not None:
-            lines += [
-                f"its last given answer, {len(given[1])} tokens that are scored between ⟦ and ⟧:",
-                f"{decode(given[0])}{SCORED[0]}{decode(given[1])}{SCORED[1]}",
-            ]
-        chat.dropped.clear()  # of the answers alone, each once
-        for one in documents:
-            if one.messages is not None:
-                for _ in chat.given(one):
-                    pass
-        left = [Caution(f"warning: {count} given answers left out: {why}") for why, count in chat.dropped.items()]
-        return [*lines, *left, *notes]
-    reasons = ", ".join(f"{count} {reason}" for reason, count in chat.dropped.items())
-    raise DataError(f"no conversation of the corpus can be asked: {reasons}", "correct the sources, or section chat")
+        what = f"the template ends a turn with {decode(end)}, which no file of the target names as an end"
+        lines += [Caution(f"warning: {what}: answers end there, and servers have to be told (generation_config.json)")]
+    return lines

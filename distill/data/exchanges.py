@@ -222,7 +222,7 @@ def read_exchange(kind: str, request: bytes, reply: bytes) -> Iterator[dict[str,
     kept = 0
     for choice in choices:
         try:
-            found = _fault(choice) or _with_answer(line, asked, choice)
+            found = _fault(choice, line.get("prompt", "")) or _with_answer(line, asked, choice)
         except ValueError as reason:
             found = str(reason)
         kept += not isinstance(found, str)
@@ -377,11 +377,11 @@ def _add_call(whole: dict[str, Any], piece: dict[str, Any]) -> None:
         )
 
 
-def _fault(choice: dict[str, Any]) -> str:
+def _fault(choice: dict[str, Any], prompt: str) -> str:
     if choice["fault"]:
         return str(choice["fault"])
-    if isinstance(choice["text"], str) and "\ufffd" in choice["text"]:
-        return fault_of_text("", choice["text"])
+    if isinstance(choice["text"], str) and (reason := fault_of_text(prompt, choice["text"])):
+        return reason
     if choice["end"] is None:
         return "broken off"
     if choice["end"] not in USUAL["finish_reason"]:
@@ -404,6 +404,4 @@ def _with_answer(line: dict[str, Any], asked: dict[str, Any], choice: dict[str, 
         calls = {"tool_calls": [choice["calls"][place] for place in sorted(choice["calls"])]} if choice["calls"] else {}
         answer = normal({"role": "assistant", "content": choice["text"], **choice["more"], **calls})
         return line | {"messages": [*line["messages"], answer], **last}
-    if reason := fault_of_text(line["prompt"], choice["text"]):
-        raise ValueError(reason)
     return line | {"answer": choice["text"], **last}

@@ -12,7 +12,7 @@ from typing import Any
 
 from distill.data.records import LISTS, PROMPTS, form_of
 from distill.errors import DataError
-from distill.files import has_form, has_halves, kind_of, parse_json
+from distill.files import has_form, kind_of, parse_json
 from distill.recipe import Source
 
 Record = tuple[str, dict[str, Any]]  # where it stands, and its fields
@@ -30,7 +30,7 @@ def read_records(source: Source, paths: list[Path], dropped: Counter[str]) -> It
     tables: dict[str, Callable[[Path], Iterator[Record]]]
     wanted = {"text", *PROMPTS, *LISTS, *source.fields.values()}
     tables = {"csv": partial(_csv, wanted, dropped), "parquet": _parquet}
-    read = tables.get(source.kind, partial(read_json_records, dropped=dropped))
+    read = tables.get(source.kind, read_json_records)
     for path in paths:
         empty = True
         try:
@@ -56,34 +56,16 @@ def holds_records(path: Path) -> bool:
 # ── JSON: a record a line, or one array of records, on one line or indented ──
 
 
-def read_json_records(path: Path, dropped: Counter[str] | None = None) -> Iterator[Record]:
-    """The records of a file of JSON; a list of messages in the place of a record is one with `messages`.
-
-    One that holds half of a character, which is no text, is left out and counted in `dropped`.
-    """
-    for place, record, suspect in _json_records(path):
-        if suspect and has_halves(record):
-            (dropped if dropped is not None else Counter())["records with half of a character (a lone surrogate)"] += 1
-        else:
-            yield place, record
-
-
-def _parsed(raw: bytes) -> tuple[Any, bool]:
-    """The value of a JSON text, and whether some part of it may hold half of a character; ValueError as parse_json."""
-    try:
-        return parse_json(raw), False
-    except ValueError:
-        return parse_json(raw, halves=True), True
-
-
-def _json_records(path: Path) -> Iterator[tuple[str, dict[str, Any], bool]]:
+def read_json_records(path: Path) -> Iterator[Record]:
+    """The records of a file of JSON, which may hold halves of characters; a list of messages in the place of a record
+    is one with `messages`."""
     begun = False
     with open(path, "rb") as handle:
         for number, raw in enumerate(handle, 1):
             if not raw.strip():
                 continue
             try:
-                value, suspect = _parsed(raw)
+                value = parse_json(raw, halves=True)
             except ValueError as error:
                 if begun or raw.lstrip(b"\xef\xbb\xbf \t\r\n")[:1] not in (b"[", b"{"):
                     raise _line_fault(path, number, str(error)) from None
@@ -94,25 +76,24 @@ def _json_records(path: Path) -> Iterator[tuple[str, dict[str, Any], bool]]:
             if isinstance(several, str):
                 raise _line_fault(path, number, several)
             for at, record in enumerate(several, 1):
-                yield f"line {number}" + (f", record {at}" if len(several) > 1 else ""), record, suspect
+                yield f"line {number}" + (f", record {at}" if len(several) > 1 else ""), record
 
 
 def _line_fault(path: Path, number: int, fault: str) -> DataError:
     return DataError(f"{path}: line {number}: {fault}", "each line must be one JSON object, or the file one array")
 
 
-def _whole_file(path: Path, number: int, first: bytes, fault: str) -> Iterator[tuple[str, dict[str, Any], bool]]:
+def _whole_file(path: Path, number: int, first: bytes, fault: str) -> Iterator[Record]:
     """The records of a file that is one indented JSON value; `fault` is what its first line alone has."""
     try:
-        value, suspect = _parsed(path.read_bytes())
-        found = _records_of(value)
+        found = _records_of(parse_json(path.read_bytes(), halves=True))
     except ValueError as error:
         indented = first.rstrip()[-1:] in (b"[", b"{", b",")
         raise (DataError(f"{path}: {error}", "correct it") if indented else _line_fault(path, number, fault)) from None
     if isinstance(found, str):
         raise DataError(f"{path}: {found}", "give one JSON object a line, or one array of objects")
     for at, record in enumerate(found, 1):
-        yield f"record {at}", record, suspect
+        yield f"record {at}", record
 
 
 def _records_of(value: Any) -> list[dict[str, Any]] | str:

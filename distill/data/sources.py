@@ -16,7 +16,7 @@ from distill.data.record_files import Record, holds_records, read_json_records, 
 from distill.data.records import Messages, count_fields, form_of, questions, read_conversation, unread_fields
 from distill.data.samples import SPLITS, Split
 from distill.errors import DataError
-from distill.files import names_of, read_utf8
+from distill.files import has_halves, names_of, read_utf8
 from distill.recipe import Corpus, Source
 
 PIECE = 16_384  # characters, some 4,000 tokens: several blocks, and hundreds of pieces in a book or a log
@@ -171,7 +171,7 @@ def _tree(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Doc
             raise DataError(f"{path} cannot be read: {error.strerror}", "exclude it, or correct it") from error
         if source.form != "text" and text.lstrip()[:1] in ("[", "{") and holds_records(path):
             records = source.model_copy(update={"path": str(path), "kind": "jsonl", "form": "auto"})
-            for one in _records(corpus, records, read_json_records(path, dropped), dropped):
+            for one in _records(corpus, records, read_json_records(path), dropped):
                 yield replace(one, source=Path(source.path).name)
         else:
             yield _file(corpus, source, name, text)
@@ -199,6 +199,9 @@ def _records(corpus: Corpus, source: Source, records: Iterable[Record], dropped:
     origin, named = Path(source.path).name, source.fields.get("label", "category")
     field = source.fields.get("text", "text")
     for place, record in records:
+        if has_halves(record):
+            dropped["records with half of a character (a lone surrogate)"] += 1
+            continue
         form = form_of(record, source)
         label = source.label or record.get(named)
         more: dict[str, Any] = {"label": label if isinstance(label, str) else ""}
