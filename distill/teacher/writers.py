@@ -21,7 +21,15 @@ from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import BatchedTorchModel, growing_decoder
 from distill.engines.model import Model
 from distill.engines.pairs import VocabularyMetadata, compare_pair
-from distill.engines.torch.hugging_face import encode_behind, end_ids, load_target, real_tokens, text_folder, turn_end
+from distill.engines.torch.hugging_face import (
+    encode_behind,
+    end_ids,
+    load_target,
+    real_tokens,
+    stated_ends,
+    text_folder,
+    turn_end,
+)
 from distill.engines.torch.products import prepacked
 from distill.errors import DataError, EndpointError, PairError
 from distill.gguf.head import open_head
@@ -195,8 +203,9 @@ class ServerWriter:
         self.settings, self.recipe, self.tokenizer = settings, recipe, tokenizer
         self.together = settings.concurrency
         self.ends, self.vocabulary = end_ids(recipe.target.model, tokenizer), real_tokens(config, tokenizer)
-        ends = [*turn_end(tokenizer), tokenizer.eos_token_id, *self.ends]
-        self.end = next(token for token in ends if token is not None)
+        stated = {tokenizer.eos_token_id, *stated_ends(recipe.target.model)}
+        self.untold = [token for token in turn_end(tokenizer) if token not in stated]  # ends that no file names
+        self.end = next(one for one in (*turn_end(tokenizer), tokenizer.eos_token_id, *self.ends) if one is not None)
         self.stop = _stop_of(recipe, self.ends)
         self.endpoint = Endpoint(settings, "answers.writer")
         self.miscounted = 0
@@ -285,6 +294,7 @@ class ServerWriter:
             "spaces_between_special_tokens": False,
         }
         top_k = {"top_k": sampler.top_k} if sampler.top_k else ALL_TOKENS[self.all_tokens]
+        body |= {"stop_token_ids": self.untold} if self.untold else {}  # vLLM, SGLang
         return body | top_k | ({"stop": list(answers.stop)} if answers.stop else {})
 
     def _reply(self, request: Request, answer: Completion) -> Reply:
@@ -306,6 +316,9 @@ class ServerWriter:
             if count not in (None, len(new), len(new) + ended):
                 with self._lock:
                     self.miscounted += 1
+        last = next((at for at, token in enumerate(new) if token in self.ends), None)
+        if last is not None:  # the server may not know an end that the template alone names, and have gone on
+            new, ended = new[: last + 1], True
         if ended and not by_string and not (new and new[-1] in self.ends):
             # The end token: the server's where it names one of the target's, else the template's or the tokenizer's.
             new = [*new, next((int(one) for one in choice.ended_by if one in self.ends), self.end)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import json
 import subprocess
 import sys
@@ -19,15 +20,15 @@ from tiny import Capture, Patch
 from writing_worlds import BadServer, answer_lines, begin
 
 from distill import http
-from distill.data.samples import read_answers
-from distill.engines.torch.hugging_face import encode, load_tokenizer
+from distill.data.samples import Request, read_answers
+from distill.engines.torch.hugging_face import encode, load_config, load_tokenizer
 from distill.errors import DataError, EndpointError
 from distill.files import read_json
 from distill.pipeline.stages import difference, find_stage, key_parts
 from distill.run import Run
 from distill.serving.server import LlamaServer, started
 from distill.teacher.answers import answers
-from distill.teacher.writers import OTHER_PROMPT
+from distill.teacher.writers import OTHER_PROMPT, Choice, Completion, ServerWriter
 
 
 @pytest.fixture(scope="module")
@@ -183,6 +184,26 @@ def test_ids_of_the_server_win_over_its_text(tokenizer: Any, write: Any) -> None
         for one in read_answers(write(3, server), "train"):
             assert one.answer[:-1] == encode(tokenizer, server.text(one.prompt))[::-1]
             assert one.answer[-1] == tokenizer.eos_token_id and one.ended
+
+
+def test_a_server_that_goes_on_behind_the_end_of_a_turn(tokenizer: Any, world: Path, tmp_path: Path) -> None:
+    """It knows what the target's files name; the template alone names the end of a turn."""
+    own = copy.deepcopy(tokenizer)
+    own.add_special_tokens({"additional_special_tokens": ["<|turn|>"]})
+    own.chat_template = "{% for m in messages %}<{{ m.role }}>{{ m.content }}<|turn|>{% endfor %}"
+    end = own.convert_tokens_to_ids("<|turn|>")
+    with BadServer(tokenizer, ok) as server:
+        recipe, _ = begin(world, tmp_path / "run", 1, served(server.url))
+        config = load_config(recipe.target.model)
+        config.vocab_size = end + 1
+        writer = ServerWriter(recipe, own, config)
+        request = Request("a", encode(own, "total"), 0, 40)
+        assert writer._body(request)["stop_token_ids"] == [end]
+        for reason in ("stop", "length"):
+            given = Completion(choices=[Choice(finish_reason=reason, text="total<|turn|><user>next<|turn|>")])
+            reply = writer._reply(request, given)
+            assert reply.ended and reply.ids == [*encode(own, "total"), end]
+        writer.close()
 
 
 def test_stop_strings_are_sent_and_penalties_are_off(tokenizer: Any, write: Any) -> None:
