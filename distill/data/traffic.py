@@ -246,6 +246,8 @@ def encode_line(
         raise ValueError("it gives no token")
     if line.tokens > MOST_COUNTED * len(answer) + FEW_COUNTED:
         raise ValueError(f"the server counted {line.tokens} tokens of {len(answer)}: its thinking is hidden, say")
+    if template is not None and (end := template.end) and end[0] in answer:  # behind it the server went on
+        answer = answer[: answer.index(end[0]) + 1]
     return ids, answer
 
 

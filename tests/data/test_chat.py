@@ -125,6 +125,10 @@ def test_a_rendered_prompt_of_a_log_ends_a_turn(plain: Any) -> None:
     """Its end is the template's, another one than that of texts."""
     template = ChatTemplate(dressed(plain, "gemma"), Chat())
     assert template.end != [template.tokenizer.eos_token_id]
+    turn = template.tokenizer.decode(template.end)
+    line = parse_line(json.dumps({"prompt": template.text([USER]), "answer": f"4{turn}\n5{turn}"}).encode(), 1)
+    assert not isinstance(line, str)
+    assert encode_line(line, template.tokenizer, template)[1] == [*encode(template.tokenizer, "4"), *template.end]
     for prompt, end in ((template.text([USER]), template.end), ("2 + 2 = ", [template.tokenizer.eos_token_id])):
         line = parse_line(json.dumps({"prompt": prompt, "answer": "4"}).encode(), 1)
         assert not isinstance(line, str) and encode_line(line, template.tokenizer, template)[1][-1:] == end
