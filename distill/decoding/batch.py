@@ -73,13 +73,26 @@ def decode_batch(
     """
     new_rule = length if callable(length) else lambda: Fixed(length)
     argmax = argmax or rules.sampler.temperature == 0
-    rows = _rows([target, draft], prompts, rules, randoms, new_rule)
+    assert rules.constraint is None, "a grammar constrains one text at a time"
+    if randoms is None and rules.sampler.temperature == 0:
+        randoms = [rules.random] * len(prompts)
+    assert randoms is not None, "each prompt needs random numbers of its own"
+    for model in (target, draft):
+        model.rollback([0] * model.rows)
+    rows = [
+        _Row(number, list(prompt), random, new_rule())
+        for number, (prompt, random) in enumerate(zip(prompts, randoms, strict=True))
+    ]
     _prefill(rows, rules, target, draft)
     rounds = rounds_on_device(target, rules, draft, argmax, [row.rule for row in rows])
     capacity = min(target.capacity, draft.capacity)
-    while live := _unfinished(rows, target, limit):
-        round_started = time.perf_counter()
+    while True:
         depths = target.lengths
+        open_rows = (row for row in rows if not row.ended and len(row.result.tokens) < limit)
+        live = [row for row in open_rows if depths[row.number] < target.capacity]
+        if not live:
+            return [row.result for row in rows]
+        round_started = time.perf_counter()
         # No more than can still be used: the round emits one token beyond those accepted.
         limits = {row.number: min(limit - len(row.result.tokens), capacity - depths[row.number]) - 1 for row in live}
         if rounds is not None:
@@ -97,38 +110,6 @@ def decode_batch(
             row.rule.observe(drafted, accepted, row.proposal.features, seconds)
             row.result.seconds += seconds
             row.result.rounds.append(Round(depths[row.number], drafted, accepted, seconds))
-    return [row.result for row in rows]
-
-
-def _rows(
-    models: Sequence[Model],
-    prompts: Sequence[Sequence[int]],
-    rules: Rules,
-    randoms: Sequence[Random] | None,
-    new_rule: Callable[[], LengthRule],
-) -> list[_Row]:
-    """A row for each prompt; the caches of the models are emptied."""
-    assert rules.constraint is None, "a grammar constrains one text at a time"
-    assert all(map(len, prompts)), "a prompt is empty"
-    if randoms is None and rules.sampler.temperature == 0:
-        randoms = [rules.random] * len(prompts)
-    assert randoms is not None and len(randoms) == len(prompts), "each prompt needs random numbers of its own"
-    for model in models:
-        assert len(prompts) <= model.rows, f"{len(prompts)} prompts for a model of {model.rows} rows"
-        model.rollback([0] * model.rows)
-    return [
-        _Row(number, list(prompt), random, new_rule())
-        for number, (prompt, random) in enumerate(zip(prompts, randoms, strict=True))
-    ]
-
-
-def _unfinished(rows: Sequence[_Row], target: Model, limit: int) -> list[_Row]:
-    lengths = target.lengths
-    return [
-        row
-        for row in rows
-        if not row.ended and len(row.result.tokens) < limit and lengths[row.number] < target.capacity
-    ]
 
 
 def extend_rows(model: Model, parts: Mapping[int, Sequence[int]], last: Collection[int] | None = None) -> Logits:
