@@ -238,6 +238,7 @@ def summary_of(work: Training) -> TrainingSummary:
     # Under a sparsity penalty the last weights stay, however earlier ones were accepted.
     best = work.state["best"] if work.penalty is None else None
     steps = work.state["ended"] or work.settings.steps  # patience may end it early
+    stored = work.source.manifest
     return TrainingSummary(
         steps=steps,
         processes=work.accelerator.num_processes,
@@ -245,5 +246,5 @@ def summary_of(work: Training) -> TrainingSummary:
         loss=dict(work.loss.losses),
         best=None if best is None else from_json(best, EvaluatedWeights, "the last checkpoint"),
         epochs=steps * work.settings.batch / len(work.source.packed),
-        answers=work.source.manifest["answer_positions"] / max(1, work.source.manifest["scored_positions"]),
+        answers=stored.get("answer_positions", stored["scored_positions"]) / stored["scored_positions"],
     )
