@@ -34,7 +34,7 @@ from distill.engines.pairs import compare_pair
 from distill.engines.server_commands import other_sampling, shipped_heads
 from distill.engines.torch.described import empty_model, quiet, require_language_model
 from distill.engines.torch.hugging_face import check_placement, check_weights, load_config, local_snapshot, text_folder
-from distill.engines.torch.model import UNDECODABLE, growing_cache, state_refusal
+from distill.engines.torch.model import UNDECODABLE, growing_cache, mask_refusal, state_refusal
 from distill.engines.torch.static import require_static
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
 from distill.files import is_gguf, read_result, write_atomically, write_result, write_text
@@ -188,7 +188,8 @@ def check_decoding(reference: str, config: Any) -> list[str]:
     """A target of a family that is not tested here can be read and decoded: tried with random weights, in its own
     widths but for the MLPs, of few tokens and experts, and of its first layers alone, each kind among them.
 
-    DataError where a cache, or documents in one block, would give other logits than a whole text.
+    DataError where a cache, or documents in one block, would give other logits than a whole text; a line where its
+    answers are written one by one.
     """
     require_language_model(reference, config)
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
@@ -196,7 +197,10 @@ def check_decoding(reference: str, config: Any) -> list[str]:
         return []
     if state_refusal(kind, config) is not None:
         growing_cache(config, reference)
-    few = copy.deepcopy(config)
+    alone = state_refusal(kind, config) or mask_refusal(config)
+    lines = [f"{reference}: the model itself writes answers one by one ({alone}); a server writes several at once"]
+    lines, few = lines if alone else [], copy.deepcopy(config)
+    untried = f"{reference}: whether a {config.model_type} can be decoded is tried when its weights are loaded"
     kinds = list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [""])
     kept = range(min(config.num_hidden_layers, 1 + max(kinds.index(one) for one in set(kinds))))
     fewest = max(8, 2 * (getattr(config, "num_experts_per_tok", None) or 0))
@@ -209,13 +213,14 @@ def check_decoding(reference: str, config: Any) -> list[str]:
     try:
         set_layers(few, layer_settings(config, kept) | less | ends | large | {"vocab_size": 64})
         if sum(weight.numel() for weight in empty_model(few).parameters()) > MOST_TRIED:
-            return [f"{reference}: whether a {config.model_type} can be decoded is tried when its weights are loaded"]
+            return [*lines, untried]
         with quiet(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(few).eval()
     except Exception:  # whatever a family demands of its sizes
-        return [f"{reference}: whether a {config.model_type} can be decoded is tried when its weights are loaded"]
-    growing_decoder(model, prepack=False)
+        return [*lines, untried]
+    with quiet():
+        growing_decoder(model, prepack=False)
     blocks = pack([([1, 2, 3, 4], 1), ([5, 6, 7], 1)], 8, False)
     try:
         with torch.inference_mode():
@@ -225,7 +230,7 @@ def check_decoding(reference: str, config: Any) -> list[str]:
         raise DataError(f"{reference} cannot read several texts at once here ({error})", UNDECODABLE) from None
     if not float(apart) < 0.01:
         raise DataError(f"{reference} lets one text of a block see another", UNDECODABLE)
-    return []
+    return lines
 
 
 def check_pair(recipe: Recipe) -> list[str]:

@@ -369,7 +369,11 @@ def test_sizes_under_the_names_of_a_family(kind: str, tmp_path: Path) -> None:
     config = load_config(str(tmp_path))
     sizes = describe_model("x", empty_model(config))
     assert (context_of(str(tmp_path)), config.max_position_embeddings, sizes.mlp) == (context, context, mlp)
-    assert check_decoding(str(tmp_path), config) == []
+    lines = check_decoding(str(tmp_path), config)
+    alone = kind in ("bloom", "mpt", "falcon")
+    assert len(lines) == alone and all(
+        "writes answers one by one (its attention is of its own" in line for line in lines
+    )
 
 
 @pytest.mark.parametrize(
