@@ -166,6 +166,8 @@ def _explain(error: Exception) -> int:
         error.show()
         return 2
     found = disk_fault(error) or _missing_package(error) or error
+    if isinstance(error, UnicodeEncodeError) and sys.getfilesystemencoding() != "utf-8":
+        found = RunError(f"no file can be called {error.object[:60]!a} in this locale", "set LC_ALL=C.UTF-8")
     if not isinstance(found, DistillError):
         print(_bug(error), file=sys.stderr)
         return 1

@@ -66,6 +66,9 @@ def test_signs_that_a_terminal_lacks_are_escaped(copied: Path) -> None:
         env=posix,
     )
     assert asked.returncode == 0 and asked.stdout.isascii(), asked.stderr
+    named = [*called, "check", "größe.yaml".encode()]
+    lost = subprocess.run(named, cwd=tiny.ROOT, capture_output=True, env=posix)
+    assert lost.returncode == 2 and b"in this locale" in lost.stderr and b"LC_ALL=C.UTF-8" in lost.stderr
 
 
 @pytest.mark.parametrize("command", ["eval", "speedup", "runs"])
