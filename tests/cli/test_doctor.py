@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 import subprocess
 import sys
 import types
@@ -90,7 +91,7 @@ def test_the_cache_is_listed_and_emptied(capsys: Capture, tmp_path: Path, monkey
 def test_the_metadata_is_the_one_source(monkeypatch: Patch, capsys: Capture) -> None:
     every = importlib.metadata.requires("distill") or []
     names = {package.name for package in machine.packages()}
-    assert names == {line.split(">")[0].split("[")[0] for line in every if 'extra == "dev"' not in line}
+    assert names == {re.split("[>=\\[]", line)[0] for line in every if 'extra == "dev"' not in line}
     unasked = ('elsewhere; sys_platform == "nowhere"', 'pytest-such>=1; extra == "dev"')
     metadata(monkeypatch, "torch>=999", "nothing-such>=1.5", "numpy>=2", *unasked, python=">=99")
     found = findings(capsys, status=2)
