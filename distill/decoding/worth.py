@@ -10,22 +10,10 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import NamedTuple
 
 from distill.decoding.calibration import UNFITTED, Calibration, Correction
 from distill.decoding.costs import Costs
 from distill.decoding.lengths import Features, LengthRule
-
-
-class Line(NamedTuple):
-    """What a draft goes on from: `nodes` drafted so far, E of them, and the chance that one of the last `width` of them
-    is reached, below each of which every further level has a node."""
-
-    nodes: int
-    expected: float
-    chance: float
-    width: int = 1
-
 
 HELD_UP = 4.0  # times its costs: what took longer was held up by something else, and counts as this much
 KEPT = 0.98  # of what rounds told about costs, with each round
@@ -92,14 +80,16 @@ class Worth:
         """The worth of a round."""
         return expected - self.rate * seconds
 
-    def reach(self, line: Line, hoped: float, levels: int, most: int) -> float:
+    def reach(
+        self, nodes: int, expected: float, chance: float, hoped: float, levels: int, most: int, width: int = 1
+    ) -> float:
         """The greatest worth that one to `levels` more levels of a draft, each at its step's price, are expected to
         have; −∞ where there is no room.
 
-        A node is taken to be accepted with probability `hoped` where the one above it is. No more than `most` nodes are
-        verified.
+        Drafted are `nodes` so far, of E = `expected`; below the last `width` of them, of which one is reached with the
+        chance `chance`, every further level has a node. It is taken to be accepted with probability `hoped` where the
+        one above it is. No more than `most` nodes are verified.
         """
-        nodes, expected, chance, width = line
         target, best = self.costs.target, float("-inf")
         step = self.rate * self.costs.draft_step(width)
         for n in range(nodes + width, min(nodes + levels * width, most, len(target) - 1) + 1, width):
@@ -243,8 +233,8 @@ class ExpectedValue(LengthRule):
         """Whether tokens after `drafted` ones could beat the value `best`, with the time of their steps."""
         if drafted == 0:  # the round's overhead, and a first step of more than a token, are still to be paid
             expected -= self.worth.rate * (self.costs.overhead + self._first_step() - self.costs.draft)
-        line = Line(drafted, expected, survival)
-        return self.worth.reach(line, self.hoped(drafted, survival), self.longest, self.longest) > best
+        hoped = self.hoped(drafted, survival)
+        return self.worth.reach(drafted, expected, survival, hoped, self.longest, self.longest) > best
 
     def behind(self, unread: int) -> None:
         """Note what the first step reads."""
@@ -317,8 +307,9 @@ class ExpectedValue(LengthRule):
             # Behind a full tree, nodes of one, two or four more levels take the place of its least likely ones.
             full = {max(node + 1, size.most - levels * width) for levels in (1, 2, 4)}
             for nodes in {max(size.count, node + 1), *full}:
-                line = Line(nodes, expected[min(nodes, len(chances))], chance, width)
-                if (worth := self.worth.reach(line, hoped, self.longest - depth, size.most)) > best:
+                own = expected[min(nodes, len(chances))]
+                worth = self.worth.reach(nodes, own, chance, hoped, self.longest - depth, size.most, width)
+                if worth > best:
                     best, count = worth, width
         self._paid += self.costs.draft_step(count) if count else 0.0
         return count
