@@ -50,8 +50,8 @@ def _without_command(path: Path) -> str:
 
 
 def _of_documents(evaluation: str) -> str:
-    """The tables of eval.md that the documents show: the measures, and by position."""
-    sections = re.split(r"\n(?=\*\*)", evaluation)
+    """The tables of eval.md that the documents show: the measures without their differences, and by position."""
+    sections = re.split(r"\n(?=\*\*)", re.sub(r"\n\|[^|\n]*: difference to the first[^\n]*", "", evaluation))
     return "\n".join(one for one in sections if not one.startswith(LEFT_OUT))
 
 
