@@ -91,7 +91,9 @@ def requests(draw: Any) -> dict[str, Any]:
     number = iter(range(100))
     said = [
         {
-            name: " ".join(f"{next(number)}{draw(st.sampled_from(WORDS))}" for _ in range(draw(st.integers(3, 6))))
+            # No text begins with a character twice: of such pieces the second may repeat the first, and is left out.
+            name: "So, "
+            + " ".join(f"{next(number)}{draw(st.sampled_from(WORDS))}" for _ in range(draw(st.integers(3, 6))))
             for name in ("content", *(["reasoning_content"] if draw(st.booleans()) else []))
         }
         for _ in range(draw(st.integers(1, 2)))
