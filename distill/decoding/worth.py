@@ -319,7 +319,8 @@ class ExpectedValue(LengthRule):
         self._nodes = nodes
 
     def caught_up(self, seconds: float) -> None:
-        """Catching up counts as a loss."""
+        """Catching up counts as a loss; the first step of this round read one token after it."""
+        self._paid -= self.costs.draft_step(self._unread) - self.costs.draft
         self._gained -= seconds / self.costs.target[0]
 
     def _age(self, tokens: int) -> None:

@@ -228,6 +228,18 @@ def test_overhead_and_the_two_token_step_are_weighed_before_drafting() -> None:
     assert starts(0.6, 0.0, False) and not starts(0.6, 0.0, True) and starts(0.45, 0.0, True)
 
 
+def test_text_that_is_read_apart_is_no_price_of_the_round() -> None:
+    """A round's seconds are told without it, so that rounds which take what they cost correct no cost."""
+    costs = Costs((1.0, 1.0, 1.0), 0.1, 0.1, draft_prompt=0.01)
+    rule = ExpectedValue(Worth(costs))
+    for _ in range(20):
+        rule.behind(300)
+        assert rule.step_on(0) and rule.go_on(0, look(0.99))
+        rule.caught_up(0.01)
+        rule.observe(1, 1, [look(0.99)], 1.0 + 0.1)
+    assert rule.costs == costs
+
+
 def test_rate_is_a_moving_average() -> None:
     rule = ExpectedValue(Worth(Costs((2.0, 2.0), 0.0, 0.0), 1e9))
     assert rule.worth.rate == pytest.approx(0.5)
