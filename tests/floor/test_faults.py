@@ -335,7 +335,7 @@ def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../../victim.txt", "/tmp/victim.txt", "answers/../../x", ".", "", "outside/victim.txt"]
+    "name", ["../../victim.txt", f"{os.sep}victim.txt", "answers/../../x", ".", "", "outside/victim.txt"]
 )
 def test_nothing_outside_a_foreign_run_is_removed(
     world: Path, copied: Path, tmp_path: Path, capsys: Capture, name: str
