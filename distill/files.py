@@ -18,7 +18,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Annotated, Any, Literal, TypeVar
 
-from pydantic import BeforeValidator, TypeAdapter, ValidationError
+from pydantic import BeforeValidator, TypeAdapter, ValidationError, WithJsonSchema
 
 from distill.errors import (
     DataError,
@@ -477,7 +477,11 @@ def digest(value: Any) -> str:
 Result = TypeVar("Result")
 
 # A number that may be unknown: NaN in a dataclass, null in JSON, which has no NaN.
-Figure = Annotated[float, BeforeValidator(lambda value: math.nan if value is None else value)]
+Figure = Annotated[
+    float,
+    BeforeValidator(lambda value: math.nan if value is None else value),
+    WithJsonSchema({"type": ["number", "null"]}),
+]
 
 
 def as_json(result: Any) -> Any:

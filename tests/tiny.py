@@ -181,6 +181,36 @@ def _said(capsys: Any, *arguments: object) -> tuple[str, str]:
     return out, err
 
 
+def require_form(capsys: Any, command: str, value: Any) -> None:
+    """That a command's `-o json` has the form of its schema, and a version."""
+    form = json.loads(shown(capsys, "schema", command))
+    _require(value, form, form)
+    assert value["version"] >= 1
+
+
+def _require(value: Any, form: dict[str, Any], whole: dict[str, Any]) -> None:
+    """JSON schema, as far as ours use it; an object has no key beside those that it names."""
+    while "$ref" in form:
+        form = whole["$defs"][form["$ref"].rpartition("/")[2]]
+    if "anyOf" in form:
+        kinds = {"null" if one.get("type") == "null" else "other": one for one in form["anyOf"]}
+        return None if value is None and "null" in kinds else _require(value, kinds["other"], whole)
+    names = {dict: "object", list: "array", str: "string", bool: "boolean", int: "integer", float: "number"}
+    kind, allowed = names.get(type(value), "null"), form.get("type", [])
+    allowed = [allowed] if isinstance(allowed, str) else allowed
+    assert not allowed or kind in allowed or (kind == "integer" and "number" in allowed), (value, form)
+    assert "const" not in form or value == form["const"]
+    if kind == "array":
+        for place, one in enumerate(value):
+            _require(one, form["prefixItems"][place] if "prefixItems" in form else form["items"], whole)
+    elif kind == "object":
+        named, more = form.get("properties", {}), form.get("additionalProperties", not form.get("properties"))
+        assert value.keys() >= set(form.get("required", [])) and (more or value.keys() <= named.keys())
+        for name, one in value.items():
+            _require(one, named.get(name, more if isinstance(more, dict) else {}), whole)
+    return None
+
+
 def digest(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 

@@ -21,7 +21,7 @@ from distill.cli.generate import generate
 from distill.cli.measure import evaluate, speedup
 from distill.cli.models import cut, export_gguf, export_lookup, import_gguf, transplant
 from distill.cli.plan import plan, profile
-from distill.cli.runs import cache, list_runs, report, train
+from distill.cli.runs import cache, list_runs, report, schema, train
 from distill.cli.serve import record, serve_check
 from distill.devices import leave, memory_explained
 from distill.errors import DistillError, RecipeError, RunError, disk_fault
@@ -58,6 +58,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "report": report,
     "runs": list_runs,
     "cache": cache,
+    "schema": schema,
 }
 
 

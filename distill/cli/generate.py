@@ -33,7 +33,7 @@ def generate(
     configuration: Annotated[
         str | None,
         typer.Option(
-            "--configuration", "-C", metavar="K=V,...", help="In a recipe's words, such as drafter=lookup or length=0."
+            "--configuration", "-C", metavar="K=V,...", help=f"Such as drafter=lookup or length=0: {shared.CONFIGURED}"
         ),
     ] = None,
     tokens: Annotated[int, shared.number_option(min=1, help="New tokens at most.")] = 128,

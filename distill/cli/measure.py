@@ -35,9 +35,11 @@ def evaluate(
     acceptance: Annotated[bool, typer.Option("--acceptance", help="Conditional acceptance of decoded rounds.")] = False,
     types: Annotated[
         str | None,
-        typer.Option(help="Compare the draft in these GGUF types, with commas."),
+        typer.Option(help=f"Compare the draft in these GGUF types, with commas: {shared.FILE_TYPES}."),
     ] = None,
-    cache_types: Annotated[str | None, typer.Option(help="Types of the draft's cache; f16 if left out.")] = None,
+    cache_types: Annotated[
+        str | None, typer.Option(help=f"Types of the draft's cache; f16 if left out: {shared.CACHED_TYPES}.")
+    ] = None,
     prompts: shared.PromptsOption = None,
     temperature: Annotated[
         float | None, shared.number_option(min=0, max=100, help="Models: of the sampler; by default 1.")
@@ -134,7 +136,7 @@ def speedup(
             "--configuration",
             "-C",
             metavar="K=V,...",
-            help="Another, in a recipe's words: drafter=tree,nodes=12; may be repeated.",
+            help=f"Another, such as drafter=tree,nodes=12; may be repeated: {shared.CONFIGURED}",
         ),
     ] = None,
     sampler: shared.SamplerOption = None,

@@ -31,7 +31,7 @@ def cut(
     target: Annotated[str | None, typer.Option(help="Model to measure KL to; by default the uncut model.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers to keep.")] = None,
     layer_rule: Annotated[
-        str | None, typer.Option(help="Which layers go: greedy, influence or auto (the default).")
+        Literal["auto", "greedy", "influence"] | None, typer.Option(help="Which layers go; auto if left out.")
     ] = None,
     drop_layers: Annotated[str | None, typer.Option(help="Layers to drop, by number, with commas.")] = None,
     mlp_width: Annotated[int | None, typer.Option(min=1, help="Neurons to keep in each MLP.")] = None,
@@ -103,9 +103,13 @@ USUAL_LENGTH = 4  # drafted where nothing was measured
 
 def export_gguf(
     model: Annotated[str | None, typer.Argument(metavar="[RUN|MODEL]", help="Run, or Hugging Face folder.")] = None,
-    outtype: Annotated[list[str] | None, typer.Option(help="May be repeated; f16 and q8_0 if left out.")] = None,
+    outtype: Annotated[
+        list[str] | None, typer.Option(help=f"One of {shared.FILE_TYPES}. May be repeated; f16 and q8_0 if left out.")
+    ] = None,
     folder: Annotated[Path | None, typer.Option("--to", help="Folder for the files (a run: its gguf folder).")] = None,
-    tensor_type: Annotated[list[str] | None, typer.Option(help="PATTERN=TYPE: another type for some tensors.")] = None,
+    tensor_type: Annotated[
+        list[str] | None, typer.Option(help="PATTERN=TYPE: another of these for some tensors.")
+    ] = None,
     imatrix: Annotated[Path | None, typer.Option(help="Importance matrix of llama-imatrix, or a text for one.")] = None,
     text: Annotated[Path | None, typer.Option(help="Check on this text instead of built-in ones.")] = None,
     target: Annotated[Path | None, typer.Option(help="The target's GGUF file, to be served with the draft.")] = None,

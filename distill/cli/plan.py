@@ -34,7 +34,9 @@ def profile(
     repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
     dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
     pytorch: shared.PyTorchOption = None,
-    types: Annotated[str | None, typer.Option(help="Compare its files of these GGUF types, such as q8_0,f16.")] = None,
+    types: Annotated[
+        str | None, typer.Option(help=f"Compare its files of these GGUF types, with commas: {shared.FILE_TYPES}.")
+    ] = None,
     most_kl: Annotated[float, shared.number_option(min=0, help="--types: the KL that is accepted, in nats.")] = MOST_KL,
     threads: shared.ThreadsOption = None,
     out: Annotated[Path | None, typer.Option(help="Also save the curve to this JSON file, for `distill plan`.")] = None,

@@ -1,5 +1,5 @@
 """`distill train` runs every stage of a recipe; `distill runs` lists the runs and `distill cache` what is remembered;
-`distill report` makes the page of a run, or shows several side by side."""
+`distill report` makes the page of a run, or shows several side by side; `distill schema`: the form of `-o json`."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import shutil
 import sys
 import time
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -19,20 +19,28 @@ from distill.cli import shared
 from distill.devices import is_main
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
 from distill.files import CacheKind, cache_folder, read_result, read_utf8
+from distill.pipeline.stages import NAMES, find_stage
 from distill.progress import announce, note, warn
 from distill.recipe import Recipe, load_recipe
+from distill.recipe.corpus import SourceKind
 from distill.recipe.recipe import HELD_OUT, QUESTIONS, left_out
+from distill.recipe.training import LossName
 from distill.run import Run
-from distill.tables import Cell, Row, Table
+from distill.tables import Cell, Columns, Row, Table, table_of
 
 # ── `distill train` ──
+
+OVERRIDES = (
+    f"Override recipe keys: train.loss ({shared.values(LossName)}), corpus.sources.0.kind "
+    f"({shared.values(SourceKind)}) and others; `distill schema recipe` and docs/recipes.md list all."
+)
 
 
 def train(
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file.")],
-    overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help="Override recipe keys.")] = None,
+    overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help=OVERRIDES)] = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
-    until: Annotated[str | None, typer.Option(help="Stop after this stage.")] = None,
+    until: Annotated[str | None, typer.Option(help=f"Stop after this stage: {shared.values(NAMES)}.")] = None,
     redo: Annotated[list[str] | None, typer.Option(help="Run this stage again, and those that depend on it.")] = None,
     fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew; an old run of this name is moved aside.")] = False,
     refresh: Annotated[
@@ -49,7 +57,6 @@ def train(
     Finished stages are skipped. After an interruption the same command resumes.
     """
     from distill.pipeline import running
-    from distill.pipeline.stages import NAMES, find_stage
 
     if rehearsal and (until or redo or fresh or refresh or dry_run):
         raise RecipeError("--rehearse runs all stages, shortened, and nothing else", "leave the other options out")
@@ -150,7 +157,6 @@ def say_outcome(run: Run) -> None:
 def require_passed(run: Run, until: str | None) -> None:
     """Raise DataError, once all stages are done, where a GGUF file of the run did not pass its check."""
     from distill.export import ExportReport
-    from distill.pipeline.stages import NAMES
 
     if run.done("export") is None or (until is not None and NAMES.index(until) < NAMES.index("export")):
         return
@@ -210,28 +216,78 @@ def _size_and_change(folder: Path) -> tuple[int, str]:
     return sum(path.stat().st_size for path in files if path.is_file()), minute
 
 
+@dataclass(frozen=True)
+class RunState:
+    """A run: how many of its stages are done, the next one (None after the last), the minute of its last change."""
+
+    name: str
+    done: int
+    stages: int
+    next: str | None
+    changed: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class RunList:
+    """What `distill runs` lists."""
+
+    runs: list[RunState]
+    version: Literal[1] = 1
+
+
 def list_runs(
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
 ) -> None:
     """List the runs with their finished stages, last change and size on disk."""
-    rows: list[Row] = []
+    found = []
     for config in sorted(runs.glob("*/config.yaml")):
         folder = config.parent
         names = _stages(config)
         missing = [name for name in names if not (folder / "stages" / f"{name}.json").exists()]
         size, changed = _size_and_change(folder)
-        state = f"{len(names) - len(missing)} of {len(names)} stages, next {missing[0]}" if missing else "finished"
-        rows.append([folder.name, state, changed, Cell(size / 1e6, ".1f")])
-    if not rows:
+        done = len(names) - len(missing)
+        found.append(RunState(folder.name, done, len(names), missing[0] if missing else None, changed, size))
+    if not found:
         raise RunError(f"there are no runs in {runs.resolve()}", "make one with `distill train RECIPE`")
-    shared.print_blocks([Table(["run", "state", "changed", "MB"], rows)], None, output)
+    columns: Columns[RunState] = {
+        "run": lambda one: one.name,
+        "state": lambda one: f"{one.done} of {one.stages} stages, next {one.next}" if one.next else "finished",
+        "changed": lambda one: one.changed,
+        "MB": lambda one: Cell(one.bytes / 1e6, ".1f"),
+    }
+    shared.print_blocks([table_of(found, columns)], RunList(found), output)
+
+
+def schema(
+    name: Annotated[
+        Literal["eval", "speedup", "plan", "runs", "recipe"],
+        typer.Argument(
+            metavar="NAME", help="eval, speedup, plan, runs: what `-o json` prints; recipe: a recipe's keys."
+        ),
+    ],
+) -> None:
+    """Print the JSON schema of a command's `-o json`, or of recipes.
+
+    Its `version` grows when a field changes its meaning; fields may be added at any time.
+    """
+    from pydantic import TypeAdapter
+
+    if name == "recipe":
+        found = Recipe.model_json_schema()
+    else:
+        from distill.measuring.evaluation_results import EvaluationReport
+        from distill.measuring.speedup_results import SpeedupReport
+        from distill.planning.plan import SpeedupPlan
+
+        kinds: dict[str, Any] = {"eval": EvaluationReport, "speedup": SpeedupReport, "plan": SpeedupPlan}
+        found = TypeAdapter(kinds.get(name, RunList)).json_schema(mode="serialization")
+    print(json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema"} | found, indent=1))
 
 
 def _stages(config: Path) -> list[str]:
     """The stages of a run; the usual ones where its recipe cannot be read."""
-    from distill.pipeline.stages import NAMES
-
     try:
         absent = set(left_out(load_recipe(config)))
     except DistillError:

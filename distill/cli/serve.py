@@ -193,7 +193,9 @@ def serve_check(
     draft_sampling: Annotated[Literal["greedy", "probabilistic"] | None, typer.Option(help=DRAWN)] = None,
     concurrency: Annotated[str, typer.Option(help="Requests at once, separated by commas; 1: no load.")] = "1,4,16",
     wait: Annotated[float, shared.number_option(min=1, help="Most seconds to a healthy server, or a reply.")] = 300.0,
-    outtype: Annotated[str | None, typer.Option(help="Of a run's files; by default the first written.")] = None,
+    outtype: Annotated[
+        str | None, typer.Option(help=f"Of a run's files; by default the first written: {shared.FILE_TYPES}.")
+    ] = None,
     server: Annotated[Path | None, start_option(help="llama-server; its own arguments follow --.")] = None,
     p_min: Annotated[
         float | None,

@@ -29,10 +29,23 @@ from distill.recipe import (
     parse_section,
     resolve_model,
 )
-from distill.recipe.measuring import SHORT
+from distill.recipe.configuration import DrafterName, RuleName, VerifierName
+from distill.recipe.measuring import CACHE_TYPES, OUTTYPES, SHORT
 from distill.recipe.recipe import read_yaml
 from distill.run import Run
 from distill.tables import Block, records, rendered
+
+
+def values(kind: Any) -> str:
+    """The values of a Literal, or of a list of them, as help texts name them."""
+    return ", ".join(get_args(kind) or kind)
+
+
+CONFIGURED = (
+    f"drafter ({values(DrafterName)}), rule ({values(RuleName)}), verifier ({values(VerifierName)}), length, nodes and "
+    "others (docs/recipes.md)."
+)
+FILE_TYPES, CACHED_TYPES = values(OUTTYPES), values(CACHE_TYPES)
 
 RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
 RunArgument = Annotated[str | None, typer.Argument(metavar="RUN", help="Name or folder; by default the newest.")]
@@ -56,7 +69,7 @@ SamplerOption = Annotated[
 ]
 PyTorchOption = Annotated[
     str | None,
-    typer.Option("--pytorch", metavar="K=V,...", help="Folders: keys of the recipe's section pytorch: static=true."),
+    typer.Option("--pytorch", metavar="K=V,...", help=f"Folders: static=true; of {values(PyTorch.model_fields)}."),
 ]
 TableOption = Annotated[
     Path | None, typer.Option("--table", help="For drafter table: a run, or a file, with n-grams of the target.")

@@ -6,6 +6,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, field
+from typing import Literal
 
 from distill.engines.server_commands import SAMPLING
 from distill.files import Figure
@@ -182,6 +183,7 @@ class EvaluationReport:
     groups: list[Group] = field(default_factory=list)
     calibration_error: dict[str, CalibrationError] = field(default_factory=dict)
     differences: dict[str, Interval] = field(default_factory=dict)
+    version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         if not all(self.domains.values()):

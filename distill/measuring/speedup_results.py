@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 from distill.files import Figure
 from distill.recipe.measuring import MOST_KL
@@ -242,6 +242,7 @@ class SpeedupReport:
     target: str = ""
     draft: str | None = None
     dropped: dict[str, int] = field(default_factory=dict)
+    version: Literal[1] = 1
 
     @property
     def measurements(self) -> list[Measurement]:

@@ -14,7 +14,7 @@ import statistics
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Literal
 
 from distill.decoding.costs import Costs, tokens_per_round
 from distill.errors import DataError
@@ -89,6 +89,7 @@ class SpeedupPlan:
     forecasts: list[SpeedupForecast]
     settings: list[str] = field(default_factory=list)
     heads: list[str] = field(default_factory=list)
+    version: Literal[1] = 1
 
 
 def step_costs(target: Sequence[float], draft: float, draft_two: float, lengths: Sequence[int]) -> Costs:

@@ -20,6 +20,7 @@ from pydantic_core import PydanticCustomError
 from distill.files import is_utf8
 from distill.recipe.target import HOTTEST, Section
 
+SourceKind = Literal["tree", "text", "jsonl", "csv", "parquet", "hub", "target"]
 # The keys that sources of kind target alone have, and those that they lack.
 OF_TARGET = ("questions", "openings", "tokens", "temperature", "top_p")
 OF_FILES = ("path", "pattern", "form", "fields", "given", "subset", "hub_split", "exclude")
@@ -28,7 +29,7 @@ OF_FILES = ("path", "pattern", "form", "fields", "given", "subset", "hub_split",
 class Source(Section):
     """One source of text."""
 
-    kind: Literal["tree", "text", "jsonl", "csv", "parquet", "hub", "target"] = Field(
+    kind: SourceKind = Field(
         description="tree: every matching file below a folder is a document; text: a file is one, or several if "
         "longer than 32,768 characters; jsonl (or one JSON array), csv, parquet: every line or row is a record; hub: "
         "a data set by its hub name (through `datasets`); target: the target writes the questions itself "

@@ -94,7 +94,9 @@ def test_several_timings_give_a_range() -> None:
 
 
 def planned(capsys: Capture, *arguments: object) -> Any:
-    return json.loads(tiny.shown(capsys, "plan", *arguments, "-o", "json"))
+    found = json.loads(tiny.shown(capsys, "plan", *arguments, "-o", "json"))
+    tiny.require_form(capsys, "plan", found)
+    return found
 
 
 def saved(path: Path, seconds: Sequence[float], unit: str = "seconds") -> Path:
