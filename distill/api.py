@@ -204,7 +204,7 @@ def measure_speedup(
     every = (*map(fixed_length, speedup.lengths), *configured)
     drawn = next((one for one in every if one.sampler == "recipe" and not sampled), None)
     if drawn is not None:
-        raise RecipeError(f"`{drawn.title}` is sampled", "give a sampler (--sampler temperature=1)")
+        raise RecipeError(f"`{drawn.described}` is sampled", "give a sampler (--sampler temperature=1)")
     for line in check_configurations(speedup, sampler, "the options"):
         warn(line)
     big, small = pair_references(_reference(target), None if draft is None else _reference(draft), every)

@@ -94,7 +94,7 @@ def measured(backend: str, speedup: float) -> SpeedupPart:
     where = ("draft + target", backend)
     unused: Any = None
     row = Measurement(
-        *(*where, "draft, expected value context, ≤ 8", None, "draft", "expected-value", None),
+        *(*where, "draft adaptive", None, "draft", "expected-value", None),
         *(1.0, 1.0, 1.0, 1.0, speedup, 1.0, 2.0, None, 3, 1, 0, None, 0.0, 0.1, unused),
     )
     return SpeedupPart(*where, [row], unused)

@@ -275,7 +275,9 @@ def make_drafter(
             max_leaves=max(fitted.max_leaves, 1),
         )
     else:
-        assert not isinstance(draft, DraftReader), f"`{configuration.title}` needs a draft of the target's vocabulary"
+        assert not isinstance(draft, DraftReader), (
+            f"`{configuration.described}` needs a draft of the target's vocabulary"
+        )
         own = _model_drafter(configuration, draft, sampler, random, fitted, worth)
     if configuration.looks_up:
         shortest = LOOKED_UP if worth is None or configuration.counts_ngrams else 1
@@ -363,8 +365,8 @@ def check_trees(recipe: Recipe, donor: str) -> None:
     for role, reference in (("target", recipe.target.model), ("donor", donor)):
         if (reason := mask_refusal(load_config(reference).get_text_config())) is not None:
             raise RecipeError(
-                f"speedup.configurations: `{trees[0].title}` cannot be decoded: the {role} {reference} takes no trees: "
-                f"{reason}",
+                f"speedup.configurations: `{trees[0].described}` cannot be decoded: the {role} {reference} takes no "
+                f"trees: {reason}",
                 CHAINS_ONLY,
             )
 
@@ -378,17 +380,17 @@ def check_configurations(
     """
     lines = []
     for configuration in settings.configurations:
-        title = configuration.title
+        described = configuration.described
         try:
             reason = lossy_reason(configuration, configured_sampler(configuration, sampler))
         except ValueError as error:
-            raise RecipeError(f"{where}: `{title}` cannot be decoded: {error}", "change it") from None
+            raise RecipeError(f"{where}: `{described}` cannot be decoded: {error}", "change it") from None
         if reason is None:
             continue
         if not settings.allow_lossy:
             raise RecipeError(
-                f"{where}: `{title}` would change the target's distribution: {reason}",
+                f"{where}: `{described}` would change the target's distribution: {reason}",
                 "change it, or ask for it as lossy: speedup.allow_lossy=true, or --allow-lossy",
             )
-        lines.append(f"LOSSY configuration `{title}`: {reason}")
+        lines.append(f"LOSSY configuration `{described}`: {reason}")
     return lines

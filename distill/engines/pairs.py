@@ -379,12 +379,12 @@ def pair_references(target: str, draft: str | None, configurations: Sequence[Con
     native = [configuration for configuration in configurations if configuration.asks_the_draft]
     if foreign and native:
         raise RecipeError(
-            f"`{native[0].title}` asks a draft of the target's vocabulary, `{foreign[0].title}` one of another"
+            f"`{native[0].described}` asks a draft of the target's vocabulary, `{foreign[0].described}` one of another"
         )
     if draft is None:
         if foreign or native:
             raise RecipeError(
-                f"`{(foreign or native)[0].title}` needs a draft",
+                f"`{(foreign or native)[0].described}` needs a draft",
                 "name one, or use drafter=lookup",
             )
         return target, None

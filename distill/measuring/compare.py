@@ -33,7 +33,7 @@ from distill.measuring.speedup_results import (
 )
 from distill.progress import Progress
 from distill.recipe import Configuration, Gguf, PyTorch, SamplerSettings, Speedup, Target
-from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED
+from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, names
 from distill.recipe.measuring import fixed_length
 from distill.tables import speed_ratio
 
@@ -86,18 +86,14 @@ class TimedText:
 class TimedConfiguration(Session):
     """A session with the texts it wrote, in the order of the prompts.
 
-    `length` is γ of a configuration of the greedy sweep (0: plain), None for every other. `base` is plain decoding
-    under the same sampler, over which its speedup is; None where this is it.
+    `name` is what tables call it. `length` is γ of a configuration of the greedy sweep (0: plain), None for every
+    other. `base` is plain decoding under the same sampler, over which its speedup is; None where this is it.
     """
 
+    name: str = ""
     length: int | None = None
     base: TimedConfiguration | None = None
     texts: list[TimedText] = field(default_factory=list)
-
-    @property
-    def title(self) -> str:
-        """Its name in tables."""
-        return self.configuration.title
 
     @property
     def sampled(self) -> bool:
@@ -126,17 +122,20 @@ def prepare_all(
 
     def ready(configuration: Configuration, length: int | None = None) -> TimedConfiguration:
         sampler = configured_sampler(configuration, settings.sampler)
-        draws = random.Random(f"{settings.seed}/{configuration.title}").random
+        draws = random.Random(f"{settings.seed}/{configuration.described}").random
         rules = Rules(sampler, configuration.verified_by, ends, draws)
         make = partial(make_drafter, configuration, draft, sampler, draws, fitted)
-        return TimedConfiguration(target, configuration, rules, make, length)
+        return TimedConfiguration(target, configuration, rules, make, length=length)
 
     greedy, drawn = ready(PLAIN, 0), ready(PLAIN_SAMPLED)
     sweep = [ready(fixed_length(length), length) for length in settings.speedup.lengths]
     others = [*map(ready, settings.speedup.configurations)]
     for one in (*sweep, *others):
         one.base = drawn if one.sampled else greedy
-    return [greedy, *sweep, *([drawn] if any(one.sampled for one in others) else []), *others]
+    found = [greedy, *sweep, *([drawn] if any(one.sampled for one in others) else []), *others]
+    for one, name in zip(found, names([one.configuration for one in found]), strict=True):
+        one.name = name
+    return found
 
 
 # ── Plain against speculative decoding of one pair by one backend: interleaved, cold caches, distinct prompts ──
@@ -236,7 +235,8 @@ def measurement(
     return Measurement(
         **asdict(pair),
         **counted,
-        configuration=one.title,
+        configuration=one.name,
+        settings=configuration.settings,
         length=one.length,
         drafter=configuration.drafter if configuration.drafts else None,
         rule=configuration.length_rule if configuration.drafts else None,

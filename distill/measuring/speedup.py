@@ -102,28 +102,31 @@ def _in_turns(recipe: Recipe, run: Run, report: SpeedupReport, given: PairTexts)
     plain = {one.key: one for one in report.plain if one.key in report.contenders}
     if len(plain) < 2 or turns < 1:
         return []
-    ways = [*plain.values(), *(one for one in report.best if one.key in plain)]
-    titles = {key: {one.configuration for one in ways if one.key == key} for key in plain}
-    texts: dict[tuple[str, str], dict[str, list[TimedText]]] = {
-        key: {title: [] for title in own} for key, own in titles.items()
+    asked = {id(one) for one in (*plain.values(), *(one for one in report.best if one.key in plain))}
+    texts: dict[tuple[int, int], list[TimedText]] = {
+        (number, place): []
+        for number, part in enumerate(report.parts)
+        for place, one in enumerate(part.measurements)
+        if id(one) in asked
     }
     run.say(f"  {len(plain)} engines in {turns} turns: plain decoding, and the fastest way of each")
     for turn in range(min(turns, len(prompts))):
         own = replace(given, prompts=prompts[turn::turns])
-        for backend, part in zip(recipe.speedup.backends, report.parts, strict=True):
-            if part.key in plain:
+        for number, backend in enumerate(recipe.speedup.backends):
+            if places := [place for part, place in texts if part == number]:
                 settings = _settings(recipe, run, backend)
                 with _load(recipe, settings, backend) as pair:
-                    for title, timed in time_again(settings, pair, titles[part.key], own).items():
-                        texts[part.key][title] += timed
+                    for place, timed in time_again(settings, pair, places, own).items():
+                        texts[number, place] += timed
                 gc.collect()
-    columns = {(one.key, one.configuration): totals(texts[one.key][one.configuration]) for one in ways}
+    columns = {way: totals(timed) for way, timed in texts.items()}
     rates = {way: float(tokens.sum() / seconds.sum()) for way, (tokens, seconds) in columns.items()}
-    base = columns[max(((key, one.configuration) for key, one in plain.items()), key=lambda way: rates[way])]
+    rows = {(number, place): report.parts[number].measurements[place] for number, place in columns}
+    base = columns[max((way for way, row in rows.items() if row.is_plain), key=lambda way: rates[way])]
     found = []
     for way in sorted(columns, key=lambda way: -rates[way]):
         ratio = speed_ratio(*columns[way], *base)
-        found.append(InTurns(*way[0], way[1], rates[way], ratio.mean, ratio.low, ratio.high))
+        found.append(InTurns(*rows[way].key, rows[way].configuration, rates[way], ratio.mean, ratio.low, ratio.high))
     return found
 
 

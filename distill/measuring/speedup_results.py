@@ -95,8 +95,9 @@ class Sample:
 class Measurement(PairMeasured):
     """What one configuration gave on all prompts, beside the plain run of the same sampler.
 
-    `configuration` is its title. `length` is γ of the greedy sweep of fixed lengths (0: plain) and None for every other
-    configuration; `drafter` and `rule` are None where nothing is drafted. `sampler` is None for greedy.
+    `configuration` is its name in this table, `settings` everything that it reads. `length` is γ of the greedy sweep of
+    fixed lengths (0: plain) and None for every other configuration; `drafter` and `rule` are None where nothing is
+    drafted. `sampler` is None for greedy.
     `identical`, `excused` and `different` count texts against the plain greedy run; None where texts are sampled.
     `lossy` is the reason why the text does not follow the target's distribution, None where it does.
     `predicted` is the speedup expected from the costs of steps and the conditional acceptance.
@@ -128,6 +129,7 @@ class Measurement(PairMeasured):
     by_class: list[GroupFigures] = field(default_factory=list)
     by_depth: list[GroupFigures] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
+    settings: dict[str, Any] = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:

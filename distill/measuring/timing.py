@@ -99,16 +99,17 @@ def measure_pair(
 
 
 def time_again(
-    settings: PairSettings, pair: LoadedPair, titles: Collection[str], given: PairTexts
-) -> dict[str, list[TimedText]]:
-    """Decode prompts by the configurations of these titles once more, with the costs that are kept of the pair."""
+    settings: PairSettings, pair: LoadedPair, places: Collection[int], given: PairTexts
+) -> dict[int, list[TimedText]]:
+    """Decode prompts by the configurations at these places of the table once more, with the costs that are kept of the
+    pair."""
     longest = _longest_priced(settings)
     costs = pair_costs(pair, given.prompts[0], longest) if longest else NO_COSTS
     prepared = prepare_all(settings, pair.target, pair.draft, pair.ends, _fitted(pair, given, costs))
-    wanted = [one for one in prepared if one.title in titles]
+    wanted = {place: prepared[place] for place in places}
     new_tokens, title = settings.speedup.new_tokens, f"{pair.backend}, prompts of a turn"
-    time_texts(pair.target, pair.draft, given.prompts, new_tokens, wanted, title)
-    return {one.title: one.texts for one in wanted}
+    time_texts(pair.target, pair.draft, given.prompts, new_tokens, [*wanted.values()], title)
+    return {place: one.texts for place, one in wanted.items()}
 
 
 def _longest_priced(settings: PairSettings) -> int:

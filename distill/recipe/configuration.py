@@ -6,6 +6,7 @@ Recipes, `distill speedup`, `distill generate` and the distribution test all say
 from __future__ import annotations
 
 import operator
+from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -33,6 +34,22 @@ DETERMINISTIC = ("lookup", *TREES, "table", "string")  # drafters whose tokens c
 LENGTH, P_MIN, START, MORE, FLOOR = 8, 0.5, 0.5, 0.7, 0.3
 CALIBRATION: CalibrationName = "features"
 NODES, TABLE_NODES = 12, 15  # of the draft's trees, and of a table's
+# Of configurations of one kind: what their names say where they differ in it, and how.
+DISTINGUISHING = (
+    "rule",
+    "length",
+    "widths",
+    "nodes",
+    "p_min",
+    "start",
+    "more",
+    "floor",
+    "calibration",
+    "n_min",
+    "verifier",
+)
+ADAPTIVE = "adaptive"
+SAID, MOST_WORDS = {"expected-value": ADAPTIVE}, 3
 
 
 class Configuration(Section):
@@ -208,7 +225,7 @@ class Configuration(Section):
 
     @property
     def longest_round(self) -> int:
-        """Tokens verified in a round at most, but for the one before them, as far as they are priced."""
+        """Largest number of drafted tokens that needs a price."""
         return max(self.most_nodes, self.max_length)
 
     @property
@@ -217,42 +234,49 @@ class Configuration(Section):
         return self.length_rule == "expected-value"
 
     @property
-    def title(self) -> str:
-        """Its name in tables; different configurations have different titles."""
-        lookup = f"lookup{', expected value' if self.rule == 'expected-value' else ''}, ≤ {self.max_length}"
-        tree = f"{'lookup + ' if self.looks_up else ''}tree {'≤' if self.needs_costs else 'of'} {self.most_nodes}"
-        if self.drafter == "none":
-            parts = ["plain"]
-        elif self.drafter == "lookup":
-            parts = [lookup]
-        elif self.widths is not None:
-            parts = [f"drawn tree {'×'.join(map(str, self.widths))}"]
-        elif self.counts_ngrams:
-            priced = ["expected value"] if self.rule == "expected-value" else []
-            parts = ["table", *priced, f"≤ {self.most_nodes}", f"depth ≤ {self.max_length}"]
-        elif self.branches:
-            parts = [tree, f"depth ≤ {self.max_length}", self.calibrated_by]
-        elif self.length_rule == "fixed":
-            parts = [self.drafter, f"γ = {self.max_length}"]
-        else:
-            words = " ".join(filter(None, [self.length_rule.replace("-", " "), *self._rule_settings()]))
-            parts = [self.drafter, words, f"≤ {self.max_length}"]
-        if self.drafts and (self.verifier is not None or self.sampler == "recipe"):
-            parts.append(f"verifier {self.verified_by}")
-        if self.n_min is not None:
-            parts.append(f"n_min {self.n_min}")
-        return ", ".join(parts + (["sampled"] if self.sampler == "recipe" else []))
+    def kind(self) -> str:
+        """What it is called where no other is like it."""
+        if self.drafter not in ("draft", "string"):
+            return (
+                "drawn tree"
+                if self.widths is not None
+                else "plain"
+                if not self.drafts
+                else self.drafter.replace("+", " + ")
+            )
+        named = {"fixed": f"{self.max_length}", "expected-value": ADAPTIVE}
+        return f"{self.drafter} {named.get(self.length_rule, self.length_rule)}"
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """Everything that it reads, the defaults spelled out; different configurations have different ones."""
+        first = (self.floor if self.rule == "beta" else START) if self.start is None else self.start
+        spelled = {
+            "rule": self.length_rule,
+            "length": self.max_length,
+            "nodes": self.most_nodes,
+            "verifier": self.verified_by,
+            "start": self.setting("floor") if first is None else first,
+        }
+        spelled |= {name: self.setting(name) for name in ("p_min", "more", "floor", "calibration")}
+        found = {
+            name: spelled.get(name, getattr(self, name)) for name in type(self).model_fields if name in self._read()
+        }
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def described(self) -> str:
+        """Its settings in words, for messages and legends."""
+        return ", ".join(
+            f"{name} {'×'.join(map(str, value)) if isinstance(value, tuple) else value}"
+            for name, value in self.settings.items()
+            if value != "greedy" or self.sampler == "recipe"
+        )
 
     def setting(self, name: str) -> Any:
         """A setting that the rule reads, the default spelled out."""
         value, defaults = getattr(self, name), {"p_min": P_MIN, "start": START, "more": MORE, "floor": FLOOR}
         return {**defaults, "calibration": CALIBRATION}[name] if value is None else value
-
-    def _rule_settings(self) -> list[str]:
-        """What the rule reads, as the title shows it; nothing for the thresholds of beta that are left out."""
-        if self.rule == "beta":
-            return [f"{name} {value}" for name in ("start", "floor") if (value := getattr(self, name)) is not None]
-        return [str(self.setting(name)) for name in RULES[self.length_rule]]
 
     @property
     def verified_by(self) -> VerifierName:
@@ -262,6 +286,28 @@ class Configuration(Section):
         if self.sampler == "greedy":
             return "greedy"
         return "match" if self.drafter in DETERMINISTIC and self.widths is None else "token"
+
+
+def names(configurations: Sequence[Configuration]) -> list[str]:
+    """What the configurations of one table are called: three words at most, their kind and what sets them apart."""
+    sampled = [" sampled" * (one.sampler == "recipe") for one in configurations]
+    kinds = [(one.kind, words) for one, words in zip(configurations, sampled, strict=True)]
+    called = [kind for kind, _ in kinds]
+    for setting in DISTINGUISHING:
+        values = [one.settings.get(setting, "") for one in configurations]
+        alike = [*zip(called, sampled, strict=True)]
+        for at, group in enumerate(alike):
+            value = values[at]
+            if len({str(values[other]) for other, one in enumerate(alike) if one == group}) > 1 and value != "":
+                called[at] += f" {'×'.join(map(str, value)) if isinstance(value, tuple) else SAID.get(value, value)}"
+    found = [name + words for name, words in zip(called, sampled, strict=True)]
+    for kind in set(kinds):
+        places = [at for at, one in enumerate(kinds) if one == kind]
+        own = [found[at] for at in places]
+        if len({*own}) < len(own) or any(len(name.replace("+", "").split()) > MOST_WORDS for name in own):
+            for number, at in enumerate(places, 1):  # they differ in more than a name can hold: the legend has it
+                found[at] = "".join(kind) + (f" ({number})" if len(places) > 1 else "")
+    return found
 
 
 PLAIN = Configuration(drafter="none")

@@ -237,12 +237,12 @@ class Speedup(Section):
     @field_validator("configurations")
     @classmethod
     def _configurations_differ(cls, value: tuple[Configuration, ...]) -> tuple[Configuration, ...]:
-        titles = [configuration.title for configuration in value]
-        for configuration, title in zip(value, titles, strict=True):
-            if titles.count(title) > 1:
-                raise ValueError(f"the configuration `{title}` is listed twice")
-            if not configuration.drafts:
-                raise ValueError(f"`{title}`: plain decoding is always measured; leave it out")
+        settings = [one.settings for one in value]
+        for one in value:
+            if settings.count(one.settings) > 1:
+                raise ValueError(f"the configuration `{one.described}` is listed twice")
+            if not one.drafts:
+                raise ValueError(f"`{one.described}`: plain decoding is always measured; leave it out")
         return value
 
     @field_validator("lengths")
@@ -254,12 +254,12 @@ class Speedup(Section):
 
     @model_validator(mode="after")
     def _no_length_twice(self) -> Speedup:
-        titles = {configuration.title for configuration in self.configurations}
-        if not self.lengths and not titles:
+        settings = [one.settings for one in self.configurations]
+        if not self.lengths and not settings:
             raise ValueError("lengths and configurations are empty: nothing is measured but plain decoding")
         for length in self.lengths:
-            if fixed_length(length).title in titles:
-                raise ValueError(f"`{fixed_length(length).title}` is measured as a length already: leave it out")
+            if (fixed := fixed_length(length)).settings in settings:
+                raise ValueError(f"`{fixed.described}` is measured as a length already: leave it out")
         return self
 
 

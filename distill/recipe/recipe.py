@@ -102,7 +102,7 @@ class Recipe(Section):
             needing = list(self._weights_needed())
             if needing:
                 raise ValueError(f"target.load is false: {'; '.join(needing)}")
-        for foreign in (one.title for one in self.speedup.configurations if one.other_vocabulary):
+        for foreign in (one.described for one in self.speedup.configurations if one.other_vocabulary):
             raise ValueError(f"`{foreign}` is for a draft of another vocabulary; a run's draft has the target's")
         for backend, kind in self.speedup.files.items() if self.target.load else ():
             if kind not in self.export.outtypes:

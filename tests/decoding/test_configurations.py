@@ -25,7 +25,7 @@ from distill.measuring.identity import Identity, Rounding
 from distill.measuring.speedup_results import PairMeasured, StepFigures
 from distill.measuring.speedup_tables import measurement_table
 from distill.recipe import Configuration, SamplerSettings, Speedup, Target, dump_recipe, load_recipe
-from distill.recipe.configuration import PLAIN_SAMPLED, RULES
+from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, RULES, names
 from distill.sampler import Sampler
 from distill.tables import records
 
@@ -74,8 +74,28 @@ def test_configurations_that_are_refused(raw: dict[str, Any], words: str) -> Non
         Configuration(**raw)
 
 
-def test_titles_differ_and_doubles_are_refused() -> None:
-    assert len({one.title for one in CONFIGURATIONS}) == len(CONFIGURATIONS)
+def test_names_are_short_and_differ_and_doubles_are_refused() -> None:
+    asked = [
+        *({"length": length} for length in (2, 4)),
+        *({"rule": "expected-value", "calibration": name} for name in ("features", "context")),
+        {"drafter": "lookup+draft", "rule": "expected-value"},
+        *({"drafter": "lookup", "rule": rule} for rule in ("fixed", "expected-value")),
+        *({"drafter": "tree", "length": length} for length in (1, 2)),
+        {"drafter": "tree", "length": 1, "sampler": "recipe"},
+        *({"drafter": "lookup+tree", "length": length, "nodes": nodes} for length in (2, 3) for nodes in (4, 5)),
+        {"drafter": "tree", "widths": (3, 2)},
+        {"drafter": "table", "rule": "expected-value"},
+    ]
+    assert names([PLAIN, *(Configuration(**one) for one in asked), PLAIN_SAMPLED]) == [
+        *("plain", "draft 2", "draft 4", "draft adaptive features", "draft adaptive context", "lookup + draft"),
+        *("lookup fixed", "lookup adaptive", "tree 1", "tree 2", "tree sampled"),
+        *(f"lookup + tree ({number})" for number in (1, 2, 3, 4)),
+        *("drawn tree", "table", "plain sampled"),
+    ]
+    assert names([Configuration(drafter="lookup", rule="expected-value")]) == ["lookup"]
+    assert len({*names(CONFIGURATIONS)}) == len({one.described for one in CONFIGURATIONS}) == len(CONFIGURATIONS)
+    with pytest.raises(ValidationError, match="listed twice"):  # a default and the same spelled out
+        Speedup(configurations=(Configuration(drafter="lookup"), Configuration(drafter="lookup", length=8)))
     with pytest.raises(ValidationError, match="listed twice"):
         Speedup(configurations=(Configuration(length=4), Configuration(length=4)))
 
@@ -95,7 +115,7 @@ def test_lossy_pairs_have_reasons_and_are_refused_unless_asked_for() -> None:
     with pytest.raises(RecipeError, match=r"(?s)would change the target's distribution.*allow_lossy"):
         check_configurations(Speedup(configurations=(after,)), HOT)
     (line,) = check_configurations(Speedup(configurations=(after,), allow_lossy=True), HOT)
-    assert line.startswith("LOSSY configuration `draft, p_min 0.5, ≤ 8, verifier token, n_min 2, sampled`")
+    assert line.startswith("LOSSY configuration `drafter draft, rule p_min, length 8, p_min 0.5, n_min 2, ")
     with pytest.raises(RecipeError, match="no verifier `block` for trees"):
         wrong = Configuration(drafter="tree", verifier="block", sampler="recipe")
         check_configurations(Speedup(configurations=(wrong,)), HOT)
@@ -116,9 +136,10 @@ def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableMode
     fitted = {name: fit_calibration(rounds, terms) for name, terms in FITTED.items()}
     prepared = prepare_all(settings_with(CONFIGURATIONS), target, draft, (), Fitted(COSTS, fitted))
     time_texts(target, draft, prompts, 30, prepared, "prompts")
-    assert [one.title for one in prepared] == ["plain", "draft, γ = 2", *(one.title for one in CONFIGURATIONS)]
+    every = [PLAIN, Configuration(length=2), *CONFIGURATIONS]
+    assert [one.configuration for one in prepared] == every and [one.name for one in prepared] == names(every)
     assert judge_identity(target, prompts, prepared, Rounding(0)) == [Identity(identical=6)] * len(prepared)
-    rows = {one.title: measurement(one, None, NOT_TIMED, LABEL, prompts) for one in prepared}
+    rows = {one.name: measurement(one, None, NOT_TIMED, LABEL, prompts) for one in prepared}
     drafted = {title for title, row in rows.items() if (row.tokens_per_round or 0) > 1.05}
     assert drafted == set(rows) - {"plain"}  # each of them does draft, and is right now and then
     assert not any(row.lossy for row in rows.values())
@@ -137,7 +158,7 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
     ]
     prepared = prepare_all(settings_with(asked, allow_lossy=True), target, draft, (), Fitted(COSTS))
     others = prepared[2:]
-    assert [one.title for one in others] == [PLAIN_SAMPLED.title, *(one.title for one in asked)]
+    assert [one.name for one in others] == ["plain sampled", "draft 3 sampled", "draft p_min sampled"]
     assert [one.lossy is not None for one in others] == [False, False, True]
     prompts = random_prompts(4, 12, 3)
     time_texts(target, draft, prompts, 16, prepared, "prompts")

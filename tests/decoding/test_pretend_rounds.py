@@ -125,8 +125,8 @@ def test_greedy_texts_are_those_of_the_cpu(pretend: Any, table: NGramTable, stat
             found = text(configuration, device, PROMPTS[0], GREEDY, table)
         # A session's clock decides how many tokens expected value drafts, but not which ones follow.
         whole = 1 if configuration.needs_costs else 3
-        assert summary(found)[:whole] == summary(expected)[:whole], configuration.title
-        assert counts.launches > 100, configuration.title
+        assert summary(found)[:whole] == summary(expected)[:whole], configuration.described
+        assert counts.launches > 100, configuration.described
         accepted += sum(one.accepted for one in found.rounds)
     assert accepted > 50
 
@@ -138,7 +138,7 @@ def test_sampled_texts_are_those_of_the_cpu(pretend: Any, table: NGramTable, sta
     device, cpu = decoders(static, "pretend", "pretend"), decoders(True, "cpu", "cpu")
     for configuration in [*SAMPLED, *([] if name == "repetition penalty" else TREES)]:
         found, expected = (text(configuration, models, PROMPTS[1], SAMPLERS[name], table) for models in (device, cpu))
-        assert summary(found) == summary(expected), configuration.title
+        assert summary(found) == summary(expected), configuration.described
 
 
 @pytest.mark.parametrize("static", [False, True], ids=["growing", "static"])
@@ -186,7 +186,7 @@ def test_two_devices(pretend: Any, table: NGramTable, places: tuple[str, str], s
     for configuration in (Configuration(length=3), Configuration(drafter="tree", nodes=6, length=4), *SAMPLED, *TREES):
         sampler = Sampler(0.8) if configuration.sampler == "recipe" else GREEDY
         found, expected = (text(configuration, models, PROMPTS[2], sampler, table) for models in (device, cpu))
-        assert summary(found) == summary(expected), configuration.title
+        assert summary(found) == summary(expected), configuration.described
 
 
 @pytest.mark.parametrize(
@@ -217,4 +217,4 @@ def test_a_device_that_lacks_what_mps_lacks(pretend: Any, table: NGramTable, kin
         expected = text(configuration, cpu, PROMPTS[2], sampler, table)
         with pretend.without("float64", pretend.SORTS, *pretend.lacking("MPS")):
             found = text(configuration, device, PROMPTS[2], sampler, table)
-        assert summary(found) == summary(expected), configuration.title
+        assert summary(found) == summary(expected), configuration.described

@@ -38,7 +38,7 @@ from distill.measuring.speedup_results import (
 )
 from distill.measuring.speedup_tables import explain, explanations, round_table, speedup_blocks, verdict
 from distill.recipe import Chat, Configuration, Corpus, load_recipe
-from distill.recipe.configuration import PLAIN
+from distill.recipe.configuration import PLAIN, names
 from distill.run import Run
 from distill.tables import document
 
@@ -119,7 +119,7 @@ def measured(
 ) -> Measurement:
     drafter = configuration.drafter if configuration.drafts else None
     return Measurement(
-        *("p", "b", configuration.title, None, drafter, None, None, 8.0, 8.0, None, acceptance),
+        *("p", "b", *names([configuration]), None, drafter, None, None, 8.0, 8.0, None, acceptance),
         *(speedup, low, speedup + (speedup - low), None, 1, 0, 0, None, 0.0),
         *(0.018 if drafter else 0.010, rounds),
     )
@@ -149,7 +149,7 @@ def test_what_is_told_about_a_speedup(words: str) -> None:
     rows = [measured(PLAIN, 1, 1, None), measured(Configuration(length=4), speedup, low, (tokens - 1) / 4, rounds)]
     sentence = explain(SpeedupPart("p", "b", rows, ALONE))
     assert words in sentence and ("no gain" in sentence) is (speedup < 1)
-    assert sentence.startswith(f"Fastest: `draft, γ = 4`, {speedup:.2f}× over the whole request: a round gives ")
+    assert sentence.startswith(f"Fastest: `draft 4`, {speedup:.2f}× over the whole request: a round gives ")
 
 
 def test_costs_that_were_timed_on_a_busy_machine_are_said() -> None:
@@ -183,7 +183,7 @@ def test_the_fastest_way_over_all_engines_comes_first() -> None:
     def said(*parts: SpeedupPart, **more: Any) -> list[str]:
         return verdict(SpeedupReport("command", {}, 8, 16, {}, [*parts], **more))
 
-    title = lookup.title
+    title = "lookup"
     assert said(part("pytorch", 30, 1.4), part("gguf", 65, 1.1)) == [
         f"Fastest here: 71.5 tokens/s, `{title}` in llama.cpp: 1.10× [1.00, 1.20] plain decoding there.",
         f"The 1.40× of `{title}` (pair, PyTorch) is 42.0 tokens/s, slower than plain decoding in llama.cpp.",
@@ -195,7 +195,7 @@ def test_the_fastest_way_over_all_engines_comes_first() -> None:
 
     again = [
         InTurns("pair", "gguf", title, 66.0, 1.2, 1.1, 1.3),
-        InTurns("pair", "gguf", PLAIN.title, 55.0, 1.0, 1.0, 1.0),
+        InTurns("pair", "gguf", "plain", 55.0, 1.0, 1.0, 1.0),
     ]
     turns = said(part("gguf", 60, 1.1), part("pytorch", 30, 1.4), in_turns=again)[1]
     assert f"66.0 tokens/s, `{title}` in llama.cpp, 1.20× [1.10, 1.30] the fastest plain decoding (55.0, llama" in turns
@@ -225,11 +225,11 @@ def test_the_engines_of_a_run_take_turns(copied: Path, monkeypatch: Patch) -> No
         assert bool(report.in_turns) == shown == (len(report.contenders) > 1)
     turns = report.in_turns
     found = {(one.backend, one.configuration) for one in turns}
-    assert {("pytorch", PLAIN.title), ("gguf", PLAIN.title)} <= found
+    assert {("pytorch", "plain"), ("gguf", "plain")} <= found
     assert {backend for backend, _ in found} == {"pytorch", "gguf"} and len(found) == len(turns)
     rates = [one.tokens_per_second for one in turns]
     assert rates == sorted(rates, reverse=True)
-    base = max((one for one in turns if one.configuration == PLAIN.title), key=lambda one: one.tokens_per_second)
+    base = max((one for one in turns if one.configuration == "plain"), key=lambda one: one.tokens_per_second)
     for one in turns:
         assert one.speedup == pytest.approx(one.tokens_per_second / base.tokens_per_second)
 
@@ -366,9 +366,7 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
     found = read_result(out, SpeedupReport)
     text = document(speedup_blocks(found))
     (part,) = found.parts
-    assert [row.configuration for row in found.measurements] == [
-        *("plain", "draft, γ = 1", "draft, γ = 3", "tree ≤ 4, depth ≤ 2, none")
-    ]
+    assert [row.configuration for row in found.measurements] == [*("plain", "draft 1", "draft 3", "tree")]
     assert all(row.different == 0 and (row.identical or 0) + (row.excused or 0) == 4 for row in found.measurements)
     for row in found.measurements:
         one = row.rounds
@@ -379,7 +377,7 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
     chain = found.measurements[2].rounds
     assert chain.verified <= 4 and {1, 4} <= set(part.steps.target) and 1 in part.steps.draft
     assert chain.bound >= chain.tokens / (max(part.steps.target.values()) + 3 * part.steps.draft[1])
-    assert "| even | draft, γ = 3 |" in text
+    assert "| even | draft 3 |" in text
     assert "| attained |" in text and "a round gives" in text and f"`{found.command}`" in text
     assert ("PyTorch's settings" in text) == bool(engine)
     assert found.pytorch == ("static cache, draft on cpu" if engine else "")
@@ -424,7 +422,7 @@ def test_sampled_texts_have_a_sampled_base(place: Path, capsys: Capture) -> None
     options = ("--sampler", "temperature=0.8", "--lengths", 0, "-C", "verifier=block,length=2", "-o", "jsonl")
     text = call(place, capsys, "target", "draft", "--prompts", place / "plain.txt", *options)
     rows = [row for line in text.splitlines() if (row := json.loads(line))["table"] == "configurations"]
-    titles = ["plain", "plain, sampled", "draft, γ = 2, verifier block, sampled"]
+    titles = ["plain", "plain sampled", "draft 2 sampled"]
     assert [row["configuration"] for row in rows] == titles
     assert rows[2]["plain tokens/s"] == rows[1]["tokens/s"] != rows[0]["tokens/s"]
     assert rows[2]["distribution"] == "the target's" and rows[2]["same text"] == "sampled"
@@ -482,7 +480,7 @@ def test_drafts_of_other_kinds(
         (["--configuration", "{drafter: string}"], "asks a draft of the target's vocabulary"),
         (
             ["--sampler", "temperature=1", "-C", "length=3,verifier=greedy"],
-            "the options: `draft, γ = 3, verifier greedy, sampled`",
+            "the options: `drafter draft, rule fixed, length 3, verifier greedy, sampler recipe`",
         ),
         (["-C", "length=3,verifier=distinct"], "no verifier `distinct` for chains"),
         (["--sampler", "top_p=0.5"], "draws nothing"),

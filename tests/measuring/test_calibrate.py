@@ -133,7 +133,7 @@ def test_drawn_trees_are_verified_by_what_their_draws_ask_for() -> None:
     for verifier, kind in ((None, "sampled"), ("token", "sampled"), ("distinct", "distinct")):
         one = Configuration(drafter="tree", widths=(3, 2, 1), verifier=verifier, sampler="recipe")
         assert not (one.needs_calibration or one.needs_costs)
-        assert one.title == f"drawn tree 3×2×1, verifier {verifier or 'token'}, sampled"
+        assert one.described == f"drafter tree, widths 3×2×1, verifier {verifier or 'token'}, sampler recipe"
         drafter = make_drafter(one, target, Sampler(0.8), random.Random(0).random)
         assert isinstance(drafter, TreeDrafter) and drafter.kind == kind and len(drafter.shape or ()) == 15
         assert lossy_reason(one, Sampler(0.8)) is None

@@ -71,11 +71,11 @@ def test_its_speedup_is_measured_with_the_targets_own_texts(counted: Path) -> No
     rows = [row for part in report["parts"] for row in part["measurements"] if row["drafter"] == "table"]
     assert [row["backend"] for row in rows] == ["pytorch", "gguf"]
     for row in rows:
-        assert row["configuration"] == "table, expected value, ≤ 4, depth ≤ 4" and row["tokens_per_round"] >= 1
+        assert row["configuration"] == "table" and row["tokens_per_round"] >= 1
         assert row["different"] == 0 and row["identical"] + row["excused"] == 4
     fits = json.loads((counted / "speedup" / "calibration.json").read_text())
     assert "table" in {*fits["fits"], *fits["unfitted"]}
-    assert "table, expected value" in (counted / "report.html").read_text()
+    assert ">table<" in (counted / "report.html").read_text()
 
 
 def test_commands_draft_from_a_runs_table(counted: Path, world: Path, tmp_path: Path, capsys: Capture) -> None:
