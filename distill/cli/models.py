@@ -267,7 +267,7 @@ def import_gguf(
     kinds = f"; {', '.join(found.quantised)} dequantised" if found.quantised else ""
     print(
         f"{out}  {config['model_type']}, {config['num_hidden_layers']} layers of {config['hidden_size']}, "
-        f"{len(found.tensors)} tensors, {found.bytes / 1e6:.0f} MB in {config['dtype']}{kinds}"
+        f"{len(found.tensors)} tensors, {found.bytes / 1e6:.0f} MB in {config['dtype']}{kinds}{found.tied}"
     )
     template = "a chat template" if found.tokenizer.templates else "no chat template"
     print(f"tokenizer: {len(ids)} tokens, {template}, an answer ends with {ends}{found.retyped}")

@@ -33,7 +33,7 @@ from distill.files import (
     write_text,
 )
 from distill.folders import ITEM_BYTES, Floats, from_floats, pin_tokenizer, read_header, to_floats, write_header
-from distill.gguf.families import ATTENTION, LLAMA3_FACTORS, LONG_FACTORS, MLP, SHORT_FACTORS, Sizes
+from distill.gguf.families import ATTENTION, FAMILIES, LLAMA3_FACTORS, LONG_FACTORS, MLP, SHORT_FACTORS, Sizes
 from distill.gguf.fields import configuration
 from distill.gguf.head import FileHead, known_type, open_head, type_name
 from distill.gguf.library import require_loadable
@@ -50,6 +50,9 @@ PART_VALUES = 2**21  # values of a tensor converted at a time, when written by e
 ROTARY = (LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: dict[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # GGUF's and safetensors' names
+FLOAT_BITS = {"F32": 24, "BF16": 8, "F16": 11}  # of a significand
+EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
+MOST_STEPS = 1.5  # llama.cpp's files: 1.1 at most for a matrix quantised twice; another by 3 % of its deviation: 1.8
 
 
 @dataclass(frozen=True)
@@ -71,6 +74,14 @@ class FileTensor:
     def values(self) -> int:
         """Number of values."""
         return math.prod(self.shape)
+
+    @property
+    def bits(self) -> int:
+        """Bits of a value, its share of scales left out; of a float those of its significand."""
+        import gguf
+
+        block, size = gguf.GGML_QUANT_SIZES[self.kind]
+        return FLOAT_BITS.get(self.kind.name, 8 * size // block)
 
     def parts(self) -> Iterator[Floats]:
         """The rows in order, some at a time, as fp32; of reordered tensors whole heads at a time."""
@@ -97,6 +108,27 @@ def unpermuted(rows: Floats, heads: int) -> Floats:
     """Rows [heads·D, …] from llama.cpp's order, which rotates neighbours, to Hugging Face's, which rotates halves."""
     half = rows.shape[0] // heads // 2
     return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
+
+
+def are_one(first: FileTensor, second: FileTensor) -> bool:
+    """Whether two matrices of a shape are one that was rounded to two types: no value differs by more than MOST_STEPS.
+
+    A step is the range of 32 neighbours over its type's levels, the sum for both types. A value is off by half a step,
+    and by less than another half where scales are rounded and ends clipped.
+    """
+
+    width = math.gcd(32, first.shape[-1])
+
+    def agree(one: Floats, other: Floats) -> bool:
+        groups = np.arange(0, one.size, width)
+        steps = np.zeros(len(groups), np.float32)
+        for values, bits in ((one, first.bits), (other, second.bits)):
+            low, high = (of.reduceat(values, groups) for of in (np.minimum, np.maximum))
+            steps += (high.clip(min=0) - low.clip(max=0)) / np.float32(2**bits - 1)
+        return bool((np.maximum.reduceat(abs(one - other), groups) <= MOST_STEPS * steps).all())
+
+    parts = zip(first.parts(), second.parts(), strict=True)
+    return all(agree(one.ravel(), other.ravel()) for one, other in parts)
 
 
 def sources(head: FileHead, config: Mapping[str, Any]) -> dict[str, FileTensor]:
@@ -211,7 +243,7 @@ def write_weights(place: Path, imported: Import) -> None:
 
 WEIGHTS = "model.safetensors"
 CONTENT = "content.json"  # the digests of the small files, written last
-FORMAT = 3  # of the folders in the cache
+FORMAT = 4  # of the folders in the cache
 
 
 def file_type(path: Path) -> str:
@@ -240,13 +272,17 @@ def one_engine(target: str, draft: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Import:
-    """What a file holds but for the tensors' data: config.json, tokenizer, and tensors by Hugging Face's names."""
+    """What a file holds but for the tensors' data: config.json, tokenizer, and tensors by Hugging Face's names.
+
+    `tied`: that the file holds one matrix as embedding and as head, in words; empty where it does not.
+    """
 
     path: Path
     config: dict[str, Any]
     tokenizer: ImportedTokenizer
     tensors: dict[str, FileTensor]
     types: dict[str, str]
+    tied: str = ""
 
     @property
     def bytes(self) -> int:
@@ -275,13 +311,20 @@ def read_import(path: Path, dtype: Dtype | None = None, quantised: str = "F32") 
     require_loadable(head)
     config = configuration(head, rotary_factors(head))
     tokenizer = imported_tokenizer(head)
-    tensors = sources(head, config)
+    tensors, tied = sources(head, config), ""
+    twice = [tensors[name] for name in (EMBEDDING, HEAD) if name in tensors]
+    if len(twice) == 2 and FAMILIES[config["model_type"]].tied is not False and are_one(*twice):
+        del tensors[HEAD]
+        tensors[EMBEDDING] = max(twice, key=lambda one: one.bits)
+        config["tie_word_embeddings"] = True
+        kinds = " and ".join(f"{one.name} ({one.kind.name})" for one in twice)
+        tied = f"; {kinds} are one matrix within their rounding, kept once as {tensors[EMBEDDING].kind.name}"
     types = stored_types(tensors, dtype, quantised)
     main_type = Counter(types[name] for name in tensors).most_common(1)[0][0]
     ids = {f"{role}_token_id": tokenizer.ids.get(role) for role in ("bos", "pad")}
     ends = tokenizer.ends
     config |= ids | {"eos_token_id": ends if len(ends) > 1 else ends[0], "dtype": DTYPES[main_type]}
-    return Import(path, config, tokenizer, tensors, types)
+    return Import(path, config, tokenizer, tensors, types, tied)
 
 
 def write_import(imported: Import, out: Path) -> None:
@@ -316,7 +359,7 @@ def folder_of(reference: str, weights: bool = True) -> Path:
     if not whole:
         _require_room(imported, folder)
         size = f"{imported.bytes / 1e6:.0f} MB{' in bfloat16' if imported.quantised else ''}"
-        note(f"importing {path.name} to {folder} ({size}; `distill cache --clear imported` deletes it)")
+        note(f"importing {path.name} to {folder} ({size}{imported.tied}; `distill cache --clear imported` deletes it)")
         write_atomically(folder / WEIGHTS, lambda place: write_weights(place, imported), several=True)
     return folder
 
@@ -394,4 +437,5 @@ def check_import(reference: str) -> str:
     """A line that a GGUF file can be imported; raises what `read_import` raises. No weights are read."""
     imported = read_import(Path(reference))
     kinds = f", {', '.join(imported.quantised)} dequantised" if imported.quantised else ""
-    return f"weights of {reference}: {len(imported.tensors)} tensors fit its metadata{kinds}{imported.retyped}"
+    more = kinds + imported.tied + imported.retyped
+    return f"weights of {reference}: {len(imported.tensors)} tensors fit its metadata{more}"

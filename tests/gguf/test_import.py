@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import tiny
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from test_export import FAMILIES, build, some_ids, train_tokenizer
 from test_tokenizers import questions, smollm2
 from tiny import Capture, Patch, needs_llama
@@ -157,6 +157,31 @@ def test_every_type_is_dequantised_as_the_gguf_package_does(
             expected = expected.reshape(2, 32, 2, 256).swapaxes(1, 2).reshape(128, 256)
         assert np.array_equal(found[own].float().numpy(), expected)
     assert outtype in DIRECT or any(kind[0] in "QI" for kind in kinds)
+
+
+@needs_llama
+@pytest.mark.parametrize("outtype", ["q4_k_m", "q3_k_m", "q8_0", "f16"])
+def test_a_matrix_that_a_file_holds_twice_is_kept_once(
+    outtype: str, tmp_path: Path, tokenizer: PreTrainedTokenizerFast, capsys: Capture
+) -> None:
+    """Embedding and head of one matrix come back as the file's more precise one; of two matrices both do."""
+    build("llama", tmp_path / "model", tokenizer, hidden_size=256, intermediate_size=256, head_dim=64)
+    path = tmp_path / "model" / "model.safetensors"
+    tensors = load_file(path)
+    embedding, head = "model.embed_tokens.weight", "lm_head.weight"
+    for noise in (0.0, 0.5):
+        one = tensors[embedding]
+        tensors[head] = one + noise * one.std() * torch.randn(one.shape, generator=torch.Generator().manual_seed(0))
+        save_file(tensors, path, {"format": "pt"})
+        export_gguf(tmp_path / "model", tmp_path / "m.gguf", outtype)
+        printed = tiny.shown(capsys, "import-gguf", tmp_path / "m.gguf", tmp_path / str(noise))
+        found, reader = weights(tmp_path / str(noise)), gguf.GGUFReader(tmp_path / "m.gguf")
+        theirs = {one.name: gguf.quants.dequantize(one.data, one.tensor_type) for one in reader.tensors}
+        config = AutoConfig.from_pretrained(tmp_path / str(noise))
+        assert config.tie_word_embeddings == (not noise) == (head not in found) == ("kept once" in printed)
+        assert np.array_equal(
+            found[embedding].float().numpy(), theirs["token_embd.weight" if noise else "output.weight"]
+        )
 
 
 def test_template_and_ends_come_back(tmp_path: Path, llama: Path, tokenizer: PreTrainedTokenizerFast) -> None:
