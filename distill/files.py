@@ -313,6 +313,17 @@ def copy_file(source: Path, destination: Path) -> None:
         shutil.copyfileobj(content, copy, 2**20)
 
 
+def link_file(source: Path, place: Path) -> None:
+    """Give a finished file a second name, which stays when the first is removed; where the disk has no hard links, a
+    copy."""
+    with faults_explained(place):
+        place.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        os.link(source.resolve(), place)
+    except OSError:
+        write_atomically(place, functools.partial(copy_file, source))
+
+
 def _read(path: Path, missing: tuple[str, str], unreadable: str, damaged: str, largest: int | None = None) -> Any:
     """The value of a JSON file; DataError for one that is missing (its words and remedy), unreadable or damaged."""
     try:

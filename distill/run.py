@@ -282,17 +282,21 @@ class Run:
 
         Raises DataError for a file that is missing or differs from the one that its stage recorded.
         """
-        for name, entry in (self.done(stage) or {"artifacts": {}})["artifacts"].items():
+        self.check(self.done(stage) or {"artifacts": {}}, pattern)
+
+    def check(self, record: dict[str, Any], pattern: str = "*") -> None:
+        """`verify` of a record that is not yet this run's own."""
+        for name, entry in record["artifacts"].items():
             if fnmatch(name, pattern):
                 _verify_file(self.path(name), entry["sha256"])
 
 
-_verified: set[tuple[str, int, int, str]] = set()  # path, size, time of change, checksum
+_verified: set[tuple[int, int, int, int, str]] = set()  # device and number of the file, size, time, checksum
 
 
 def _verify_file(path: Path, expected: str, hint: str = WRITE_AGAIN) -> None:
     state = path.stat() if path.is_file() else None
-    seen = None if state is None else (str(path), state.st_size, state.st_mtime_ns, expected)
+    seen = None if state is None else (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, expected)
     if seen is not None and seen in _verified:
         return
     if seen is None or file_digest(path) != expected:

@@ -7,6 +7,7 @@ import json
 import shutil
 import sys
 import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
@@ -16,7 +17,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from distill.cli import shared
-from distill.devices import is_main
+from distill.devices import is_main, process_count
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
 from distill.files import CacheKind, cache_folder, read_result, read_utf8
 from distill.pipeline.stages import NAMES, find_stage
@@ -46,6 +47,11 @@ def train(
     refresh: Annotated[
         bool, typer.Option("--refresh", help="Continue from a finished run's draft, on new lines of its served logs.")
     ] = False,
+    sweep: Annotated[
+        list[str] | None,
+        typer.Option(metavar="KEY=V1,V2,...", help="A run for each value of this key; repeatable: each combination."),
+    ] = None,
+    yes: Annotated[bool, typer.Option("--yes", help="Sweep over more than 12 runs.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print which stages would run, and why.")] = False,
     rehearsal: Annotated[
         bool,
@@ -58,6 +64,10 @@ def train(
     """
     from distill.pipeline import running
 
+    if sweep:
+        if rehearsal or redo or fresh or refresh:
+            raise RecipeError("--sweep makes whole runs", "leave --rehearse, --redo, --fresh and --refresh out")
+        return _sweep(recipe, overrides or [], sweep, runs, until, yes, dry_run)
     if rehearsal and (until or redo or fresh or refresh or dry_run):
         raise RecipeError("--rehearse runs all stages, shortened, and nothing else", "leave the other options out")
     if refresh and (redo or fresh or dry_run):
@@ -68,10 +78,7 @@ def train(
         from distill.pipeline.preflight import shortened
 
         found = shortened(whole, runs)
-    for name in [*([until] if until else []), *(redo or [])]:
-        find_stage(name)
-        if until and NAMES.index(name) > NAMES.index(until):
-            raise RecipeError(f"--redo {name} does nothing: --until {until} ends before it", "leave one of them out")
+    _require_reached(until, redo or ())
     folder = runs / found.name
     if not is_main():  # one of several that `accelerate launch` started
         if not dry_run:
@@ -100,12 +107,78 @@ def train(
         _move_aside(run)
     if parent is not None:
         print(f"the old run is now {running.start_refresh(run, parent)}", file=sys.stderr)
+    _make(run, text, until, redo or ())
+
+
+def _require_reached(until: str | None, redo: Sequence[str]) -> None:
+    """Raise an error for stages that do not exist, or that --until leaves out."""
+    for name in [*([until] if until else []), *redo]:
+        find_stage(name)
+        if until and NAMES.index(name) > NAMES.index(until):
+            raise RecipeError(f"--redo {name} does nothing: --until {until} ends before it", "leave one of them out")
+
+
+def _make(run: Run, text: str, until: str | None, redo: Sequence[str] = (), brothers: Sequence[Run] = ()) -> None:
+    """Carry a run out up to a stage, printing its tables as they come."""
+    from distill.pipeline.running import run_pipeline
+
     with closing(run):
         run.open(text)
-        shared.prepare(found.threads)
-        running.run_pipeline(found, run, until, redo or (), partial(_print_stage, folder))
+        shared.prepare(run.recipe.threads)
+        run_pipeline(run.recipe, run, until, redo, partial(_print_stage, run.folder), brothers)
         say_outcome(run)
         require_passed(run, until)
+
+
+def _sweep(
+    path: Path, overrides: list[str], options: list[str], runs: Path, until: str | None, yes: bool, dry_run: bool
+) -> None:
+    """Make a run of each combination, one after the other.
+
+    A run that its data do not allow leaves the others alone; a full disk, for instance, ends the sweep.
+    """
+    from distill.pipeline import running, sweep
+
+    made = sweep.combinations(options, None if yes else sweep.MOST)
+    name, every = load_recipe(path, overrides).name, []
+    for ending, own in made.items():
+        folder = runs / f"{name}{ending}"
+        try:
+            found = shared.read_recipe(path, [*overrides, *own, f"name={folder.name}"], folder / "config.yaml")
+        except RecipeError as error:
+            raise RecipeError(f"--sweep {' '.join(own)}: {error.what}", error.hint) from None
+        every.append(Run(folder, found, silent=not is_main()))
+    once = sweep.require_alike([run.recipe for run in every])
+    if not is_main():
+        for run in every if not dry_run else ():
+            shared.prepare(run.recipe.threads)
+            running.follow_main(run.recipe, run)
+        return
+    for number, run in enumerate(every):
+        plan = running.plan_run(run.recipe, run, until, brothers=sweep.brothers(run, name))
+        running.require_allowed(plan)
+        for action in plan if dry_run else ():
+            if number == 0 or action.stage.name not in once:
+                run.say(f"{run.folder.name}: {action.line()}")
+    note(f"{len(every)} runs; done once for all: {', '.join(once) or 'nothing'}")
+    if dry_run:
+        return
+    for run in every:
+        _check(run.recipe, run, until)
+    note(sweep.require_room(every))
+    failed = []
+    for number, run in enumerate(every, 1):
+        note(f"run {number} of {len(every)}: {run.folder.name}")
+        try:
+            _make(run, read_utf8(path), until, brothers=sweep.brothers(run, name))
+        except DataError as error:
+            if process_count() > 1:
+                raise
+            run.say(str(error), warning=True)
+            failed.append(run.folder.name)
+    if failed:
+        what = f"{len(failed)} of {len(every)} runs are not finished: {', '.join(failed)}"
+        raise RunError(what, "what was wrong stands above; the same command tries them again")
 
 
 def _rehearse(whole: Recipe, short: Recipe, run: Run) -> None:

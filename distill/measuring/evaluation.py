@@ -295,7 +295,7 @@ def open_run(recipe: Recipe, run: Run) -> TargetWithDrafts:
     device = pick_device(recipe.device)
     target, tokenizer = load_target(recipe.target, device), load_tokenizer(recipe.target.model)
     load = functools.partial(load_model, dtype=recipe.target.dtype, device=device)
-    drafts = {"before": load(str(run.path("cut"))), "after": load(str(run.path("draft")))}
+    drafts = {name: load(str(run.path(folder))) for name, folder in sides_of(recipe).items()}
     if read_kept(run.path("draft")) is not None:  # as llama.cpp and others run it, without the trimmed head
         drafts["after, full head"] = load(str(run.path("draft")), trimmed=False)
     prompts = read_prompts(run, "test")[: recipe.eval.prompts]
@@ -312,6 +312,11 @@ def open_run(recipe: Recipe, run: Run) -> TargetWithDrafts:
         Packed.load(run.path("corpus", "text-test.safetensors")).take(slice(0, recipe.eval.file_blocks)),
         ["after"],  # almost nothing of an untrained cut is accepted: decoding with it would take minutes
     )
+
+
+def sides_of(recipe: Recipe) -> dict[str, str]:
+    """The drafts of a run by name, with their folders; one alone where nothing is trained."""
+    return {"before": "cut", "after": "draft"} if recipe.train.steps else {"after": "draft"}
 
 
 def _written(run: Run, report: EvaluationReport) -> list[Path]:
@@ -405,7 +410,7 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
     own = len(texts.own)
     domains = {"answers": range(own), **({"files": range(own, len(blocks))} if len(blocks) > own else {})}
     measured: dict[str, dict[str, Measured]] = {domain: {} for domain in domains}
-    for name, folder in (("before", "cut"), ("after", "draft")):
+    for name, folder in sides_of(recipe).items():
         draft = load_model(str(run.path(folder)), recipe.target.dtype, device)
         for domain, index in domains.items():
             measured[domain] |= sum_by_document(stored_values(store, blocks, index, name, draft))

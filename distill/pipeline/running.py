@@ -18,7 +18,7 @@ from typing import Any, Literal
 from distill.data.traffic import PIN, begins_with, pin_of, read_lines
 from distill.devices import agree, memory_explained, process_count
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
-from distill.files import digest, has_form, read_json, require_inside, write_json
+from distill.files import digest, has_form, link_file, read_json, require_inside, write_json
 from distill.pipeline.stages import (
     LAST_TOGETHER,
     NAMES,
@@ -36,11 +36,12 @@ from distill.pipeline.stages import (
 from distill.progress import duration
 from distill.recipe import Recipe, load_recipe
 from distill.recipe.recipe import left_out, not_run
-from distill.run import READ, Run
+from distill.run import BEGIN, READ, Run
 
-Kind = Literal["skip", "run", "resume", "redo", "mend", "wait", "refuse", "leave"]
+Kind = Literal["skip", "take", "run", "resume", "redo", "mend", "wait", "refuse", "leave"]
 WORDS: dict[Kind, tuple[str, str]] = {  # of an action in a plan, and as it begins
     "skip": ("up to date", "up to date"),
+    "take": ("would be taken over", "taken over"),
     "run": ("would run", "runs"),
     "resume": ("would resume", "resumes"),
     "redo": ("would run again", "runs again"),
@@ -55,7 +56,8 @@ WORDS: dict[Kind, tuple[str, str]] = {  # of an action in a plan, and as it begi
 class Action:
     """One stage and its part in a run.
 
-    skip: finished with the same key. run: never ran. resume: interrupted. redo: it runs again, its files removed first.
+    skip: finished with the same key. take: so it is in the run `source`. run: never ran. resume: interrupted. redo: it
+    runs again, its files removed first.
     mend: finished with the same key, but files are damaged; it makes those again. wait: decided after the stages in
     `reasons` have run. refuse: it would supersede precious work; `error` has the message. leave: the recipe's run has
     no such stage.
@@ -67,6 +69,7 @@ class Action:
     parts: Parts = field(default_factory=dict)  # the key parts; empty for redo on request, wait and refuse
     asked: bool = False  # for redo: with --redo
     error: RunError | None = None
+    source: Run | None = None
 
     def line(self) -> str:
         """The line that `--dry-run` prints."""
@@ -84,11 +87,11 @@ class Planner:
     """What the decisions about one command share.
 
     `asked` are the stages that `--redo` names, those of an interrupted command included; `started` of them have begun
-    again.
+    again. What a stage would make is taken over from one of the `brothers` that has made it.
     """
 
-    def __init__(self, recipe: Recipe, run: Run, redo: Sequence[str] = ()) -> None:
-        self.recipe, self.run = recipe, run
+    def __init__(self, recipe: Recipe, run: Run, redo: Sequence[str] = (), brothers: Sequence[Run] = ()) -> None:
+        self.recipe, self.run, self.brothers = recipe, run, brothers
         path = run.path("stages", "redo.json")
         found = read_json(path, {"asked": [str], "started": [str]}) if path.exists() else {"asked": [], "started": []}
         self.asked: list[str] = sorted({*found["asked"], *redo})
@@ -129,13 +132,24 @@ class Planner:
             faults = tuple(self.run.damaged_artifacts(record).values())
             return Action(stage, ("mend" if stage.precious else "redo") if faults else "skip", faults, parts)
         if old is None:
-            return Action(stage, "run", (), parts)
+            return self._made(stage, "run", (), parts)
         if record is None and old == parts:
             return Action(stage, "resume", (), parts)
         reasons = tuple(difference(old, parts))
         if self._has_work(stage) and stage.name not in consumers(self.asked):
             return self._refuse(stage, reasons)
-        return Action(stage, "redo", reasons, parts)
+        return self._made(stage, "redo", reasons, parts)
+
+    def _made(self, stage: Stage, kind: Kind, reasons: tuple[str, ...], parts: Parts) -> Action:
+        """The action that makes a stage's files anew: taken over where a brother has finished it with this key, or with
+        another state of what it pins."""
+        for brother in self.brothers:
+            if (record := brother.done(stage.name)) is None or brother.damaged_artifacts(record):
+                continue
+            pinned = {name: record["inputs"].get(name) for name, _ in stage.pins if name in parts}
+            if digest(parts | pinned) == record["key"]:
+                return Action(stage, "take", (f"from {brother.folder.name}",), parts | pinned, source=brother)
+        return Action(stage, kind, reasons, parts)
 
     def _has_work(self, stage: Stage) -> bool:
         """Whether a stage is precious and has written something that would be lost."""
@@ -186,12 +200,14 @@ def require_allowed(actions: Sequence[Action]) -> None:
 # ── the plan carried out ──
 
 
-def plan_run(recipe: Recipe, run: Run, until: str | None = None, redo: Sequence[str] = ()) -> list[Action]:
+def plan_run(
+    recipe: Recipe, run: Run, until: str | None = None, redo: Sequence[str] = (), brothers: Sequence[Run] = ()
+) -> list[Action]:
     """An action for each stage up to `until`; changes nothing.
 
     Raises RunError for a stage that does not exist. `redo` names stages to run again with their consumers.
     """
-    return Planner(recipe, run, redo).plan(until)
+    return Planner(recipe, run, redo, brothers).plan(until)
 
 
 def run_pipeline(
@@ -200,14 +216,16 @@ def run_pipeline(
     until: str | None = None,
     redo: Sequence[str] = (),
     show: Callable[[str], None] = lambda stage: None,
+    brothers: Sequence[Run] = (),
 ) -> None:
-    """Run every stage up to `until` that is not done; `redo` names stages to run again with their consumers.
+    """Run every stage up to `until` that is not done; `redo` names stages to run again with their consumers, and what
+    one of the `brothers` has made is taken over.
 
     `show` is called with the name of each stage as soon as its artifacts are there, so that its tables need not wait
     for the stages after it. Raises RunError, before touching anything, when finished or begun work of a precious stage
     would be superseded.
     """
-    planner = Planner(recipe, run, redo)
+    planner = Planner(recipe, run, redo, brothers)
     actions = planner.plan(until)
     require_allowed(actions)
     due = next((action for action in actions if action.kind not in ("skip", "leave")), None)
@@ -256,6 +274,13 @@ def _carry_out(action: Action, planner: Planner) -> None:
             begun_path(run, stage).unlink(missing_ok=True)  # a kill right after the record leaves it
         return
     parts = action.parts
+    if action.source is not None:
+        if not _take_over(stage, run, action.source, digest(parts)):
+            every = planner.brothers
+            planner.brothers = [one for one in every if one is not action.source]
+            _carry_out(planner.decide(stage), planner)
+            planner.brothers = every
+        return
     if action.kind == "mend":  # the stage makes only its damaged files again
         with faults_explained(run.folder):
             for name in run.damaged_artifacts(run.done(stage.name) or {"artifacts": {}}):
@@ -285,6 +310,29 @@ def _carry_out(action: Action, planner: Planner) -> None:
     run.finish(stage.name, digest(parts), parts, artifacts, started)
     begun_path(run, stage).unlink(missing_ok=True)
     run.say(f"{stage.name}: done in {duration(time.time() - started)}")
+
+
+def _take_over(stage: Stage, run: Run, source: Run, key: str) -> bool:
+    """Give this run what another has made in a stage, under names of its own and with the record, last of all; False,
+    with a word, where that is not what the other's record says."""
+    _remove_all(run, stage)
+    record = source.done(stage.name)
+    try:
+        if record is None or record["key"] != key:
+            raise DataError(f"{source.folder} was changed meanwhile")
+        for name in record["artifacts"]:
+            link_file(source.path(name), run.path(name))
+        run.check(record)
+    except DataError as error:
+        run.say(f"  not taken over: {error.what}", warning=True)
+        _remove_all(run, stage)
+        return False
+    if stage.name == "train":
+        run.record(BEGIN)
+        for line in source.metrics():
+            run.record(line.pop("stage"), **line)
+    write_json(run.done_path(stage.name), record)
+    return True
 
 
 def _less_memory(name: str, recipe: Recipe) -> tuple[str, str]:

@@ -249,9 +249,7 @@ def recorded_parts(run: Run, stage: Stage) -> Parts | None:
 
 def key_parts(stage: Stage, recipe: Recipe, run: Run) -> Parts:
     """Everything that a stage's key is the hash of."""
-    parts: Parts = {"version": stage.version}
-    for name in dict.fromkeys((*stage.settings, *conditional_settings(recipe).get(stage.name, ()))):
-        parts[name] = _setting(recipe, name, stage.ignores)
+    parts: Parts = {"version": stage.version} | settings_of(stage, recipe)
     began = recorded_parts(run, stage) or {}
     for name, look in stage.pins:
         found = began[name] if name in began else look(recipe, run)
@@ -291,7 +289,13 @@ def _changes(old: Parts, new: Parts, prefix: str = "") -> list[str]:
     return lines
 
 
-def _setting(recipe: Recipe, dotted: str, ignores: Sequence[str] = ()) -> Any:
+def settings_of(stage: Stage, recipe: Recipe) -> Parts:
+    """The recipe's part in a stage's key."""
+    names = dict.fromkeys((*stage.settings, *conditional_settings(recipe).get(stage.name, ())))
+    return {name: value_of(recipe, name, stage.ignores) for name in names}
+
+
+def value_of(recipe: Recipe, dotted: str, ignores: Sequence[str] = ()) -> Any:
     """The value of a recipe key, without the keys below it that `ignores` names; None below a section that is off.
 
     Below a list of sections, it is the list of the values in those that have the key.
@@ -357,5 +361,6 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
         "teacher": distributions,
         "validation": written + distributions,
         "test": written + distributions,
+        "eval": () if recipe.train.steps else ("train.steps",),
         "export": unloaded,
     }

@@ -41,7 +41,7 @@ HELD_OUT = ("validation", "test")  # stages that take the place of the target wh
 class Recipe(Section):
     """Everything a run depends on."""
 
-    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$", max_length=100, description="the run directory's name")
+    name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9._=-]*$", max_length=100, description="the run directory's name")
     seed: int = Field(0, ge=0, description="seed of all random choices")
     threads: int | None = Field(
         None,

@@ -80,7 +80,7 @@ class Train(Section):
         description="how drafted tokens will be verified ([training](training.md#protocols-and-losses)); auto: "
         "greedy at temperature 0, else sampling",
     )
-    steps: int = Field(300, ge=1, description="optimizer steps")
+    steps: int = Field(300, ge=0, description="optimizer steps; 0: the draft is the cut as it is")
     batch: int = Field(4, ge=1, description="blocks per step, over all processes")
     micro_batch: int | None = Field(
         None,

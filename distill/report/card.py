@@ -104,7 +104,7 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         evaluation=found(EvaluationReport, "eval.json", stage="eval"),
         export=export,
         speedup=timed,
-        left_out=not_run(recipe),
+        left_out=not_run(recipe) | ({} if recipe.train.steps else {"train": "train.steps is 0"}),
         held_out={
             split: texts for split in HELD_OUT if (texts := found(AnswerTexts, split, "summary.json")) is not None
         },

@@ -18,7 +18,7 @@ import torch
 from distill.devices import any_process, barrier, is_main, memory_explained, peak_memory_bytes, synchronise
 from distill.engines.torch.described import FILE as KEPT_FILE
 from distill.errors import DataError
-from distill.files import copy_file, from_json, write_folder, write_json, write_result
+from distill.files import copy_file, from_json, link_file, write_folder, write_json, write_result
 from distill.folders import copy_tokenizer
 from distill.progress import duration, noting
 from distill.recipe import Recipe
@@ -52,6 +52,8 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     training.json records the choice of weights. Raises DataError for a loss that is not finite, RunError where memory
     runs out; KeyboardInterrupt or SystemExit after Ctrl-C or SIGTERM, with all saved.
     """
+    if not recipe.train.steps:
+        return leave_untrained(run)
     with memory_explained(advice_loading, recipe):
         work = set_up(recipe, run)
         resumed = resume(work)
@@ -93,6 +95,21 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     with memory_explained(advice_writing, work):
         take_best(work)
         return write_draft(work)
+
+
+def leave_untrained(run: Run) -> list[Path]:
+    """The cut as it is as draft/, for a recipe of 0 steps."""
+
+    def write(folder: Path) -> None:
+        for file in run.path("cut").rglob("*"):
+            if file.is_file() and file.name != "cut.json":
+                link_file(file, folder / file.relative_to(run.path("cut")))
+
+    if is_main():
+        run.say("  train.steps is 0: the draft is the cut as it is")
+        write_folder(run.path("draft"), write)
+        write_result(run.path("training.json"), TrainingSummary(0, 1, 0.0, {}, None, 0.0))
+    return [run.path("draft"), run.path("training.json")]
 
 
 def resume(work: Training) -> bool:

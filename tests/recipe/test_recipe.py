@@ -118,7 +118,7 @@ def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
         ("train.stepz=3", "train.stepz: unknown key; did you mean `steps`?"),
         ("trian.steps=3", "trian: unknown key; did you mean `train`?"),
         ("sampler.xyzzy=1", "known: temperature, top_k, top_p, min_p"),
-        ("train.steps=0", "train.steps: input should be greater than or equal to 1 (got 0)"),
+        ("train.steps=-1", "train.steps: input should be greater than or equal to 0 (got -1)"),
         ("train.steps=many", "got 'many'"),
         ("train.loss={forward_kl: 0}", "not all 0"),
         ("train.loss={forward_lk: 1}", "train.loss.forward_lk"),

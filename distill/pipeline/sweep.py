@@ -1,0 +1,116 @@
+"""A sweep: a run for each combination of values of some recipe keys. Stages that these keys do not reach are done once:
+the other runs take them over (`running.Planner`)."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import re
+import shutil
+from collections.abc import Sequence
+from typing import Any
+
+from distill.engines.torch.hugging_face import load_config
+from distill.errors import RecipeError, RunError
+from distill.files import digest
+from distill.pipeline.stages import NAMES, STAGES, consumers, settings_of, value_of
+from distill.recipe import Recipe
+from distill.recipe.recipe import left_out, read_yaml
+from distill.run import Run
+from distill.surgery.cutter import planned_sizes
+from distill.tables import size
+from distill.training.saved import KEPT
+
+MOST = 12  # runs that need no --yes
+LONGEST = 24  # letters of a value in the name of a run
+# Keys on which runs must agree to stand in one table, and what they decide.
+ALIKE = {"target": "the target"} | dict.fromkeys(
+    (
+        *("seed", "corpus", "chat", "sampler", "answers.prompt_tokens", "answers.new_tokens", "eval"),
+        *("speedup.prompts", "speedup.new_tokens"),
+    ),
+    "what is measured: the test prompts, or how",
+)
+
+
+def combinations(options: Sequence[str], most: int | None) -> dict[str, list[str]]:
+    """Of options KEY=V1,V2,… the overrides of each combination, by the end of its run's name: `-cut.layers=8`.
+
+    Raises RecipeError for an option of another form, and for more than `most` combinations.
+    """
+    values: dict[str, list[Any]] = {}
+    for option in options:
+        key, equals, text = option.partition("=")
+        found = read_yaml(f"[{text}]", f"--sweep {key}") if equals and key else None
+        if not found or key in ("name", *values):
+            raise RecipeError(
+                f"--sweep {option}: expected KEY=V1,V2,…, each key once and none of them name",
+                "such as --sweep cut.layers=8,12,null",
+            )
+        values[key] = found
+    count = math.prod(map(len, values.values()))
+    if most is not None and count > most:
+        raise RecipeError(f"--sweep asks for {count} runs", f"--yes makes more than {most}")
+    return {
+        "".join(f"-{key}={_word(one)}" for key, one in zip(values, chosen, strict=True)): [
+            f"{key}={json.dumps(one)}" for key, one in zip(values, chosen, strict=True)
+        ]
+        for chosen in itertools.product(*values.values())
+    }
+
+
+def _word(value: Any) -> str:
+    """A value as a part of a folder's name; one that is long or has other signs ends with a digest."""
+    text = value if isinstance(value, str) else json.dumps(value)
+    word = re.sub(r"[^A-Za-z0-9.-]+", "_", text)[-LONGEST:]
+    return word if word == text else f"{word}_{digest(value)[:4]}"
+
+
+def brothers(run: Run, name: str) -> list[Run]:
+    """The runs beside this one that may hold what it would make: of the recipe's `name`, and of sweeps over it."""
+    names = re.compile(re.escape(name) + "(-.*)?")
+    every = (one for one in sorted(run.folder.parent.glob("*")) if names.fullmatch(one.name))
+    return [Run(one, run.recipe) for one in every if one != run.folder]
+
+
+def require_alike(recipes: Sequence[Recipe]) -> list[str]:
+    """The stages whose keys all these recipes agree on, so that they are done once.
+
+    Raises RecipeError for recipes whose runs would not belong in one table.
+    """
+    first, *others = recipes
+    for key, what in ALIKE.items():
+        if any(value_of(one, key) != value_of(first, key) for one in others):
+            raise RecipeError(
+                f"--sweep changes {key}, which decides {what}: the runs could not be compared",
+                "give it to all runs (KEY=VALUE), or make runs of their own (name=…)",
+            )
+    differing = [one.name for one in STAGES if any(settings_of(one, first) != settings_of(one, x) for x in others)]
+    absent = {name for one in recipes for name in left_out(one)}
+    return [name for name in NAMES if name not in absent | consumers(differing)]
+
+
+def require_room(runs: Sequence[Run]) -> str:
+    """What the drafts that these runs have yet to make take on disk, in a line; RunError where they do not fit."""
+    needed = sum(planned_drafts(run.recipe) for run in runs if run.done("train") is None)
+    folder = runs[0].folder.absolute()
+    free = shutil.disk_usage(next(one for one in folder.parents if one.exists())).free
+    if needed > free:
+        raise RunError(
+            f"the drafts of {len(runs)} runs do not fit the disk: with checkpoints and GGUF files they need about "
+            f"{size(needed)} in {folder.parent}, where {size(free)} are free",
+            "free some space, name another disk (--runs), or sweep over fewer values",
+        )
+    return f"disk: drafts, checkpoints and GGUF files need about {size(needed)}, {size(free)} are free"
+
+
+def planned_drafts(recipe: Recipe) -> int:
+    """Bytes of the draft's weights in a run: cut, checkpoints, trained and exported; 0 for one of unknown sizes."""
+    sizes = planned_sizes(recipe, load_config(recipe.target.model), load_config(recipe.donor_model))
+    if sizes is None:
+        return 0
+    layers, hidden, mlp, _, rows = sizes.values()
+    parameters = layers * hidden * (4 * hidden + 3 * mlp) + rows * hidden
+    trained = 4 * (2 + 3 * KEPT) if recipe.train.steps else 0  # draft, best weights, checkpoints with two moments
+    return parameters * (4 + trained + 2 * len(recipe.export.outtypes))
