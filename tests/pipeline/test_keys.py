@@ -127,10 +127,10 @@ BY_INPUTS = {  # these change artifacts that the stage reads, and are part of th
     "questions": {"corpus.sources.kind"} | OF_QUESTIONS,
     "cut": {"corpus.block", "target.dtype", "target.quantise"},
     "train": {"target.quantise", "teacher.kind", "teacher.batch", "cut.transplant"},
-    "eval": {"corpus.block"},
+    "eval": {"corpus.block", "train.steps"},  # whether any: declared where there are none
     "export": {"corpus.sources.kind"},  # for the head of a file: a hub's names, whose change begins another corpus
     "speedup": {"corpus.block"},
-    "report": {"corpus.sources.kind"},
+    "report": {"corpus.sources.kind", "train.steps"},  # training.json has them
 }
 
 
