@@ -189,6 +189,38 @@ def drafting_from_texts(
     )
 
 
+def serving(backend: str, drafter: str | None, target: str, draft: str | None, length: int, run: str = "") -> str:
+    """The command of the server that comes nearest to what a backend of ours decoded: with a draft the server drafts
+    `length` tokens; the n-grams of a `run` are written first, which prints the server's command."""
+    engine = backend.partition(":")[0]
+    if drafter == "table" and run:
+        server = {"gguf": "llama.cpp", "ik": "ik_llama"}.get(engine, "vllm")
+        return f"distill export-lookup {shlex.quote(run)} --for {server}"
+    if engine == "pytorch":
+        if drafter is None or draft is None:
+            config = {"method": "ngram", "num_speculative_tokens": length}
+            drafted = f" --speculative-config {shlex.quote(json.dumps(config))}" if drafter else ""
+            return f"vllm serve {shlex.quote(target)}{drafted}"
+        return vllm(target, draft, length).replace(" \\\n ", "")
+    if drafter in (None, "lookup", "table"):
+        looked = [] if drafter is None else [SPEC_TYPE, "ngram-mod"]
+        return shlex.join(["llama-server", "-m", target, *looked])
+    if engine == "ik":
+        return shlex.join(["llama-server", "-m", target, "-md", str(draft), "--draft-max", str(length)])
+    return llama_server(target, draft, length)
+
+
+def sglang(target: str, draft: str, length: int) -> str:
+    """SGLang's command for a draft of the same vocabulary."""
+    options = {"algorithm": "STANDALONE", "draft-model-path": draft, "num-steps": length, "eagle-topk": 1}
+    words = [
+        word
+        for name, value in (options | {"num-draft-tokens": length + 1}).items()
+        for word in (f"--speculative-{name}", str(value))
+    ]
+    return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", target, *words])
+
+
 def transformers(target: str, draft: str, length: int, same_vocabulary: bool, sampling: Sampling | None = None) -> str:
     """Python that continues a text with two Hugging Face folders, with this sampler."""
     given = dict(sampling or {})

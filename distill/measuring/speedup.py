@@ -29,8 +29,9 @@ from distill.measuring.calibrate import (
 from distill.measuring.compare import PairSettings, TimedText, totals
 from distill.measuring.identity import OwnDistributions, files_in_types
 from distill.measuring.speedup_results import InTurns, PairMeasured, SpeedupPart, SpeedupReport
-from distill.measuring.speedup_tables import explain, speedup_blocks
+from distill.measuring.speedup_tables import speedup_blocks
 from distill.measuring.timing import PairTexts, measure_pair, time_again
+from distill.measuring.verdict import explain, verdict
 from distill.recipe import Chat, Corpus, Gguf, Recipe, Target
 from distill.run import Run
 from distill.sampler import Sampler
@@ -87,8 +88,11 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         parts=[parts[backend] for backend in settings.backends],
         calibration="" if calibration is None else calibration.words,
         gguf=recipe.gguf.described() if settings.files else "",
+        texts="the run's test split",
+        table=str(run.folder) if table else "",
     )
     report = replace(report, in_turns=_in_turns(recipe, run, report, given))
+    report = replace(report, verdict=verdict(report))
     write_result(run.path("speedup.json"), report)
     write_text(run.path("speedup.md"), document(speedup_blocks(report)))
     return [run.path("speedup"), run.path("speedup.json"), run.path("speedup.md")]
@@ -126,7 +130,9 @@ def _in_turns(recipe: Recipe, run: Run, report: SpeedupReport, given: PairTexts)
     found = []
     for way in sorted(columns, key=lambda way: -rates[way]):
         ratio = speed_ratio(*columns[way], *base)
-        found.append(InTurns(*rows[way].key, rows[way].configuration, rates[way], ratio.mean, ratio.low, ratio.high))
+        found.append(
+            InTurns(*rows[way].key, way[1], rows[way].configuration, rates[way], ratio.mean, ratio.low, ratio.high)
+        )
     return found
 
 
@@ -239,20 +245,23 @@ def measure_any_pair(
         fits = {} if calibration is None else calibration.fits
         given = PairTexts(measured, spare or measured, fits, classes=prompts.classes(), table=counted)
         part = measure_pair(settings, pair, PairMeasured("draft + target", pair.backend), given, reader)
-        return SpeedupReport(
+        report = SpeedupReport(
             command=command,
             machine=machine(),
             prompts=len(measured),
             new_tokens=new_tokens,
             sampler=Sampler.of(settings.sampler).describe(),
-            parts=[part],
+            parts=[replace(part, target=names[0], draft=names[1])],
             calibration="" if calibration is None else calibration.words,
             gguf=settings.gguf.described() if pair.backend != "pytorch" else "",
             pytorch=pair.pytorch.suffix.removeprefix(", "),
             target=names[0],
             draft=names[1],
             dropped=prompts.dropped,
+            texts=", ".join(Path(one).name for one in files),
+            table="" if table is None else str(table),
         )
+        return replace(report, verdict=verdict(report))
 
 
 def _read_prompts(

@@ -12,6 +12,7 @@ from typing import Any, Literal
 
 from distill.files import Figure
 from distill.recipe.measuring import MOST_KL
+from distill.tables import Interval, Value
 
 FASTER, SLOWER, UNCLEAR = "faster than plain", "slower than plain", "no clear difference from plain"
 
@@ -182,13 +183,15 @@ class SpeedupPart(PairMeasured):
 
     `kl` is the mean KL in nats of the target's own distributions to those of this backend, None where this is its own,
     or nothing was compared. `costs_off`: seconds of plain steps in the texts over those of the costs that were timed
-    before; None where no configuration reads costs.
+    before; None where no configuration reads costs. `target` and `draft` are the models or files that were decoded.
     """
 
     measurements: list[Measurement]
     steps: StepFigures
     kl: float | None = None
     costs_off: float | None = None
+    target: str = ""
+    draft: str | None = None
 
     @property
     def plain(self) -> Measurement:
@@ -199,8 +202,9 @@ class SpeedupPart(PairMeasured):
 @dataclass(frozen=True)
 class InTurns(PairMeasured):
     """A way to decode, timed again with the engines taking turns: its speedup is over the fastest plain decoding of all
-    engines in the same turns."""
+    engines in the same turns. `place` is its place among the measurements of its part."""
 
+    place: int
     configuration: str
     tokens_per_second: float
     speedup: Figure
@@ -228,7 +232,8 @@ class SpeedupReport:
     `calibration` says what was fitted on which other texts, empty where nothing was. `gguf` and `pytorch` name the
     engines' settings that are not the defaults. Of any two models, `target` and `draft` are their names as they were
     given, and `dropped` counts the records that were left out, by reason. A backend whose KL is above MOST_KL is not
-    the target's; of all others, `in_turns` has plain decoding and the fastest way, the fastest first.
+    the target's; of all others, `in_turns` has plain decoding and the fastest way, the fastest first. `texts` are what
+    the prompts were taken from, `table` the run or file whose n-grams were read.
     """
 
     command: str
@@ -244,6 +249,9 @@ class SpeedupReport:
     target: str = ""
     draft: str | None = None
     dropped: dict[str, int] = field(default_factory=dict)
+    texts: str = ""
+    table: str = ""
+    verdict: str = ""
     version: Literal[1] = 1
 
     @property
@@ -273,10 +281,16 @@ class SpeedupReport:
         return _fastest(self.rivals)
 
     @property
+    def _ways(self) -> list[Measurement]:
+        """All lossless ways to the target's greedy text; where none of these drafts, of the sampled ones."""
+        lossless = [one for one in self._accepted if one.lossy is None and (one.is_plain or one.acceptance is not None)]
+        greedy, sampled = ([one for one in lossless if (one.sampler is None) == wanted] for wanted in (True, False))
+        return sampled if sampled and all(one.is_plain for one in greedy) else greedy
+
+    @property
     def rivals(self) -> list[Measurement]:
-        """All ways to the target's greedy text that drafted something, of backends whose KL is accepted."""
-        greedy = (one for one in self._accepted if one.sampler is None and one.lossy is None)
-        return [one for one in greedy if one.acceptance is not None]
+        """All lossless ways that drafted something, of backends whose KL is accepted."""
+        return [one for one in self._ways if not one.is_plain]
 
     @property
     def contenders(self) -> set[tuple[str, str]]:
@@ -293,11 +307,15 @@ class SpeedupReport:
 
     @property
     def plain(self) -> list[Measurement]:
-        """Plain greedy decoding of each part, the fastest first."""
-        plain = (one for one in self._accepted if one.is_plain and one.sampler is None)
-        return sorted(plain, key=lambda one: -one.tokens_per_second)
+        """Plain decoding of each part, the fastest first."""
+        return sorted((one for one in self._ways if one.is_plain), key=lambda one: -one.tokens_per_second)
 
     @property
     def samples(self) -> list[tuple[Measurement, Sample]]:
         """Of all parts, in order."""
         return [(one, sample) for one in self.measurements for sample in one.samples]
+
+
+def speedup_of(row: Measurement | GroupFigures) -> Value:
+    """A speedup with its interval; None where it was not measured."""
+    return None if row.speedup is None else Interval(row.speedup, row.speedup_low, row.speedup_high)

@@ -1,5 +1,4 @@
-"""The tables of `distill speedup`, for the terminal, speedup.md, the report page and the model card, and why a pair is
-faster than plain decoding or not, in sentences whose every number was measured."""
+"""The tables of `distill speedup`, for the terminal, speedup.md, the report page and the model card."""
 
 from __future__ import annotations
 
@@ -14,19 +13,17 @@ from distill.measuring.speedup_results import (
     Measurement,
     SpeedupPart,
     SpeedupReport,
+    speedup_of,
 )
+from distill.measuring.verdict import explanations, next_steps
+from distill.recipe.configuration import described
 from distill.recipe.measuring import MOST_KL, engine_name
-from distill.tables import Block, Cell, Columns, Interval, Row, Table, Value, listed, shown, table_of
+from distill.tables import Block, Cell, Code, Columns, Interval, Row, Table, listed, table_of
 
 INTERLEAVED = (
     "distinct prompts, interleaved, cold caches; times include the prompt. Speedup over this decoder's own plain run "
     "of the same sampler, intervals by prompt."
 )
-
-
-def speedup_of(row: Measurement | GroupFigures) -> Value:
-    """A speedup with its interval; None where it was not measured."""
-    return None if row.speedup is None else Interval(row.speedup, row.speedup_low, row.speedup_high)
 
 
 def measurement_table(rows: Sequence[Measurement], command: str, best: Iterable[Measurement] = ()) -> Table:
@@ -116,47 +113,6 @@ def group_table(rows: Sequence[tuple[Measurement, GroupFigures]], name: str, ove
     return table_of(by_group, columns, command, f"by {name}, {over}")
 
 
-def verdict(report: SpeedupReport) -> list[str]:
-    """The fastest way to the target's greedy text over all engines that were measured, in tokens per second, and every
-    engine whose best is slower than plain decoding in another one; empty where nothing was measured to compare."""
-    if not report.rivals or not report.plain:
-        return []
-    best, (plain, *_) = report.fastest_way, report.plain
-    way = f"{best.tokens_per_second:.1f} tokens/s, `{best.configuration}` in {engine_name(best.backend)}"
-    own = f"{shown(speedup_of(best), '×')} plain decoding there"
-    if best.is_plain:
-        own = "nothing that drafts is faster"
-    elif plain.key != best.key:
-        ratio = best.tokens_per_second / plain.tokens_per_second
-        own += f", {ratio:.2f}× the fastest plain decoding measured ({plain.tokens_per_second:.1f}, {plain.pair}, "
-        own += f"{engine_name(plain.backend)}; one engine after the other)"
-    kl = next((part.kl for part in report.parts if part.key == best.key), None)
-    apart = "" if kl is None else f" (KL {kl:.2g} nats to the target's own)"
-    lines = [f"Fastest here: {way}{apart}: {own}."]
-    if report.in_turns:
-        first = report.in_turns[0]
-        base = next(one for one in report.in_turns if one.speedup == 1)
-        over = shown(Interval(first.speedup, first.speedup_low, first.speedup_high), "×")
-        lines.append(
-            f"With the engines taking turns: {first.tokens_per_second:.1f} tokens/s, `{first.configuration}` in "
-            f"{engine_name(first.backend)}, {over} the fastest plain decoding "
-            f"({base.tokens_per_second:.1f}, {engine_name(base.backend)})."
-        )
-    lines += [
-        f"{part.pair}, {engine_name(part.backend)}, does not count: its distributions are {part.kl:.2g} nats of KL "
-        f"from the target's own, and {MOST_KL:g} is accepted."
-        for part in report.parts
-        if (part.kl or 0) > MOST_KL
-    ]
-    for one in report.best:
-        if one.key != plain.key and one.speedup > 1 and one.tokens_per_second < plain.tokens_per_second:
-            lines.append(
-                f"The {one.speedup:.2f}× of `{one.configuration}` ({one.pair}, {engine_name(one.backend)}) is "
-                f"{one.tokens_per_second:.1f} tokens/s, slower than plain decoding in {engine_name(plain.backend)}."
-            )
-    return lines
-
-
 def engine_table(report: SpeedupReport) -> Table:
     """What each engine and type of file gives: plain decoding and its fastest way, marked where that is slower."""
     best = {one.key: one for one in report.best}
@@ -196,7 +152,7 @@ def turn_table(report: SpeedupReport) -> Table:
 def speedup_blocks(report: SpeedupReport) -> list[Block]:
     """Everything that was measured of a run, also its speedup.md, or of any pair."""
     blocks: list[Block] = [
-        *verdict(report),
+        report.verdict,
         *_head(report),
         *([engine_table(report)] if len(report.parts) > 1 else []),
         *([turn_table(report)] if report.in_turns else []),
@@ -209,7 +165,18 @@ def speedup_blocks(report: SpeedupReport) -> list[Block]:
         if len(report.parts) > 1:
             blocks.append(f"{part.pair}, {part.backend}:")
         blocks += _part(part, report.command)
-    return blocks
+    return [*blocks, legend(report), *([Code([(next_steps(report), "")], "sh")] if report.plain else [])]
+
+
+def legend(report: SpeedupReport) -> Table:
+    """Everything that each configuration reads, by its name."""
+    settings = {one.configuration: one.settings for one in report.measurements if one.drafter}
+    return table_of(
+        settings.items(),
+        {"configuration": lambda one: one[0], "settings": lambda one: described(one[1])},
+        report.command,
+        "what the names stand for",
+    )
 
 
 def _part(part: SpeedupPart, command: str) -> list[Block]:
@@ -238,62 +205,10 @@ def _head(report: SpeedupReport) -> list[str]:
         "Calibrated on other texts": report.calibration,
     }
     lines += [f"{name}: {note}." for name, note in notes.items() if note]
+    lines += [
+        f"{part.pair}, {engine_name(part.backend)}, does not count: its distributions are {part.kl:.2g} nats of KL "
+        f"from the target's own, and {MOST_KL:g} is accepted."
+        for part in report.parts
+        if (part.kl or 0) > MOST_KL
+    ]
     return lines
-
-
-# ── Why a pair is faster than plain decoding, or not ──
-
-HARDLY_DRAFTS = 0.2  # verified tokens of a round, less the one that plain decoding has: below, hardly any is drafted
-
-
-DEAR = 0.3  # plain steps of the target: a draft's step that costs more is worth making cheaper before anything else
-
-
-def explanations(report: SpeedupReport) -> list[str]:
-    """A sentence about each pair and backend; of a draft's GGUF file that is slow, how to find a faster type."""
-    many = len(report.parts) > 1
-    told = [(f"{part.pair}, {part.backend}: " if many else "") + explain(part) for part in report.parts]
-    for steps in (part.steps for part in report.parts):
-        share = steps.draft.get(1, 0.0) / steps.target.get(1, math.inf)
-        if share > DEAR and (report.draft or "").endswith(".gguf"):
-            told.append(
-                f"A step of the draft takes {share:.2f} of the target's: `distill profile {report.draft} --types "
-                "q8_0,q4_0` measures what its file takes in other types, and what they change."
-            )
-    return told
-
-
-def explain(part: SpeedupPart) -> str:
-    """What a round of the fastest configuration that drafts gives and costs, in plain steps, which are tokens of plain
-    decoding; and why that is no gain, where it is none."""
-    drafting = [row for row in part.measurements if row.acceptance is not None and math.isfinite(row.speedup)]
-    if not drafting:
-        return "Nothing was drafted."
-    best = max(drafting, key=lambda row: (row.lossy is None, row.speedup))
-    base = next(row for row in part.measurements if row.is_plain and row.sampler == best.sampler)
-    rounds, plain = best.rounds, base.rounds.seconds
-    if not plain or not rounds.seconds:
-        return "The texts end with their first token: no round was timed."
-    cost, shares = rounds.seconds / plain, ""
-    if (big := rounds.target_seconds) is not None and (small := rounds.draft_seconds) is not None:
-        shares = f" ({big / plain:.2f} in the target, {small / plain:.2f} in the draft)"
-    return (
-        f"Fastest: `{best.configuration}`, {best.speedup:.2f}× over the whole request: a round gives "
-        f"{rounds.tokens:.2f} tokens and costs {cost:.2f} plain steps{shares}{_cause(best, base, cost)}."
-    )
-
-
-def _cause(best: Measurement, base: Measurement, cost: float) -> str:
-    """Why a configuration whose rounds cost so many plain steps is no gain; empty where it is one."""
-    if best.speedup_low > 1:
-        return ""
-    paid = best.rounds.tokens >= cost
-    if best.speedup >= 1:
-        return "; prompts vary by more than it gains: measure more of them (--count; in a recipe, speedup.prompts)"
-    if best.rounds.verified < 1 + HARDLY_DRAFTS:
-        return f"; it is no gain, because it hardly drafts: it verifies {best.rounds.verified:.2f} tokens a round"
-    if paid:
-        both, alone = 1e3 * best.prompt_seconds, 1e3 * base.prompt_seconds
-        return f"; it is no gain, because reading the prompt takes {both:.1f} ms with the draft, {alone:.1f} without"
-    accepted = "" if best.acceptance is None else f" (acceptance rate {best.acceptance:.0%})"
-    return f"; it is no gain, because a round gives fewer tokens than that{accepted}"

@@ -95,7 +95,7 @@ def measure_pair(
         samples = sample_texts(given.written, pair.token_bytes, prompts, prepared[best].texts)
         rows[best] = replace(rows[best], samples=samples)
     off = None if costs is NO_COSTS else rows[0].rounds.seconds / costs.target[0]
-    return SpeedupPart(*label.key, rows, steps, costs_off=off)
+    return SpeedupPart(*label.key, rows, steps, costs_off=off, target=settings.target.model, draft=settings.draft)
 
 
 def time_again(

@@ -190,6 +190,7 @@ STAGES = (
         "answers:answers/prompts-test.arrow table:table/*",
         "speedup speedup.json speedup.md",
         "target",
+        version=2,
     ),
     _stage(
         "report",

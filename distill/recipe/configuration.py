@@ -6,7 +6,7 @@ Recipes, `distill speedup`, `distill generate` and the distribution test all say
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal
 
@@ -266,12 +266,8 @@ class Configuration(Section):
 
     @property
     def described(self) -> str:
-        """Its settings in words, for messages and legends."""
-        return ", ".join(
-            f"{name} {'×'.join(map(str, value)) if isinstance(value, tuple) else value}"
-            for name, value in self.settings.items()
-            if value != "greedy" or self.sampler == "recipe"
-        )
+        """Its settings in words, for messages."""
+        return described(self.settings)
 
     def setting(self, name: str) -> Any:
         """A setting that the rule reads, the default spelled out."""
@@ -286,6 +282,15 @@ class Configuration(Section):
         if self.sampler == "greedy":
             return "greedy"
         return "match" if self.drafter in DETERMINISTIC and self.widths is None else "token"
+
+
+def described(settings: Mapping[str, Any]) -> str:
+    """A configuration's settings in words; what is greedy where all is goes without saying."""
+    return ", ".join(
+        f"{name} {'×'.join(map(str, value)) if isinstance(value, list | tuple) else value}"
+        for name, value in settings.items()
+        if value != "greedy" or settings["sampler"] != "greedy"
+    )
 
 
 def names(configurations: Sequence[Configuration]) -> list[str]:

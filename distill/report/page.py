@@ -35,9 +35,13 @@ CSS = """
 body { max-width: 72rem; margin: 0 auto; padding: 2rem 1rem; background: Canvas; color: CanvasText;
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1, h2, h3 { line-height: 1.25; margin: 1.2rem 0 .4rem; }
+h1, header p { margin: 0; }
+h2 { font-size: 1.2rem; }
 h3 { font-size: 1rem; }
-nav { display: flex; flex-wrap: wrap; gap: .35rem .9rem; }
-section { border-top: 1px solid var(--line); margin: 1.5rem 0; }
+.first > p:first-of-type { font-size: 1.2rem; }
+main > details { border-top: 1px solid var(--line); }
+summary { cursor: pointer; }
+summary h2 { display: inline-block; margin: .6rem 0; }
 figcaption, .command, footer, .prompt, th, tr.plain td { color: var(--soft); }
 code, pre, .command { font-family: ui-monospace, monospace; font-size: .85em; }
 code, pre { background: var(--code); border-radius: 4px; padding: .1em .35em; }
@@ -55,17 +59,23 @@ th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(
 th, td:first-child { white-space: normal; min-width: 3.4rem; }
 th:first-child, td:first-child, .text { text-align: left; }
 tr.best td { font-weight: 650; }
+@media print { details::details-content { content-visibility: visible; block-size: auto; }
+  figure, tr { break-inside: avoid; } }
 """
 
 
 def build_page(results: RunResults) -> str:
     """The whole page. Raises nothing for stages that have not run: each leaves one line that names it."""
-    parts = {title: ("-".join(title.lower().split()), section(blocks)) for title, blocks in sections(results).items()}
-    links = " ".join(f'<a href="#{key}">{escape(title)}</a>' for title, (key, _) in parts.items())
-    body = "\n".join(
-        f'<section id="{key}"><h2>{escape(title)}</h2>{inner}</section>' for title, (key, inner) in parts.items()
+    first, *folded = ((escape(title), section(blocks)) for title, blocks in sections(results).items())
+    body = f'<section class="first"><h2>{first[0]}</h2>{first[1]}</section>' + "".join(
+        f"\n<details><summary><h2>{title}</h2></summary>{inner}</details>" for title, inner in folded
     )
-    name = as_text(results.name)
+    return whole_page(results.name, results.date, body)
+
+
+def whole_page(name: str, date: str, body: str) -> str:
+    """A page with this title and body, which is escaped already."""
+    name = as_text(name)
     return f"""<!DOCTYPE html>
 <html lang="en">
 <head>
@@ -77,8 +87,7 @@ def build_page(results: RunResults) -> str:
 <style>{CSS}</style>
 </head>
 <body>
-<header><h1>{name}</h1><p>Draft model for speculative decoding, {as_text(results.date)}</p>
-<nav aria-label="Sections">{links}</nav></header>
+<header><h1>{name}</h1><p>Draft model for speculative decoding, {as_text(date)}</p></header>
 <main>
 {body}
 </main>
@@ -151,5 +160,6 @@ def _table(table: Table) -> str:
     return (
         (f"<h3>{as_text(table.title)}</h3>" if table.title else "")
         + (f"<p>{as_sentence(table.note)}</p>" if table.note else "")
-        + f'<div class="scroll"><table><thead>{line("th", table.heads)}</thead><tbody>{body}</tbody></table></div>'
+        + f'<div class="scroll" tabindex="0" role="region" aria-label="{as_text(table.title or "table")}">'
+        + f"<table><thead>{line('th', table.heads)}</thead><tbody>{body}</tbody></table></div>"
     )

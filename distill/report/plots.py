@@ -16,8 +16,10 @@ from typing import TYPE_CHECKING, Any
 
 from distill.errors import DataError
 from distill.machine import install_extra
-from distill.measuring.evaluation_results import MEASURES
-from distill.measuring.speedup_results import Measurement
+from distill.measuring.evaluation_results import MEASURES, EvaluationReport
+from distill.measuring.measure import SEEN
+from distill.measuring.speedup_results import SpeedupPart, SpeedupReport
+from distill.measuring.verdict import engine_of, leader
 from distill.report.tables import TRAINED
 from distill.tables import Interval, clean, known, ratio_interval
 from distill.training.saved import STORED, Evaluation, TrainingStep
@@ -30,7 +32,7 @@ COLOURS = ("#2f81d6", "#e0792b", "#2f9e77", "#a86bd1", "#d6455d", "#8a8f98", "#b
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 INK = "#010203"  # stands for the page's own text colour until the drawing is done
 POINTS = 400
-LONGEST = 52  # letters of a label
+LONGEST, NAME = 52, 26  # letters of a label, and of one beside a bar
 
 DRAWN = ("loss", MEASURES["forward_kl"], "cross-entropy, nats")  # rows of the table of training steps
 
@@ -88,26 +90,82 @@ def block_length(steps: Sequence[TrainingStep]) -> int:
     return max(1, -(-len(steps) // POINTS))
 
 
-def speedup_by_length(sweep: Sequence[Measurement], backend: str) -> str:
-    """Speedup over plain decoding by draft length γ, one line per pair: measured, and predicted dashed."""
-    drafted = [one for one in sweep if one.backend == backend and one.length and known(one.speedup)]
-    with _figure(f"plot-speedup-{_slug(backend)}", f"Speedup by draft length, {backend}") as (axes, done):
-        axes.axhline(1, color=INK, linewidth=1, alpha=0.7, label="plain = 1")
-        label: str | None = "predicted (dashed)"
-        for index, pair in enumerate(dict.fromkeys(one.pair for one in drafted)):
-            line = sorted((one for one in drafted if one.pair == pair), key=lambda one: one.length or 0)
-            lengths = [one.length or 0 for one in line]
-            _measured(
-                axes, index, pair, lengths, [Interval(one.speedup, one.speedup_low, one.speedup_high) for one in line]
-            )
-            predicted = [(one.length, one.predicted) for one in line if known(one.predicted)]
-            if predicted:
-                style: Any = {"color": COLOURS[index % len(COLOURS)], "linestyle": (0, (3, 2)), "linewidth": 1.3}
-                axes.plot(*zip(*predicted, strict=True), label=label, **style)
-                label = None  # once in the legend
-        axes.set(xlabel="draft length γ", ylabel="speedup, times plain")
-        _from_zero(axes)
+def speeds(report: SpeedupReport) -> str:
+    """Tokens per second of every configuration in every engine, plain decoding as a line; the fastest way in colour."""
+    best = leader(report)[1]
+    rows = [(part, one) for part in report.parts for one in part.measurements if not one.is_plain]
+    said = [f"{one.configuration} in {engine_of(one)} {one.tokens_per_second:.1f}" for _, one in rows]
+    title = f"Tokens per second: {', '.join(said)}"
+    with _figure("plot-speeds", title, 0.9 + 0.21 * (len(rows) + len(report.parts))) as (axes, done):
+        place, ticks = 0, dict[float, str]()
+        for part in report.parts:
+            axes.text(0, place, _label(engine_of(part)), va="center", fontweight="bold")
+            for one in (one for one in part.measurements if not one.is_plain):
+                place += 1
+                ticks[place] = f"▸ {one.configuration}" if one is best else one.configuration
+                speed, plain = one.tokens_per_second, one.plain_tokens_per_second
+                axes.barh(
+                    place,
+                    speed,
+                    0.72,
+                    color=COLOURS[0] if one is best else COLOURS[5],
+                    alpha=1 if one is best else 0.45,
+                )
+                if known(one.speedup_low) and known(one.speedup_high):
+                    axes.hlines(place, one.speedup_low * plain, one.speedup_high * plain, color=INK, linewidth=1.2)
+                axes.vlines(plain, place - 0.5, place + 0.5, color=INK, linestyle=(0, (3, 2)), linewidth=1.4)
+                axes.annotate(
+                    f"{speed:.1f} ({one.speedup:.2f}×)",
+                    (max(speed, plain, (one.speedup_high or 0) * plain), place),
+                    (4, 0),
+                    textcoords="offset points",
+                    va="center",
+                    fontweight="bold" if one is best else "normal",
+                )
+            place += 1
+        axes.plot([], [], color=INK, linestyle=(0, (3, 2)), label="plain decoding")
+        axes.set_yticks([*ticks], [_label(name, NAME) for name in ticks.values()])
+        axes.set(xlabel="tokens per second", ylim=(place - 0.4, -0.6))
+        axes.set_xlim(0, 1.38 * axes.get_xlim()[1])
+        axes.grid(visible=False, axis="y")
+    return done[0]
+
+
+def acceptance_by_position(evaluation: EvaluationReport) -> str:
+    """Conditional acceptance at each drafted position, and beside it acceptance on repeated and on new text."""
+    with _figure("plot-positions", "Acceptance by drafted position, and on repeated and new text") as (axes, done):
+        for index, (draft, rows) in enumerate(evaluation.positions.items()):
+            reached = [one for one in rows if one.drafted]
+            _measured(axes, index, draft, [one.position for one in reached], [one.rate for one in reached])
+            for group in evaluation.groups:
+                if group.of == "repetition" and draft in group.acceptance:
+                    style, mean = ("--" if group.label == SEEN else ":"), group.acceptance[draft].mean
+                    label = f"{draft}, {group.label} text"
+                    axes.axhline(mean, color=COLOURS[index % len(COLOURS)], linestyle=style, linewidth=1.4, label=label)
+        axes.set(xlabel="drafted position", ylabel="acceptance", ylim=(0, 1))
         _whole_ticks(axes)
+    return done[0]
+
+
+def time_of_rounds(part: SpeedupPart) -> str:
+    """Milliseconds for each token of a round, by what takes them: target, draft, and neither."""
+    title = f"Milliseconds for each token in {engine_of(part)}, by what takes them"
+    rows = [one for one in part.measurements if known(one.rounds.seconds / one.rounds.tokens)]
+    with _figure("plot-rounds", title, 1.1 + 0.21 * len(rows)) as (axes, done):
+        starts = [0.0] * len(rows)
+        for index, (label, hatch, of) in enumerate(
+            (
+                ("target", "", lambda one: one.target_seconds),
+                ("draft", "////", lambda one: one.draft_seconds),
+                ("the rest", "..", lambda one: one.overhead_seconds),
+            )
+        ):
+            taken = [1e3 * max(of(one.rounds) or 0.0, 0.0) / one.rounds.tokens for one in rows]
+            axes.barh(range(len(rows)), taken, 0.72, starts, color=COLOURS[index], hatch=hatch, alpha=0.8, label=label)
+            starts = [start + more for start, more in zip(starts, taken, strict=True)]
+        axes.set_yticks(range(len(rows)), [_label(one.configuration, NAME) for one in rows])
+        axes.set(xlabel="milliseconds for each token", ylim=(len(rows) - 0.4, -0.6))
+        axes.grid(visible=False, axis="y")
     return done[0]
 
 
@@ -126,27 +184,18 @@ def _measured(axes: Axes, index: int, label: str, x: Sequence[float], found: Seq
     )
 
 
-def _label(text: str) -> str:
+def _label(text: str, most: int = LONGEST) -> str:
     """One line, never longer than the plot; matplotlib hides a label that begins with an underscore."""
     text = clean(text).replace("\n", " ").lstrip("_") or "unnamed"
-    return text if len(text) <= LONGEST else text[: LONGEST - 1] + "…"
-
-
-def _slug(text: str) -> str:
-    return re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-") or "x"
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 def _whole_ticks(axes: Axes) -> None:
     axes.locator_params("x", nbins=8, integer=True, min_n_ticks=1)
 
 
-def _from_zero(axes: Axes) -> None:
-    """A scale from 0 with room above: the usual margin is a share of the spread, which may be small."""
-    axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
-
-
 @contextmanager
-def _figure(name: str, title: str) -> Iterator[tuple[Axes, list[str]]]:
+def _figure(name: str, title: str, height: float = 2.7) -> Iterator[tuple[Axes, list[str]]]:
     """Axes to draw on; after the block the second value holds the finished SVG.
 
     Raises DataError without matplotlib.
@@ -170,7 +219,7 @@ def _figure(name: str, title: str) -> Iterator[tuple[Axes, list[str]]]:
     }
     done: list[str] = []
     with matplotlib.rc_context(settings):
-        figure = Figure(figsize=(5.0, 3.3), layout="constrained")
+        figure = Figure(figsize=(4.0, height), layout="constrained")
         axes = figure.add_subplot()
         yield axes, done
         handles, labels = axes.get_legend_handles_labels()
@@ -194,6 +243,6 @@ def _inline(drawn: str, name: str, title: str) -> str:
     assert opening is not None
     head = (
         f'<svg xmlns="http://www.w3.org/2000/svg" xmlns:xlink="http://www.w3.org/1999/xlink" {opening[1]} '
-        f'role="img" aria-label="{escape(title)}">'
+        f'role="img" aria-label="{escape(clean(title))}">'
     )
     return head + svg[opening.end() :]

@@ -9,16 +9,16 @@ from distill.data.samples import QuestionTexts
 from distill.engines.server_commands import LLAMA_SERVER, VLLM, llama_server, transformers, vllm
 from distill.export import ExportReport
 from distill.files import is_gguf
-from distill.measuring.evaluation_results import MEASURES, SIDES, EvaluationReport, evaluation_blocks
-from distill.measuring.speedup_results import FASTER, SLOWER, Measurement, Sample, SpeedupReport
-from distill.measuring.speedup_tables import engine_table, explanations, speedup_blocks, speedup_of, verdict
+from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
+from distill.measuring.speedup_results import FASTER, SLOWER, Measurement, Sample, SpeedupReport, speedup_of
+from distill.measuring.speedup_tables import speedup_blocks
+from distill.measuring.verdict import engine_of, leader, next_steps
 from distill.recipe.measuring import engine_name
 from distill.recipe.recipe import REASON
 from distill.report import plots, tables
 from distill.report.tables import RunResults
 from distill.tables import (
     Block,
-    Cell,
     Code,
     Heading,
     Plot,
@@ -29,6 +29,7 @@ from distill.tables import (
     listed,
     number,
     percent,
+    placeless,
     shown,
     size,
 )
@@ -51,7 +52,7 @@ def sections(results: RunResults) -> dict[str, list[Block]]:
         "Acceptance probability and divergence": evaluation_blocks(evaluation)
         if evaluation
         else [results.absence("eval")],
-        "Speedup": _speedup(measured) if measured else [results.absence("speedup")],
+        "Speedup": speedup_blocks(measured) if measured else [results.absence("speedup")],
         "GGUF files and parity": _files(export) if export else [results.absence("export")],
         SAMPLES: _samples(measured) if measured else [],
         "Limits": [limits(results)],
@@ -60,15 +61,23 @@ def sections(results: RunResults) -> dict[str, list[Block]]:
 
 
 def _short(results: RunResults) -> list[Block]:
-    """What the draft is, the fastest way of each engine, and what is accepted."""
+    """The verdict of the measurement, what the draft is, one picture, one command, and why."""
     measured, evaluation = results.speedup, results.evaluation
     warning = results.training.warning if results.training else None
-    blocks: list[Block] = [_draft(results), *([f"{warning} What to do: {REMEDY}."] if warning else [])]
-    if measured:
-        blocks += [*verdict(measured), engine_table(measured), explanations(measured)]
-    if evaluation and evaluation.domains:
-        blocks.append(_accepted(evaluation))
-    return blocks + [results.absence(name) for name, one in (("speedup", measured), ("eval", evaluation)) if not one]
+    blocks: list[Block] = [f"{warning} What to do: {REMEDY}."] if warning else []
+    why: list[Block] = []
+    if measured and measured.plain:
+        part, again = leader(measured)[0], f"{next_steps(measured)}\n# measure it again\n{measured.command}"
+        dashed = "Dashed: plain decoding in that engine; thin lines: 95 % intervals by prompt."
+        dashed += " The sentence's figures are of the engines in turns." if measured.in_turns else ""
+        speeds = Plot(partial(plots.speeds, measured), dashed)
+        blocks += [measured.verdict, speeds, Code([(placeless(again), "")], "sh")]
+        why.append(Plot(partial(plots.time_of_rounds, part), f"Where a round's time goes, {engine_of(part)}."))
+    if evaluation and evaluation.positions:
+        caption = "Acceptance by drafted position (greedy rounds), and on repeated and new text (as served)."
+        why.insert(0, Plot(partial(plots.acceptance_by_position, evaluation), caption))
+    missing = [results.absence(name) for name, one in (("speedup", measured), ("eval", evaluation)) if not one]
+    return [*blocks, *missing, *why, _draft(results)]
 
 
 def _draft(results: RunResults) -> str:
@@ -80,16 +89,6 @@ def _draft(results: RunResults) -> str:
         kept = f"{draft.layers} of {donor.layers} layers" if draft.layers != donor.layers else "all layers"
         sentence += f", {kept} of {'the target' if same else donor.path},"
     return f"{sentence} for {target.path}."
-
-
-def _accepted(evaluation: EvaluationReport) -> Table:
-    """The acceptance probability of each domain, before and after the training."""
-    measure = evaluation.acceptance_measure
-    rows: list[Row] = [
-        [domain, *(Cell(drafts[side].measure(measure) if side in drafts else None, "%") for side in SIDES)]
-        for domain, drafts in evaluation.domains.items()
-    ]
-    return Table([MEASURES[measure], *SIDES], rows, evaluation.command)
 
 
 def _models(results: RunResults) -> list[Block]:
@@ -182,16 +181,6 @@ def _outcome(training: TrainingSummary) -> list[str]:
     if training.warning:
         sentences.append(training.warning)
     return sentences
-
-
-def _speedup(report: SpeedupReport) -> list[Block]:
-    """Speculative beside plain decoding."""
-    caption = "measured with intervals, predicted dashed; 1 is plain decoding of the same target."
-    drawn: list[Block] = [
-        Plot(partial(plots.speedup_by_length, report.sweep, backend), f"{backend}: {caption}")
-        for backend in dict.fromkeys(one.backend for one in report.sweep if one.length)
-    ]
-    return [*drawn, *speedup_blocks(report)]
 
 
 def _files(export: ExportReport) -> list[Block]:

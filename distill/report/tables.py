@@ -10,8 +10,7 @@ from distill.data.samples import AnswerTexts, AskedQuestions, CorpusTexts, Quest
 from distill.export import ExportedFile, ExportReport
 from distill.folders import ModelSizes
 from distill.measuring.evaluation_results import AGREEMENT, MEASURES, EvaluationReport, form_of
-from distill.measuring.speedup_results import SpeedupReport
-from distill.measuring.speedup_tables import speedup_of
+from distill.measuring.speedup_results import SpeedupReport, speedup_of
 from distill.surgery.results import Change, SparsityReport
 from distill.tables import Block, Cell, Columns, Row, Table, Value, size, table_of
 from distill.training.saved import Evaluation, TrainingStep, TrainingSummary, trained_tokens

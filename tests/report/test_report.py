@@ -19,6 +19,7 @@ import yaml
 from distill.cli.runs import say_outcome
 from distill.errors import DataError
 from distill.files import from_json, write_result
+from distill.measuring.verdict import verdict
 from distill.recipe import Recipe, load_recipe
 from distill.report import card as cards
 from distill.report import page as pages
@@ -49,7 +50,8 @@ def as_results(values: dict[str, Any]) -> RunResults:
         return value.replace(SURROGATE, "\ud800") if isinstance(value, str) else value
 
     found: RunResults = with_surrogates(from_json(values, RunResults, "the test"))
-    return found
+    told = found.speedup and replace(found.speedup, verdict=verdict(found.speedup))
+    return replace(found, speedup=told)
 
 
 @pytest.fixture
@@ -83,7 +85,7 @@ def results(of_run: dict[str, Any]) -> dict[str, Any]:
     found = copy.deepcopy(of_run)
     found["machine"]["gpu"] = None
     small, gguf = found["speedup"]["parts"]
-    found["speedup"]["parts"] = [small, copy.deepcopy(small), gguf]
+    found["speedup"] |= {"parts": [small, copy.deepcopy(small), gguf], "in_turns": []}
     for part, pair, peak in zip(
         found["speedup"]["parts"], ("small", LARGE, "small"), (1.374, 1.912, 0.843), strict=True
     ):
@@ -158,12 +160,12 @@ def test_page_is_whole_fetches_nothing_and_changes_no_result(results: dict[str, 
     before = copy.deepcopy(whole)
     checker = checked(pages.build_page(whole))
     assert cards.build_card(whole) and whole == before
-    # Two of training, a speedup for each backend.
-    assert whole.speedup is not None and checker.tags["svg"] == 4
-    drawn = plots.speedup_by_length(whole.speedup.sweep, "pytorch")
-    assert drawn == plots.speedup_by_length(whole.speedup.sweep, "pytorch")
+    # Speeds, acceptance by position, where time goes; folded: two of training.
+    assert whole.speedup is not None and checker.tags["svg"] == 5
+    drawn = plots.speeds(whole.speedup)
+    assert drawn == plots.speeds(whole.speedup) and 'aria-label="Tokens per second: draft 1 in PyTorch ' in drawn
     assert "currentColor" in drawn and plots.INK not in drawn and drawn.startswith("<svg ") and drawn.endswith("</svg>")
-    assert checker.tags["h1"] == 1 and checker.tags["h2"] == 11
+    assert checker.tags["h1"] == 1 and checker.tags["h2"] == 11 and checker.tags["summary"] >= 10
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -188,10 +190,14 @@ def test_page_and_card_hold_the_numbers(results: dict[str, Any]) -> None:
         *('"num_speculative_tokens": 3', '"method": "draft_model"', "(--spec-draft-sampling probabilistic)"),
     ):
         assert figure in words and figure in card, figure
-    sections = re.findall("<section.*?</section>", page, flags=re.S)
+    first, *folded = re.split(r"\n<details>", page.partition("<main>")[2])
     assert '<span class="bad">0.84×' in page  # slower than plain decoding
-    assert all(("<table>" in part) == ('<p class="command">distill ' in part) for part in sections)
-    assert all("big target ×4 &amp; &lt;draft&gt;" in part for part in (sections[0], sections[-2]))
+    assert all(("<table>" in part) == ('<p class="command">distill ' in part) for part in folded)
+    assert "big target ×4 &amp; &lt;draft&gt;" in folded[-2] and first.count("<figure>") == 3 and "# serve it" in first
+    best = (
+        "Use the draft (draft 3) in PyTorch: 76.5 tokens/s instead of 40.0 (1.91×, 4 prompts of the run's test split)."
+    )
+    assert best in words and best in card.replace("\\", "")
     assert card.startswith("---\n")
     head = yaml.safe_load(card.split("---\n")[1])
     assert head["library_name"] == "transformers" and head["base_model"] == "example/donor-30m"
@@ -304,10 +310,12 @@ def test_whether_a_draft_pays_stands_beside_its_commands(results: dict[str, Any]
             if one["backend"] == "gguf" and one["length"]:
                 one |= {"speedup": (low + high) / 2, "speedup_low": low, "speedup_high": high}
         for shown in (page_words(results), build_card(results)):
+            shown = shown.split("How to use it", 1)[1].split("donor")[0].replace("\\", "")
             assert words in shown.split("llama.cpp", 1)[1] and f"[{low:.2f}, {high:.2f}]" in shown
             assert "llama-server -m" in shown and "--speculative-config" in shown
     results["target"]["path"] = "served.gguf"
     for shown in (page_words(results), build_card(results)):
+        shown = shown.split("How to use it", 1)[1].split("donor")[0].replace("\\", "")
         assert "llama-server -m" in shown and "from_pretrained" not in shown and "vllm serve" not in shown
 
 
@@ -387,17 +395,16 @@ def test_every_configuration_shows_its_distribution(results: dict[str, Any]) -> 
         other(rows[1], "draft 8 sampled", "draft", **sampled, lossy="drafts are dropped"),
         other(rows[1], "dropped drafts", "draft", lossy="drafts are dropped", **fast),
         other(rows[1], "draft, sampled", "draft", **sampled, **fast),
-        other(rows[1], "a tree", "tree", speedup=4.25, speedup_low=4.125, speedup_high=4.5),
+        other(rows[1], "a tree", "tree", speedup=4.25, speedup_low=4.125, speedup_high=4.5, tokens_per_second=170.0),
     ]
     words, card = page_words(results), build_card(results)
     for shown in ("LOSSY: drafts are dropped", "4.25× [4.12, 4.50]", "plain sampled", "the target's"):
         assert shown in words, shown
     assert "LOSSY: drafts are dropped" in card and "plain sampled" in card and "1.37×" in card
     first = re.split("<h2>", build_page(results))[1]
-    assert "Fastest: <code>dropped drafts" not in first  # which are no text of the target's
-    assert ">a tree</td>" in first and "4.25×" in first
+    # Not the dropped drafts, which are no text of the target's.
+    assert "Use trees of the draft (a tree) in PyTorch: 170.0 tokens/s instead of 40.0 (4.25× [4.12, 4.50]," in first
     assert "A draft of 0.1 million parameters, 2 of 3 layers of" in first
-    assert "Fastest: <code>" in first and "a round gives" in first
 
 
 def page_words(results: dict[str, Any]) -> str:
