@@ -116,9 +116,9 @@ UNFITTED = Calibration()
 def fit_calibration(rounds: Sequence[Recorded], terms: Sequence[str], ridge: float = 1e-3) -> Calibration:
     """Weights of greatest likelihood by Newton's method; raises DataError without a judged position.
 
-    `ridge` times half the squared weights (the bias is free) is subtracted, so that separable rows have an optimum. For
-    the bias, positions that all had the same outcome count as half a position of the other one more: they are evidence
-    of a probability near 0 or 1, not of 0 or 1.
+    `ridge` times half the squared weights (the bias is free) is subtracted, so that separable rows have an optimum.
+    Positions that all had the same outcome say nothing about the terms: the draft's own probability gets a bias alone,
+    whose prior has a variance of 1.
     """
     judged = _judged(rounds)
     if not judged:
@@ -126,20 +126,20 @@ def fit_calibration(rounds: Sequence[Recorded], terms: Sequence[str], ridge: flo
         raise DataError(what, "record more rounds on the validation split")
     x = numpy.array([[1.0, *(TERMS[name](j, f) for name in terms)] for j, f, _ in judged])  # [N, 1 + F]
     y = numpy.array([float(hit) for _, _, hit in judged])  # [N]
-    weight, accepted = numpy.ones(len(y)), int(y.sum())
-    if accepted in (0, len(y)):
-        x, y = numpy.vstack([x, x.mean(0)]), numpy.append(y, float(not accepted))
-        weight = numpy.append(weight, 0.5)
+    accepted, centre = int(y.sum()), numpy.zeros(x.shape[1])
     penalty = numpy.diag([1e-9, *([ridge] * len(terms))])
-    weights = numpy.zeros(x.shape[1])
+    if accepted in (0, len(y)):
+        penalty = numpy.diag([1.0, *([1e9] * len(terms))])
+        centre[1 + terms.index("logit_top")] = 1.0
+    weights = centre
 
     def loss(w: Array) -> float:
-        return float(weight @ (numpy.logaddexp(0, x @ w) - y * (x @ w)) + w @ penalty @ w / 2)
+        return float((numpy.logaddexp(0, x @ w) - y * (x @ w)).sum() + (w - centre) @ penalty @ (w - centre) / 2)
 
     for _ in range(STEPS):
         p = 1 / (1 + numpy.exp(-numpy.clip(x @ weights, -500, 500)))
-        slope = x.T @ (weight * (y - p)) - penalty @ weights
-        step = numpy.linalg.solve((x * (weight * p * (1 - p))[:, None]).T @ x + penalty, slope)
+        slope = x.T @ (y - p) - penalty @ (weights - centre)
+        step = numpy.linalg.solve((x * (p * (1 - p))[:, None]).T @ x + penalty, slope)
         size = 1.0
         while loss(weights + size * step) > loss(weights) + 1e-12 and size > 1e-6:
             size /= 2

@@ -109,9 +109,9 @@ def our_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
     from distill.recipe import Configuration, parse_section
     from distill.sampler import Sampler
 
-    run, configuration = Path(given["run"]), parse_section(Configuration, one["configuration"])
-    path = run / "speedup" / "calibration.json"
-    fitted = load_calibrations(path) if path.exists() else {}
+    configuration = parse_section(Configuration, one["configuration"])
+    run = Path(given["run"]) if "run" in given else None
+    fitted = load_calibrations(path) if run and (path := run / "speedup" / "calibration.json").exists() else {}
     table = run if configuration.counts_ngrams else None
     request = Request(configuration, Sampler(temperature=0), fitted=fitted, table=table)
     found = []
@@ -169,11 +169,11 @@ WORK: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
 # ── The benchmark ──
 
 
-def ask(work: str, one: dict[str, Any], given: dict[str, Any], openvino: str) -> Any:
-    """What a fresh process finds."""
+def ask(work: str, one: dict[str, Any], given: dict[str, Any], openvino: str, script: str | None = None) -> Any:
+    """What a fresh process of this script, or of another with its own `--worker`, finds."""
     python = openvino if one["engine"] == "openvino" else sys.executable
     environment = os.environ | {"OMP_NUM_THREADS": str(given["threads"])}
-    command, asked = [python, __file__, "--worker", work], json.dumps([one, given])
+    command, asked = [python, script or __file__, "--worker", work], json.dumps([one, given])
     return json.loads(finished(command, f"{one['name']}: {work}", input=asked, env=environment).splitlines()[-1])
 
 

@@ -5,8 +5,8 @@ python scripts/benchmarks/rules.py [--rounds 64,400] [--worst 10] [--others | --
 A text is a sequence of places; at each the target accepts the draft's token with a probability that only the simulation
 knows, and the draft shows features. All rules decode the same texts, as many tokens as the best fixed length (0 to 8,
 plain decoding included) makes of them in the given rounds. Printed is the rule's tokens per second over the fixed
-length's: with the draft's own probabilities (`no`), with a calibration on rounds of other texts (`yes`), and with one
-whose rounds were all accepted (`all`). `--others` replays the rules without costs on the same texts instead,
+length's: with the draft's own probabilities (`no`), with a calibration on rounds of other texts (`yes`), and with those
+of these that were accepted whole (`all`). `--others` replays the rules without costs on the same texts instead,
 `--mistimed` the expected-value rule with costs that were timed wrongly.
 """
 
@@ -149,7 +149,7 @@ def simulate(
             others = Text(kind, mean, seeds + seed, (LONGEST + 1) * 61).rounds(60)
             fitted["yes"].append(fit_calibration(others, FEATURE_TERMS))
             if mean >= 0.95:
-                whole = [Recorded(one.features, len(one.features)) for one in others[:12]]
+                whole = [one for one in others if one.accepted == len(one.features)][:12]
                 fitted.setdefault("all", []).append(fit_calibration(whole, FEATURE_TERMS))
         for where, costs in priced():
             best, tokens, length = best_fixed(costs, texts, rounds)

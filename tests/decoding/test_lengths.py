@@ -192,7 +192,10 @@ def test_a_calibration_accepted_whole_is_evidence() -> None:
     whole = fit_calibration([Recorded([look(0.6)] * 8, 8)] * 20, ("logit_top",))
     none = fit_calibration([Recorded([look(0.6)] * 8, 0)] * 20, ("logit_top",))
     assert (whole.accepted, whole.judged, none.accepted, none.judged) == (160, 160, 0, 20)
-    assert whole.accept(0, look(0.6)) > 0.98 and none.accept(0, look(0.6)) < 0.05
+    assert whole.accept(0, look(0.6)) > 0.97 and none.accept(0, look(0.6)) < 0.12
+    # A bias alone: the slope of the likelihood is that of its prior, of variance 1.
+    assert 160 * (1 - whole.accept(0, look(0.6))) == pytest.approx(whole.bias)
+    assert 20 * none.accept(0, look(0.6)) == pytest.approx(-none.bias)
     for alpha, best in ((0.95, 1.37), (0.9, 1.2)):
         assert decode(ExpectedValue(Worth(costs), whole, longest=7), alpha, costs, 4_000, 1, 0.6)[0] > 0.97 * best
     assert decode(ExpectedValue(Worth(costs), none, longest=7), 0.05, costs, 4_000, 1, 0.6)[0] > 0.98

@@ -1,0 +1,215 @@
+"""distill beside its peers on Qwen2.5-Coder-1.5B-Instruct and its 0.5B sibling: whole requests, greedy, at stated KL.
+
+    python scripts/qwen_coder.py
+    python -m venv PEER && PEER/bin/pip install openvino-genai==2026.4.1.0 optimum-intel nncf torch==2.13.0
+    python scripts/benchmarks/coder_pair.py build/qwen-coder/*1.5b*.gguf build/qwen-coder/*0.5b*.gguf --prompts FILE \\
+        --openvino PEER/bin/python --to FOLDER [--ours DRAFT.gguf] [--server llama-server] --rounds 3
+
+Beside distill in PyTorch, llama.cpp and ik_llama.cpp stand llama-server's own drafting (of the wheel xllamacpp, without
+--server), transformers' assisted generation and OpenVINO GenAI in 8 bits, each plain, with an n-gram lookup and with
+the sibling; `--ours` adds a draft made here to distill and llama-server. Every way is a process of its own in every
+round, in another order each, and continues the first prompt once before it is timed. KL is that of a target to the
+float32 reading of the file, on its greedy texts. FOLDER keeps what is made once, and the rounds: a call that was
+stopped goes on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import datetime
+import json
+import shlex
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import beside_openvino as base
+from beside_openvino import PLAIN, Text
+
+SERVER_SECONDS = 300.0
+TYPES = {PLAIN: (), "draft": ("--spec-type", "draft-simple"), "lookup": ("--spec-type", "ngram-mod")}
+
+
+def server_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
+    """Of a llama-server, by the clock of its client."""
+    from distill.serving.clients import LlamaClient
+    from distill.serving.server import Http, LlamaServer, started
+
+    with contextlib.ExitStack() as stack:
+        if given["server"]:
+            binary = Path(given["server"])
+        else:
+            sys.path.insert(0, str(Path(__file__).parents[2] / "tests"))
+            import wheel_server
+
+            binary = wheel_server.program(Path(stack.enter_context(tempfile.TemporaryDirectory())))
+        draft = Path(one["draft"]) if one["drafter"] == "draft" else None
+        settings = LlamaServer(
+            *(binary, Path(one["model"]), draft, one.get("length", 4)),
+            threads=given["threads"],
+            context=base.CONTEXT,
+            further=TYPES[one["drafter"]],
+        )
+        running = stack.enter_context(started(settings, SERVER_SECONDS))
+        client = LlamaClient(stack.enter_context(contextlib.closing(Http(running.url, SERVER_SECONDS))))
+        replies = [client.complete(ids, given["tokens"]) for ids in [given["prompts"][0], *given["prompts"]]]
+    return [(list(one.tokens), one.first_seconds, one.seconds) for one in replies[1:]]
+
+
+def transformers_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
+    """Of transformers' generate, with its own assistant or prompt lookup."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    torch.set_num_threads(given["threads"])
+    target = AutoModelForCausalLM.from_pretrained(one["model"], dtype=torch.bfloat16)
+    drafting: dict[str, Any] = {"prompt_lookup_num_tokens": 10} if one["drafter"] == "lookup" else {}
+    if one["drafter"] == "draft":
+        drafting = {"assistant_model": AutoModelForCausalLM.from_pretrained(one["draft"], dtype=torch.bfloat16)}
+    found = []
+    for ids in [given["prompts"][0], *given["prompts"]]:
+        asked = torch.tensor([ids])
+        settings = {"do_sample": False, "max_new_tokens": given["tokens"], "eos_token_id": given["ends"]}
+        # The model's own file asks for a penalty and a sampler.
+        settings |= {"repetition_penalty": 1.0, "temperature": None, "top_p": None, "top_k": None}
+        started = time.perf_counter()
+        with torch.inference_mode():
+            made = target.generate(asked, attention_mask=torch.ones_like(asked), **settings, **drafting)
+        found.append((made[0, len(ids) :].tolist(), 0.0, time.perf_counter() - started))
+    return found[1:]
+
+
+def texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
+    own = {"llama-server": server_texts, "transformers": transformers_texts, "openvino": base.openvino_texts}
+    return own.get(one["engine"], base.our_texts)(one, given)
+
+
+def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
+    """Every way to decode, and what all of them are given."""
+    from distill.data.prompts import read_user_prompts, sources_of
+    from distill.engines.torch.hugging_face import end_ids, load_tokenizer
+    from distill.gguf.importing import read_import, write_import
+    from distill.machine import thread_count
+    from distill.recipe import Chat, Corpus
+
+    folder = options.to.resolve()
+    folder.mkdir(parents=True, exist_ok=True)
+    folders = {}
+    for name, file in {"target": options.target, "sibling": options.sibling}.items():
+        folders[name] = folder / name
+        if not folders[name].exists():
+            write_import(read_import(file), folders[name])
+    files = {"sibling": options.sibling.resolve()} | ({"ours": options.ours.resolve()} if options.ours else {})
+    target, whole = str(options.target.resolve()), str(folders["target"])
+    ways: list[dict[str, Any]] = []
+
+    def add(engine: str, model: str, drafter: str, draft: Any = None, which: str = "", **settings: Any) -> None:
+        name = f"{engine}, {which or drafter}"
+        one = {"name": name, "engine": engine, "model": model, "drafter": drafter, "draft": str(draft)}
+        ways.append({"dtype": "auto", **one, **settings})
+
+    rule = {"rule": "expected-value", "length": 8}
+    for engine, model in {"PyTorch": whole, "llama.cpp": target, "ik": target}.items():
+        kinds = files if engine != "PyTorch" else files | {"sibling": folders["sibling"]}
+        dtype = "bfloat16" if engine == "PyTorch" else "auto"
+        add(engine, model, PLAIN, configuration={"drafter": "none"}, dtype=dtype)
+        add(engine, model, "lookup", configuration={"drafter": "lookup", "rule": "expected-value"}, dtype=dtype)
+        for name, draft in kinds.items():
+            for which, drafter in ((name, "draft"), (f"lookup + {name}", "lookup+draft")):
+                add(engine, model, drafter, draft, which, configuration={"drafter": drafter, **rule}, dtype=dtype)
+    for drafter, which, draft in ((PLAIN, PLAIN, None), ("lookup", "ngram-mod", None)):
+        add("llama-server", target, drafter, draft, which)
+    for name, draft in files.items():
+        add("llama-server", target, "draft", draft, f"draft-simple 4, {name}", length=4)
+    for drafter in (PLAIN, "lookup", "draft"):
+        add("transformers", whole, drafter, folders["sibling"], "assistant" if drafter == "draft" else "")
+    if options.openvino:
+        converted = {
+            name: base.convert(options.openvino, one, "int8", folder / f"{name}-int8") for name, one in folders.items()
+        }
+        for drafter, length in ((PLAIN, 0), ("lookup", 5), ("draft", 4)):
+            which = f"int8, {'sibling' if drafter == 'draft' else drafter}"
+            add("openvino", str(converted["target"]), drafter, converted["sibling"], which, length=length)
+    corpus = Corpus(sources=sources_of(options.prompts))
+    read = read_user_prompts(target, corpus, Chat(), options.count, 0, 64, base.CONTEXT - options.tokens - 16)
+    ends = end_ids(whole, load_tokenizer(whole))
+    given = {"folder": str(folder), "prompts": [one.prompt for one in read.measured], "tokens": options.tokens}
+    return ways, given | {"threads": thread_count(options.threads), "ends": ends, "server": options.server}
+
+
+def same_texts(ways: Sequence[dict[str, Any]], rounds: Sequence[dict[str, Any]]) -> str:
+    """How many texts of each way are those of its target decoded plainly by the same engine."""
+    first: dict[str, list[list[int]]] = {}
+    for one in rounds:
+        first.setdefault(one["name"], [ids for ids, *_ in one["texts"]])
+    found = []
+    for one in ways:
+        own = first[one["name"]]
+        plain = next(two["name"] for two in ways if (two["engine"], two["drafter"]) == (one["engine"], PLAIN))
+        if one["name"] != plain:
+            same = sum(a == b for a, b in zip(own, first[plain], strict=True))
+            found.append(f"{one['name']} {same}")
+    return f"Texts equal to the engine's plain ones, of {len(own)}: {'; '.join(found)}."
+
+
+def main() -> None:
+    """Make what is missing, measure the rounds, print the table."""
+    if sys.argv[1:2] == ["--worker"]:
+        print(json.dumps(texts(*json.load(sys.stdin))))
+        return
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("sibling", type=Path)
+    parser.add_argument("--ours", type=Path, help="a GGUF draft made here")
+    parser.add_argument("--prompts", type=Path, action="append", required=True)
+    parser.add_argument("--openvino", help="the Python of OpenVINO's environment")
+    parser.add_argument("--server", help="a llama-server; by default the wheel's")
+    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--count", type=int, default=6)
+    parser.add_argument("--tokens", type=int, default=64)
+    parser.add_argument("--threads", type=int)
+    parser.add_argument("--rounds", type=int, default=3)
+    options = parser.parse_args()
+    from distill.errors import DistillError
+    from distill.machine import machine
+
+    try:
+        ways, given = prepared(options)
+    except DistillError as error:
+        sys.exit(f"coder_pair: {error}")
+    folder = Path(given["folder"])
+    path, kept = folder / "rounds.jsonl", folder / "kl.json"
+    if not (folder / "texts.json").exists():
+        one = next(one for one in ways if one["engine"] == "PyTorch")
+        base.ask("exact", one | {"dtype": "float32"}, given, options.openvino or "")
+    kl: dict[str, float] = json.loads(kept.read_text()) if kept.exists() else {}
+    for one in ways:
+        if one["model"] not in kl:
+            kl[one["model"]] = base.ask("kl", one, given, options.openvino or "")
+            kept.write_text(json.dumps(kl))
+    done = Counter(one["name"] for one in base.read_rounds(path))
+    for number in range(options.rounds):
+        for place in range(len(ways)):
+            one = ways[(place + number * 5) % len(ways)]
+            if done[one["name"]] > number:
+                continue
+            print(f"round {number + 1}: {one['name']}", file=sys.stderr)
+            script = None if one["engine"] == "openvino" else __file__
+            found = base.ask("texts", one, given, options.openvino or "", script)
+            with path.open("a") as file:
+                file.write(json.dumps({"name": one["name"], "texts": found}) + "\n")
+    command = f"python scripts/benchmarks/{Path(__file__).name} {shlex.join(sys.argv[1:])}"
+    note = (
+        f"{datetime.date.today()}; {machine()['cpu']}, {given['threads']} threads; {len(given['prompts'])} prompts × "
+        f"{options.tokens} tokens, {options.rounds} rounds. {same_texts(ways, base.read_rounds(path))}"
+    )
+    print(base.table(ways, base.read_rounds(path), kl, command, note))
+
+
+if __name__ == "__main__":
+    main()
