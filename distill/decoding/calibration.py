@@ -31,6 +31,11 @@ class Recorded:
     features: Sequence[Features]
     accepted: int
 
+    @property
+    def drafted(self) -> int:
+        """How many positions were drafted."""
+        return len(self.features)
+
     def judged(self) -> list[tuple[int, Features, bool]]:
         """(position, features, accepted) of the positions that were drafted and reached."""
         return [(j, self.features[j], j < self.accepted) for j in range(min(len(self.features), self.accepted + 1))]

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
-
-import torch
-from torch import Tensor
 
 from distill.data.packing import Packed
 from distill.data.samples import read_prompts
@@ -32,24 +29,18 @@ from distill.decoding.configured import (
     name_of_fit,
     names_of_fits,
 )
-from distill.decoding.drafters import distribution_sampler
 from distill.decoding.ngrams import NGramTable
-from distill.decoding.rules import GREEDY, Rules
-from distill.decoding.verify import Random
+from distill.decoding.rules import Rules
 from distill.engines.loaded import LoadedPair, load_pair
-from distill.engines.model import Model
 from distill.errors import DataError
 from distill.files import read_result, write_result
 from distill.measuring.compare import PairSettings
-from distill.measuring.measure import decode_rounds, rounds_of, write_texts
-from distill.progress import Progress
+from distill.measuring.measure import LENGTH, decode_rounds, record_rounds, write_texts
 from distill.recipe import Configuration, Recipe
 from distill.run import Run
 from distill.sampler import Sampler
 
 NONE: Mapping[str, Any] = MappingProxyType({})
-LENGTH = 8  # tokens drafted in every recorded round
-Text = tuple[list[int], list[int]]  # a prompt, and what the target wrote after it
 
 
 @dataclass(frozen=True)
@@ -74,40 +65,6 @@ class Calibrations:
         line = f"log loss {scores}" if scores else "no calibration"
         line += "".join(f"; {name} not fitted: {reason}" for name, reason in self.unfitted.items())
         return f"{self.texts}, {self.rounds} rounds of the draft: {line}"
-
-
-def record_rounds(
-    draft: Model,
-    texts: Sequence[Text],
-    ends: Collection[int],
-    sampler: Sampler = GREEDY,
-    target: Model | None = None,
-    draws: Random = random.random,
-) -> list[list[Recorded]]:
-    """The rounds of LENGTH drafted tokens in which decoding under a sampler writes each text, by the draft's best
-    tokens; with a `target`, by drawn ones that verifier token judges.
-
-    Each model reads each text once: at every position that a round judges, all before it were accepted. That verifier
-    lets a token x of the draft stand with min(p(x), q(x)), so that it drafted min(1, q(x) / p(x)) of the x in a text.
-    """
-    recorded, sampler = list[list[Recorded]](), distribution_sampler(sampler)
-    progress = Progress("rounds of other texts, prompts", len(texts), brief=True)
-    for prompt, new in texts:
-        text = [*prompt, *new][: draft.capacity]
-        places = range(len(prompt), len(text) - 1)
-
-        def read(model: Model, text: list[int] = text, places: range = places) -> Tensor:
-            model.rollback([0])
-            return sampler.distributions(model.extend(text[:-1], want=places), empty=True)
-
-        q, hits = read(draft) if places else torch.zeros(0, 1), None
-        if target is not None and places:
-            x = torch.tensor(text[len(prompt) + 1 :])[:, None]
-            chances = q.gather(1, x) / read(target).gather(1, x)
-            hits = [draws() < chance for chance in chances[:, 0].tolist()]
-        recorded.append(rounds_of(text, len(prompt), [*q], ends, LENGTH, hits))
-        progress.step()
-    return recorded
 
 
 def validation_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
@@ -189,7 +146,7 @@ def calibrate_pair(
             drafted[end] = record_rounds(pair.draft, texts, pair.ends, sampler, drawn, draws)
         else:
             rules, title = Rules(sampler, one.verified_by, pair.ends, draws), "rounds of other texts, drawn, prompts"
-            drafted[end] = decode_rounds(pair.target, pair.draft, prompts, LENGTH, new_tokens, rules, title).seen
+            drafted[end] = decode_rounds(pair.target, pair.draft, prompts, LENGTH, new_tokens, rules, title)
     return calibrate(drafted, f"{len(prompts)} texts of {split}", counted)
 
 

@@ -2,8 +2,8 @@
 after training, on the test split, also where its target is not loaded), and of any target with its drafts, also in
 several GGUF types.
 
-Whoever opens the pairs, `evaluate_pairs` lets the target write its texts, measures the drafts on them and decodes
-rounds; `as_report` makes the report.
+Whoever opens the pairs, `evaluate_pairs` lets the target write its texts, measures the drafts on them and counts the
+rounds in which decoding would have written them; `as_report` makes the report.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from distill.data.prompts import UserPrompts, open_tokenizer, read_user_prompts
 from distill.data.samples import Sample, prompt_seed, read_prompts
 from distill.decoding.batch import continue_prompts
 from distill.decoding.calibration import Recorded, expected_calibration_error
-from distill.decoding.decode import Round, plain, room_for
-from distill.decoding.rules import Rules
+from distill.decoding.decode import plain, room_for
+from distill.decoding.rules import GREEDY, Rules
 from distill.devices import pick_device
-from distill.engines.loaded import LoadedPair, growing_decoder, load_pair, pair_of_models, with_rows
+from distill.engines.loaded import LoadedPair, load_pair, pair_of_models, with_rows
 from distill.engines.pairs import require_pair
 from distill.engines.server_commands import DRAWN_AMONG
 from distill.engines.torch.described import read_kept
@@ -55,16 +55,16 @@ from distill.measuring.evaluation_results import (
 from distill.measuring.identity import files_in_types
 from distill.measuring.measure import (
     METRICS,
-    DecodedRounds,
     Measured,
     SlicedValues,
     Values,
     block_values,
-    decode_rounds,
     position_acceptance,
+    record_rounds,
     sum_by_document,
     text_values,
     tokens_per_round,
+    write_texts,
 )
 from distill.progress import Progress
 from distill.recipe import Chat, Corpus, Evaluate, Gguf, GgufOptions, PyTorch, Recipe, Target, is_path
@@ -82,8 +82,8 @@ from distill.vocabulary.files import opening_of
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What is measured of every pair. `batch` prompts are continued at once in transformers; `prepack` says whether
-    decoders lay out their layers, `acceptance` whether rounds of a grid are decoded."""
+    """What is measured of every pair. `batch` prompts are continued at once in transformers; `acceptance` says
+    whether rounds of a grid are counted."""
 
     sampler: Sampler
     settings: Evaluate
@@ -91,14 +91,13 @@ class EvaluationOptions:
     divergences: bool = True
     seed: int = 0
     batch: int = 32
-    prepack: bool = True
     acceptance: bool = True
 
 
 @dataclass(frozen=True)
 class TargetWithDrafts:
     """A target with its drafts by name, loaded, and what they are measured on: prompts with their classes, and `given`
-    text in blocks of `block` tokens, which no text exceeds. Rounds are decoded with the drafts called `decoded`."""
+    text in blocks of `block` tokens, which no text exceeds. Rounds are counted of the drafts called `decoded`."""
 
     pairs: Mapping[str, LoadedPair]
     prompts: Sequence[Sample]
@@ -111,7 +110,8 @@ class TargetWithDrafts:
 def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> EvaluationReport:
     """The report of a target with each of its drafts."""
     measured: dict[str, dict[str, Measured]] = {}
-    decoded: dict[str, DecodedRounds] = {}
+    rounds: dict[str, list[list[Recorded]]] = {}
+    texts: list[list[int]] = []
     sliced: SlicedValues | None = None
     pairs, ids = opened.pairs, [sample.prompt for sample in opened.prompts]
     first = next(iter(pairs.values()))
@@ -124,13 +124,12 @@ def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> Eval
         measured["answers"] = sum_by_document(sliced.watch(_values(pairs, own, options.sampler, size, "answers")))
         if opened.given is not None and len(opened.given):
             measured["files"] = sum_by_document(_values(pairs, opened.given, options.sampler, size, "files"))
+    if opened.decoded and (options.sampler != GREEDY or not texts):
+        texts = write_texts(first.target, ids, options.settings.new_tokens, Rules(ends=first.ends), size)
     for name in opened.decoded:
-        target, draft, models = pairs[name].target, pairs[name].draft, pairs[name].hugging_face
-        if models is not None:  # with the layers laid out, without which they were loaded
-            target, draft = (growing_decoder(model, size, options.prepack) for model in models)
-        length, new_tokens, rules = options.settings.length, options.settings.new_tokens, Rules(ends=first.ends)
-        decoded[name] = decode_rounds(target, draft, ids, length, new_tokens, rules, f"rounds {name}, prompts")
-    return as_report(measured, decoded, options, len(ids), opened.classes, sliced=sliced)
+        written, length = [*zip(ids, texts, strict=True)], options.settings.length
+        rounds[name] = record_rounds(pairs[name].draft, written, first.ends, length=length)
+    return as_report(measured, rounds, options, len(ids), opened.classes, sliced=sliced)
 
 
 def _values(pairs: Mapping[str, LoadedPair], blocks: Packed, sampler: Sampler, size: int, domain: str) -> Any:
@@ -176,19 +175,18 @@ def _continued(pair: LoadedPair, opened: TargetWithDrafts, options: EvaluationOp
 
 def as_report(
     measured: Mapping[str, Mapping[str, Measured]],
-    decoded: Mapping[str, DecodedRounds],
+    rounds: Mapping[str, Sequence[Sequence[Recorded]]],
     options: EvaluationOptions,
     prompts: int,
     classes: Sequence[str] = (),
     stored: StoredMeasures | None = None,
     sliced: SlicedValues | None = None,
 ) -> EvaluationReport:
-    """The report of what was measured of each draft in each domain, and of the decoded rounds of each draft.
+    """The report of what was measured of each draft in each domain, and of the rounds of each draft.
 
     `classes` names that of each document of domain `answers`, which are the `prompts` of `decoded`; none, where they
     are not distinguished. `sliced` has seen the values of domain `answers`.
     """
-    rounds = {name: own.rounds for name, own in decoded.items()}
     report = EvaluationReport(
         command=options.command,
         sampler=options.sampler.describe(),
@@ -199,7 +197,7 @@ def as_report(
         positions={name: position_acceptance(own, options.settings.length) for name, own in rounds.items()},
         tokens_per_round={name: tokens_per_round(own) for name, own in rounds.items()},
         calibration_error={
-            name: error for name, own in decoded.items() if (error := calibration_error(own.seen)) is not None
+            name: error for name, own in rounds.items() if (error := calibration_error(own)) is not None
         },
         stored=stored,
     )
@@ -226,7 +224,7 @@ def by_unit(measured: Measured, measure: str, units: int) -> tuple[Any, Any]:
 def by_class(
     classes: Sequence[str],
     answers: Mapping[str, Measured],
-    rounds: Mapping[str, list[list[Round]]],
+    rounds: Mapping[str, Sequence[Sequence[Recorded]]],
     measure: str,
 ) -> list[Group]:
     """Acceptance and tokens per round of each class of documents, of `classes` by number; none where all are alike."""
@@ -285,7 +283,6 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         run.command,
         seed=recipe.seed,
         batch=recipe.answers.batch,
-        prepack=recipe.pytorch.prepack,
     )
     return _written(run, evaluate_pairs(opened, options))
 
@@ -310,7 +307,7 @@ def open_run(recipe: Recipe, run: Run) -> TargetWithDrafts:
         recipe.corpus.block,
         [prompt.label for prompt in prompts],
         Packed.load(run.path("corpus", "text-test.safetensors")).take(slice(0, recipe.eval.file_blocks)),
-        ["after"],  # almost nothing of an untrained cut is accepted: decoding with it would take minutes
+        ["after"],  # almost nothing of an untrained cut is accepted
     )
 
 

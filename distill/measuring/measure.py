@@ -9,6 +9,7 @@ tokens.
 
 from __future__ import annotations
 
+import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,9 +28,10 @@ from distill.decoding.batch import refill
 from distill.decoding.calibration import Recorded, Recorder
 from distill.decoding.costs import range_start
 from distill.decoding.decode import Round, decode_text, room_for
-from distill.decoding.drafters import ModelDrafter
+from distill.decoding.drafters import ModelDrafter, distribution_sampler
 from distill.decoding.lengths import LONGEST, Features, NGramIndex, features_of
-from distill.decoding.rules import Rules
+from distill.decoding.rules import GREEDY, Rules
+from distill.decoding.verify import Random
 from distill.devices import doubled
 from distill.engines.loaded import with_rows
 from distill.engines.model import Model
@@ -390,7 +392,7 @@ def repetition(ids: Sequence[int]) -> list[str]:
 # ── Decoded rounds ──
 
 
-def position_acceptance(rounds: Sequence[Sequence[Round]], length: int) -> list[PositionAcceptance]:
+def position_acceptance(rounds: Sequence[Sequence[Round | Recorded]], length: int) -> list[PositionAcceptance]:
     """Acceptance at each drafted position 1..γ, given that it was drafted and all positions before it were accepted.
 
     `rounds` holds the rounds of each prompt; a position after a rejection was never reached and does not count.
@@ -404,18 +406,10 @@ def position_acceptance(rounds: Sequence[Sequence[Round]], length: int) -> list[
     return table
 
 
-def tokens_per_round(rounds: Sequence[Sequence[Round]]) -> Interval:
+def tokens_per_round(rounds: Sequence[Sequence[Round | Recorded]]) -> Interval:
     """Accepted + 1, the mean over rounds, with its interval over prompts."""
     emitted = [sum(r.accepted + 1 for r in own) for own in rounds]
     return ratio_interval(emitted, [len(own) for own in rounds])
-
-
-@dataclass(frozen=True)
-class DecodedRounds:
-    """The rounds of every prompt, and what the draft's distributions were in them."""
-
-    rounds: list[list[Round]]
-    seen: list[list[Recorded]]
 
 
 def decode_rounds(
@@ -426,16 +420,16 @@ def decode_rounds(
     new_tokens: int,
     rules: Rules,
     title: str,
-) -> DecodedRounds:
+) -> list[list[Recorded]]:
     """Speculative decoding of every prompt from cold caches, with rounds of one `length`; verifier match gets the
     draft's best tokens."""
-    progress, found = Progress(title, len(prompts)), DecodedRounds([], [])
+    progress, found = Progress(title, len(prompts)), list[list[Recorded]]()
     for prompt in prompts:
         recorder = Recorder(length)
         drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random, rules.verifier == "match")
         limit = room_for(target, draft, len(prompt), new_tokens)
-        found.rounds.append(decode_text(target, drafter, prompt, limit, rules).rounds)
-        found.seen.append(recorder.rounds)
+        decode_text(target, drafter, prompt, limit, rules)
+        found.append(recorder.rounds)
         progress.step()
     return found
 
@@ -443,9 +437,13 @@ def decode_rounds(
 # ── Texts that the target writes, and the rounds in which greedy decoding would have written them ──
 
 ROWS = 16  # texts that are written at once
+LENGTH = 8  # tokens drafted in every recorded round
+Text = tuple[Sequence[int], list[int]]  # a prompt, and what the target wrote after it
 
 
-def write_texts(target: Model, prompts: Sequence[Sequence[int]], new_tokens: int, rules: Rules) -> list[list[int]]:
+def write_texts(
+    target: Model, prompts: Sequence[Sequence[int]], new_tokens: int, rules: Rules, vocabulary: int | None = None
+) -> list[list[int]]:
     """What the target writes after each prompt, as far as its context has room: ROWS texts at once where it can."""
     progress, written = Progress("other texts, prompts", len(prompts), brief=True), dict[str, list[int]]()
     rows = with_rows(target, min(ROWS, len(prompts))) if len(prompts) > 1 else None
@@ -453,12 +451,47 @@ def write_texts(target: Model, prompts: Sequence[Sequence[int]], new_tokens: int
         Request(str(number), list(ids), int(rules.random() * 2**32), room_for(target, target, len(ids), new_tokens))
         for number, ids in enumerate(prompts)
     )
-    for reply in refill(rows or target, waiting, rules.sampler, rules.ends):
+    for reply in refill(rows or target, waiting, rules.sampler, rules.ends, vocabulary):
         written[reply.id] = reply.ids
         progress.step()
     if rows is not None:
         rows.close()
     return [written[str(number)] for number in range(len(prompts))]
+
+
+def record_rounds(
+    draft: Model,
+    texts: Sequence[Text],
+    ends: Collection[int],
+    sampler: Sampler = GREEDY,
+    target: Model | None = None,
+    draws: Random = random.random,
+    length: int = LENGTH,
+) -> list[list[Recorded]]:
+    """The rounds of `length` drafted tokens in which decoding under a sampler writes each text, by the draft's best
+    tokens; with a `target`, by drawn ones that verifier token judges.
+
+    Each model reads each text once: at every position that a round judges, all before it were accepted. That verifier
+    lets a token x of the draft stand with min(p(x), q(x)), so that it drafted min(1, q(x) / p(x)) of the x in a text.
+    """
+    recorded, sampler = list[list[Recorded]](), distribution_sampler(sampler)
+    progress = Progress("rounds of other texts, prompts", len(texts), brief=True)
+    for prompt, new in texts:
+        text = [*prompt, *new][: draft.capacity]
+        places = range(len(prompt), len(text) - 1)
+
+        def read(model: Model, text: list[int] = text, places: range = places) -> Tensor:
+            model.rollback([0])
+            return sampler.distributions(model.extend(text[:-1], want=places), empty=True)
+
+        q, hits = read(draft) if places else torch.zeros(0, 1), None
+        if target is not None and places:
+            x = torch.tensor(text[len(prompt) + 1 :])[:, None]
+            chances = q.gather(1, x) / read(target).gather(1, x)
+            hits = [draws() < chance for chance in chances[:, 0].tolist()]
+        recorded.append(rounds_of(text, len(prompt), [*q], ends, length, hits))
+        progress.step()
+    return recorded
 
 
 def rounds_of(
@@ -490,4 +523,4 @@ def rounds_of(
                 break
         rounds.append(Recorded(seen, accepted))
         at += accepted + 1
-    return rounds
+    return [*rounds, Recorded([], 0)] if at == len(text) - 2 else rounds

@@ -57,7 +57,7 @@ def test_recorded_rounds_are_those_of_decoding(ends: tuple[int, ...], pair: tupl
         recorder = Recorder(calibrate.LENGTH)
         drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random)
         assert decode_text(target, drafter, prompt, 40, rules).tokens == new
-        judged.append([shown for one in recorder.rounds if (shown := one.judged())])
+        judged.append([one.judged() for one in recorder.rounds])
     own = calibrate.record_rounds(draft, written, ends)
     assert [[one.judged() for one in rounds] for rounds in own] == judged
     assert sum(map(len, judged)) > (10 if ends else 60)
@@ -116,7 +116,7 @@ def test_a_draft_is_calibrated_for_each_sampler_and_verifier(pair: tuple[TableMo
     for one in made:
         sampler = configured_sampler(one, HOT)
         rules = Rules(sampler, one.verified_by, random=random.Random(7).random)
-        rounds = decode_rounds(*pair, random_prompts(30, 12, 3), 8, 24, rules, "rounds").seen
+        rounds = decode_rounds(*pair, random_prompts(30, 12, 3), 8, 24, rules, "rounds")
         for other in made:
             fit = fits.calibration(other, configured_sampler(other, HOT))
             chances, right = predicted(fit, [one for text in rounds for one in text])

@@ -37,18 +37,18 @@ def test_decoded_rounds_carry_the_draft_s_probabilities() -> None:
     prompts = random_prompts(3, 11, seed=4)
     found = decode_rounds(target, draft, prompts, 3, 24, Rules(), "rounds")
     judged = []
-    for prompt, rounds, seen in zip(prompts, found.rounds, found.seen, strict=True):
-        text = [*prompt, *speculative(target, draft, prompt, 24, 3).tokens]
-        assert [one.accepted for one in rounds] == [one.accepted for one in seen]
-        for round_, own in zip(rounds, seen, strict=True):
-            assert len(own.features) == round_.drafted
+    for prompt, seen in zip(prompts, found, strict=True):
+        decoded = speculative(target, draft, prompt, 24, 3)
+        text = [*prompt, *decoded.tokens]
+        for round_, own in zip(decoded.rounds, seen, strict=True):
+            assert (own.drafted, own.accepted) == (round_.drafted, round_.accepted)
             for position, features, accepted in own.judged():
                 place = round_.depth + 1 + position  # the newest token is read with the drafted ones
                 row = draft.table[draft.place(text[:place])].softmax(-1)
                 assert features.top == pytest.approx(float(row.max()), rel=1e-5)
                 assert accepted == (int(row.argmax()) == text[place])
                 judged.append((features.top, accepted))
-    token = calibration_error(found.seen)
+    token = calibration_error(found)
     assert token is not None and token.tokens == len(judged)
     bins: dict[int, list[tuple[float, bool]]] = {}
     for top, accepted in judged:
