@@ -229,9 +229,9 @@ def retry_after(value: str | None) -> float | None:
 
 
 def at_once(
-    ask: Callable[[Item], Result], waiting: deque[Item], count: int, stop: Callable[[], object]
+    ask: Callable[[Item], Result], waiting: deque[Item], count: Callable[[], int], stop: Callable[[], object]
 ) -> Generator[Result, None, None]:
-    """ask(item) of each item that waits, in any order, `count` at a time; more may be appended meanwhile.
+    """ask(item) of each item that waits, in any order, `count` at a time, which may rise; more may be appended.
 
     The first error, or the end of the caller, ends all: `stop` is called, and requests under way are left after a
     moment.
@@ -247,13 +247,14 @@ def at_once(
                 replies.put((None, error))
 
     # Not a ThreadPoolExecutor: the interpreter waits for its threads, and a request may hang for minutes.
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(count)]
-    for thread in threads:
-        thread.start()
+    threads: list[threading.Thread] = []
     running = 0
     try:
         while waiting or running:
-            while waiting and running < len(threads):
+            while waiting and running < count():
+                if running == len(threads):
+                    threads.append(threading.Thread(target=work, daemon=True))
+                    threads[-1].start()
                 asked.put(waiting.popleft())
                 running += 1
             reply, error = replies.get()

@@ -39,7 +39,6 @@ BEGIN = "begin"  # the line of metrics.jsonl with which a training begins
 PARENT = {"generation": int, "run": str, "digest": str, "files": {...: str}}  # the form of parent.json
 # The form of what was read of a traffic file or folder.
 READ = {"path": str, "lines": int, "parts": [{"path": str, "bytes": int, "lines": int, "sha256": str}]}
-WRITE_AGAIN = "delete it and run `distill train` on the recipe again, which makes it again, or copy the run again"
 RECORD = {  # the form of stages/NAME.json
     "key": str,
     "inputs": {},
@@ -79,6 +78,7 @@ class Run:
     _log: IO[str] | None = None
     _lock: IO[str] | None = None
     silent: bool = False  # for all but the main process of a command: writes and prints nothing
+    whole: bool = False  # finished artifacts are read whole when the stages are planned
     read_only: bool = False  # the directory cannot be written: what is finished can be shown
     command: str = field(default_factory=lambda: command_line(sys.argv))
 
@@ -243,9 +243,10 @@ class Run:
         )
 
     def damaged_artifacts(self, record: dict[str, Any]) -> dict[str, str]:
-        """The faults of a record's artifacts that are missing or of another size, by name.
+        """The faults of a record's artifacts that are missing or of another size, by name; with `whole`, of another
+        checksum.
 
-        Only sizes are compared here; `verify` compares checksums where a stage or command reads an artifact.
+        Else `verify` compares what a stage or command reads.
         """
         faults = {}
         for name, entry in record["artifacts"].items():
@@ -254,6 +255,8 @@ class Run:
                 faults[name] = f"{name} is missing"
             elif path.stat().st_size != entry["bytes"]:
                 faults[name] = f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
+            elif self.whole and file_digest(path) != entry["sha256"]:
+                faults[name] = f"{name} is not what was written: its checksum differs"
         return faults
 
     def finish(self, stage: str, key: str, inputs: dict[str, Any], artifacts: Sequence[Path], started: float) -> None:
@@ -278,9 +281,11 @@ class Run:
         )
 
     def verify(self, stage: str, pattern: str = "*") -> None:
-        """Compare the checksums of a finished stage's artifacts that match `pattern`; a file once in a process.
+        """Raise DataError for an artifact of a finished stage that matches `pattern` and is missing or not the one that
+        was recorded.
 
-        Raises DataError for a file that is missing or differs from the one that its stage recorded.
+        A file of the size and time of change that its stage recorded is that; of another (a copy of a run may have new
+        times) the checksum is compared, once in a process.
         """
         self.check(self.done(stage) or {"artifacts": {}}, pattern)
 
@@ -288,30 +293,25 @@ class Run:
         """`verify` of a record that is not yet this run's own."""
         for name, entry in record["artifacts"].items():
             if fnmatch(name, pattern):
-                _verify_file(self.path(name), entry["sha256"])
+                _verify_file(
+                    self.path(name), entry, f"`{self.again('--verify')}` makes it again, or copy the run again"
+                )
 
 
 _verified: set[tuple[int, int, int, int, str]] = set()  # device and number of the file, size, time, checksum
 
 
-def _verify_file(path: Path, expected: str, hint: str = WRITE_AGAIN) -> None:
+def _verify_file(path: Path, entry: dict[str, Any], hint: str) -> None:
     state = path.stat() if path.is_file() else None
-    seen = None if state is None else (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, expected)
+    if state is not None and (state.st_size, state.st_mtime_ns) == (entry["bytes"], entry.get("mtime")):
+        return
+    seen = None if state is None else (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, entry["sha256"])
     if seen is not None and seen in _verified:
         return
-    if seen is None or file_digest(path) != expected:
+    if seen is None or file_digest(path) != entry["sha256"]:
         raise DataError(
             f"{path} is {'missing' if seen is None else 'damaged'}: "
             "its checksum is not the one recorded when it was written",
             hint,
         )
     _verified.add(seen)
-
-
-def verify_artifact(run: Run, stage: str, path: Path) -> None:
-    """Raise DataError for a file whose checksum differs from the one that its stage recorded."""
-    record = run.done(stage)
-    name = path.relative_to(run.folder).as_posix()
-    if record is None or name not in record["artifacts"]:
-        raise DataError(f"{path} was not written by a finished `{stage}` stage", "run `distill train` again")
-    _verify_file(path, record["artifacts"][name]["sha256"], f"make it again: `{run.again('--redo', stage)}`")

@@ -53,6 +53,9 @@ def train(
     ] = None,
     yes: Annotated[bool, typer.Option("--yes", help="Sweep over more than 12 runs.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Print which stages would run, and why.")] = False,
+    verify: Annotated[
+        bool, typer.Option("--verify", help="Read finished files whole; those that are damaged are made again.")
+    ] = False,
     rehearsal: Annotated[
         bool,
         typer.Option("--rehearse", help="All stages on 4 prompts and 3 steps, as NAME-rehearsal; estimates the run."),
@@ -65,10 +68,10 @@ def train(
     from distill.pipeline import running
 
     if sweep:
-        if rehearsal or redo or fresh or refresh:
-            raise RecipeError("--sweep makes whole runs", "leave --rehearse, --redo, --fresh and --refresh out")
+        if rehearsal or redo or fresh or refresh or verify:
+            raise RecipeError("--sweep makes whole runs", "leave --rehearse, --redo, --fresh and others out")
         return _sweep(recipe, overrides or [], sweep, runs, until, yes, dry_run)
-    if rehearsal and (until or redo or fresh or refresh or dry_run):
+    if rehearsal and (until or redo or fresh or refresh or dry_run or verify):
         raise RecipeError("--rehearse runs all stages, shortened, and nothing else", "leave the other options out")
     if refresh and (redo or fresh or dry_run):
         raise RecipeError("--refresh starts a new run from a finished one", "leave --redo, --fresh and others out")
@@ -88,7 +91,7 @@ def train(
     if rehearsal:
         _rehearse(whole, found, Run(folder, found))
         return
-    run = Run(folder, found)
+    run = Run(folder, found, whole=verify)
     running.finish_refresh(folder)  # one that was killed
     parent = running.plan_refresh(found, run) if refresh else None
     # --fresh begins in an empty folder.

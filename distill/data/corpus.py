@@ -5,14 +5,14 @@ from __future__ import annotations
 import functools
 import random
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
 
 from distill.data.chat_template import ChatTemplate
 from distill.data.packing import Packed, concatenate, pack
 from distill.data.prompts import ChatPrompts, cut_prompts
-from distill.data.samples import SPLITS, CorpusTexts, Sample, Split, SplitTexts, count_texts, write_samples
+from distill.data.samples import SPLITS, CorpusTexts, Split, SplitTexts, count_texts, read_samples, write_samples
 from distill.data.sources import UNREAD, Document, read_documents, require_splits, with_questions
 from distill.engines.torch.hugging_face import encode_text, load_tokenizer, stated_ends, turn_end
 from distill.errors import DataError
@@ -50,7 +50,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         "test": max(recipe.eval.prompts, recipe.speedup.prompts),
     }
     summary: dict[str, SplitTexts] = {}
-    taken: set[tuple[int, ...]] = set()
+    taken: set[bytes] = set()
     for split in reversed(SPLITS):  # what is measured first: train prompts equal to it are left out
         own = [document for document in documents if document.split == split]
         random.Random(recipe.seed).shuffle(own)
@@ -62,10 +62,11 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
         stride = 4 * (recipe.answers.prompt_tokens + recipe.answers.new_tokens)
         length = recipe.answers.prompt_tokens
         more: Any = (recipe.seed, chat, weights, taken, dropped)
-        prompts = cut_prompts(own, to_ids, counts[split], length, stride, *more)
+        path = folder / f"prompts-{split}.arrow"
+        write_samples(path, cut_prompts(own, to_ids, counts[split], length, stride, *more))
+        prompts = read_samples(path, "corpus")
         _require_prompts(recipe, split, prompts, counts[split])
-        write_samples(folder / f"prompts-{split}.arrow", prompts)
-        asked = count_texts((one.label, one.prompt) for one in prompts)
+        asked = count_texts(prompts.column("label"), prompts.column("prompt"))
         summary[split] = SplitTexts(len(own), total, len(prompts), asked)
         asked_for = split != "train" or recipe.answers.prompts is not None
         short = f" of {counts[split]} asked for" if len(prompts) < counts[split] and asked_for else ""
@@ -98,7 +99,7 @@ def weights_of(corpus: Corpus) -> dict[str, float] | None:
     return weights
 
 
-def _require_prompts(recipe: Recipe, split: Split, prompts: list[Sample], count: int) -> None:
+def _require_prompts(recipe: Recipe, split: Split, prompts: Sized, count: int) -> None:
     """Raise for too few prompts of a split, before the expensive stages."""
     if len(prompts) < min(count, 2):
         raise DataError(

@@ -6,13 +6,16 @@ Legend: n blocks, S positions per block.
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left, insort
-from collections.abc import Iterable, Iterator, Sequence
+from bisect import bisect_left, bisect_right, insort
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from heapq import heappop, heappush
+from itertools import accumulate, groupby, pairwise
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from safetensors.torch import load_file, save_file
 from torch import Tensor
@@ -27,25 +30,37 @@ PADDING = -1  # document number of positions that hold no token
 class Packed:
     """Blocks of documents.
 
-    ids [n, S]; documents [n, S], numbered within the block, -1 at padding; positions [n, S], from 0 in each
-    document; mask [n, S], true where the distribution of the *next* token counts; that token is at the next
-    position. first [n] is the number of each block's first document among all documents: document d of block b has
-    number first[b] + d, also where it continues in the next block. None where nobody needs it.
+    ids [n, S]; documents [n, S], numbered within the block, -1 at padding; mask [n, S], true where the distribution of
+    the *next* token counts; that token is at the next position. first [n] is the number of each block's first document
+    among all documents: document d of block b has number first[b] + d, also where it continues in the next block. None
+    where nobody needs it.
     """
 
     ids: Tensor
     documents: Tensor
-    positions: Tensor
     mask: Tensor
     first: Tensor | None = None
 
     def __len__(self) -> int:
         return self.ids.shape[0]
 
+    @property
+    def positions(self) -> Tensor:
+        """[n, S], from 0 in each document."""
+        places = torch.arange(self.ids.shape[1], device=self.ids.device)
+        begins = self.documents != self.documents.roll(1, 1)
+        begins[:, 0] = True
+        return places - (places * begins).cummax(1).values
+
+    @property
+    def scored(self) -> Tensor:
+        """The scored positions of each block [n]."""
+        return self.mask.sum(1)
+
     def take(self, index: Tensor | slice) -> Packed:
-        """The blocks at `index`."""
+        """The blocks at `index`; in memory, where these are mapped from a file."""
         first = None if self.first is None else self.first[index]
-        return Packed(self.ids[index], self.documents[index], self.positions[index], self.mask[index], first)
+        return Packed(self.ids[index], self.documents[index].int(), self.mask[index], first)
 
     def batches(self, size: int) -> list[Packed]:
         """The blocks in order, up to `size` of them at a time."""
@@ -66,7 +81,7 @@ class Packed:
 
     def tensors(self) -> dict[str, Tensor]:
         """As named tensors, for safetensors files; without `first`, which training does not read."""
-        return {"ids": self.ids, "documents": self.documents, "positions": self.positions, "mask": self.mask}
+        return {"ids": self.ids, "documents": self.documents, "mask": self.mask}
 
     def save(self, path: Path, numbered: bool = False) -> None:
         """Write a safetensors file; `numbered`: with `first`."""
@@ -79,19 +94,22 @@ class Packed:
         return cls(**load_file(str(path)))
 
 
-def pack(
-    sequences: Iterable[tuple[list[int], int]], block: int, split_long: bool, opening: Sequence[int] = ()
-) -> Packed:
+# The tokens of a sequence that are scored: all from an index on, or those of spans (first, behind the last).
+Scored = int | Sequence[tuple[int, int]]
+Text = tuple[Sequence[int] | Any, Scored]  # ids, a list or an array, and those that are scored
+
+
+def pack(sequences: Iterable[Text], block: int, split_long: bool, opening: Sequence[int] = ()) -> Packed:
     """Pack sequences, in the order given, into blocks of `block` positions.
 
-    Each sequence is (ids, first): its tokens from index `first` on (at least 1) are scored. With `split_long` a
-    sequence that does not fit continues in the next block as a new document, which begins with `opening` (a
-    text's bos); otherwise it moves there whole, and must be no longer than a block.
+    A sequence's first token is never scored. With `split_long` one that does not fit continues in the next block as a
+    new document, which begins with `opening` (a text's bos), and is scored from an index on; otherwise it moves there
+    whole, and must be no longer than a block.
     """
-    rows: list[list[tuple[list[int], int]]] = []
+    rows: list[list[Text]] = []
     begun = []  # the number of each row's first document
     room = 0
-    for number, (ids, first) in enumerate(sequence for sequence in sequences if sequence[0]):
+    for number, (ids, scored) in enumerate(sequence for sequence in sequences if len(sequence[0])):
         start = 0
         while start < len(ids):
             left = len(ids) - start
@@ -101,28 +119,81 @@ def pack(
                 begun.append(number)
                 room = block
             before = list(opening) if start else []
-            piece = [*before, *ids[start : start + room - len(before)]]
-            rows[-1].append((piece, len(before) + max(1, first - start)))
+            piece = [*before, *ids[start : start + room - len(before)]] if split_long else ids
+            rows[-1].append((piece, len(before) + max(1, scored - start) if isinstance(scored, int) else scored))
             room -= len(piece)
             start += len(piece) - len(before)
+    return pack_rows(rows, block, begun)
+
+
+def pack_rows(rows: Sequence[Sequence[Text]], block: int, first: Sequence[int]) -> Packed:
+    """Blocks of these sequences each, whole; `first` numbers the first of each."""
     n = len(rows)
-    packed = Packed(
-        torch.zeros(n, block, dtype=torch.int32),
-        torch.full((n, block), PADDING, dtype=torch.int32),
-        torch.zeros(n, block, dtype=torch.int32),
-        torch.zeros(n, block, dtype=torch.bool),
-        torch.tensor(begun, dtype=torch.int64),
-    )
+    ids = numpy.zeros((n, block), numpy.int32)
+    documents = numpy.full((n, block), PADDING, numpy.int32)
+    mask = numpy.zeros((n, block), bool)
     for index, row in enumerate(rows):
         at = 0
-        for document, (piece, first) in enumerate(row):
+        for document, (piece, scored) in enumerate(row):
             end = at + len(piece)
-            packed.ids[index, at:end] = torch.tensor(piece, dtype=torch.int32)
-            packed.documents[index, at:end] = document
-            packed.positions[index, at:end] = torch.arange(len(piece), dtype=torch.int32)
-            packed.mask[index, at + first - 1 : end - 1] = True
+            ids[index, at:end] = piece
+            documents[index, at:end] = document
+            for start, behind in [(scored, len(piece))] if isinstance(scored, int) else scored:
+                mask[index, at + max(1, start) - 1 : at + behind - 1] = True
             at = end
-    return packed
+    packed = Packed(torch.from_numpy(ids), torch.from_numpy(documents), torch.from_numpy(mask))
+    return replace(packed, first=torch.tensor(first, dtype=torch.int64))
+
+
+class Planned:
+    """Blocks of whole texts, packed where they are taken: `documents` numbers those of each block, `read` gives one,
+    whose scored tokens `counts` has; `scored` [n] as of Packed."""
+
+    def __init__(
+        self, documents: Sequence[range], read: Callable[[int], Text], block: int, counts: Sequence[int]
+    ) -> None:
+        self.documents, self._read, self._block = documents, read, block
+        self.scored = torch.tensor([sum(counts[own.start : own.stop]) for own in documents], dtype=torch.int64)
+
+    def __len__(self) -> int:
+        return len(self.documents)
+
+    def take(self, index: Tensor | slice) -> Packed:
+        """As of Packed."""
+        taken = [self.documents[number] for number in torch.arange(len(self))[index].tolist()]
+        return pack_rows([[*map(self._read, own)] for own in taken], self._block, [own.start for own in taken])
+
+
+class Stacked:
+    """The blocks of several, one after the other, read where they are taken."""
+
+    def __init__(self, parts: Sequence[Packed | Planned]) -> None:
+        self.parts = parts
+        self._starts = [*accumulate(map(len, parts), initial=0)]
+
+    def __len__(self) -> int:
+        return self._starts[-1]
+
+    @property
+    def scored(self) -> Tensor:
+        """As of Packed."""
+        return torch.cat([part.scored for part in self.parts])
+
+    def place(self, block: int) -> tuple[int, int]:
+        """The part that a block belongs to, and its number there."""
+        part = bisect_right(self._starts, block) - 1
+        return part, block - self._starts[part]
+
+    def take(self, index: Tensor | slice) -> Packed:
+        """As of Packed; the documents are not numbered."""
+        places = map(self.place, torch.arange(len(self))[index].tolist())
+        found = []
+        for part, own in groupby(places, key=lambda place: place[0]):
+            found.append(self.parts[part].take(torch.tensor([block for _, block in own])))
+        return concatenate([replace(one, first=None) for one in found or [self.parts[0].take(slice(0, 0))]])
+
+
+Blocks = Packed | Planned | Stacked
 
 
 def scored_documents(blocks: Packed) -> Iterator[tuple[int, int, Tensor]]:
@@ -132,19 +203,66 @@ def scored_documents(blocks: Packed) -> Iterator[tuple[int, int, Tensor]]:
             yield block, number, blocks.mask[block] & (blocks.documents[block] == number)
 
 
-def fitted_order(lengths: Sequence[int], block: int) -> list[int]:
-    """The order of whole sequences in which `pack` fills blocks nearly whole: the longest first, each into the fullest
-    block that still has room (best fit decreasing)."""
-    rooms: list[tuple[int, int]] = []  # of the blocks begun: positions left, number; ascending
+def fitted_rows(lengths: Sequence[int], block: int) -> list[list[int]]:
+    """Whole sequences in blocks that they fill nearly: the longest first, each into the fullest block that still has
+    room, of equal ones the first (best fit decreasing)."""
+    rooms: dict[int, list[int]] = {}  # the blocks begun, by the positions that are left, each list a heap
+    sizes: list[int] = []  # of rooms, ascending
     rows: list[list[int]] = []
-    for index in sorted(range(len(lengths)), key=lambda index: (-lengths[index], index)):
-        at = bisect_left(rooms, (lengths[index], 0))
-        room, row = rooms.pop(at) if at < len(rooms) else (block, len(rows))
+    order: list[int] = numpy.argsort(-numpy.asarray(lengths, int), kind="stable").tolist()
+    for index in order:
+        length = int(lengths[index])
+        at = bisect_left(sizes, length)
+        room, row = (sizes[at], heappop(rooms[sizes[at]])) if at < len(sizes) else (block, len(rows))
         if row == len(rows):
             rows.append([])
+        elif not rooms[room]:
+            del rooms[room], sizes[at]
         rows[row].append(index)
-        insort(rooms, (room - lengths[index], row))
-    return [index for row in rows for index in row]
+        if room - length not in rooms:
+            rooms[room - length] = []
+            insort(sizes, room - length)
+        heappush(rooms[room - length], row)
+    return rows
+
+
+Turn = tuple[Any, Any]  # the ids of a prompt and of its answer, lists or arrays
+
+
+def joined_turns(count: int, turn: Callable[[int], Turn]) -> list[list[int]]:
+    """Numbers of answers in their order, put together where the next one's prompt begins with all that came before, as
+    the turns of a conversation do whose template keeps what was said: the last one's text holds all of them."""
+    texts: list[list[int]] = []
+    before, answer = (), ()  # of the last one
+    for number in range(count):
+        prompt, following = turn(number)
+        end = len(before) + len(answer)
+        goes_on = len(answer) and end <= len(prompt) and numpy.array_equal(prompt[len(before) : end], answer)
+        if goes_on and numpy.array_equal(prompt[: len(before)], before):
+            texts[-1].append(number)
+        else:
+            texts.append([number])
+        before, answer = prompt, following
+    return texts
+
+
+def planned(turns: Callable[[int], Turn], count: int, block: int) -> tuple[Planned, list[list[int]]]:
+    """Blocks of `count` answers behind their prompts, which are not scored; and the numbers of the answers that each
+    document holds, in order."""
+    texts = joined_turns(count, turns)
+    lengths = [sum(map(len, turns(own[-1]))) for own in texts]
+    rows = fitted_rows(lengths, block)
+    ordered = [texts[one] for row in rows for one in row]
+
+    def read(number: int) -> Text:
+        parts = [turns(one) for one in ordered[number]]
+        spans = [(len(prompt), len(prompt) + len(answer)) for prompt, answer in parts]
+        return numpy.concatenate(parts[-1]), spans
+
+    ends = [*accumulate(map(len, rows), initial=0)]
+    numbers = [range(start, end) for start, end in pairwise(ends)]
+    counts = [sum(len(turns(one)[1]) - (not len(turns(one)[0])) for one in own) for own in ordered]
+    return Planned(numbers, read, block, counts), ordered
 
 
 def concatenate(parts: list[Packed]) -> Packed:

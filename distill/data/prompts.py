@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
@@ -153,13 +154,13 @@ def cut_prompts(
     seed: int,
     chat: ChatPrompts | None = None,
     weights: Mapping[str, float] | None = None,
-    taken: set[tuple[int, ...]] | None = None,
+    taken: set[bytes] | None = None,
     dropped: Counter[str] | None = None,
-) -> list[Sample]:
+) -> Iterator[Sample]:
     """At most `count` prompts: of exactly `tokens` ids each from texts, of any length from conversations.
 
-    One whose ids are in `taken`, where each is noted, is left out and counted in `dropped`, unless further questions to
-    learn from follow it.
+    One whose ids' digest is in `taken`, where each is noted, is left out and counted in `dropped`, unless further
+    questions to learn from follow it.
 
     All beginnings come before all second parts, and so on, each round in an order drawn from the seed, so that few
     prompts already cover many documents. A later part starts at a line, at least `stride` characters after the last.
@@ -180,26 +181,26 @@ def cut_prompts(
     candidates.sort(key=lambda candidate: candidate[:2])
     if weights is not None:
         candidates = _mixed(candidates, weights)
-    prompts: list[Sample] = []
-    taken = set() if taken is None else taken
+    found, taken = 0, set() if taken is None else taken
     for _, _, document, offset in candidates:
-        if len(prompts) == count:
+        if found == count:
             break
         if document.messages is not None:
             prompt = chat.prompt(document) if chat is not None else None
         else:
             ids = encode(document.text[offset : offset + tokens * CHARACTERS_PER_TOKEN])[:tokens]
-            own = Sample(f"{document.name}@{offset}", ids, [], document.split, document.source, document.label)
-            prompt = own if len(ids) == tokens else None
+            cut = Sample(f"{document.name}@{offset}", ids, [], document.split, document.source, document.label)
+            prompt = cut if len(ids) == tokens else None
         if prompt is None:
             continue
         goes_on = document.split == "train" and prompt.chat is not None and prompt.chat["turns"]
-        if tuple(prompt.prompt) in taken and not goes_on:
+        own = hashlib.sha256(array("i", prompt.prompt)).digest()
+        if own in taken and not goes_on:
             (Counter() if dropped is None else dropped)["prompts equal to another"] += 1
             continue
-        taken.add(tuple(prompt.prompt))
-        prompts.append(prompt)
-    return prompts
+        taken.add(own)
+        found += 1
+        yield prompt
 
 
 def _mixed(candidates: list[Candidate], weights: Mapping[str, float]) -> list[Candidate]:
@@ -289,7 +290,7 @@ def read_user_prompts(
             chats = ChatPrompts(ChatTemplate(tokenizer, chat), room, SEED)
         size = min(tokens, room)
         stride = 4 * (size + answer)
-        prompts = cut_prompts(documents, to_ids, count + others, size, stride, SEED, chats, dropped=dropped)
+        prompts = [*cut_prompts(documents, to_ids, count + others, size, stride, SEED, chats, dropped=dropped)]
     for reason, number in Counter({} if chats is None else chats.dropped).items():
         dropped[reason.replace("prompts too long for corpus.block", f"prompts of more than {room} tokens")] += number
     least += min(others, 2)

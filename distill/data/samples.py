@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import hashlib
 import json
+from bisect import bisect_right
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import zip_longest
+from itertools import accumulate, islice, zip_longest
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, overload
+
+import numpy
 
 from distill.errors import DataError
 from distill.files import write_atomically
@@ -88,11 +91,11 @@ def is_looping(ids: Sequence[int]) -> bool:
     return False
 
 
-def count_texts(texts: Iterable[tuple[str, Sequence[int]]]) -> dict[str, TextCount]:
-    """Texts and their tokens by label, from the label and the ids of each, in the order of their first."""
+def count_texts(labels: Iterable[str], lengths: Iterable[int]) -> dict[str, TextCount]:
+    """Texts and their tokens by label, from the label and the tokens of each, in the order of their first."""
     found: dict[str, list[int]] = {}
-    for label, ids in texts:
-        found.setdefault(label, []).append(len(ids))
+    for label, length in zip(labels, lengths, strict=True):
+        found.setdefault(label, []).append(int(length))
     return {label: TextCount(len(own), sum(own)) for label, own in found.items()}
 
 
@@ -122,26 +125,98 @@ def _schema() -> Any:
     return pyarrow.schema([(one.name, kinds.get(one.name, text)) for one in fields(Sample)])
 
 
+ROWS = 1024  # that are written at once
+
+
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:
-    """Write samples to a file, atomically; `chat` as JSON."""
-    import pyarrow.feather
+    """Write samples to a file, atomically, some rows in memory at a time; `chat` as JSON."""
+    import pyarrow
 
-    rows = [{**vars(one), "chat": one.chat and json.dumps(one.chat)} for one in samples]
-    table = pyarrow.Table.from_pylist(rows, _schema())
-    write_atomically(path, lambda temporary: pyarrow.feather.write_feather(table, str(temporary), "uncompressed"))
+    def write(temporary: Path) -> None:
+        left = iter(samples)
+        with pyarrow.ipc.new_file(str(temporary), _schema()) as file:
+            while some := [*islice(left, ROWS)]:
+                rows = [{**vars(one), "chat": one.chat and json.dumps(one.chat)} for one in some]
+                file.write_batch(pyarrow.RecordBatch.from_pylist(rows, _schema()))
+
+    write_atomically(path, write)
 
 
-def read_samples(path: Path, stage: str) -> list[Sample]:
+class Samples(Sequence[Sample]):
+    """Rows of mapped Arrow files, which are samples where they are looked at: nothing is kept in memory.
+
+    `order` [N] numbers the rows of all `batches`, one after the other; None: all of them.
+    """
+
+    def __init__(self, batches: Sequence[Any], order: Any = None) -> None:
+        self._batches = batches
+        self._starts = [0, *accumulate(map(len, batches))]
+        self._order = numpy.arange(self._starts[-1]) if order is None else order
+        self._flat: dict[int, list[tuple[Any, Any]]] = {}  # ids by batch: where each row's begin, and all
+
+    def _place(self, index: int) -> tuple[int, int]:
+        """The batch that holds a row, and its number there."""
+        number = int(self._order[index])
+        part = bisect_right(self._starts, number) - 1
+        return part, number - self._starts[part]
+
+    def __len__(self) -> int:
+        return len(self._order)
+
+    @overload
+    def __getitem__(self, index: int) -> Sample: ...
+    @overload
+    def __getitem__(self, index: slice) -> Samples: ...
+    def __getitem__(self, index: int | slice) -> Sample | Samples:
+        if isinstance(index, slice):
+            return Samples(self._batches, self._order[index])
+        part, number = self._place(index)
+        row = self._batches[part].slice(number, 1).to_pylist()[0]
+        return Sample(**{**row, "chat": row["chat"] and json.loads(row["chat"])})
+
+    def ids(self, index: int) -> tuple[Any, Any]:
+        """The ids of a row's prompt and answer, int32 as they lie in the file."""
+        part, row = self._place(index)
+        if part not in self._flat:
+            lists = (self._batches[part][name] for name in ("prompt", "answer"))
+            self._flat[part] = [(one.offsets.to_numpy(), one.values.to_numpy()) for one in lists]
+        (a, prompts), (b, answers) = self._flat[part]
+        return prompts[a[row] : a[row + 1]], answers[b[row] : b[row + 1]]
+
+    def take(self, index: Any) -> Samples:
+        """The rows that `index` numbers, or for which it is true."""
+        return Samples(self._batches, self._order[index])
+
+    def column(self, name: str) -> Any:
+        """A field of each row [N], as numpy has it; of a text its number of tokens."""
+        import pyarrow.compute
+
+        if not self._batches:
+            return numpy.empty(0, object)
+        parts = [batch[name] for batch in self._batches]
+        if name in ("prompt", "answer"):
+            parts = [pyarrow.compute.list_value_length(part) for part in parts]
+        found = [part.to_numpy(zero_copy_only=False) for part in parts]
+        return numpy.concatenate(found)[self._order]
+
+
+def joined_samples(parts: Sequence[Samples]) -> Samples:
+    """The rows of several, one after the other."""
+    starts = accumulate((part._starts[-1] for part in parts), initial=0)
+    orders = [part._order + start for part, start in zip(parts, starts, strict=False)]
+    return Samples([batch for part in parts for batch in part._batches], numpy.concatenate([*orders, []]).astype(int))
+
+
+def read_samples(path: Path, stage: str) -> Samples:
     """The samples in a file of a stage; raises DataError where it is damaged."""
     import pyarrow.feather
 
     try:
-        table = pyarrow.feather.read_table(path, memory_map=False)
+        table = pyarrow.feather.read_table(path, memory_map=True)
         table.validate(full=True)
         if table.schema != _schema():
             raise ValueError("it does not hold what this version writes")
-        rows = table.to_pylist()
-        return [Sample(**{**row, "chat": row["chat"] and json.loads(row["chat"])}) for row in rows]
+        return Samples(table.to_batches())
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         first = str(error).splitlines()[0][:200]
         raise DataError(f"{path} is damaged: {first}", _again(stage)) from None
@@ -151,24 +226,25 @@ def _again(stage: str) -> str:
     return f"make it again with `distill train RECIPE --redo {stage}`"
 
 
-def read_prompts(run: Run, split: Split) -> list[Sample]:
+def read_prompts(run: Run, split: Split) -> Samples:
     """The prompts of a split: held-out ones of served traffic first, with their answers, then those of stage `corpus`.
 
     Raises DataError when a file is damaged.
     """
     served = run.path("answers", f"prompts-{split}.arrow")
-    own = read_samples(served, "answers") if served.exists() else []
-    return own + read_samples(run.path("corpus", f"prompts-{split}.arrow"), "corpus")
+    own = [read_samples(served, "answers")] if served.exists() else []
+    return joined_samples([*own, read_samples(run.path("corpus", f"prompts-{split}.arrow"), "corpus")])
 
 
-def read_answers(run: Run, name: str, stage: str = "answers") -> list[Sample]:
+def read_answers(run: Run, name: str, stage: str = "answers") -> Samples:
     """All answers that a stage wrote into files called `name`, in prompt order, served ones last.
 
     Stage `answers` has those to `train` prompts. Raises DataError when a file is damaged.
     """
     paths = sorted(run.path(stage).glob(f"{name}-*.arrow"))
-    answers = [answer for path in paths for answer in read_samples(path, stage)]
-    return sorted(answers, key=lambda answer: (answer.number is None, answer.number or 0))
+    answers = joined_samples([read_samples(path, stage) for path in paths])
+    numbers = answers.column("number").astype(float)  # NaN, which comes last, where there is none
+    return answers.take(numpy.argsort(numbers, kind="stable"))
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:

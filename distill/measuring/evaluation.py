@@ -400,10 +400,10 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
     """
     device = pick_device(recipe.device)
     store, texts = TeacherStore(run, "test"), held_out(recipe, run, "test")
-    blocks = texts.blocks
-    if not torch.equal(store.packed.ids, blocks.ids):
+    blocks, stored = texts.blocks, store.packed.take(slice(None))
+    if not torch.equal(stored.ids, blocks.ids):
         raise DataError(f"{store.folder} holds other texts than those of this run", how_to_redo("test"))
-    blocks = replace(blocks, mask=store.packed.mask)  # without documents that could not be sent as text
+    blocks = replace(blocks, mask=stored.mask)  # without documents that could not be sent as text
     own = len(texts.own)
     domains = {"answers": range(own), **({"files": range(own, len(blocks))} if len(blocks) > own else {})}
     measured: dict[str, dict[str, Measured]] = {domain: {} for domain in domains}
@@ -413,10 +413,10 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
             measured[domain] |= sum_by_document(stored_values(store, blocks, index, name, draft))
         del draft  # one at a time in memory
     left_out = {f"answers ({reason})": count for reason, count in texts.dropped.items()}
-    unscored = texts.blocks.mask.sum() - store.packed.mask.sum()
+    unscored = texts.blocks.mask.sum() - blocks.mask.sum()
     if int(unscored):
         left_out["positions of documents that are read as other tokens when sent as text"] = int(unscored)
-    stored = StoredMeasures(
+    measures = StoredMeasures(
         source=_source(store.manifest.get("origin") or {}),
         temperature=1.0,
         entries=store.manifest["k"],
@@ -433,7 +433,7 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
     )
     classes = [answer.label for answer in texts.answers]
     options = EvaluationOptions(Sampler(), recipe.eval, run.command)
-    return as_report(measured, {}, options, len(classes), classes, stored)
+    return as_report(measured, {}, options, len(classes), classes, measures)
 
 
 def _source(origin: dict[str, Any]) -> str:
@@ -591,7 +591,7 @@ def evaluate_types(
     acceptance: bool,
 ) -> EvaluationReport:
     """The report of a run's target and trained draft in the grid's types, behind the run's test prompts."""
-    found = UserPrompts(read_prompts(run, "test")[: recipe.eval.prompts], [], {}, [])
+    found = UserPrompts([*read_prompts(run, "test")[: recipe.eval.prompts]], [], {}, [])
     written = None if run.outdated("export") else run.path("gguf")
     models = recipe.target.model, [str(run.path("draft"))]
     grid = Grid(*models, recipe.corpus.block, types, caches, written, threads, gguf)

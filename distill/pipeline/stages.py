@@ -97,6 +97,7 @@ def _held_out(split: str, settings: str) -> Stage:
         split,
         "target writer gguf",
         f"{OF_WRITER} {OF_TEACHER} {OF_TRAIN_ANSWERS} teacher.mass",
+        version=2,
     )
 
 
@@ -122,7 +123,7 @@ STAGES = (
         "corpus",
         "target sources",
         passing=("eval.", "speedup.", "cut.score_blocks", "train."),
-        version=4,
+        version=5,
     ),
     _stage(
         "answers",
@@ -146,6 +147,7 @@ STAGES = (
         OF_TEACHER,
         precious=True,
         together=True,
+        version=2,
     ),
     _stage(
         "table", "teacher.stage:table", "corpus.block", "answers:answers/train-* teacher:teacher/*", "table", "target"

@@ -146,11 +146,11 @@ def _positions(recipe: Recipe, run: Run) -> float:
     total = float(recipe.corpus.tokens)
     traffic, answers = recipe.answers.traffic, read_answers(run, "train")
     for served in (False, True):
-        lengths = [len(one.prompt) + len(one.answer) for one in answers if (one.source == SOURCE) == served]
+        lengths = (answers.column("prompt") + answers.column("answer"))[(answers.column("source") == SOURCE) == served]
         count = _prompts(recipe, run)
         if served:
             count = 0 if traffic is None else pin_of(Path(traffic))["lines"]
-        total += count * fmean(lengths) if lengths else 0
+        total += count * float(lengths.mean()) if len(lengths) else 0
     return total
 
 

@@ -7,11 +7,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from torch import Tensor
 
 from distill.data.packing import Packed, pack
-from distill.data.samples import Sample, read_answers
+from distill.data.samples import Sample, Samples, read_answers
 from distill.devices import pick_device
 from distill.engines.torch.described import empty_model, write_kept
 from distill.engines.torch.hugging_face import (
@@ -41,7 +42,7 @@ from distill.surgery.vocabulary import (
     smallest_size,
     transplant,
 )
-from distill.teacher.stage import packed_order
+from distill.teacher.stage import answer_blocks
 from distill.teacher.store import TeacherStore
 from distill.vocabulary.vocabulary import Vocabulary
 
@@ -174,12 +175,12 @@ def match_rows(model: Any, rows: int, real: int) -> list[Change]:
     return [Change("rows", before, size_of(model), details={"rows": rows, "donor_rows": present, "tokens": real})]
 
 
-def _own_blocks(recipe: Recipe, answers: list[Sample]) -> Packed:
+def _own_blocks(recipe: Recipe, answers: Sequence[Sample]) -> Packed:
     kept = ((a.prompt + a.answer, len(a.prompt)) for a in answers if not a.dropped)
     return pack(kept, recipe.corpus.block, split_long=False)
 
 
-def score_blocks(recipe: Recipe, run: Run, answers: list[Sample]) -> Packed:
+def score_blocks(recipe: Recipe, run: Run, answers: Sequence[Sample]) -> Packed:
     """The text on which neurons, layers and heads are scored and refitted: the target's first answers, packed; of few
     answers those on which no cut is compared."""
     text = Packed.load(run.path("corpus", "text-validation.safetensors"))
@@ -188,13 +189,13 @@ def score_blocks(recipe: Recipe, run: Run, answers: list[Sample]) -> Packed:
     return own if len(own) else text
 
 
-def compared_answers(answers: list[Sample]) -> int:
+def compared_answers(answers: Sequence[Sample]) -> int:
     """How many of the last answers cuts may be compared on, where there is no validation text: half of them, because a
     cut fits those that it was made from."""
     return max(1, len(answers) // 2)
 
 
-def comparison_blocks(recipe: Recipe, run: Run, answers: list[Sample]) -> Packed:
+def comparison_blocks(recipe: Recipe, run: Run, answers: Sequence[Sample]) -> Packed:
     """The text on which cuts are compared: that of the validation split, or the target's last answers where the corpus
     has questions alone. DataError where there is neither."""
     text = Packed.load(run.path("corpus", "text-validation.safetensors"))
@@ -208,7 +209,7 @@ APART = 4  # of so many blocks of answers one measures what a trimmed head holds
 
 
 def choose_head(
-    recipe: Recipe, run: Run, model: Any, vocabulary: int, answers: list[Sample]
+    recipe: Recipe, run: Run, model: Any, vocabulary: int, answers: Samples
 ) -> tuple[list[int], dict[str, Any], Change]:
     """Choose the kept tokens by the target's own text and its distributions there; the model itself stays whole.
 
@@ -218,12 +219,13 @@ def choose_head(
     assert share is not None
     tokens = Vocabulary.read(text_folder(recipe.target.model))
     forced = [index for index in always_kept(tokens) if index < vocabulary]
-    ordered = packed_order([one for one in answers if not one.dropped], recipe)
-    own = _own_blocks(recipe, ordered)  # the first ones of the teacher's store
+    learnt = answers.take(answers.column("dropped") == "")
+    own, texts = answer_blocks(learnt, recipe)  # the first blocks of the teacher's store
     apart = range(1, len(own), APART)
-    held = {own.number(block, place) for block in apart for place in range(int(own.documents[block].max()) + 1)}
-    counts = count_tokens([one for number, one in enumerate(ordered) if number not in held], vocabulary)
-    measured = count_tokens([ordered[number] for number in sorted(held)], vocabulary) if held else counts
+    held = [one for block in apart for document in own.documents[block] for one in texts[document]]
+    rest = numpy.setdiff1d(numpy.arange(len(learnt)), held)
+    counts = count_tokens(learnt.take(rest), vocabulary)
+    measured = count_tokens(learnt.take(held), vocabulary) if held else counts
     stored = recipe.teacher.kind != "online"  # an online teacher stores no distributions
     expected = expected_shares(TeacherStore(run), pick_device(recipe.device), apart) if stored else None
     order = rank_tokens(counts, forced, expected)

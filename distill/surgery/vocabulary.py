@@ -193,10 +193,11 @@ Shares = NDArray[numpy.float64]
 
 def count_tokens(answers: Sequence[Sample], vocabulary: int) -> dict[str, Counts]:
     """Counts [V] of the tokens that the target wrote, by domain; DataError where it wrote none."""
-    tokens: dict[str, list[int]] = {}
+    tokens: dict[str, list[Any]] = {}
     for answer in answers:
-        tokens.setdefault(answer.source or "answers", []).extend(answer.answer)
-    counts = {domain: numpy.bincount(ids, minlength=vocabulary) for domain, ids in tokens.items() if ids}
+        tokens.setdefault(answer.source or "answers", []).append(numpy.asarray(answer.answer, numpy.int32))
+    counts = {domain: numpy.bincount(numpy.concatenate(ids), minlength=vocabulary) for domain, ids in tokens.items()}
+    counts = {domain: found for domain, found in counts.items() if found.any()}
     if not counts:
         raise DataError("there are no target-written tokens to count", "raise answers.prompts, or leave cut.trim out")
     return counts
@@ -220,7 +221,7 @@ def expected_shares(teacher: TeacherSource, device: torch.device, apart: Contain
     A token that few answers would hold has its share here before it was ever written. Entries that a compact store
     does not name have none.
     """
-    scored = teacher.packed.mask.sum(-1)
+    scored = teacher.packed.scored
     scored *= torch.tensor([block not in apart for block in range(teacher.blocks)])
     step = max(1, math.ceil(int(scored.sum()) / EXPECTED_AT))
     total = torch.zeros(teacher.vocabulary, dtype=torch.float64)

@@ -18,6 +18,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from distill.data.chat_template import ChatTemplate, next_prompt
 from distill.data.samples import (
     TEXT_FAULTS,
@@ -25,6 +27,7 @@ from distill.data.samples import (
     Reply,
     Request,
     Sample,
+    Samples,
     count_texts,
     decoded,
     fault_of,
@@ -45,7 +48,7 @@ from distill.run import Run
 from distill.teacher.endpoint import Endpoint
 from distill.teacher.stage import write_store
 from distill.teacher.store import ANSWERS, Split, held_out, served_answers, sizes, target_metadata
-from distill.teacher.writers import GgufWriter, ServerWriter, TorchWriter, require_gguf
+from distill.teacher.writers import MAX_FAULTS, GgufWriter, ServerWriter, TorchWriter, require_gguf
 
 # ── Groups of prompts: a file of answers each, and the journal of a group that is being written ──
 # Groups are a pure function of the prompts, so the files do not depend on the order of replies, on kills or on the
@@ -143,10 +146,10 @@ class Conversation:
 
 @dataclass
 class Group:
-    """Prompts whose answers make one file."""
+    """Prompts whose answers make one file, by their numbers in the list of all; `conversations` while it is open."""
 
     path: Path
-    prompts: list[tuple[int, Sample]]
+    numbers: list[int]
     conversations: list[Conversation] = field(default_factory=list)
 
     @property
@@ -176,6 +179,7 @@ class Group:
             return
         write_samples(self.path, (answer for one in self.conversations for answer in one.answers))
         self.journal.unlink(missing_ok=True)
+        self.conversations = []
 
 
 def groups_of(prompts: Sequence[Sample], size: int, folder: Path, name: str = "train") -> list[Group]:
@@ -183,11 +187,10 @@ def groups_of(prompts: Sequence[Sample], size: int, folder: Path, name: str = "t
 
     The longest also take the most memory: where it does not suffice, that shows at once.
     """
-    order = sorted(range(len(prompts)), key=lambda number: (-len(prompts[number].prompt), number))
+    lengths = prompts.column("prompt") if isinstance(prompts, Samples) else [len(one.prompt) for one in prompts]
+    order: list[int] = numpy.argsort(-numpy.asarray(lengths, int), kind="stable").tolist()
     return [
-        Group(
-            folder / f"{name}-{group:05d}.arrow", [(number, prompts[number]) for number in order[start : start + size]]
-        )
+        Group(folder / f"{name}-{group:05d}.arrow", order[start : start + size])
         for group, start in enumerate(range(0, len(order), size))
     ]
 
@@ -195,7 +198,7 @@ def groups_of(prompts: Sequence[Sample], size: int, folder: Path, name: str = "t
 def write_answers(
     recipe: Recipe,
     run: Run,
-    prompts: list[Sample],
+    prompts: Sequence[Sample],
     rules: AnswerRules,
     share: tuple[int, int],
     stage: str = "answers",
@@ -219,24 +222,34 @@ def write_answers(
     if len(missing) < len(mine):
         run.say(f"  resuming: {len(mine) - len(missing)} of {len(mine)} groups{whose} exist")
     if missing:
-        _GroupWriter(recipe, run, rules, f"{what}{whose}", mine).write(missing)
+        _GroupWriter(recipe, run, rules, f"{what}{whose}", prompts, mine).write(missing)
     return len(groups)
 
 
 class _GroupWriter:
     """Writes groups: asks for the conversations' answers, and keeps those that got no reply until the end."""
 
-    def __init__(self, recipe: Recipe, run: Run, rules: AnswerRules, what: str, groups: Sequence[Group]) -> None:
-        self.run, self.rules, self.what = run, rules, what
+    def __init__(
+        self,
+        recipe: Recipe,
+        run: Run,
+        rules: AnswerRules,
+        what: str,
+        prompts: Sequence[Sample],
+        groups: Sequence[Group],
+    ) -> None:
+        self.run, self.rules, self.what, self.prompts = run, rules, what, prompts
         self.writer = open_writer(recipe)
+        if isinstance(self.writer, ServerWriter):
+            self.writer.endpoint.require_same(groups[0].path.parent)
         self.allowed = 0.0 if recipe.answers.writer is None else recipe.answers.writer.missing
-        self.total = sum(len(group.prompts) for group in groups)
+        self.total = sum(len(group.numbers) for group in groups)
         self.unanswered: list[tuple[Conversation, Reply]] = []
         self.tokens, self.started = 0, time.monotonic()
 
     def write(self, missing: list[Group]) -> None:
         """Write the missing groups: all at once where each reply stands for itself, else one after the other."""
-        done = self.total - sum(len(group.prompts) for group in missing)
+        done = self.total - sum(len(group.numbers) for group in missing)
         self.progress = Progress(self.what, self.total, done, self.writer.together)
         try:
             for part in [missing] if self.writer.by_prompt else [[group] for group in missing]:
@@ -247,24 +260,30 @@ class _GroupWriter:
                 self.run.say(f"  {self.what.partition(',')[0]}: {line}")
 
     def _write(self, groups: Sequence[Group]) -> None:
-        """Ask for everything that the journals of the groups lack, and write each group with its last reply."""
+        """Ask for everything that the journals of the groups lack, and write each group with its last reply; a group is
+        opened, and its prompts are read, once the requests of those before it do not suffice."""
         waiting: deque[Request] = deque()
         pending: dict[str, Conversation] = {}
+        unopened = deque(groups)
 
         def ask(conversation: Conversation) -> None:
             if conversation.request is not None:
                 waiting.append(conversation.request)
                 pending[conversation.request.id] = conversation
 
-        for group in groups:
-            known = group.known() if self.writer.by_prompt else {}
-            group.conversations = [Conversation(number, prompt, group) for number, prompt in group.prompts]
-            for conversation in group.conversations:
-                conversation.begin(self.rules, known)
-                ask(conversation)
-            if done := sum(one.request is None for one in group.conversations):
-                self.progress.step(done)
-            group.finish()
+        def open_next() -> None:
+            while unopened and len(waiting) < self.writer.together + MAX_FAULTS:  # replies that a writer holds back
+                group = unopened.popleft()
+                known = group.known() if self.writer.by_prompt else {}
+                group.conversations = [Conversation(one, self.prompts[one], group) for one in group.numbers]
+                for conversation in group.conversations:
+                    conversation.begin(self.rules, known)
+                    ask(conversation)
+                if done := sum(one.request is None for one in group.conversations):
+                    self.progress.step(done)
+                group.finish()
+
+        open_next()
         with closing(self.writer.write(waiting)) as replies:
             for reply in replies:
                 conversation = pending.pop(reply.id)
@@ -275,6 +294,7 @@ class _GroupWriter:
                     conversation.group.note(reply)
                 self._take(conversation, reply)
                 ask(conversation)
+                open_next()
 
     def _take(self, conversation: Conversation, reply: Reply) -> None:
         self.tokens += len(reply.ids)
@@ -344,7 +364,7 @@ def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
     groups = 0
     if recipe.answers.prompts != 0:
         prompts = read_prompts(run, "train")
-        turns = any(prompt.chat and prompt.chat["turns"] for prompt in prompts)
+        turns = any(chat and json.loads(chat)["turns"] for chat in prompts.column("chat"))
         rules = rules_of(recipe, tokenizer, ChatTemplate(tokenizer, recipe.chat) if turns else None)
         groups = write_answers(recipe, run, prompts, rules, share)
     barrier()
@@ -360,7 +380,8 @@ def _learn_again(recipe: Recipe, run: Run) -> None:
     if parent is None or path.exists():
         return
     before = Run(run.folder.parent / parent["run"], recipe)
-    old = [one for one in read_answers(before, "train") if one.source == SOURCE and not one.dropped]
+    every = read_answers(before, "train")
+    old = every.take((every.column("source") == SOURCE) & (every.column("dropped") == ""))
     fresh = len(read_answers(run, "train-traffic"))
     kept = random.Random(recipe.seed).sample(old, min(len(old), fresh))
     write_samples(path, kept)
@@ -370,13 +391,14 @@ def _learn_again(recipe: Recipe, run: Run) -> None:
 def _write_manifest(recipe: Recipe, run: Run, groups: int) -> None:
     """Write manifest.json with the target, the sampler and counts of answers."""
     answers = read_answers(run, "train")
-    dropped = Counter(one.dropped for one in answers if one.dropped)
+    reasons = answers.column("dropped")
+    dropped = Counter(reasons[reasons != ""])
     if answers and dropped.total() == len(answers):
         raise DataError(
             f"all {len(answers)} answers of the target were dropped: {listed(dropped, ' × ')}",
             "correct what wrote them (answers, sampler, chat) and run again with --redo answers",
         )
-    found = _counted(recipe, answers, [one for one in answers if not one.dropped], dict(sorted(dropped.items())))
+    found = _counted(recipe, answers, answers.take(reasons == ""), dict(sorted(dropped.items())))
     few = 2 * dropped.total() > len(answers)
     said = f"{_said(found)}, {found.not_ended} of them cut short by a limit"
     run.say(f"  {'warning: most were dropped: ' if few else ''}{said}", warning=few)
@@ -384,17 +406,16 @@ def _write_manifest(recipe: Recipe, run: Run, groups: int) -> None:
     write_json(run.path("answers", "manifest.json"), manifest | asdict(found))
 
 
-def _counted(
-    recipe: Recipe, answers: Sequence[Sample], learnt: Sequence[Sample], dropped: dict[str, int]
-) -> AnswerTexts:
+def _counted(recipe: Recipe, answers: Samples, learnt: Samples, dropped: dict[str, int]) -> AnswerTexts:
     """The counts of answers, by class of those that are learnt from or measured."""
+    written = numpy.isin(answers.column("dropped"), ("", "truncated", *TEXT_FAULTS))
     return AnswerTexts(
         answers=len(answers),
-        answer_tokens=sum(len(one.answer) for one in answers),
-        not_ended=sum(not one.ended and one.dropped in ("", "truncated", *TEXT_FAULTS) for one in answers),
+        answer_tokens=int(answers.column("answer").sum()),
+        not_ended=int((written & ~answers.column("ended").astype(bool)).sum()),
         writer=writer_kind(recipe),
         dropped=dropped,
-        by_class=count_texts((one.label, one.answer) for one in learnt),
+        by_class=count_texts(learnt.column("label"), learnt.column("answer")),
     )
 
 
@@ -415,7 +436,7 @@ def _hold_out(recipe: Recipe, run: Run, split: Split) -> list[Path]:
     One process does it. Without a writer, served answers are all there are.
     """
     count, new_tokens, _ = sizes(recipe, split)
-    served = {one.id for one in served_answers(run, split)}
+    served = {*served_answers(run, split).column("id")}
     left = 0 if recipe.answers.writer is None else max(0, count - len(served))
     prompts = [prompt for prompt in read_prompts(run, split) if prompt.id not in served][:left]
     if prompts:

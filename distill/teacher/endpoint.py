@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import itertools
+import json
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel
 
 from distill.data.samples import listed
 from distill.errors import EndpointError
+from distill.files import read_json, write_json
 from distill.http import (
     KEYLESS,
     Form,
@@ -31,10 +35,17 @@ ABSENT = (404, 405)  # statuses of an address that is not there
 
 
 class ModelEntry(BaseModel):
-    """A model that a server lists; vLLM tells its context."""
+    """A model that a server lists; vLLM tells its context and where it comes from, llama-server its size."""
 
     id: str
     max_model_len: int | None = None
+    root: str | None = None
+    meta: dict[str, Any] | None = None
+
+    @property
+    def identity(self) -> list[Any]:
+        """What tells it from another model."""
+        return [self.id, self.root, *((self.meta or {}).get(name) for name in ("n_params", "size"))]
 
 
 class Models(BaseModel):
@@ -49,6 +60,32 @@ class FromModel(BaseModel):
     model: str | None = None
 
 
+FIRST, WINDOW, GROWTH = 8, 32, 1.1  # requests at once; replies that are timed at least; of the throughput
+
+
+class Rising:
+    """How many requests are under way at once: 8 at first, then twice as many as long as that raises the tokens per
+    second by a tenth, `most` at most. Replies to requests of the number before are not timed."""
+
+    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self.count, self.most, self._clock = min(FIRST, most), most, clock
+        self._best, self._replies, self._tokens, self._began = 0.0, 0, 0, 0.0
+
+    def note(self, tokens: int) -> None:
+        """A reply of so many tokens came."""
+        if self.most == self.count:
+            return
+        self._replies, self._tokens = self._replies + 1, self._tokens + tokens
+        if self._replies == self.count:
+            self._tokens, self._began = 0, self._clock()
+        elif self._replies >= self.count + max(WINDOW, 2 * self.count):
+            rate = self._tokens / max(1e-9, self._clock() - self._began)
+            if rate < GROWTH * self._best:
+                self.most = self.count = self.count // 2
+            else:
+                self._best, self._replies, self.count = rate, 0, min(2 * self.count, self.most)
+
+
 class Endpoint:
     """The servers of a recipe's section, such as `answers.writer`, which messages name. Threads may share it.
 
@@ -59,6 +96,8 @@ class Endpoint:
     def __init__(self, settings: Servers, section: str) -> None:
         self.settings, self.section = settings, section
         self.requests = 0
+        self.rising = Rising(settings.concurrency)
+        self.identities: list[list[Any]] = []  # of the servers' models, once `served` has asked
         self.counts: Counter[str] = Counter()
         self._turns = itertools.count()
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -126,13 +165,21 @@ class Endpoint:
             )
         return Refused(f"status {status}", message)
 
-    def stream(self, ask: Callable[[Item], Result], waiting: deque[Item]) -> Generator[Result, None, None]:
-        """ask(item) of each item that waits, `concurrency` at a time, as of `at_once`."""
-        return at_once(ask, waiting, self.settings.concurrency, self._closed.set)
+    def stream(
+        self, ask: Callable[[Item], Result], waiting: deque[Item], tokens: Callable[[Result], int]
+    ) -> Generator[Result, None, None]:
+        """ask(item) of each item that waits, as of `at_once`, as many at a time as `rising` says of their tokens."""
+        with closing(at_once(ask, waiting, lambda: self.rising.count, self._closed.set)) as replies:
+            for reply in replies:
+                self.rising.note(tokens(reply))
+                yield reply
 
-    def each(self, ask: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
+    def each(self, ask: Callable[[Item], Result], items: Sequence[Item], tokens: Callable[[Item], int]) -> list[Result]:
         """ask(item) of each item, in their order; the first error ends all."""
-        with closing(self.stream(lambda at: (at, ask(items[at])), deque(range(len(items))))) as replies:
+        waiting = deque(range(len(items)))
+        with closing(
+            self.stream(lambda at: (at, ask(items[at])), waiting, lambda one: tokens(items[one[0]]))
+        ) as replies:
             results = dict(replies)
         return [results[at] for at in range(len(items))]
 
@@ -152,6 +199,7 @@ class Endpoint:
         served, model = [], self.settings.model
         for url in self.settings.urls:
             listing = self._models(url)
+            self.identities += [one.identity for one in listing or () if model in (None, one.id)]
             models = {one.id: one.max_model_len for one in listing or ()}
             if listing is None and model is not None:
                 models = {model: None}
@@ -169,6 +217,19 @@ class Endpoint:
                 f"all must hold the same target under one name; name it: {self.section}.model",
             )
         return served
+
+    def require_same(self, folder: Path) -> None:
+        """Note in a stage's folder which model the servers have; EndpointError where what is there is another's."""
+        path, found = folder / ".served.json", sorted({json.dumps(one) for one in self.identities})
+        known: list[str] = read_json(path, [str]) if path.exists() else []
+        if not known and found:
+            write_json(path, found)
+        elif not {*found} <= {*known}:
+            raise EndpointError(
+                f"{self.section}.urls serve {', '.join(found)}, and what is in {folder} comes from {', '.join(known)} "
+                "(name, origin, parameters, bytes)",
+                f"serve that model again; for the same weights by another name delete {path}; or --redo {folder.name}",
+            )
 
     def _models(self, url: str) -> list[ModelEntry] | None:
         """The models that a server lists; None where it lists none."""

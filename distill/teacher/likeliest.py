@@ -214,17 +214,17 @@ class ServerReader:
 
     def __call__(self, blocks: Packed, k: int) -> Entries:
         """As of ModelReader."""
-        parts = self.endpoint.each(lambda document: self._read(document, k), listed_documents(blocks))
+        parts = self.endpoint.each(
+            lambda document: self._read(document, k), listed_documents(blocks), lambda document: len(document.ids)
+        )
         return joined(parts, k)
 
-    def announcement(self, blocks: Packed) -> str:
+    def announcement(self, scored: int) -> str:
         """What the servers will be asked for, to print before the first request."""
-        documents = listed_documents(blocks)
-        tokens = sum(len(document.ids) for document in documents)
-        size = tokens * self.largest_request * BYTES_PER_ENTRY
+        size = scored * self.largest_request * BYTES_PER_ENTRY
         return (
-            f"distributions of {self.settings.model} at temperature 1 from {len(self.settings.urls)} server(s): "
-            f"{len(documents)} documents of {tokens} tokens, at most {size / 1e6:.0f} MB of replies; train at "
+            f"distributions of {self.settings.model} at temperature 1 from {len(self.settings.urls)} server(s) at "
+            f"{scored} positions, about {size / 1e6:.0f} MB of replies and those of the prompts; train at "
             "temperature 1, the evaluation uses the served sampler"
         )
 
@@ -319,18 +319,18 @@ class ServerReader:
 Reader = ModelReader | GgufReader | ServerReader
 
 
-def open_reader(recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, opened: ExitStack) -> Reader:
-    """The target as the recipe's teacher reads it."""
+def open_reader(recipe: Recipe, run: Run, scored: int, vocabulary: int, opened: ExitStack) -> Reader:
+    """The target as the recipe's teacher reads it, at so many positions."""
     settings = recipe.teacher
     if settings.gguf is not None:
         run.say(f"  distributions from {settings.gguf}")
         options = recipe.gguf_options("target")
-        return GgufReader(settings.gguf, recipe.target.model, blocks.ids.shape[1], vocabulary, options)
+        return GgufReader(settings.gguf, recipe.target.model, recipe.corpus.block, vocabulary, options)
     if settings.server is None:
         return ModelReader(load_target(recipe.target, pick_device(recipe.device)), vocabulary)
     reader = ServerReader(recipe)
     opened.callback(lambda: run.say(f"  server: {reader.endpoint.summary()}"))
-    run.say(f"  {reader.announcement(blocks)}")
+    run.say(f"  {reader.announcement(scored)}")
     return reader
 
 
@@ -352,15 +352,9 @@ def check_teacher(recipe: Recipe, offline: bool) -> list[str]:
 
 
 def compact_distributions(reader: Reader, blocks: Packed, k: int) -> dict[str, Tensor]:
-    """top_ids, top_log_probabilities [n, S, K] and log_tails [n, S, 1]; zeros where the mask scores nothing."""
+    """top_ids, top_log_probabilities [N, K] and log_tails [N] of the scored positions."""
     ids, probabilities, tail = reader(blocks, k)
-    shape = blocks.mask.shape
-    top_ids = torch.zeros(*shape, k, dtype=torch.int32)
-    logs = torch.zeros(*shape, k, dtype=torch.float16)
-    tails = torch.zeros(*shape, 1)
-    top_ids[blocks.mask], logs[blocks.mask] = ids, probabilities.half()
-    tails[blocks.mask] = tail.unsqueeze(-1)
-    return {"top_ids": top_ids, "top_log_probabilities": logs, "log_tails": tails}
+    return {"top_ids": ids.to(torch.int32), "top_log_probabilities": probabilities.half(), "log_tails": tail.float()}
 
 
 def mean_masses(reader: Reader, blocks: Packed, k: int) -> Tensor:

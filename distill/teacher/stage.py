@@ -20,8 +20,8 @@ import numpy
 import torch
 from torch import Tensor
 
-from distill.data.packing import Packed, concatenate, fitted_order, hidden_states, pack
-from distill.data.samples import Sample, decoded, read_answers
+from distill.data.packing import Blocks, Packed, Planned, Stacked, planned, scored_states
+from distill.data.samples import Sample, Samples, decoded, read_answers
 from distill.decoding.ngrams import ORDER, Expected, NGramTable, count_ngrams, write_table
 from distill.devices import barrier, doubled, pick_device, process_count, process_index, share_of
 from distill.engines.server_commands import IK_INSERTED, suffix_depth
@@ -32,11 +32,12 @@ from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.run import Run
 from distill.teacher.distributions import Head, require_head
-from distill.teacher.likeliest import Reader, compact_distributions, mean_masses, open_reader
+from distill.teacher.likeliest import Reader, ServerReader, compact_distributions, mean_masses, open_reader
 from distill.teacher.store import (
     FORMAT,
+    PACKED_BYTES,
     TeacherStore,
-    bytes_per_position,
+    bytes_per_row,
     head_path,
     how_to_redo,
     read_manifest,
@@ -50,24 +51,28 @@ from distill.teacher.store import (
 Distributions = Callable[[Packed], dict[str, Tensor]]
 
 
-def training_blocks(recipe: Recipe, run: Run) -> tuple[Packed, int]:
+def training_blocks(recipe: Recipe, run: Run) -> tuple[Blocks, int]:
     """The blocks that the draft learns from: the target's answers (prompts masked), then the corpus text; and the
     scored positions of the answers."""
-    texts = [(one.prompt + one.answer, len(one.prompt)) for one in packed_order(learnt_answers(run), recipe)]
-    own = pack(texts, recipe.corpus.block, split_long=False)
+    own = answer_blocks(learnt_answers(run), recipe)[0]
     text = Packed.load(run.path("corpus", "text-train.safetensors"))
-    return concatenate([part for part in (own, text) if len(part)]), int(own.mask.sum())
+    return Stacked([own, text]), int(own.scored.sum())
 
 
-def learnt_answers(run: Run) -> list[Sample]:
+def learnt_answers(run: Run) -> Samples:
     """The answers that training learns from, never held-out ones; at least one."""
-    return [answer for answer in read_answers(run, "train") if not answer.dropped]
+    answers = read_answers(run, "train")
+    return answers.take(answers.column("dropped") == "")
 
 
-def packed_order(answers: Sequence[Sample], recipe: Recipe) -> list[Sample]:
+def answer_blocks(answers: Samples, recipe: Recipe) -> tuple[Planned, list[list[int]]]:
+    """Answers in the blocks in which they are learnt from; and the numbers of those that each document holds."""
+    return planned(answers.ids, len(answers), recipe.corpus.block)
+
+
+def packed_order(answers: Samples, recipe: Recipe) -> Samples:
     """The answers in the order in which blocks hold them."""
-    lengths = [len(one.prompt) + len(one.answer) for one in answers]
-    return [answers[index] for index in fitted_order(lengths, recipe.corpus.block)]
+    return answers.take([*chain.from_iterable(answer_blocks(answers, recipe)[1])])
 
 
 def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:
@@ -84,7 +89,7 @@ def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
 def write_store(
     recipe: Recipe,
     run: Run,
-    blocks: Packed,
+    blocks: Blocks,
     share: tuple[int, int],
     stage: str = "teacher",
     all_entries: bool = False,
@@ -98,21 +103,21 @@ def write_store(
     main, settings, folder = share[0] == 0, recipe.teacher, run.path(stage)
     config = load_config(recipe.target.model)
     vocabulary = real_tokens(config.get_text_config(), load_tokenizer(recipe.target.model))
-    size = settings.shard_blocks
+    size, scored = settings.shard_blocks, int(blocks.scored.sum())
     parts = [(shard_path(folder, at // size), slice(at, at + size)) for at in range(0, len(blocks), size)]
     mine = share_of(parts, share, "teacher shards", "teacher.shard_blocks")
     # A server is sent a whole shard at once, so that it always has requests waiting.
     batch = settings.batch if settings.server is None else size
     with ExitStack() as opened:
-        metadata, distributions = _maker(recipe, run, blocks, vocabulary, main, all_entries, opened)
+        metadata, distributions = _maker(recipe, run, blocks, vocabulary, main, all_entries, opened, folder)
         if main:
             hidden = config.get_text_config().hidden_size
-            each = bytes_per_position(settings, hidden, recipe.target.dtype, metadata.get("k"))
-            given = int(blocks.mask.sum()) - answers
-            mixed = f", {given} of them of given text" if answers and given else ""
+            each = bytes_per_row(settings, hidden, recipe.target.dtype, metadata.get("k"))
+            mixed = f", {scored - answers} of them of given text" if answers and scored > answers else ""
+            taken = scored * each + len(blocks) * recipe.corpus.block * PACKED_BYTES
             run.say(
-                f"  {int(blocks.mask.sum())} scored positions in {len(blocks)} blocks{mixed}; the store takes "
-                f"{blocks.ids.numel() * each / 1e6:.0f} MB in {len(parts)} shards"
+                f"  {scored} scored positions in {len(blocks)} blocks{mixed}; the store takes {taken / 1e6:.0f} MB in "
+                f"{len(parts)} shards"
             )
         progress = Progress(f"{stage}, shards" + (f" of process {share[0]}" if share[1] > 1 else ""), len(mine))
         for path, part in mine:
@@ -134,8 +139,8 @@ def write_store(
                 "vocabulary": vocabulary,
                 **target_metadata(recipe),
                 "sampler": read_json(run.path("answers", "manifest.json"), {"sampler": dict})["sampler"],
-                "shard_blocks": [len(blocks.ids[part]) for _, part in parts],
-                "scored_positions": int(blocks.mask.sum()),
+                "shard_blocks": [len(range(len(blocks))[part]) for _, part in parts],
+                "scored_positions": scored,
                 "answer_positions": answers,
             }
             write_json(folder / "manifest.json", manifest)
@@ -143,7 +148,14 @@ def write_store(
 
 
 def _maker(
-    recipe: Recipe, run: Run, blocks: Packed, vocabulary: int, main: bool, all_entries: bool, opened: ExitStack
+    recipe: Recipe,
+    run: Run,
+    blocks: Blocks,
+    vocabulary: int,
+    main: bool,
+    all_entries: bool,
+    opened: ExitStack,
+    folder: Path,
 ) -> tuple[dict[str, Any], Distributions]:
     """The manifest's entries for a kind of store, and the function from blocks to the tensors of their shard."""
     settings = recipe.teacher
@@ -152,16 +164,18 @@ def _maker(
     if settings.kind == "exact":
         model = load_target(recipe.target, pick_device(recipe.device))
         head = Head.of(model, vocabulary)
-        require_head(model, head, blocks)
-        path = head_path(run.path("teacher"))
+        require_head(model, head, blocks.take(slice(0, 1)))
+        path = head_path(folder)
         if main and not path.exists():
             tensors = {"weight": head.weight} | ({} if head.bias is None else {"bias": head.bias})
             save_shard(path, {name: value.cpu().clone() for name, value in tensors.items()})
         dtype = recipe.target.dtype
         metadata: dict[str, Any] = {"hidden_dtype": dtype, "logit_form": asdict(head.form)}
         return metadata, lambda part: exact_distributions(model, part, DTYPES[dtype])
-    reader = open_reader(recipe, run, blocks, vocabulary, opened)
+    reader = open_reader(recipe, run, int(blocks.scored.sum()), vocabulary, opened)
     opened.callback(reader.close)
+    if isinstance(reader, ServerReader):
+        reader.endpoint.require_same(folder)
     k = min(settings.top_k, vocabulary - 1)
     mass = None if all_entries else settings.mass
     if mass is not None:
@@ -174,6 +188,7 @@ def shard_tensors(blocks: Packed, distributions: Distributions, batch: int) -> d
     """The tensors of one shard: its blocks and the target's distributions on them, made `batch` blocks at a time."""
     parts = [distributions(part) for part in blocks.batches(batch)]
     tensors = blocks.tensors() | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+    tensors["rows"] = torch.cat([torch.zeros(1, dtype=torch.int64), blocks.scored.cumsum(0)])
     if blocks.documents.shape[1] <= torch.iinfo(torch.int16).max:
         tensors["documents"] = blocks.documents.to(torch.int16)
     return {name: value.contiguous() for name, value in tensors.items()}
@@ -181,9 +196,8 @@ def shard_tensors(blocks: Packed, distributions: Distributions, batch: int) -> d
 
 @torch.no_grad()
 def exact_distributions(model: Any, blocks: Packed, dtype: torch.dtype) -> dict[str, Tensor]:
-    """hidden [n, S, H] in `dtype`; raises DataError where that type cannot hold them."""
-    scored = blocks.mask.unsqueeze(-1)
-    hidden = hidden_states(model, blocks).cpu().masked_fill(~scored, 0).to(dtype)
+    """hidden [N, H] in `dtype`; raises DataError where that type cannot hold them."""
+    hidden = scored_states(model, blocks).cpu().to(dtype)
     if not bool(hidden.isfinite().all()):
         raise DataError(
             f"hidden states of the target are not finite in {str(dtype).removeprefix('torch.')}",
@@ -192,7 +206,7 @@ def exact_distributions(model: Any, blocks: Packed, dtype: torch.dtype) -> dict[
     return {"hidden": hidden.contiguous()}
 
 
-def _entries(recipe: Recipe, run: Run, reader: Reader, blocks: Packed, cap: int, mass: float, main: bool) -> int:
+def _entries(recipe: Recipe, run: Run, reader: Reader, blocks: Blocks, cap: int, mass: float, main: bool) -> int:
     """K of a compact store: the fewest entries, up to `cap`, that hold the mass on average over some blocks.
 
     The main process chooses, once, for all processes and for a run that goes on later.
@@ -252,17 +266,20 @@ def counted_text(answer: Sample) -> list[int]:
     return [*answer.prompt[-ORDER:], *answer.answer]
 
 
-def expected_tokens(store: TeacherStore, answers: Sequence[Sample], device: torch.device) -> list[Expected]:
+def expected_tokens(store: TeacherStore, answers: Samples, device: torch.device) -> list[Expected]:
     """The target's likeliest tokens at each token of the answers, which a store holds in this order, before its text;
     DataError where it holds others."""
-    scored = [one.answer if one.prompt else one.answer[1:] for one in answers]
-    written = [*chain.from_iterable(scored)]
-    if store.packed.labels()[store.packed.mask][: len(written)].tolist() != written:
-        raise DataError(f"{store.folder} holds the distributions of other answers", how_to_redo("teacher"))
+    turns = map(answers.ids, range(len(answers)))
+    scored = [answer if len(prompt) else answer[1:] for prompt, answer in turns]
+    written = torch.from_numpy(numpy.concatenate(scored))
     ids, chances, read = list[Tensor](), list[Tensor](), 0
     for block in range(store.blocks):
         if read >= len(written):
             break
+        own = store.packed.take(torch.tensor([block]))
+        labels = own.labels()[own.mask][: len(written) - read]
+        if not torch.equal(labels, written[read : read + len(labels)]):
+            raise DataError(f"{store.folder} holds the distributions of other answers", how_to_redo("teacher"))
         teacher = store.teacher(torch.tensor([block]), device)
         for start in range(0, len(teacher), ROWS):
             chunk = teacher.chunk(slice(start, start + ROWS))
@@ -270,6 +287,8 @@ def expected_tokens(store: TeacherStore, answers: Sequence[Sample], device: torc
             ids.append((columns if chunk.ids is None else chunk.ids.gather(-1, columns)).long().cpu())
             chances.append(doubled(best.exp()).cpu())
         read += len(teacher)
+    if read < len(written):
+        raise DataError(f"{store.folder} holds the distributions of other answers", how_to_redo("teacher"))
     lengths = [len(one) for one in scored]
     parts = (torch.cat(some)[: len(written)].split(lengths) for some in (ids, chances))
     return [Expected(tokens.numpy(), probabilities.numpy()) for tokens, probabilities in zip(*parts, strict=True)]

@@ -1,45 +1,42 @@
 """The teacher store: the packed blocks and the target's distributions on them, in checksummed shards.
 
-Legend: n blocks of a shard, S positions, K entries, V vocabulary, H the target's hidden size. A shard is a safetensors
-file with the packed blocks (ids and positions int32, documents int16 where that holds their numbers,
-mask) and, where its kind is
+Legend: n blocks of a shard, S positions, N of them scored, K entries, V vocabulary, H the target's hidden size. A shard
+is a safetensors file with the packed blocks (ids int32, documents int16 where that holds their numbers, mask), `rows`
+int64 [n + 1], the first of each block's scored positions among all of the shard, and of these alone, where its kind is
 
-- compact: top_ids int32 [n, S, K], top_log_probabilities fp16 [n, S, K], log_tails fp32 [n, S, 1];
-- exact: hidden [n, S, H], after the final norm; the head stands in head.safetensors, once;
+- compact: top_ids int32 [N, K], top_log_probabilities fp16 [N, K], log_tails fp32 [N];
+- exact: hidden [N, H], after the final norm; the head stands in head.safetensors, once;
 - online: nothing else.
-
-Distributions at positions that the mask leaves out are zeros.
 """
 
 from __future__ import annotations
 
 import math
-from bisect import bisect_right
 from collections import Counter
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import accumulate
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy
 import torch
 from torch import Tensor
 
-from distill.data.packing import Packed, concatenate, pack, scored_states
-from distill.data.samples import TEXT_FAULTS, Sample, listed, read_answers, read_prompts
+from distill.data.packing import Blocks, Packed, Stacked, concatenate, pack, scored_states
+from distill.data.samples import TEXT_FAULTS, Samples, joined_samples, listed, read_answers, read_prompts
 from distill.engines.torch.hugging_face import load_config, load_target, load_tokenizer
 from distill.errors import DataError
 from distill.files import digest, read_json, reference_digest
 from distill.recipe import Recipe
 from distill.recipe.target import TYPE_BYTES, TeacherSettings
-from distill.run import Run, verify_artifact
+from distill.run import Run
 from distill.sampler import require_finite
 from distill.teacher.distributions import EMPTY, CompactTeacher, Head, LogitForm, Teacher, TeacherChunk, require_head
 
-FORMAT = 2
+FORMAT = 3
 SUMMED = 256  # positions whose logits [256, V] are held at once
 FAINT = 1e-30  # sums of exponentials below this have lost bits in fp32
-PACKED_BYTES = 4 + 2 + 4 + 1  # a position's id, document, position and mask
+PACKED_BYTES = 4 + 2 + 1  # a position's id, document and mask
 
 
 def how_to_redo(stage: str) -> str:
@@ -71,44 +68,45 @@ def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
     return TeacherChunk(ids.to(torch.int32), values - values[:, :1] - total.log(), tail.clamp(min=EMPTY))
 
 
-def bytes_per_position(settings: TeacherSettings, hidden: int, dtype: str, k: int | None = None) -> int:
-    """Bytes per position on disk in a store of these settings, with a target of that hidden size and type.
+def bytes_per_row(settings: TeacherSettings, hidden: int, dtype: str, k: int | None = None) -> int:
+    """Bytes of a scored position's distribution in a store of these settings, with a target of that hidden size and
+    type; PACKED_BYTES of each position come to them.
 
     `k` is the number of entries of a compact store, where it is known to be below `top_k`.
     """
     if settings.kind == "compact":
-        return (k or settings.top_k) * (4 + 2) + 4 + PACKED_BYTES
-    return PACKED_BYTES + (hidden * TYPE_BYTES[dtype] if settings.kind == "exact" else 0)
-
-
-def planned_positions(recipe: Recipe, prompts: int) -> dict[str, int]:
-    """The positions of the stores that a run writes, by stage, each of the answers to `prompts` as long as it may get:
-    for training, and held out where the target is not loaded."""
-    answers, block = recipe.answers, recipe.corpus.block
-    found = {"teacher": recipe.corpus.tokens + prompts * (answers.prompt_tokens + answers.new_tokens)}
-    splits: tuple[Split, ...] = () if recipe.target.load else ("validation", "test")
-    for split in splits:
-        count, tokens, blocks = sizes(recipe, split)
-        found[split] = count * (answers.prompt_tokens + tokens) + blocks * block
-    return found
+        return (k or settings.top_k) * (4 + 2) + 4
+    return hidden * TYPE_BYTES[dtype] if settings.kind == "exact" else 0
 
 
 def planned_bytes(recipe: Recipe, prompts: int) -> dict[str, int]:
-    """What they take on disk."""
+    """What the stores that a run writes take on disk, by stage, each of the answers to `prompts` as long as it may get:
+    for training, and held out where the target is not loaded."""
+    answers, block = recipe.answers, recipe.corpus.block
     hidden = load_config(recipe.target.model).get_text_config().hidden_size
-    each = bytes_per_position(recipe.teacher, hidden, recipe.target.dtype)
-    return {stage: positions * each for stage, positions in planned_positions(recipe, prompts).items()}
+    each = bytes_per_row(recipe.teacher, hidden, recipe.target.dtype)
+    asked = {"teacher": (prompts, answers.new_tokens, recipe.corpus.tokens)}
+    splits: tuple[Split, ...] = () if recipe.target.load else ("validation", "test")
+    for split in splits:
+        count, tokens, blocks = sizes(recipe, split)
+        asked[split] = (count, tokens, blocks * block)
+    return {
+        stage: (count * tokens + given) * (each + PACKED_BYTES) + count * answers.prompt_tokens * PACKED_BYTES
+        for stage, (count, tokens, given) in asked.items()
+    }
 
 
 def read_manifest(run: Run, stage: str = "teacher") -> dict[str, Any]:
     """manifest.json of a teacher store; raises DataError when it is missing, or not as its stage wrote it."""
     path = run.path(stage, "manifest.json")
-    verify_artifact(run, stage, path)
+    if run.done(stage) is None:
+        raise DataError(f"{path} was not written by a finished `{stage}` stage", "run `distill train` again")
+    run.verify(stage, f"{stage}/manifest.json")
     return read_json(path)
 
 
 class TeacherStore:
-    """The finished shards of a run, each checked against its checksum at once; distributions are read on demand.
+    """The finished shards of a run, mapped and read where they are asked for; each is the one that its stage recorded.
 
     `stage` wrote them: `teacher` those of the train blocks, others those of held-out ones.
     """
@@ -116,43 +114,31 @@ class TeacherStore:
     def __init__(self, run: Run, stage: str = "teacher") -> None:
         self.folder = run.path(stage)
         self.manifest = read_manifest(run, stage)
-        counts = self.manifest["shard_blocks"]
-        self._ends = list(accumulate(counts))
-        self.blocks: int = self._ends[-1]
+        run.verify(stage, f"{stage}/*.safetensors")
         self.vocabulary: int = self.manifest["vocabulary"]
-        self._shards = [_open(run, stage, shard_path(self.folder, number)) for number in range(len(counts))]
-        names = ("ids", "documents", "positions", "mask")
-        parts = [Packed(*(shard.get_tensor(name) for name in names)) for shard in self._shards]
-        self.packed = concatenate([replace(part, documents=part.documents.int()) for part in parts])
+        self._shards = [
+            _mapped(shard_path(self.folder, number)) for number in range(len(self.manifest["shard_blocks"]))
+        ]
+        self.packed = Stacked([Packed(one["ids"], one["documents"], one["mask"]) for one in self._shards])
+        self.blocks = len(self.packed)
         self._head: Head | None = None
         self._sums: dict[int, Tensor] = {}  # by block
         if self.manifest["kind"] == "exact":
-            found = _open(run, stage, head_path(self.folder))
-            bias = found.get_tensor("bias") if "bias" in found.keys() else None  # noqa: SIM118 - a handle, no mapping
-            self._head = Head(found.get_tensor("weight"), bias, LogitForm(**self.manifest["logit_form"]))
-
-    def _block(self, name: str, block: int) -> Tensor:
-        """A tensor [S, …] of one block, as a view of the mapped file."""
-        shard = bisect_right(self._ends, block)
-        at = block - (self._ends[shard - 1] if shard else 0)
-        view: Tensor = self._shards[shard].get_slice(name)[at : at + 1]
-        return view[0]
+            found = _mapped(head_path(self.folder))
+            self._head = Head(found["weight"], found.get("bias"), LogitForm(**self.manifest["logit_form"]))
 
     def _scored(self, names: tuple[str, ...], index: Tensor) -> list[Tensor]:
-        """Tensors [N, …] of the scored positions of the blocks at `index` [b], read once."""
-        blocks = index.tolist()
-        places = [self.packed.mask[block].nonzero().squeeze(-1) for block in blocks]
-        return [
-            torch.cat([self._block(name, block).index_select(0, at) for block, at in zip(blocks, places, strict=True)])
-            for name in names
-        ]
+        """Tensors [N, …] of the scored positions of the blocks at `index` [b]."""
+        places = [(self._shards[shard], block) for shard, block in map(self.packed.place, index.tolist())]
+        rows = [(shard, slice(*shard["rows"][block : block + 2].tolist())) for shard, block in places]
+        return [torch.cat([shard[name][own] for shard, own in rows]) for name in names]
 
     def teacher(self, index: Tensor, device: torch.device) -> Teacher:
         """The distributions of the N scored positions of the blocks at `index` [b], block by block, on a device."""
         if self.manifest["kind"] == "compact":
             names = ("top_ids", "top_log_probabilities", "log_tails")
             ids, logs, tails = (found.to(device) for found in self._scored(names, index))
-            return CompactTeacher(ids, logs, tails[:, 0], self.vocabulary)
+            return CompactTeacher(ids, logs, tails, self.vocabulary)
         assert self._head is not None, "an online teacher has no distributions on disk"
         self._head = self._head.to(device)
         (hidden,) = self._scored(("hidden",), index)
@@ -172,12 +158,12 @@ class TeacherStore:
         return torch.cat([self._sums[block] for block in index.tolist()]).to(device)
 
 
-def _open(run: Run, stage: str, path: Path) -> Any:
-    """A handle on a checked safetensors file that reads tensors, and slices of them, from a memory map."""
+def _mapped(path: Path) -> dict[str, Tensor]:
+    """The tensors of a safetensors file as views of its mapped content."""
     from safetensors import safe_open
 
-    verify_artifact(run, stage, path)
-    return safe_open(str(path), framework="pt")
+    with safe_open(str(path), framework="pt") as file:
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - a handle, no mapping
 
 
 def shard_path(folder: Path, number: int) -> Path:
@@ -202,7 +188,7 @@ READABLE = ("", "truncated", *TEXT_FAULTS)
 class HeldOut:
     """Held-out texts: the answers, and their blocks, one document each; the given text's blocks; what was left out."""
 
-    answers: list[Sample]
+    answers: Samples
     own: Packed
     given: Packed
     dropped: dict[str, int]
@@ -220,18 +206,17 @@ def held_out(recipe: Recipe, run: Run, split: Split) -> HeldOut:
     answer is left.
     """
     count, _, blocks = sizes(recipe, split)
-    answers, dropped = [], Counter[str]()
-    for one in served_answers(run, split)[:count] + read_answers(run, ANSWERS, split):
-        if one.dropped in READABLE and one.answer:
-            answers.append(one)
-        else:
-            dropped[one.dropped or "empty"] += 1
+    found = joined_samples([served_answers(run, split)[:count], read_answers(run, ANSWERS, split)])
+    reasons = found.column("dropped")
+    readable = numpy.isin(reasons, READABLE) & (found.column("answer") > 0)
+    answers, dropped = found.take(readable), Counter(reason or "empty" for reason in reasons[~readable])
     if not answers:
         raise DataError(
             f"no answer to a {split} prompt is left: {listed(dropped, ' × ') or 'there was none'}",
             f"correct answers.writer and use --redo {split}, or give more served lines (answers.traffic)",
         )
-    own = pack(((one.prompt + one.answer, len(one.prompt)) for one in answers), recipe.corpus.block, split_long=False)
+    texts = [(numpy.concatenate(turn), len(turn[0])) for turn in map(answers.ids, range(len(answers)))]
+    own = pack(texts, recipe.corpus.block, split_long=False)
     given = Packed.load(run.path("corpus", f"text-{split}.safetensors")).take(slice(0, blocks))
     return HeldOut(answers, own, given, dict(sorted(dropped.items())))
 
@@ -244,9 +229,10 @@ def sizes(recipe: Recipe, split: Split) -> tuple[int, int, int]:
     return recipe.train.acceptance.prompts, recipe.train.acceptance.new_tokens, recipe.cut.score_blocks
 
 
-def served_answers(run: Run, split: Split) -> list[Sample]:
+def served_answers(run: Run, split: Split) -> Samples:
     """Held-out answers of served traffic: the target has written them already."""
-    return [one for one in read_prompts(run, split) if one.answer]
+    prompts = read_prompts(run, split)
+    return prompts.take(prompts.column("answer") > 0)
 
 
 # ── The distributions that a draft learns ──
@@ -255,12 +241,12 @@ def served_answers(run: Run, split: Split) -> list[Sample]:
 class OnlineTarget:
     """A loaded target on packed blocks; raises DataError where its head and hidden states do not give its logits."""
 
-    def __init__(self, model: Any, packed: Packed, manifest: dict[str, Any], batch: int) -> None:
+    def __init__(self, model: Any, packed: Blocks, manifest: dict[str, Any], batch: int) -> None:
         self.model, self.packed, self.manifest, self.batch = model, packed, manifest, batch
         self.blocks = len(packed)
         self.vocabulary: int = manifest["vocabulary"]
         self._head = Head.of(model, self.vocabulary)
-        require_head(model, self._head, packed)
+        require_head(model, self._head, packed.take(slice(0, 1)))
 
     @torch.no_grad()
     def teacher(self, index: Tensor, device: torch.device) -> Teacher:

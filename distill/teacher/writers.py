@@ -175,9 +175,9 @@ class Choice(BaseModel):
 
 
 class Completion(BaseModel):
-    """The reply of /v1/completions."""
+    """The reply of /v1/completions: one answer, as was asked."""
 
-    choices: list[Choice] = Field(min_length=1)
+    choices: list[Choice] = Field(min_length=1, max_length=1)
     prompt_token_ids: list[int] | None = None
     usage: Usage | None = None
 
@@ -190,7 +190,7 @@ class Completion(BaseModel):
 
 
 class ServerWriter:
-    """The target on servers, `concurrency` requests at a time, each sent again where it may succeed later.
+    """The target on servers, up to `concurrency` requests at a time, each sent again where it may succeed later.
 
     A prompt goes as token ids. The ids of a reply are the server's where it gives them, else those of its text.
     """
@@ -228,7 +228,7 @@ class ServerWriter:
         """
         answered = faults = 0
         held: list[Reply] = []
-        with closing(self.endpoint.stream(self._ask, waiting)) as replies:
+        with closing(self.endpoint.stream(self._ask, waiting, lambda reply: len(reply.ids))) as replies:
             for reply in replies:
                 if reply.dropped:
                     faults += 1
@@ -244,7 +244,7 @@ class ServerWriter:
 
     def _require_answers(self, reply: Reply, answered: int, faults: int) -> None:
         """Raise EndpointError where requests fail one after another: none would bring an answer."""
-        limit = MAX_FAULTS if not answered else max(MAX_FAULTS, 4 * self.settings.concurrency)
+        limit = MAX_FAULTS if not answered else max(MAX_FAULTS, 4 * self.endpoint.rising.count)
         if faults >= limit and not (answered and reply.lasting):
             fault = ": ".join(filter(None, (reply.dropped, reply.detail)))
             raise EndpointError(

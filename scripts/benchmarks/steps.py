@@ -94,10 +94,8 @@ def blocks_of(options: argparse.Namespace, vocabulary: int, device: torch.device
     shape = (options.blocks, options.block)
     position = torch.arange(options.block, device=device).expand(shape)
     quarter = options.block // 4
-    documents, positions = position // quarter, position % quarter
     ids = torch.randint(vocabulary, shape, generator=torch.Generator().manual_seed(0)).to(device)
-    mask = positions < quarter - 1
-    return Packed(ids.int(), documents.int(), positions.int(), mask)
+    return Packed(ids.int(), (position // quarter).int(), position % quarter < quarter - 1)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

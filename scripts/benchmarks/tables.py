@@ -17,7 +17,6 @@ from pathlib import Path
 import torch
 
 from distill.cli.shared import numbers
-from distill.data.samples import read_answers
 from distill.decoding.calibration import TABLE_TERMS, fit_calibration
 from distill.decoding.configured import LOOKED_UP, TableCalibration, TableDrafter, guesses
 from distill.decoding.costs import Costs
@@ -29,7 +28,7 @@ from distill.recipe import load_recipe
 from distill.recipe.configuration import LENGTH, TABLE_NODES
 from distill.run import Run
 from distill.tables import Cell, Row, Table, document
-from distill.teacher.stage import expected_tokens, packed_order
+from distill.teacher.stage import expected_tokens, learnt_answers, packed_order
 from distill.teacher.store import TeacherStore
 
 Text = tuple[list[int], list[int]]
@@ -72,15 +71,16 @@ def main() -> None:
     run = Run(given.run, load_recipe(given.run / "config.yaml"))
     steps = numbers(given.costs, "--costs", float, "1,1.1,1.2")
     costs = Costs((*steps, *[steps[-1]] * (TABLE_NODES + 1 - len(steps))), 0.0, 0.0)
-    answers = [one for one in read_answers(run, "train") if not one.dropped]
+    answers = learnt_answers(run)
     stored = packed_order(answers, run.recipe)
-    likely = dict(zip(map(id, stored), expected_tokens(TeacherStore(run), stored, torch.device("cpu")), strict=True))
+    expected = expected_tokens(TeacherStore(run), stored, torch.device("cpu"))
+    likely = dict(zip(stored.column("id"), expected, strict=True))
     held: list[Text] = [(one.prompt, one.answer[: given.tokens]) for one in answers[::5]]
     counted = [[*one.prompt[-ORDER:], *one.answer] for place, one in enumerate(answers) if place % 5]
     rows: list[Row] = [
         ["lookup", *map(Cell, [None] * 2), *replay(LookupDrafter(LENGTH, worth=Worth(costs)), held[1::2], costs)]
     ]
-    expected = [likely[id(one)] for place, one in enumerate(answers) if place % 5]
+    expected = [likely[one.id] for place, one in enumerate(answers) if place % 5]
     for count, by_store in ((0, False), (50, False), (100, False), (len(counted), False), (len(counted), True)):
         levels = count_ngrams(counted[:count], expected=expected[:count] if by_store else None)
         table = NGramTable(levels, {}) if count else None

@@ -191,15 +191,14 @@ def test_a_rendered_prompt_is_not_rendered_again(plain: Any) -> None:
 
 def test_equal_prompts_are_asked_once(plain: Any) -> None:
     """Of texts and conversations, in all splits together; a conversation that goes on is learnt from."""
-    chat, dropped, taken = prompts_of(plain, "llama-3", Chat()), Counter[str](), set[tuple[int, ...]]()
+    chat, dropped, taken = prompts_of(plain, "llama-3", Chat()), Counter[str](), set[bytes]()
     texts = [Document(name, "train", "licence " * 20 + name, "t") for name in "ab"]
     asked = {name: [USER, answer(content="4"), USER | {"content": name}] for name in "cd"}
     for split, counts in (("test", (1, 1)), ("train", (0, 2))):
         documents = [replace(one, split=split) for one in texts]
         documents += [document(name, messages, split=split) for name, messages in asked.items()]
-        found = cut_prompts(
-            documents, lambda text: [ord(sign) for sign in text], 9, 8, 400, 0, chat, None, taken, dropped
-        )
+        encode = lambda text: [ord(sign) for sign in text]  # noqa: E731
+        found = [*cut_prompts(documents, encode, 9, 8, 400, 0, chat, None, taken, dropped)]
         assert (sum(one.chat is None for one in found), sum(one.chat is not None for one in found)) == counts
     assert dropped == {"prompts equal to another": 4}
 

@@ -26,7 +26,7 @@ from distill.data.packing import (
     concatenate,
     document_segments,
     epoch_order,
-    fitted_order,
+    fitted_rows,
     hidden_states,
     pack,
     separation,
@@ -113,8 +113,10 @@ def test_an_order_that_fills_blocks() -> None:
     """Nearly no padding; each sequence once."""
     generator = random.Random(0)
     lengths = [generator.randint(40, 350) for _ in range(300)]
-    order = fitted_order(lengths, 512)
-    assert sorted(order) == list(range(300)) and fitted_order([], 512) == []
+    rows = fitted_rows(lengths, 512)
+    order = [index for row in rows for index in row]
+    assert sorted(order) == list(range(300)) and fitted_rows([], 512) == []
+    assert max(sum(lengths[index] for index in row) for row in rows) <= 512
     packed = pack([([1] * lengths[index], 1) for index in order], 512, split_long=False)
     assert len(packed) <= 1.02 * sum(lengths) / 512 + 1
 
@@ -230,7 +232,7 @@ def prose(name: str, lines: int, width: int = 20) -> Document:
 def test_prompts_are_exact_distinct_and_beginnings_first() -> None:
     documents = [prose(f"d{i}", 10 + i) for i in range(8)] + [prose("short", 1, 6)]
     texts = {d.name: d.text for d in documents}
-    prompts = cut_prompts(documents, by_character, 1000, tokens=15, stride=50, seed=3)
+    prompts = [*cut_prompts(documents, by_character, 1000, tokens=15, stride=50, seed=3)]
     assert len({p.id for p in prompts}) == len(prompts)
     offsets: dict[str, list[int]] = {}
     order: list[int] = []
@@ -248,7 +250,7 @@ def test_prompts_are_exact_distinct_and_beginnings_first() -> None:
     assert {p.id for p in cut_prompts(documents, by_character, 8, 15, 50, 4)} == {f"d{i}@0" for i in range(8)}
     firsts = {tuple(p.id for p in cut_prompts(documents, by_character, 8, 15, 50, seed)) for seed in range(4)}
     assert len(firsts) > 1  # the seed draws the order
-    assert cut_prompts(list(reversed(documents)), by_character, 1000, 15, 50, 3) == prompts
+    assert [*cut_prompts(list(reversed(documents)), by_character, 1000, 15, 50, 3)] == prompts
 
 
 # ── attention document by document ──

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import os
 import shutil
 import time
 from pathlib import Path
@@ -27,7 +28,7 @@ from distill.teacher.answers import answers
 from distill.teacher.distributions import Head, LogitForm, TeacherChunk, logit_form, require_head
 from distill.teacher.likeliest import ModelReader, mean_masses
 from distill.teacher.stage import exact_distributions, teacher, training_blocks
-from distill.teacher.store import OnlineTarget, TeacherStore, bytes_per_position, open_teacher, require_fit
+from distill.teacher.store import PACKED_BYTES, OnlineTarget, TeacherStore, bytes_per_row, open_teacher, require_fit
 
 torch.set_num_threads(1)
 
@@ -215,7 +216,7 @@ def test_hidden_states_that_their_type_cannot_hold(folders: dict[str, Path], tmp
     with torch.no_grad():
         model.model.norm.weight.mul_(1e6)
     recipe, run = made(tmp_path, folders["qwen2"], kind="exact")
-    blocks = training_blocks(recipe, run)[0]
+    blocks = training_blocks(recipe, run)[0].take(slice(None))
     assert exact_distributions(model, blocks, torch.float32)["hidden"].isfinite().all()
     with pytest.raises(DataError, match=r"not finite in float16[\s\S]*target\.dtype"):
         exact_distributions(model, blocks, torch.float16)
@@ -229,8 +230,8 @@ def test_an_online_teacher_stores_no_distributions_and_loads_no_target(
     monkeypatch.setattr(stage, "load_target", lambda *_: pytest.fail("the target was loaded"))
     recipe, run = made(tmp_path, folders["qwen2"], kind="online")
     store = TeacherStore(run)
-    assert set(store._shards[0].keys()) == {"ids", "documents", "positions", "mask"}
-    assert torch.equal(store.packed.ids, training_blocks(recipe, run)[0].ids)
+    assert set(store._shards[0].keys()) == {"ids", "documents", "mask", "rows"}
+    assert torch.equal(store.packed.take(slice(None)).ids, training_blocks(recipe, run)[0].take(slice(None)).ids)
     model = load_model(str(folders["qwen2"]), "float32", CPU)
     source = open_teacher(run, recipe, CPU, model)
     assert isinstance(source, OnlineTarget) and source.model is model
@@ -243,7 +244,7 @@ def test_an_online_teacher_stores_no_distributions_and_loads_no_target(
 def test_entries_by_mass(folders: dict[str, Path], tmp_path: Path) -> None:
     """The fewest entries that hold the mass, by the model's own distributions on the sample; top_k is the cap."""
     recipe, run = made(tmp_path / "a", folders["qwen2"], top_k=200, mass=0.9)
-    blocks = training_blocks(recipe, run)[0]
+    blocks = training_blocks(recipe, run)[0].take(slice(None))
     sample = blocks.take(torch.linspace(0, len(blocks) - 1, 3).round().long())
     model = load_model(str(folders["qwen2"]), "float32", CPU)
     distribution = own_distributions(model, sample, 1.0).exp().sort(-1, descending=True).values.cumsum(-1).mean(0)
@@ -284,9 +285,16 @@ def test_a_store_that_was_made_otherwise_is_refused(folders: dict[str, Path], tm
 def test_a_damaged_file_is_refused(name: str, folders: dict[str, Path], tmp_path: Path) -> None:
     recipe, run = made(tmp_path, folders["qwen2"], kind="exact")
     path = run.path("teacher", name)
+    written = path.stat().st_mtime_ns
     path.write_bytes(path.read_bytes()[:-1] + b"\x00\x01"[path.read_bytes()[-1] == 0 :][:1])
-    with pytest.raises(DataError, match=rf"{name} is damaged[\s\S]*--redo teacher"):
+    with pytest.raises(DataError, match=rf"{name} is damaged[\s\S]*--verify"):
         open_teacher(run, recipe, CPU)
+    os.utime(path, ns=(written, written))  # nobody can tell it from the one that was written, without reading it whole
+    open_teacher(run, recipe, CPU)
+    record = run.done("teacher")
+    assert record is not None and not run.damaged_artifacts(record)
+    run.whole = True
+    assert [*run.damaged_artifacts(record)] == [f"teacher/{name}"]
 
 
 @pytest.mark.parametrize("kind", ["compact", "exact", "online"])
@@ -386,10 +394,11 @@ def test_a_quantised_target_gives_distributions(kind: str, most: float, tmp_path
 @pytest.mark.parametrize("settings", [{"top_k": 9}, {"kind": "exact"}, {"kind": "online"}])
 def test_the_size_that_is_announced(settings: dict[str, Any], folders: dict[str, Path], tmp_path: Path) -> None:
     recipe, run = made(tmp_path, folders["qwen2"], shard_blocks=4, **settings)
-    each = bytes_per_position(recipe.teacher, 32, recipe.target.dtype)
-    for number, blocks in enumerate(TeacherStore(run).manifest["shard_blocks"]):
-        header = run.path("teacher", f"shard-{number:05d}.safetensors").stat().st_size - blocks * 24 * each
-        assert 0 < header < 800
+    each, store = bytes_per_row(recipe.teacher, 32, recipe.target.dtype), TeacherStore(run)
+    for number, blocks in enumerate(store.manifest["shard_blocks"]):
+        rows = int(store.packed.parts[number].scored.sum())
+        taken = run.path("teacher", f"shard-{number:05d}.safetensors").stat().st_size
+        assert 0 < taken - blocks * (24 * PACKED_BYTES + 8) - rows * each < 800
 
 
 def test_masks_of_mixed_layers() -> None:

@@ -1,0 +1,363 @@
+"""Millions of answer tokens from a file of questions to the loader of the training: time, memory and disk.
+
+    python scripts/benchmarks/scale.py --tokens 5e6
+
+A made-up server stands for the target: its answers and the top-k at each of their tokens are functions of the ids that
+it is asked with, so it answers at once, and everything that is stored can be held to them. `distill train --until
+teacher` reads the questions, has them answered, packs and stores; it is killed (SIGKILL) `--kills` times on the way and
+started again. Then one epoch of the loader reads all blocks with their distributions. Checked: each prompt is answered
+once, with the ids that the server gives it; each scored position is read once, with the entries that the server gives
+its token; and the server was asked for nothing twice but what was under way at a kill. The largest memory is that of
+any process (VmHWM). With `--small`, a part of that size goes first, and slopes between the two say what ten times as
+many tokens take.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from http.client import HTTPConnection
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+MODEL, VOCABULARY, END = "made-up", 4093, 4093  # ids of texts are below VOCABULARY; END ends an answer
+SHORTEST, LONGEST = 16, 784  # tokens of an answer
+K, BLOCK, BATCH = 8, 1024, 8
+TEMPLATE = (
+    "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}{{ eos_token }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+# ── What the made-up target says: functions of ids ──
+
+
+def answer_of(ids: list[int]) -> list[int]:
+    """Its answer to a prompt, the end token included."""
+    generator = numpy.random.default_rng(ids)
+    return [*generator.integers(0, VOCABULARY, generator.integers(SHORTEST, LONGEST)).tolist(), END]
+
+
+def entries_of(tokens: Any) -> Any:
+    """The K likeliest ids [N, K] in place of tokens [N], the likeliest first."""
+    return (numpy.asarray(tokens)[:, None] + 37 * numpy.arange(K)) % VOCABULARY
+
+
+LOGS = numpy.log(numpy.array([0.5 / 1.7**rank for rank in range(K)]) * 0.8)  # their log-probabilities [K]
+
+
+# ── The server, a process of its own ──
+
+
+class Server(BaseHTTPRequestHandler):
+    """vLLM's /v1/models and /v1/completions; /counts says how often each prompt and each document was asked for."""
+
+    protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True
+    asked: ClassVar[Counter[tuple[bool, bytes]]] = Counter()
+    places: ClassVar[dict[int, str]] = {}
+
+    def log_message(self, *arguments: object) -> None:
+        """Nothing."""
+
+    def do_GET(self) -> None:
+        """The model, or the counts."""
+        if self.path == "/counts":
+            counts = {}
+            for scoring, name in ((False, "answers"), (True, "documents")):
+                own = [count for (kind, _), count in [*self.asked.items()] if kind == scoring]
+                counts[name] = {"asked": sum(own), "of": len(own)}
+            self.reply(json.dumps(counts))
+        else:
+            self.reply(json.dumps({"data": [{"id": MODEL, "max_model_len": 4 * BLOCK}]}))
+
+    def do_POST(self) -> None:
+        """An answer, or the entries at each token of a prompt."""
+        body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        ids = body["prompt"]
+        scoring = "prompt_logprobs" in body
+        self.asked[scoring, numpy.asarray(ids, "<i4").tobytes()] += 1
+        new = [END] if scoring else answer_of(ids)
+        scores = f', "prompt_logprobs": [null, {", ".join(map(self.place, ids[1:]))}]' if scoring else ""
+        self.reply(
+            f'{{"model": "{MODEL}", "choices": [{{"text": "", "finish_reason": "stop", "stop_reason": null, '
+            f'"token_ids": {new}, "prompt_token_ids": {ids}{scores}}}]}}'
+        )
+
+    def place(self, token: int) -> str:
+        """The entries at one token, as text."""
+        if token not in self.places:
+            entries = zip(entries_of([token])[0].tolist(), LOGS.tolist(), strict=True)
+            found = {one: {"logprob": log, "rank": rank} for rank, (one, log) in enumerate(entries, 1)}
+            self.places[token] = json.dumps({token: {"logprob": -9.0, "rank": K + 1}} | found)
+        return self.places[token]
+
+    def reply(self, text: str) -> None:
+        """JSON, at once."""
+        data = text.encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(data)))
+        self.end_headers()
+        with contextlib.suppress(ConnectionError):  # the client was killed
+            self.wfile.write(data)
+
+
+def serve() -> None:
+    """Print the port, and serve until killed."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Server)
+    server.daemon_threads = True
+    server.handle_error = lambda *_: None  # type: ignore[method-assign]
+    print(server.server_address[1], flush=True)
+    server.serve_forever()
+
+
+@contextlib.contextmanager
+def running() -> Iterator[int]:
+    """The server's port."""
+    command = [sys.executable, __file__, "--serve"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        try:
+            yield int(process.stdout.readline())
+        finally:
+            process.kill()
+
+
+def counts_of(port: int) -> dict[str, dict[str, int]]:
+    """What the server was asked for so far."""
+    connection = HTTPConnection("127.0.0.1", port)
+    connection.request("GET", "/counts")
+    found: dict[str, dict[str, int]] = json.loads(connection.getresponse().read())
+    connection.close()
+    return found
+
+
+# ── The run ──
+
+
+def build(folder: Path, tokens: int, port: int) -> Path:
+    """The target's folder without weights, the questions, and the recipe, whose path is returned."""
+    target = folder / "target"
+    changes = {
+        "config.json": {"max_position_embeddings": 4 * BLOCK},
+        "tokenizer_config.json": {"chat_template": TEMPLATE},
+    }
+    for name in ("donor", "target"):
+        shutil.copytree(ROOT / "data/demo-target", folder / name)
+        for file, more in changes.items():
+            path = folder / name / file
+            path.write_text(json.dumps(json.loads(path.read_text()) | more))
+    (target / "model.safetensors").unlink()
+    count = round(2 * tokens / (SHORTEST + LONGEST + 1))  # an answer has its end, too
+    for split, number in (("train", count), ("validation", 16), ("test", 16)):
+        lines = (json.dumps({"prompt": question(split, one)}) + "\n" for one in range(number))
+        (folder / f"{split}.jsonl").write_text("".join(lines))
+    server = {"urls": [f"http://127.0.0.1:{port}/v1"], "model": MODEL}
+    recipe = {
+        "name": "scale",
+        "target": {"model": str(target), "load": False},
+        "corpus": {
+            "sources": [
+                {"kind": "jsonl", "path": str(folder / f"{split}.jsonl"), "split": split}
+                for split in ("train", "validation", "test")
+            ],
+            "max_documents": 10 * count,
+            "block": BLOCK,
+            "tokens": 0,
+        },
+        "answers": {"prompts": count, "new_tokens": LONGEST, "writer": server},
+        "teacher": {"top_k": K, "mass": None, "server": server},
+        "cut": {"donor": str(folder / "donor"), "layers": 2},
+    }
+    path = folder / "recipe.yaml"
+    path.write_text(json.dumps(recipe))  # which is YAML, too
+    return path
+
+
+def question(split: str, number: int) -> str:
+    """A question like no other."""
+    generator = numpy.random.default_rng([len(split), number])
+    words = generator.choice(
+        ("return", "the", "list", "of", "values", "open", "class", "None"), generator.integers(8, 60)
+    )
+    return f"{number}: {' '.join(words)}"
+
+
+@dataclass
+class Spent:
+    """Seconds of the commands, and the largest memory of a process, in bytes."""
+
+    seconds: float = 0.0
+    memory: int = 0
+    kills: int = 0
+
+
+def run(recipe: Path, kills: int, tokens: int, positions: int) -> Spent:
+    """`distill train --until teacher`, killed at equal parts of what it writes, and started again each time."""
+    spent, folder = Spent(), recipe.parent / "runs/scale"
+    command = [
+        sys.executable,
+        "-m",
+        "distill",
+        "train",
+        str(recipe),
+        "--runs",
+        str(folder.parent),
+        "--until",
+        "teacher",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    while True:
+        started, log = time.monotonic(), open(recipe.parent / "log.txt", "a")  # noqa: SIM115 - closed below
+        with log, subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
+            while process.poll() is None:
+                with contextlib.suppress(OSError, IndexError):
+                    status = Path(f"/proc/{process.pid}/status").read_text()
+                    spent.memory = max(spent.memory, 1024 * int(status.partition("VmHWM:")[2].split()[0]))
+                if spent.kills < kills and written(folder, tokens, positions) > (spent.kills + 1) / (kills + 1):
+                    process.send_signal(signal.SIGKILL)
+                    spent.kills += 1
+                    break
+                time.sleep(0.1)
+        spent.seconds += time.monotonic() - started
+        if process.returncode != -signal.SIGKILL:
+            assert process.returncode == 0, (recipe.parent / "log.txt").read_text()[-2000:]
+            return spent
+
+
+def written(folder: Path, tokens: int, positions: int) -> float:
+    """The share of answers and shards that is on disk, by bytes."""
+    answers = sum(path.stat().st_size for path in folder.glob("answers/train-*"))
+    answers += sum(path.stat().st_size for path in folder.glob("answers/.train-*"))
+    shards = sum(path.stat().st_size for path in folder.glob("teacher/shard-*"))
+    return min(1.0, answers / (4.5 * tokens)) / 2 + min(1.0, shards / (positions * (6 * K + 12))) / 2
+
+
+def read_once(recipe: Path) -> dict[str, Any]:
+    """One epoch of the loader, in a process of its own: seconds, memory, scored positions and what was read wrongly."""
+    command = [sys.executable, __file__, "--load", str(recipe)]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    found: dict[str, Any] = json.loads(
+        subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
+    )
+    return found
+
+
+def load(path: Path) -> None:
+    """Open the store and read every block once in the order of an epoch; print what was found."""
+    import torch
+
+    from distill.data.packing import epoch_order
+    from distill.recipe import load_recipe
+    from distill.run import Run
+    from distill.teacher.store import TeacherStore
+
+    torch.set_num_threads(1)
+    run = Run(path.parent / "runs/scale", load_recipe(path))
+    started = time.monotonic()
+    store = TeacherStore(run)
+    opened = time.monotonic() - started
+    positions = wrong = 0
+    for index in epoch_order(store.blocks, 0, 0).split(BATCH):
+        blocks, teacher = store.packed.take(index), store.teacher(index, torch.device("cpu"))
+        labels = blocks.labels()[blocks.mask].numpy()
+        chunk = teacher.chunk(slice(0, len(teacher)))
+        assert chunk.ids is not None
+        wrong += int((chunk.ids.numpy() != entries_of(labels)).any(1).sum())
+        positions += len(labels)
+    status = Path("/proc/self/status").read_text()
+    found = {"opened": opened, "seconds": time.monotonic() - started, "positions": positions, "wrong": wrong}
+    print(json.dumps(found | {"memory": 1024 * int(status.partition("VmHWM:")[2].split()[0])}))
+
+
+def check_answers(recipe: Path) -> tuple[int, int]:
+    """The answers and their tokens; AssertionError unless each prompt has one, which is the server's."""
+    from distill.data.samples import read_answers, read_prompts
+    from distill.recipe import load_recipe
+    from distill.run import Run
+
+    run = Run(recipe.parent / "runs/scale", load_recipe(recipe))
+    prompts, answers = read_prompts(run, "train"), read_answers(run, "train")
+    assert [one.id for one in answers] == [one.id for one in prompts], "an answer is lacking, or there twice"
+    tokens = 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        expected = answer_of(list(prompt.prompt))[:LONGEST]
+        assert list(prompt.prompt) == list(answer.prompt) and list(answer.answer) == expected, f"{prompt.id} differs"
+        tokens += len(expected)
+    return len(answers), tokens
+
+
+def measure(tokens: int, kills: int, folder: Path) -> dict[str, Any]:
+    """A whole way of so many tokens: what it took."""
+    with running() as port:
+        recipe = build(folder, tokens, port)
+        spent = run(recipe, kills, tokens, tokens)
+        asked = counts_of(port)
+    answers, written_tokens = check_answers(recipe)
+    found = read_once(recipe)
+    assert found["positions"] == written_tokens and not found["wrong"], found
+    again = {name: one["asked"] - one["of"] for name, one in asked.items()}
+    store = sum(path.stat().st_size for path in (folder / "runs/scale").rglob("*") if path.is_file())
+    return {
+        "tokens": written_tokens,
+        "answers": answers,
+        "kills": spent.kills,
+        "asked twice": again,
+        "seconds": round(spent.seconds),
+        "loader": round(found["seconds"], 1),
+        "opened": round(found["opened"], 2),
+        "MiB": round(max(spent.memory, found["memory"]) / 2**20),
+        "MiB of the loader": round(found["memory"] / 2**20),
+        "MB on disk": round(store / 1e6),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", type=float, default=2e5, help="of answers, about")
+    parser.add_argument(
+        "--small", type=float, help="measure so many tokens first, and print ten times --tokens on paper"
+    )
+    parser.add_argument("--kills", type=int, default=4)
+    parser.add_argument("--folder", type=Path, help="an empty one, kept; else a temporary one")
+    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
+    given = parser.parse_args()
+    if given.serve:
+        serve()
+    elif given.load:
+        load(given.load)
+    else:
+        found = []
+        for tokens in filter(None, (given.small, given.tokens)):
+            with contextlib.ExitStack() as stack:
+                folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
+                own = folder / f"{tokens:.0f}"
+                own.mkdir(parents=True)
+                found.append(measure(int(tokens), given.kills, own))
+                print(json.dumps(found[-1]), flush=True)
+        if len(found) > 1:
+            small, large = found
+            many = 10 * large["tokens"]
+            share = (many - large["tokens"]) / (large["tokens"] - small["tokens"])
+            names = ("seconds", "loader", "MiB", "MB on disk")
+            print(json.dumps({"tokens": many, **{n: round(large[n] + share * (large[n] - small[n])) for n in names}}))
+
+
+if __name__ == "__main__":
+    main()
