@@ -165,6 +165,8 @@ class HttpClient:
 
     def read(self, content: bytes, form: type[Form]) -> Form:
         """A JSON object of this form; Unanswered, with the server's words, for anything else."""
+        with contextlib.suppress(ValidationError):  # nearly every reply; what is wrong with others is seen below
+            return form.model_validate_json(content)
         found = parse_object(content, halves=True)
         if isinstance(found, str):
             raise Unanswered("a reply that is not a JSON object", self.words(content))

@@ -245,7 +245,7 @@ class RowLogits:
     def _own(self, blocks: Packed) -> bool:
         """Whether the head gives the model's own logits at the first positions of the first block."""
         size = min(TRIED, blocks.ids.shape[1])
-        parts = {name: getattr(blocks, name)[:1, :size] for name in ("ids", "documents", "positions", "mask")}
+        parts = {name: value[:1, :size] for name, value in blocks.tensors().items()}
         few = replace(blocks.take(slice(0, 1)), **parts)
         own = packed_logits(self.model, few).float()
         found = head_logits(self.model, hidden_states(self.model, few))
@@ -265,12 +265,12 @@ def block_values(
     for start in range(0, len(blocks), batch):
         part = blocks.take(slice(start, start + batch))
         documents = [(block, part.number(block, own), here) for block, own, here in scored_documents(part)]
-        expected = big.of(part)
+        expected, positions = big.of(part), part.positions
         for name, draft in small.items():
             got = draft.of(part)
             for block, number, here in documents:
                 for rows in here.nonzero()[:, 0].split(max(1, HELD // vocabulary)):
-                    lengths = (part.positions[block, rows] + 1).tolist()
+                    lengths = (positions[block, rows] + 1).tolist()
                     p, q = expected(block, rows), got(block, rows)
                     check = partial(_require_finite, ((target, p), (draft.model, q)), lengths)
                     values = all_metrics(p, q.to(p.device), sampler, vocabulary, check)

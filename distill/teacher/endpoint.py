@@ -10,7 +10,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
@@ -19,7 +19,6 @@ from distill.errors import EndpointError
 from distill.files import read_json, write_json
 from distill.http import (
     KEYLESS,
-    Form,
     HttpClient,
     Item,
     Received,
@@ -58,6 +57,9 @@ class FromModel(BaseModel):
     """A reply that may name the model that it comes from."""
 
     model: str | None = None
+
+
+Reply = TypeVar("Reply", bound=FromModel)
 
 
 FIRST, WINDOW, GROWTH = 8, 32, 1.1  # requests at once; replies that are timed at least; of the throughput
@@ -107,7 +109,7 @@ class Endpoint:
 
     # ── requests ──
 
-    def post(self, path: str, body: dict[str, Any], form: type[Form]) -> Form:
+    def post(self, path: str, body: dict[str, Any], form: type[Reply]) -> Reply:
         """A server's reply, of this form; requests begin at each URL in turn, further attempts at the next.
 
         Raises Refused, Unanswered after `retries` further attempts, and EndpointError where no request can succeed: a
@@ -116,16 +118,16 @@ class Endpoint:
         start, urls = next(self._turns), self.settings.urls
         places = [f"{urls[(start + number) % len(urls)]}/{path}" for number in range(len(urls))]
 
-        def read(place: str, received: Received) -> Form:
+        def read(place: str, received: Received) -> Reply:
             if received.status >= 300:
                 raise self._refusal(place, received)
-            model = self._client.read(received.content, FromModel).model or body["model"]
-            if model != body["model"]:
+            found = self._client.read(received.content, form)
+            if found.model not in (None, "", body["model"]):
                 raise EndpointError(
-                    f"a server answers for the model {model[:80]}, and {body['model']} was asked",
+                    f"a server answers for the model {str(found.model)[:80]}, and {body['model']} was asked",
                     f"all servers of {self.section}.urls must hold the same target under one name",
                 )
-            return self._client.read(received.content, form)
+            return found
 
         return self._repeated(places, body, read)
 

@@ -6,16 +6,18 @@ Legend: n blocks, S positions, N scored positions, c of them at once, V vocabula
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import numpy
 import torch
 from pydantic import BaseModel, Field
 from torch import Tensor
+from typing_extensions import TypedDict
 
 from distill.data.packing import Packed, packed_logits, scored_documents
 from distill.devices import pick_device
@@ -27,7 +29,7 @@ from distill.http import Refused, Unanswered
 from distill.recipe import GgufOptions, Recipe
 from distill.recipe.measuring import CHANGES_LOGITS
 from distill.run import Run
-from distill.teacher.endpoint import Endpoint
+from distill.teacher.endpoint import Endpoint, FromModel
 from distill.teacher.store import compress
 from distill.teacher.writers import require_gguf
 
@@ -162,7 +164,7 @@ NO_LOGPROBS = (
 )
 
 
-class TokenScore(BaseModel):
+class TokenScore(TypedDict):
     """One of the likeliest tokens at a place of a prompt."""
 
     logprob: float
@@ -175,7 +177,7 @@ class ScoredPrompt(BaseModel):
     prompt_token_ids: list[int] | None = None
 
 
-class ScoredPrompts(BaseModel):
+class ScoredPrompts(FromModel):
     """The reply of /v1/completions."""
 
     choices: list[ScoredPrompt] = Field(min_length=1)
@@ -244,9 +246,7 @@ class ServerReader:
             "return_token_ids": True,
         }
         places = self._places(self._choice(body), document.ids)
-        rows = [self._entries(places[position + 1], position + 1, k) for position in document.scored]
-        tokens = torch.tensor([tokens for tokens, _ in rows], dtype=torch.int32)
-        logs = torch.tensor([logs for _, logs in rows], dtype=torch.float64)
+        tokens, logs = map(torch.from_numpy, self._entries(places, numpy.array(document.scored) + 1, k))
         return tokens, logs.float(), log_tails(logs).float()
 
     def _choice(self, body: dict[str, Any]) -> ScoredPrompt:
@@ -270,7 +270,7 @@ class ServerReader:
                 "retries and timeout can be changed without losing anything",
             ) from None
 
-    def _places(self, choice: ScoredPrompt, ids: list[int]) -> list[dict[int, float]]:
+    def _places(self, choice: ScoredPrompt, ids: list[int]) -> list[dict[int, TokenScore]]:
         """The log-probabilities by id at each prompt token [S]; EndpointError unless they are those of these ids."""
         by_place, own = choice.prompt_logprobs, choice.prompt_token_ids
         if by_place is None:
@@ -278,7 +278,7 @@ class ServerReader:
             raise EndpointError(f"the server of {self.settings.model} returns no {what}", NO_LOGPROBS)
         if len(by_place) != len(ids) or own not in (None, ids):
             raise self._other_ids(f"{len(by_place)} tokens" if len(by_place) != len(ids) else "other tokens", len(ids))
-        places: list[dict[int, float]] = [{}]
+        places: list[dict[int, TokenScore]] = [{}]
         for place, (entries, token) in enumerate(zip(by_place[1:], ids[1:], strict=True), 1):
             if entries is None:
                 raise EndpointError(
@@ -287,7 +287,7 @@ class ServerReader:
                 )
             if token not in entries:
                 raise self._other_ids(f"no token {token} at place {place}", len(ids))
-            places.append({one: entry.logprob for one, entry in entries.items()})
+            places.append(entries)
         return places
 
     def _other_ids(self, what: str, count: int) -> EndpointError:
@@ -296,24 +296,36 @@ class ServerReader:
             "serve the target with the tokenizer of target.model, without added tokens (add_special_tokens)",
         )
 
-    def _entries(self, by_token: dict[int, float], place: int, k: int) -> tuple[list[int], list[float]]:
-        """Ids and log-probabilities of the k likeliest real tokens at one place."""
-        real = sorted(((-log, token) for token, log in by_token.items() if 0 <= token < self.vocabulary))[:k]
-        logs = [-negative for negative, _ in real]
-        if len(real) < k:
+    def _entries(self, places: list[dict[int, TokenScore]], scored: Any, k: int) -> tuple[Any, Any]:
+        """Ids int32 and log-probabilities [N, k] of the k likeliest real tokens at the places `scored` [N]."""
+        found = [places[place] for place in scored]
+        counts = numpy.array([len(one) for one in found])
+        tokens = numpy.fromiter(chain.from_iterable(found), numpy.int64, counts.sum())
+        logs = numpy.fromiter((one["logprob"] for own in found for one in own.values()), float, counts.sum())
+        rows = numpy.arange(len(found)).repeat(counts)
+        real = (tokens >= 0) & (tokens < self.vocabulary)
+        enough = numpy.bincount(rows[real], minlength=len(found))
+        if (enough < k).any():
+            few = int((enough < k).argmax())
             raise EndpointError(
-                f"the server returned {len(by_token)} log-probabilities at prompt token {place}, of which {len(real)} "
-                f"are of tokens, and {k} are needed",
+                f"the server returned {counts[few]} log-probabilities at prompt token {scored[few]}, of which "
+                f"{enough[few]} are of tokens, and {k} are needed",
                 f"start vLLM with --max-logprobs {k + self.padding}, or lower teacher.top_k",
             )
-        total = math.fsum(math.exp(log) for log in logs if log < 1)
-        if not all(math.isfinite(log) and log <= EXCESS for log in logs) or total > 1 + EXCESS:
+        order = real.nonzero()[0]
+        order = order[numpy.lexsort((tokens[order], -logs[order], rows[order]))]
+        chosen = order[(enough.cumsum() - enough)[:, None] + numpy.arange(k)]
+        tokens, logs = tokens[chosen].astype(numpy.int32), logs[chosen]
+        totals = numpy.exp(logs, where=logs < 1, out=numpy.zeros_like(logs)).sum(1)
+        sound = (numpy.isfinite(logs) & (logs <= EXCESS)).all(1) & (totals <= 1 + EXCESS)
+        if not sound.all():
+            bad = int(sound.argmin())
             raise EndpointError(
-                f"the numbers at prompt token {place} are not log-probabilities: the largest is {logs[0]:g}, their "
-                f"probabilities add up to {total:g}",
+                f"the numbers at prompt token {scored[bad]} are not log-probabilities: the largest is "
+                f"{logs[bad, 0]:g}, their probabilities add up to {totals[bad]:g}",
                 "start vLLM with --logprobs-mode raw_logprobs, its default",
             )
-        return [token for _, token in real], logs
+        return tokens, logs
 
 
 Reader = ModelReader | GgufReader | ServerReader

@@ -37,7 +37,7 @@ from distill.gguf.library import require_loadable
 from distill.http import Refused, Unanswered
 from distill.recipe import Recipe
 from distill.sampler import Sampler
-from distill.teacher.endpoint import Endpoint
+from distill.teacher.endpoint import Endpoint, FromModel
 from distill.vocabulary.vocabulary import Vocabulary
 
 
@@ -174,7 +174,7 @@ class Choice(BaseModel):
         return [getattr(self, name) for name in given if name in self.model_fields_set]
 
 
-class Completion(BaseModel):
+class Completion(FromModel):
     """The reply of /v1/completions: one answer, as was asked."""
 
     choices: list[Choice] = Field(min_length=1, max_length=1)

@@ -111,7 +111,7 @@ def test_a_flipped_bit_is_found(world: Path, copied: Path, capsys: Capture, name
     }
     again = ("train", world / "recipe.yaml", "--runs", copied.parent, "--redo", stage, "--until", stage)
     said = tiny.refused(capsys, *commands.get(stage, again))
-    assert f"{name} is damaged" in said and "delete it" in said
+    assert f"{name} is damaged" in said and "--verify" in said
 
 
 def test_corrupted_teacher_shard(world: Path, copied: Path, capsys: Capture) -> None:
@@ -120,7 +120,7 @@ def test_corrupted_teacher_shard(world: Path, copied: Path, capsys: Capture) -> 
     before = {name: d for name, d in tiny.contents(copied).items() if name.startswith(("teacher", "answers", "draft"))}
     said = refused(capsys, world, copied.parent, "train.steps=10", "--redo", "train")
     assert "shard-00001.safetensors" in said
-    (command,) = re.findall(r"`distill (train .* --redo teacher)`", said)
+    (command,) = re.findall(r"`distill (train .* --verify)`", said)
     assert before.items() <= {**tiny.contents(copied), **{n: d for n, d in before.items() if "draft" in n}}.items()
     assert tiny.call(*shlex.split(command), "train.steps=8", "--until", "train") == 0
     after = tiny.contents(copied)
