@@ -266,7 +266,8 @@ class Run:
             for file in sorted(artifact.rglob("*")) if artifact.is_dir() else [artifact]:
                 if file.is_file() and not file.name.startswith("."):
                     name = file.relative_to(self.folder).as_posix()
-                    files[name] = {"bytes": file.stat().st_size, "sha256": file_digest(file)}
+                    state = file.stat()
+                    files[name] = {"bytes": state.st_size, "mtime": state.st_mtime_ns, "sha256": file_digest(file)}
         write_json(
             self.done_path(stage),
             {
