@@ -16,7 +16,7 @@ from toys import save_toy, toy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.data.packing import Packed
-from distill.data.samples import Sample, read_answers
+from distill.data.samples import Sample, read_answers, read_samples, write_samples
 from distill.engines.torch.hugging_face import load_config, load_tokenizer
 from distill.gguf import families
 from distill.gguf.families import kinds_of
@@ -112,7 +112,9 @@ def test_what_a_head_holds_is_measured_on_answers_that_did_not_rank_it(
     answers = [one for one in read_answers(run, "train") if not one.dropped]
     spoilt = replace(answers[0], id="spoilt", answer=[7] * 99, dropped="empty")
     model = AutoModelForCausalLM.from_pretrained(world / "target")
-    kept, metadata, _ = choose_head(recipe, run, model, vocabulary, [*answers, spoilt])
+    write_samples(tmp_path / "all", [*answers, spoilt])
+    every = read_samples(tmp_path / "all", "answers")
+    kept, metadata, _ = choose_head(recipe, run, model, vocabulary, every)
     ranking, measuring = ({one.id for one in some} for some in counted)
     assert ranking and measuring and not ranking & measuring and ranking | measuring == {one.id for one in answers}
     written = [token for one in counted[1] for token in one.answer]
@@ -120,7 +122,7 @@ def test_what_a_head_holds_is_measured_on_answers_that_did_not_rank_it(
     assert share >= 0.5 and {one.source: share for one in answers} == metadata["mass"]
     # One block of answers is both.
     counted.clear()
-    choose_head(recipe, run, model, vocabulary, answers[:1])
+    choose_head(recipe, run, model, vocabulary, every[:1])
     assert [[one.id for one in some] for some in counted] == [[answers[0].id]]
 
 
