@@ -83,6 +83,14 @@ class FileTensor:
         block, size = gguf.GGML_QUANT_SIZES[self.kind]
         return FLOAT_BITS.get(self.kind.name, 8 * size // block)
 
+    def blocks(self) -> NDArray[np.uint8]:
+        """The rows of a matrix as the file has them, in blocks of its type [rows, blocks, bytes]; read when used."""
+        import gguf
+
+        block, size = gguf.GGML_QUANT_SIZES[self.kind]
+        shape = (self.shape[0], self.shape[1] // block, size)
+        return np.memmap(self.path, np.uint8, "r", self.start, shape)
+
     def parts(self) -> Iterator[Floats]:
         """The rows in order, some at a time, as fp32; of reordered tensors whole heads at a time."""
         import gguf
@@ -104,7 +112,7 @@ class FileTensor:
             yield floats - np.float32(self.shift) if self.shift else floats
 
 
-def unpermuted(rows: Floats, heads: int) -> Floats:
+def unpermuted(rows: NDArray[Any], heads: int) -> NDArray[Any]:
     """Rows [heads·D, …] from llama.cpp's order, which rotates neighbours, to Hugging Face's, which rotates halves."""
     half = rows.shape[0] // heads // 2
     return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)

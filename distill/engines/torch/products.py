@@ -44,23 +44,30 @@ FAMILIES = ("Llama", "Mistral", "Qwen2", "Qwen3", "Gemma3")  # what `Layer` comp
 Product = Callable[..., torch.nn.Module]  # of a weight [out, in], its bias or None, and an activation's name
 
 
-class Linear(torch.nn.Module):
-    """x [..., in] · weightᵀ + bias by torch's own product, of a weight that stays where it is.
+class After(torch.nn.Module):
+    """What follows a product is told with it: an activation, or another tensor [..., out] that is added or multiplied."""
 
-    What follows a product is told with it: an activation, or another tensor [..., out] that is added or multiplied.
-    """
-
-    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> None:
+    def __init__(self, activation: str | None) -> None:
         super().__init__()
-        self._weight, self._bias = weight.detach(), None if bias is None else bias.detach()
         self._activation = ACTIVATIONS[activation] if activation else None
 
-    def forward(self, x: Tensor, other: Tensor | None = None, how: str = "add") -> Tensor:
-        """[..., out] of [..., in]."""
-        product = linear(x, self._weight, self._bias)
+    def after(self, product: Tensor, other: Tensor | None, how: str) -> Tensor:
+        """[..., out] of the product [..., out]."""
         if self._activation is not None:
             product = self._activation(product)
         return product if other is None else COMBINED[how](product, other)
+
+
+class Linear(After):
+    """x [..., in] · weightᵀ + bias by torch's own product, of a weight that stays where it is."""
+
+    def __init__(self, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> None:
+        super().__init__(activation)
+        self._weight, self._bias = weight.detach(), None if bias is None else bias.detach()
+
+    def forward(self, x: Tensor, other: Tensor | None = None, how: str = "add") -> Tensor:
+        """[..., out] of [..., in]."""
+        return self.after(linear(x, self._weight, self._bias), other, how)
 
 
 def is_of_family(model: Any, layers: dict[str, Any]) -> bool:
@@ -167,12 +174,15 @@ class Layer(torch.nn.Module):
         self.pairs = attention.k_proj.weight.shape[0] // self.width  # heads of keys and values
         three = [attention.q_proj, attention.k_proj, attention.v_proj]
         # The functions alone, because calling a module takes longer than some of them.
-        if product is Linear:  # which keeps no weights of its own, so that one for all three would take memory
+        weights = [one.weight for one in three]
+        if product is Linear or len({isinstance(one, Tensor) for one in weights}) > 1:
+            # It keeps no weights of its own, so that one for all three would take memory; or they are of two kinds.
             parts = [product(one.weight, one.bias).forward for one in three]
             self.inputs = lambda x: torch.cat([part(x) for part in parts], -1)
         else:
             bias = None if three[0].bias is None else torch.cat([one.bias for one in three])
-            self.inputs = product(torch.cat([one.weight for one in three]), bias).forward
+            both = torch.cat(weights) if isinstance(weights[0], Tensor) else weights[0].joined(weights[1:])
+            self.inputs = product(both, bias).forward
         self.output = product(attention.o_proj.weight, attention.o_proj.bias).forward
         self.gate = product(mlp.gate_proj.weight, mlp.gate_proj.bias, _activation(attention.config)).forward
         self.up = product(mlp.up_proj.weight, mlp.up_proj.bias).forward
@@ -324,14 +334,14 @@ class PrepackedLinear(torch.nn.Module):
         return product
 
 
-class RoundedLinear(torch.nn.Module):
+class RoundedLinear(After):
     """`PrepackedLinear` from a weight rounded to 8 bits a row, or to 4 bits with a scale and a zero for each GROUP.
 
     Its kernels read a quarter to a half of the bytes, in rows of a multiple of GROUP numbers.
     """
 
     def __init__(self, bits: Bits, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> None:
-        super().__init__()
+        super().__init__(activation)
         self.rows, columns = weight.shape
         assert columns % GROUP == 0, columns  # other widths are read beyond their end
         exact = pad(weight.detach().float(), (0, 0, 0, -self.rows % BLOCK))
@@ -347,7 +357,6 @@ class RoundedLinear(torch.nn.Module):
             held = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1), both.to(weight.dtype)
         self._bits, (self._weight, self._scales) = bits, held
         self._bias = None if bias is None else bias.detach()
-        self._activation = ACTIVATIONS[activation] if activation else None
 
     def forward(self, x: Tensor, other: Tensor | None = None, how: str = "add") -> Tensor:
         """[..., out] of [..., in]."""
@@ -359,9 +368,7 @@ class RoundedLinear(torch.nn.Module):
         product = product[:, : self.rows].reshape(*x.shape[:-1], self.rows)
         if self._bias is not None:
             product = product + self._bias
-        if self._activation is not None:
-            product = self._activation(product)
-        return product if other is None else COMBINED[how](product, other)
+        return self.after(product, other, how)
 
 
 def works(dtype: torch.dtype, product: Product = PrepackedLinear) -> bool:
@@ -391,15 +398,24 @@ def prepacked(model: Any) -> tuple[Any, str]:
     dtype, layers = _layers_on_cpu(model)
     if dtype is None:
         return in_few_operators(model), ""
-    if not layers or not works(dtype):
+    dense = [module.weight for module in layers.values() if isinstance(module.weight, Tensor)]
+    if not layers or (dense and not works(dtype)):
         return model, ""
-    size = sum(module.weight.numel() * module.weight.element_size() for module in layers.values())
+    size = sum(weight.numel() * weight.element_size() for weight in dense)
     free = psutil.virtual_memory().available
     if size > SHARE * free:
         return model, (
             f"linear layers are not prepacked: that takes {size / 1e9:.1f} GB more, and {free / 1e9:.1f} GB are free"
         )
-    return _with_products(model, layers, PrepackedLinear), ""
+    return _with_products(model, layers, _fast), ""
+
+
+def _fast(weight: Any, bias: Tensor | None, activation: str | None = None) -> torch.nn.Module:
+    """The product of a weight that lies in memory or, of a file's bits, as those multiply."""
+    if isinstance(weight, Tensor):
+        return PrepackedLinear(weight, bias, activation)
+    product: torch.nn.Module = weight.product(bias, activation)
+    return product
 
 
 def rounded(model: Any, bits: Bits, name: str) -> Any:
@@ -437,8 +453,8 @@ def _layers_on_cpu(model: Any) -> tuple[torch.dtype | None, dict[str, Any]]:
 
 def _replaceable(module: Any) -> bool:
     """Plain linear layers only: adapted and quantised ones, and those that others hook into, compute something else."""
-    plain = type(module) in (torch.nn.Linear, KeptHead) and not hooked(module)
-    return plain and module.weight.numel() >= MIN_VALUES
+    plain = (type(module) in (torch.nn.Linear, KeptHead) or isinstance(module, After)) and not hooked(module)
+    return plain and module.weight.shape.numel() >= MIN_VALUES
 
 
 def _with_products(model: Any, layers: dict[str, Any], product: Product) -> Any:

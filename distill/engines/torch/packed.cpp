@@ -1,0 +1,266 @@
+// Products of few tokens with the weights of a GGUF file as they are stored: distill/engines/torch/packed.py compiles
+// this file for the processor that it runs on.
+//
+// A weight lies in tiles of 16 rows. A pair of columns of a tile is one register of 32 bfloat16 numbers (word 2i + c:
+// row i, column c of the pair), which one instruction multiplies by the pair's two activations and adds to 16 fp32 sums,
+// one a row. The levels of 32 columns lie together: 16 pairs p, in
+//   4 bits:  4 registers of 32 words; word w of register j holds pair 4j + t in its bits 4t to 4t + 3
+//   5 bits:  the same, and 16 masks of 32 bits, the fifth bit of each word
+//   6 bits:  the same, and 2 registers; word w of register j holds the upper bits of pair 8j + t in its bits 2t, 2t + 1
+//   8 bits:  16 times 32 signed bytes
+// Scales lie beside them, 16 rows together: a half precision number for each 32 columns, or one for each 256 times
+// a byte for each group. Levels are exact in bfloat16 and sums are fp32, so that a product is that of the file's values.
+#include <immintrin.h>
+#include <stdint.h>
+
+#define INLINE inline __attribute__((always_inline))
+
+struct Part {  // a weight [rows, columns]; mirrored in packed.py
+    int64_t kind, rows;
+    const uint8_t *levels;
+    const uint16_t *scale, *zero;        // half precision: of 256 columns where there are bytes, else of 32
+    const uint8_t *scale_byte, *zero_byte;
+    const uint16_t *bias;                // bfloat16, or null
+};
+
+namespace {
+
+constexpr int ROWS = 16, WIDE = 8;  // rows of a tile; tokens that share a pass
+
+INLINE __m512 dot(__m512 sum, __m512i weights, __m512i x) {
+#ifdef __AVX512BF16__
+    return _mm512_dpbf16_ps(sum, (__m512bh)weights, (__m512bh)x);
+#else
+    const __m512i upper = _mm512_set1_epi32(0xffff0000);
+    sum = _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_slli_epi32(weights, 16)),
+                          _mm512_castsi512_ps(_mm512_slli_epi32(x, 16)), sum);
+    return _mm512_fmadd_ps(_mm512_castsi512_ps(_mm512_and_si512(weights, upper)),
+                           _mm512_castsi512_ps(_mm512_and_si512(x, upper)), sum);
+#endif
+}
+
+inline __m512 half(const uint16_t *at) { return _mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)at)); }
+
+inline uint16_t bfloat16(float value) {
+    union { float number; uint32_t bits; } it = {value};
+    if (value != value) return 0x7fc0;
+    return (uint16_t)((it.bits + 0x7fff + ((it.bits >> 16) & 1)) >> 16);
+}
+
+inline float widened(uint16_t value) {
+    union { uint32_t bits; float number; } it = {(uint32_t)value << 16};
+    return it.number;
+}
+
+// The bfloat16 numbers of levels 0 to 31 less `centre`, from level `first` on.
+inline __m512i table(int first, int centre) {
+    alignas(64) uint16_t numbers[32];
+    for (int level = 0; level < 32; ++level) numbers[level] = bfloat16((float)(first + level - centre));
+    return _mm512_load_si512(numbers);
+}
+
+template <int BITS> struct Levels {
+    static constexpr int bytes = BITS == 8 ? 512 : 256 + (BITS == 5 ? 64 : BITS == 6 ? 128 : 0);  // of 32 columns
+    __m512i low, high;
+    explicit Levels(int centre) {
+        low = table(0, centre);
+        if (BITS == 4) low = _mm512_inserti64x4(low, _mm512_castsi512_si256(low), 1);  // bit 4 of an index is not ours
+        high = table(32, centre);
+    }
+    template <int P> INLINE __m512i pair(const uint8_t *at) const {
+        if constexpr (BITS == 8) {
+            const __m512i a = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(at + 32 * P)));
+            const __m512i b = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(at + 32 * P + 16)));
+#ifdef __AVX512BF16__
+            return (__m512i)_mm512_cvtne2ps_pbh(_mm512_cvtepi32_ps(b), _mm512_cvtepi32_ps(a));
+#else
+            const __m256i c = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(a)), 16));
+            const __m256i d = _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_castps_si512(_mm512_cvtepi32_ps(b)), 16));
+            return _mm512_inserti64x4(_mm512_castsi256_si512(c), d, 1);
+#endif
+        } else {
+            __m512i index = _mm512_srli_epi16(_mm512_loadu_si512(at + 64 * (P / 4)), 4 * (P % 4));
+            if constexpr (BITS == 4) return _mm512_permutexvar_epi16(index, low);
+            if constexpr (BITS == 5) {
+                const __mmask32 fifth = *(const uint32_t *)(at + 256 + 4 * P);
+                index = _mm512_and_si512(index, _mm512_set1_epi16(15));
+                index = _mm512_mask_add_epi16(index, fifth, index, _mm512_set1_epi16(16));
+                return _mm512_permutexvar_epi16(index, low);
+            }
+            const __m512i two = _mm512_loadu_si512(at + 256 + 64 * (P / 8));
+            constexpr int f = P % 8;
+            const __m512i upper = f < 2 ? _mm512_slli_epi16(two, f < 2 ? 4 - 2 * f : 0)
+                                        : _mm512_srli_epi16(two, f < 2 ? 0 : 2 * f - 4);
+            index = _mm512_ternarylogic_epi32(_mm512_set1_epi16(15), index, upper, 0xca);  // lower 4 bits of the first
+            return _mm512_permutex2var_epi16(low, index, high);
+        }
+    }
+};
+
+template <int BITS, int M, int CHAINS, int P, int END>
+INLINE void pairs(const Levels<BITS> &of, const uint8_t *at, const int32_t *x, __m512 (&sums)[M][CHAINS]) {
+    if constexpr (P < END) {
+        const __m512i weights = of.template pair<P>(at);
+        for (int m = 0; m < M; ++m)
+            sums[m][P % CHAINS] = dot(sums[m][P % CHAINS], weights, _mm512_set1_epi32(x[P * M + m]));
+        pairs<BITS, M, CHAINS, P + 1, END>(of, at, x, sums);
+    }
+}
+
+// BITS of a level; GROUP columns share a scale; BYTES: scales are a half for 256 columns times a byte; SIGNED bytes;
+// ZERO: something is added to each level times its scale.
+template <int BITS, int GROUP, bool BYTES, bool SIGNED, bool ZERO, int M>
+void tile(const Part &part, int64_t number, const Levels<BITS> &of, const int32_t *x, const float *totals,
+          int64_t columns, __m512 (&out)[WIDE]) {
+    constexpr int CHAINS = M == 1 ? 4 : M <= 3 ? 2 : 1;  // sums that do not wait for each other
+    const int64_t groups = columns / 32, halves = BYTES ? columns / 256 : groups, bytes = columns / GROUP;
+    const uint8_t *levels = part.levels + number * groups * Levels<BITS>::bytes;
+    const uint16_t *scales = part.scale + number * halves * ROWS, *zeros = part.zero + number * halves * ROWS;
+    const uint8_t *scale_bytes = part.scale_byte + number * bytes * ROWS;
+    const uint8_t *zero_bytes = part.zero_byte + number * bytes * ROWS;
+    __m512 sums[M], scale = _mm512_setzero_ps(), zero = scale;
+    for (int m = 0; m < M; ++m) sums[m] = _mm512_setzero_ps();
+    const auto byte = [](const uint8_t *at) {
+        const __m128i sixteen = _mm_loadu_si128((const __m128i *)at);
+        return _mm512_cvtepi32_ps(SIGNED ? _mm512_cvtepi8_epi32(sixteen) : _mm512_cvtepu8_epi32(sixteen));
+    };
+    const auto add = [&](const __m512(&own)[M][CHAINS], __m512 by) {
+        for (int m = 0; m < M; ++m) {
+            __m512 sum = own[m][0];
+            for (int c = 1; c < CHAINS; ++c) sum = _mm512_add_ps(sum, own[m][c]);
+            sums[m] = _mm512_fmadd_ps(by, sum, sums[m]);
+        }
+    };
+    for (int64_t g = 0; g < groups; ++g) {
+        if (!BYTES || g % 8 == 0) {
+            scale = half(scales + (BYTES ? g / 8 : g) * ROWS);
+            if (ZERO) zero = half(zeros + (BYTES ? g / 8 : g) * ROWS);
+        }
+        _mm_prefetch((const char *)levels + 2048, _MM_HINT_T0);
+        for (int line = 64; line < Levels<BITS>::bytes; line += 64)
+            _mm_prefetch((const char *)levels + 2048 + line, _MM_HINT_T0);
+        __m512 own[M][CHAINS];
+        const auto clear = [&] {
+            for (int m = 0; m < M; ++m)
+                for (int c = 0; c < CHAINS; ++c) own[m][c] = _mm512_setzero_ps();
+        };
+        clear();
+        if (GROUP == 16) {
+            pairs<BITS, M, CHAINS, 0, 8>(of, levels, x, own);
+            add(own, _mm512_mul_ps(scale, byte(scale_bytes + 2 * g * ROWS)));
+            clear();
+            pairs<BITS, M, CHAINS, 8, 16>(of, levels, x, own);
+            add(own, _mm512_mul_ps(scale, byte(scale_bytes + (2 * g + 1) * ROWS)));
+        } else {
+            pairs<BITS, M, CHAINS, 0, 16>(of, levels, x, own);
+            add(own, BYTES ? _mm512_mul_ps(scale, byte(scale_bytes + g * ROWS)) : scale);
+            if (ZERO) {
+                const __m512 less = BYTES ? _mm512_mul_ps(zero, byte(zero_bytes + g * ROWS)) : zero;
+                for (int m = 0; m < M; ++m)
+                    sums[m] = _mm512_fmadd_ps(less, _mm512_set1_ps(totals[m]), sums[m]);
+            }
+        }
+        levels += Levels<BITS>::bytes, x += 16 * M, totals += M;
+    }
+    for (int m = 0; m < M; ++m) out[m] = sums[m];
+}
+
+template <int BITS, int GROUP, bool BYTES, bool SIGNED, bool ZERO>
+void all_tokens(const Part &part, int64_t number, int centre, const int32_t *x, const float *totals, int64_t columns,
+                int64_t tokens, uint16_t *out, int64_t stride) {
+    const Levels<BITS> of(centre);
+    const int64_t rows = part.rows - number * ROWS < ROWS ? part.rows - number * ROWS : ROWS;
+    for (int64_t first = 0; first < tokens; first += WIDE) {
+        __m512 sums[WIDE];
+        const int count = tokens - first < WIDE ? (int)(tokens - first) : WIDE;
+        const int32_t *some = x + first * (columns / 2);
+        const float *own = totals + first * (columns / 32);
+#define CASE(M) case M: tile<BITS, GROUP, BYTES, SIGNED, ZERO, M>(part, number, of, some, own, columns, sums); break;
+        switch (count) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
+#undef CASE
+        for (int m = 0; m < count; ++m) {
+            alignas(64) float values[ROWS];
+            _mm512_store_ps(values, sums[m]);
+            uint16_t *at = out + (first + m) * stride + number * ROWS;
+            for (int64_t row = 0; row < rows; ++row)
+                at[row] = bfloat16(part.bias ? values[row] + widened(part.bias[number * ROWS + row]) : values[row]);
+        }
+    }
+}
+
+}  // namespace
+
+extern "C" {
+
+// out [tokens, stride] = x [tokens, columns] · weightᵀ + bias, one part's rows after another's. `room` holds
+// tokens · columns · 17 / 32 numbers of 32 bits.
+void distill_products(const Part *parts, int64_t count, const uint16_t *x, int32_t *room, int64_t tokens,
+                      int64_t columns, uint16_t *out, int64_t stride, int64_t threads) {
+    int64_t tiles = 0;
+    for (int64_t i = 0; i < count; ++i) tiles += (parts[i].rows + ROWS - 1) / ROWS;
+    const int64_t groups = columns / 32;
+    float *totals = (float *)(room + tokens * columns / 2);
+#pragma omp parallel num_threads(threads)
+    {
+        // The tokens of a pass beside each other, pair by pair; and their sums, group by group.
+#pragma omp for schedule(static)
+        for (int64_t all = 0; all < (tokens + WIDE - 1) / WIDE * groups; ++all) {
+            const int64_t first = all / groups * WIDE, g = all % groups;
+            const int64_t some = tokens - first < WIDE ? tokens - first : WIDE;
+            for (int64_t m = 0; m < some; ++m) {
+                const uint16_t *from = x + (first + m) * columns + 32 * g;
+                int32_t *to = room + first * columns / 2 + 16 * g * some + m;
+                float total = 0;
+                for (int p = 0; p < 16; ++p) {
+                    total += widened(from[2 * p]) + widened(from[2 * p + 1]);
+                    to[p * some] = (int32_t)(from[2 * p] | (uint32_t)from[2 * p + 1] << 16);
+                }
+                totals[first * groups + g * some + m] = total;
+            }
+        }
+#pragma omp for schedule(static)
+        for (int64_t all = 0; all < tiles; ++all) {
+            int64_t number = all, i = 0;
+            uint16_t *at = out;
+            for (; number >= (parts[i].rows + ROWS - 1) / ROWS; ++i) {
+                number -= (parts[i].rows + ROWS - 1) / ROWS;
+                at += parts[i].rows;
+            }
+#define KIND(N, BITS, GROUP, BYTES, SIGNED, ZERO, CENTRE)                                                             \
+    case N: all_tokens<BITS, GROUP, BYTES, SIGNED, ZERO>(parts[i], number, CENTRE, room, totals, columns, tokens, at, stride); break;
+            switch (parts[i].kind) {
+                KIND(0, 4, 32, false, false, false, 8)   // Q4_0
+                KIND(1, 4, 32, false, false, true, 0)    // Q4_1
+                KIND(2, 5, 32, false, false, false, 16)  // Q5_0
+                KIND(3, 5, 32, false, false, true, 0)    // Q5_1
+                KIND(4, 8, 32, false, false, false, 0)   // Q8_0
+                KIND(5, 4, 32, true, false, true, 0)     // Q4_K
+                KIND(6, 5, 32, true, false, true, 0)     // Q5_K
+                KIND(7, 6, 16, true, true, false, 32)    // Q6_K
+            }
+#undef KIND
+        }
+    }
+}
+
+// Levels [rows, columns], a byte each, as tiles; rows that fill the last tile have level 0.
+void distill_pack(int64_t bits, const uint8_t *levels, int64_t rows, int64_t columns, uint8_t *tiles, int64_t threads) {
+    const int64_t groups = columns / 32, size = bits == 8 ? 512 : 256 + (bits == 5 ? 64 : bits == 6 ? 128 : 0);
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t number = 0; number < (rows + ROWS - 1) / ROWS; ++number)
+        for (int64_t g = 0; g < groups; ++g) {
+            uint8_t *to = tiles + (number * groups + g) * size;
+            for (int row = 0; row < ROWS && number * ROWS + row < rows; ++row) {
+                const uint8_t *from = levels + (number * ROWS + row) * columns + 32 * g;
+                for (int c = 0; c < 32; ++c) {
+                    const int pair = c / 2, word = 2 * row + c % 2, level = from[c];
+                    if (bits == 8) { to[32 * pair + word] = (uint8_t)level; continue; }
+                    to[64 * (pair / 4) + 2 * word + pair % 4 / 2] |= (level & 15) << pair % 2 * 4;
+                    if (bits == 5) to[256 + 4 * pair + word / 8] |= (level >> 4) << word % 8;
+                    if (bits == 6) to[256 + 64 * (pair / 8) + 2 * word + pair % 8 / 4] |= (level >> 4) << pair % 4 * 2;
+                }
+            }
+        }
+}
+
+}

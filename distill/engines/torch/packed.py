@@ -1,0 +1,278 @@
+"""Products with the weights of a GGUF file as the file stores them, on CPUs with AVX-512.
+
+A step of few tokens takes as long as its weights take to arrive, so it takes least in the file's own bits. The kernel
+(packed.cpp) computes with the file's values, nothing of which is rounded, and bfloat16 activations; it is compiled on
+first use, and kept.
+
+Legend: R rows of a weight, C columns, V vocabulary, H hidden.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import os
+import shutil
+import subprocess
+import time
+from collections.abc import Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from distill.engines.torch.described import quiet
+from distill.engines.torch.hugging_face import load_config
+from distill.engines.torch.products import After
+from distill.errors import DataError
+from distill.files import cache_folder, digest, write_atomically
+from distill.gguf.importing import FileTensor, read_import, unpermuted
+from distill.gguf.levels import Levels, levels_of
+from distill.machine import cpu_features
+from distill.progress import Progress, duration, note, warn
+
+KINDS = ("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0", "Q4_K", "Q5_K", "Q6_K")  # as packed.cpp numbers them
+BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K": 5, "Q6_K": 6}
+GROUP_BYTES = {4: 256, 5: 320, 6: 384, 8: 512}  # of 32 columns of a tile
+TILE = 16  # rows
+PART_VALUES = 2**20  # unpacked at a time
+
+# ── The kernel ──
+
+NEEDED = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "fma": "-mfma", "f16c": "-mf16c"}
+FASTER = {"avx512_bf16": "-mavx512bf16"}
+SOURCE = Path(__file__).with_name("packed.cpp")
+COMPILE_SECONDS = 300
+
+
+class _Part(ctypes.Structure):
+    """packed.cpp's Part."""
+
+    _fields_ = [
+        ("kind", ctypes.c_int64),
+        ("rows", ctypes.c_int64),
+        *((name, ctypes.c_void_p) for name in ("levels", "scale", "zero", "scale_byte", "zero_byte", "bias")),
+    ]
+
+
+@functools.cache
+def kernel() -> Any:
+    """The compiled kernel; DataError, which says why, where there is none."""
+    features = cpu_features() or set()
+    if lacking := sorted(NEEDED.keys() - features):
+        raise DataError(f"this processor has no {lacking[0]}")
+    flags = [*NEEDED.values(), *(flag for name, flag in FASTER.items() if name in features)]
+    compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "c++"))), None)
+    content = SOURCE.read_text(encoding="utf-8")
+    place = cache_folder("kernels") / f"packed-{digest([content, flags])}.so"
+    if not place.is_file():
+        if compiler is None:
+            raise DataError("there is no C++ compiler (g++) on this machine")
+        started, command = time.monotonic(), [compiler, "-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-w"]
+
+        def build(temporary: Path) -> None:
+            run = [*command, *flags, "-x", "c++", str(SOURCE), "-o", str(temporary)]
+            subprocess.run(run, check=True, capture_output=True, timeout=COMPILE_SECONDS)
+
+        try:
+            write_atomically(place, build, several=True)
+        except (subprocess.SubprocessError, OSError) as error:
+            lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines() or [""]
+            raise DataError(f"{compiler} does not compile {SOURCE.name}: {lines[0] or error}") from None
+        note(f"products of packed weights compiled in {duration(time.monotonic() - started)}")
+    try:
+        found = ctypes.CDLL(str(place))
+    except OSError as error:
+        raise DataError(f"{place} cannot be loaded ({error})", "delete it") from None
+    number, address = ctypes.c_int64, ctypes.c_void_p
+    found.distill_products.argtypes = [address, number, *[address] * 2, *[number] * 2, address, *[number] * 2]
+    found.distill_pack.argtypes = [number, address, number, number, address, number]
+    found.distill_products.restype = found.distill_pack.restype = None
+    return found
+
+
+# ── Weights and their products ──
+
+
+@dataclass(frozen=True)
+class _Tiles:
+    """A tensor of a file in the kernel's layout: levels, then what `Levels.scales` lists."""
+
+    kind: str
+    rows: int
+    tensors: tuple[NDArray[Any] | None, ...]
+
+
+class PackedWeight:
+    """A weight [R, C] in its file's bits: tensors of a file, one's rows after another's."""
+
+    def __init__(self, tiles: Sequence[_Tiles], columns: int) -> None:
+        self.tiles = tuple(tiles)
+        self.shape = torch.Size((sum(one.rows for one in tiles), columns))
+
+    def __deepcopy__(self, _: Any) -> PackedWeight:
+        return self  # nothing changes it
+
+    def joined(self, others: Sequence[PackedWeight]) -> PackedWeight:
+        """This one's rows, then those of others."""
+        return PackedWeight([tiles for one in (self, *others) for tiles in one.tiles], self.shape[1])
+
+    def product(self, bias: Tensor | None, activation: str | None = None) -> PackedLinear:
+        """What multiplies by it."""
+        return PackedLinear(self, bias, activation)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in memory."""
+        return sum(part.nbytes for one in self.tiles for part in one.tensors if part is not None)
+
+    @classmethod
+    def read(cls, source: FileTensor) -> PackedWeight:
+        """A tensor of a file, its rows in Hugging Face's order. DataError for NaN or infinity among its scales."""
+        rows, columns = source.shape
+        kind, blocks = source.kind.name, source.blocks()
+        bits, step = BITS[kind], max(1, PART_VALUES // columns)
+        parts = [levels_of(kind, np.asarray(blocks[first : first + step])) for first in range(0, rows, step)]
+        whole = Levels(*(None if one[0] is None else np.concatenate(one) for one in zip(*map(_all, parts), strict=True)))
+        if not all(np.isfinite(one).all() for one in (whole.scale, whole.zero) if one is not None):
+            raise DataError(f"{source.path}: {source.name} holds NaN or infinity", "copy or convert the file again")
+        if source.heads:
+            whole = Levels(*(None if one is None else unpermuted(one, source.heads) for one in _all(whole)))
+        count = -(-rows // TILE)
+        numbers = np.ascontiguousarray(whole.numbers)
+        packed = np.zeros(count * (columns // 32) * GROUP_BYTES[bits] + 64, np.uint8)
+        packed = packed[-packed.ctypes.data % 64 :][:-64]  # a register a line
+        kernel().distill_pack(bits, numbers.ctypes.data, rows, columns, packed.ctypes.data, 1)
+        return cls([_Tiles(kind, rows, (packed, *(_tiled(one, count) for one in whole.scales())))], columns)
+
+
+def _all(levels: Levels) -> list[NDArray[Any] | None]:
+    return [levels.numbers, *levels.scales()]
+
+
+def _tiled(scales: NDArray[Any] | None, count: int) -> NDArray[Any] | None:
+    """Scales [R, S] as [tiles, S, TILE], with zeros for rows that fill the last tile."""
+    if scales is None:
+        return None
+    whole = np.pad(scales, ((0, count * TILE - len(scales)), (0, 0)))
+    return np.ascontiguousarray(whole.reshape(count, TILE, -1).swapaxes(1, 2))
+
+
+class PackedLinear(After):
+    """x [..., C] · weightᵀ + bias by the kernel, in bfloat16 with sums in fp32."""
+
+    def __init__(self, weight: PackedWeight, bias: Tensor | None, activation: str | None = None) -> None:
+        super().__init__(activation)
+        self.weight, self.bias = weight, None if bias is None else bias.detach().bfloat16().contiguous()
+        self.out_features, self.in_features = weight.shape
+        self._kernel, first = kernel(), 0
+        parts = []
+        for one in weight.tiles:
+            addresses = [None if part is None else part.ctypes.data for part in one.tensors]
+            at = None if self.bias is None else self.bias.data_ptr() + first * self.bias.element_size()
+            parts.append(_Part(KINDS.index(one.kind), one.rows, *addresses, at))
+            first += one.rows
+        self._parts = (_Part * len(parts))(*parts)
+
+    def __deepcopy__(self, _: Any) -> PackedLinear:
+        return self  # its parts are addresses
+
+    def forward(self, x: Tensor, other: Tensor | None = None, how: str = "add") -> Tensor:
+        """[..., R] of [..., C]."""
+        flat, (rows, columns) = x.to(torch.bfloat16).contiguous(), self.weight.shape
+        tokens = flat.numel() // columns
+        out = torch.empty((*x.shape[:-1], rows), dtype=torch.bfloat16)
+        room = torch.empty(tokens * columns * 17 // 32, dtype=torch.int32)
+        self._kernel.distill_products(
+            self._parts,
+            len(self._parts),
+            flat.data_ptr(),
+            room.data_ptr(),
+            tokens,
+            columns,
+            out.data_ptr(),
+            rows,
+            torch.get_num_threads(),
+        )
+        return self.after(out, other, how)
+
+
+class FileEmbedding(torch.nn.Module):
+    """Embeddings [V, H] that stay in their file; rows are read and dequantised as texts need them."""
+
+    def __init__(self, source: FileTensor) -> None:
+        super().__init__()
+        self._source, self._rows = source, source.blocks()
+        self.num_embeddings, self.embedding_dim = source.shape
+        # Without rows: it tells device and type of a model none of whose weights is a tensor.
+        self.weight = torch.nn.Parameter(torch.empty(0, self.embedding_dim, dtype=torch.bfloat16), False)
+
+    def __deepcopy__(self, _: Any) -> FileEmbedding:
+        return self
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """[..., H] in bfloat16 of ids [...]."""
+        import gguf
+
+        rows = np.ascontiguousarray(self._rows[ids.reshape(-1).numpy()]).reshape(ids.numel(), -1)
+        values = gguf.quants.dequantize(rows, self._source.kind)
+        return torch.from_numpy(values).to(torch.bfloat16).view(*ids.shape, -1)
+
+
+# ── Models ──
+
+
+def load_packed(reference: str) -> Any:
+    """A causal language model of transformers with the weights of a GGUF file in the file's bits, in bfloat16.
+
+    Tensors of types without a kernel are bfloat16; a line on stderr says which. DataError where there is no kernel, and
+    for a file that cannot be imported.
+    """
+    from accelerate import init_empty_weights
+    from transformers import AutoModelForCausalLM
+
+    kernel()
+    config, tensors = load_config(reference), read_import(Path(reference), "bfloat16").tensors
+    with init_empty_weights(), quiet():
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    model.config._name_or_path = reference
+    if "lm_head.weight" not in tensors:
+        tensors |= {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+    progress, places = Progress("tensors", len(tensors), brief=True), dict(model.named_modules())
+
+    def fill(name: str) -> None:
+        source, (place, _, own) = tensors[name], name.rpartition(".")
+        kind = type(places[place]) if own == "weight" and source.kind.name in BITS else None
+        if kind is torch.nn.Linear:
+            model.set_submodule(place, PackedLinear(PackedWeight.read(source), biases.get(f"{place}.bias")))
+        elif kind is torch.nn.Embedding:
+            model.set_submodule(place, FileEmbedding(source))
+        else:
+            values = torch.cat([torch.from_numpy(part).bfloat16() for part in source.parts()]).view(source.shape)
+            setattr(places[place], own, torch.nn.Parameter(values, requires_grad=False))
+        progress.step()
+
+    biases = {
+        name: torch.from_numpy(np.concatenate([*source.parts()])).view(source.shape)
+        for name, source in tensors.items()
+        if name.endswith(".bias")
+    }
+    with ThreadPoolExecutor(torch.get_num_threads()) as pool:
+        list(pool.map(fill, [name for name in tensors if name not in biases or _is_dense(tensors, name)]))
+    dense = [source for name, source in tensors.items() if len(source.shape) > 1 and source.kind.name not in BITS]
+    if dense:
+        share = sum(one.values for one in dense) / sum(one.values for one in tensors.values() if len(one.shape) > 1)
+        kinds = ", ".join(sorted({one.kind.name for one in dense}))
+        warn(f"{reference}: {share:.0%} of the weights ({kinds}) have no kernel in the file's bits and are bfloat16")
+    return model.eval()
+
+
+def _is_dense(tensors: Mapping[str, FileTensor], bias: str) -> bool:
+    """Whether a bias belongs to a product that is not packed."""
+    weight = tensors.get(bias.removesuffix("bias") + "weight")
+    return weight is None or weight.kind.name not in BITS
