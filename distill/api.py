@@ -192,7 +192,7 @@ def measure_speedup(
     `sampler` all of them are sampled. `table` holds n-grams of the target. DataError or RecipeError for prompts,
     contexts and configurations that do not go together; lossy ones, where allowed, are named on stderr.
     """
-    sampler = sampler or SamplerSettings(temperature=0)
+    sampler, pytorch = sampler or SamplerSettings(temperature=0), pytorch or PyTorch()
     sampled = {"sampler": "recipe"} if sampler.temperature else {}
     fixed = tuple(lengths)
     configured = [
@@ -207,11 +207,13 @@ def measure_speedup(
         raise RecipeError(f"`{drawn.described}` is sampled", "give a sampler (--sampler temperature=1)")
     for line in check_configurations(speedup, sampler, "the options"):
         warn(line)
-    big, small = pair_references(_reference(target), None if draft is None else _reference(draft), every)
+    big, small = pair_references(
+        _reference(target), None if draft is None else _reference(draft), every, pytorch.in_bits
+    )
     if table is None and any(one.counts_ngrams for one in every):
         note("no table of n-grams (--table): drafter table knows those of the text so far alone")
     settings = PairSettings(
-        target=settled_target(big, dtype, device),
+        target=loaded.decoded_target(settled_target(big, dtype, device), pytorch),
         draft=small,
         speedup=speedup,
         sampler=sampler,
@@ -219,7 +221,7 @@ def measure_speedup(
         device=device,
         threads=threads,
         gguf=gguf or Gguf(),
-        pytorch=pytorch or PyTorch(),
+        pytorch=pytorch,
     )
     names = str(target), None if draft is None else str(draft)
     return measure_any_pair(

@@ -74,7 +74,8 @@ def generate(
 
     own, device, asked, found = PyTorch(), "auto", Chat(), None
     if models:
-        big, small = _standalone_pair(models, chosen)
+        in_bits = shared.pytorch_of(pytorch, own, ()).in_bits
+        big, small = _standalone_pair(models, chosen, in_bits)
         place = Target(model=big)
     else:
         recipe, found = shared.find_run(named[0] if named else None, runs)
@@ -83,7 +84,8 @@ def generate(
         if not given.keys() & {"drafter", "rule", "widths", "length"} and (length := _fastest(found)) is not None:
             chosen = _configuration(given | {"length": length}, drawn)
         device, threads, own, asked = recipe.device, threads or recipe.threads, recipe.pytorch, recipe.chat
-        big, small = one_engine(recipe.target.model, str(found.path("draft").resolve()))
+        in_bits = shared.pytorch_of(pytorch, own, ()).in_bits
+        big, small = one_engine(recipe.target.model, str(found.path("draft").resolve()), in_bits)
         place = recipe.target.model_copy(update={"model": big})
     if chosen.counts_ngrams:
         table = shared.place_of_table(table, found)
@@ -126,12 +128,12 @@ def _configuration(given: Mapping[str, Any], sampler: SamplerSettings) -> Config
     return parse_section(Configuration, settings, "--configuration")
 
 
-def _standalone_pair(models: Sequence[str], configuration: Configuration) -> tuple[str, str | None]:
+def _standalone_pair(models: Sequence[str], configuration: Configuration, in_bits: bool) -> tuple[str, str | None]:
     """Target and draft; the draft may be left out where it is not asked."""
     from distill.engines.pairs import require_drafts
 
     if len(models) > 1:
-        return require_drafts(models[0], models[1], configuration.other_vocabulary)
+        return require_drafts(models[0], models[1], configuration.other_vocabulary, in_bits)
     if configuration.asks_the_draft or configuration.other_vocabulary:
         raise RecipeError(f"drafter {configuration.drafter} needs a draft", "name one, or give -C drafter=lookup")
     return models[0], None

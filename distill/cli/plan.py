@@ -104,7 +104,7 @@ def measured_curve(
         # step would be timed with the compilation of its own. The process ends with the command.
         os.environ[PRIMITIVES] = str(2 * int(MOST_PRIMITIVES))
     model, room = place.model, max(depths) + max_tokens
-    if is_gguf(model):
+    if is_gguf(model) and not pytorch.in_bits:
         from distill.engines.llama_cpp.model import GgufModel
 
         if not Path(model).is_file():
@@ -114,11 +114,11 @@ def measured_curve(
     import torch
 
     from distill.devices import pick_device
-    from distill.engines.loaded import torch_decoder
-    from distill.engines.torch.hugging_face import load_model
+    from distill.engines.loaded import decoded_target, load_big, torch_decoder
 
     torch.set_num_threads(thread_count(threads))
-    loaded = load_model(shared.local_reference(model), place.dtype, pick_device("auto"))
+    place = decoded_target(place.model_copy(update={"model": shared.local_reference(model)}), pytorch)
+    loaded = load_big(place, pick_device("auto"), pytorch)
     decoder = torch_decoder(loaded, None, pytorch, room)
     title = model + pytorch.suffix + ("" if place.dtype == "float32" else f", {place.dtype}")
     return measure_curve(decoder, title, "pytorch", depths, max_tokens, repeats)

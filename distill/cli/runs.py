@@ -259,6 +259,7 @@ KEPT: dict[CacheKind, str] = {
     "costs": "seconds of steps and rounds",
     "weights": "which weights of a draft draft fastest",
     "digests": "digests of large files",
+    "kernels": "compiled products of a file's own bits",
 }
 
 

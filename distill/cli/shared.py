@@ -299,11 +299,14 @@ def sampler_of(text: str | None, temperature: float | None = None) -> SamplerSet
 
 
 def pytorch_of(text: str | None, own: PyTorch, models: Sequence[str | None]) -> PyTorch:
-    """A run's settings, or the defaults, with what --pytorch says instead; RecipeError for GGUF files, which it does
-    not concern."""
-    if text is not None and models and all(model is None or is_gguf(model) for model in models):
-        raise RecipeError(f"--pytorch {text}: {models[0]} runs in llama.cpp, not in PyTorch", "leave it out")
-    return parse_section(PyTorch, own.model_dump() | keys_of(PyTorch, text, "--pytorch"), "--pytorch")
+    """A run's settings, or the defaults, with what --pytorch says instead; RecipeError for GGUF files that run in
+    llama.cpp, which it does not concern."""
+    found = parse_section(PyTorch, own.model_dump() | keys_of(PyTorch, text, "--pytorch"), "--pytorch")
+    files = models and all(model is None or is_gguf(model) for model in models)
+    if text is not None and files and found.target_weights != "file":
+        hint = "leave it out, or decode the files' own bits in PyTorch: target_weights=file"
+        raise RecipeError(f"--pytorch {text}: {models[0]} runs in llama.cpp, not in PyTorch", hint)
+    return found
 
 
 def gguf_of(

@@ -43,6 +43,7 @@ from distill.engines.torch.model import (
     send,
     state_refusal,
 )
+from distill.engines.torch.packed import NoKernel, load_packed
 from distill.engines.torch.products import Bits, prepacked, rounded
 from distill.engines.torch.static import SlotCache, StaticTorchModel, refusal
 from distill.errors import DataError, RecipeError
@@ -145,31 +146,72 @@ def load_pair(
 ) -> LoadedPair:
     """Load two Hugging Face folders (or hub names), or two GGUF files; only the target where `draft` is None.
 
-    A GGUF file beside a folder is imported, and both decode in PyTorch. The draft of a folder is loaded in the target's
-    type. `pytorch` says how folders decode. `tokens` is the context wanted (None: the target's own for GGUF files,
-    unknown for a static cache), of which each gets no more than it was made for. For GGUF files, `nodes` are the most
-    nodes of a tree, `gguf` llama.cpp's options of each, and `threads` CPU threads where those name none. Raises
-    RecipeError for options that are not possible, DataError for a model that cannot be loaded, or cannot decode as
-    asked.
+    A GGUF file beside a folder is imported, and both decode in PyTorch; so do files in their own bits, where `pytorch`
+    says so. The draft of a folder is loaded in the target's type. `pytorch` says how folders decode. `tokens` is the
+    context wanted (None: the target's own for GGUF files, unknown for a static cache), of which each gets no more than
+    it was made for. For GGUF files, `nodes` are the most nodes of a tree, `gguf` llama.cpp's options of each, and
+    `threads` CPU threads where those name none. Raises RecipeError for options that are not possible, DataError for a
+    model that cannot be loaded, or cannot decode as asked.
     """
+    _require_files(target, draft, pytorch)
     if draft is not None:
-        big_reference, draft = one_engine(target.model, draft)
+        big_reference, draft = one_engine(target.model, draft, pytorch.in_bits)
         target = target.model_copy(update={"model": big_reference})
-    if is_gguf(target.model):
+    target = decoded_target(target, pytorch)
+    if is_gguf(target.model) and not pytorch.in_bits:
         if pytorch != GROWING:
             raise RecipeError(
                 f"{target.model} runs in llama.cpp; static, compile, draft_device, draft_weights and "
-                "prepack are settings of PyTorch"
+                "prepack are settings of PyTorch, which decodes files with target_weights: file"
             )
         return _load_files(target.model, draft, tokens, nodes, threads, gguf or Gguf())
     options = target.model_dump(mode="json", include={"dtype", "quantise", "shard"}) | pytorch.model_dump(mode="json")
     options |= {"target": target.model, "draft": draft, "device": device}
     place = pick_device(device)
     small_place = place if pytorch.draft_device is None else pick_device(pytorch.draft_device)
-    big = load_target(target, place)
-    small = None if draft is None else load_model(draft, target.dtype, small_place)
+    big = load_big(target, place, pytorch)
+    if draft is not None and is_gguf(draft) and pytorch.target_weights == "file" and pytorch.draft_weights == "auto":
+        pytorch = pytorch.model_copy(update={"draft_weights": "file"})
+    if draft is not None and pytorch.draft_weights == "file":
+        small = load_in_bits(draft, small_place)
+    else:
+        small = None if draft is None else load_model(draft, target.dtype, small_place)
     pair = pair_of_models(target.model, big, small, load_tokenizer(target.model), pytorch, tokens, options)
     return replace(pair, options=options | {"draft_weights": pair.pytorch.draft_weights})
+
+
+def decoded_target(target: Target, pytorch: PyTorch) -> Target:
+    """The target in the type in which it decodes: bfloat16 with the bits of its file."""
+    return target.model_copy(update={"dtype": "bfloat16"}) if pytorch.target_weights == "file" else target
+
+
+def _require_files(target: Target, draft: str | None, pytorch: PyTorch) -> None:
+    """RecipeError for bits of a file that is none, or a target that is to be held otherwise, too."""
+    for role, model in (("target", target.model), ("draft", draft)):
+        if getattr(pytorch, f"{role}_weights") == "file" and model is not None and not is_gguf(model):
+            raise RecipeError(
+                f"{role}_weights: file is for a GGUF file, and {model} is none", f"leave {role}_weights out"
+            )
+    if pytorch.target_weights == "file" and (target.quantise or target.shard):
+        raise RecipeError("target_weights: file goes with neither target.quantise nor target.shard", "choose one")
+
+
+def load_big(target: Target, device: torch.device, pytorch: PyTorch) -> Any:
+    """A target as `pytorch` says: in its file's bits, or as `load_target`."""
+    _require_files(target, None, pytorch)
+    return load_in_bits(target.model, device) if pytorch.target_weights == "file" else load_target(target, device)
+
+
+def load_in_bits(reference: str, device: torch.device) -> Any:
+    """A GGUF file's model in the file's bits, or in bfloat16, with a line that says why, where there is no kernel."""
+    reason = f"this is {device}, and it is for a CPU"
+    if device.type == "cpu":
+        try:
+            return load_packed(reference)
+        except NoKernel as error:
+            reason = error.what
+    warn(f"{reference} is decoded in bfloat16, not in its own bits: {reason}")
+    return load_model(reference, "bfloat16", device)
 
 
 def torch_decoder(

@@ -353,13 +353,13 @@ def require_pair(target: str, draft: str) -> PairReport:
     return report
 
 
-def require_drafts(target: str, draft: str, foreign: bool) -> tuple[str, str]:
-    """The pair in one engine: a GGUF file beside a folder is imported. References are resolved.
+def require_drafts(target: str, draft: str, foreign: bool, in_bits: bool = False) -> tuple[str, str]:
+    """The pair in one engine: a GGUF file beside a folder is imported (`one_engine`). References are resolved.
 
     Raises PairError for a draft that does not fit, unless it may have another vocabulary (`foreign`).
     """
     if foreign:
-        return one_engine(target, draft)
+        return one_engine(target, draft, in_bits)
     try:
         require_pair(target, draft)
     except PairError as error:
@@ -367,10 +367,12 @@ def require_drafts(target: str, draft: str, foreign: bool) -> tuple[str, str]:
             raise
         hint = "draft text instead, which any tokenizer can: drafter=string; or transplant the vocabulary"
         raise PairError(error.what, f"{hint} (`distill transplant`)") from None
-    return one_engine(target, draft)
+    return one_engine(target, draft, in_bits)
 
 
-def pair_references(target: str, draft: str | None, configurations: Sequence[Configuration]) -> tuple[str, str | None]:
+def pair_references(
+    target: str, draft: str | None, configurations: Sequence[Configuration], in_bits: bool = False
+) -> tuple[str, str | None]:
     """Target and draft, references resolved before, as they are loaded; loads nothing.
 
     RecipeError, DataError or PairError for a draft that is missing, unused or does not fit.
@@ -392,4 +394,4 @@ def pair_references(target: str, draft: str | None, configurations: Sequence[Con
         raise RecipeError("no configuration asks the draft", "leave the draft out")
     if foreign and is_gguf(target):
         raise DataError(f"drafter {foreign[0].drafter} reads both tokenizers from Hugging Face folders")
-    return require_drafts(target, draft, bool(foreign))
+    return require_drafts(target, draft, bool(foreign), in_bits)

@@ -267,12 +267,12 @@ def file_type(path: Path) -> str:
         return type_name(kinds.most_common(1)[0][0]) if kinds else "unknown"
 
 
-def one_engine(target: str, draft: str) -> tuple[str, str]:
+def one_engine(target: str, draft: str, in_bits: bool = False) -> tuple[str, str]:
     """The references of a pair that decodes in one engine: a GGUF file beside a folder is imported, for PyTorch.
 
-    Two GGUF files stay, for llama.cpp.
+    Two GGUF files stay, for llama.cpp; files that PyTorch decodes `in_bits` of their own stay, too.
     """
-    if is_gguf(target) == is_gguf(draft):
+    if in_bits or is_gguf(target) == is_gguf(draft):
         return target, draft
     target, draft = (str(folder_of(reference)) if is_gguf(reference) else reference for reference in (target, draft))
     return target, draft

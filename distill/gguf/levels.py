@@ -6,18 +6,16 @@ Legend: R rows, C columns, S scales of a row.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-Bytes = NDArray[np.uint8]
+Bytes = NDArray[Any]  # uint8
 Halves = NDArray[np.float16]
 
 
-@dataclass(frozen=True)
-class Levels:
+class Levels(NamedTuple):
     """Values [R, C]: (`numbers` − the type's centre) · `scale` + `zero`.
 
     A scale is a number for each 32 columns or, where there are bytes, one for each 256 times a byte for each group;
@@ -29,10 +27,6 @@ class Levels:
     zero: Halves | None = None
     scale_byte: Bytes | None = None
     zero_byte: Bytes | None = None
-
-    def scales(self) -> list[NDArray[Any] | None]:
-        """All but the numbers."""
-        return [getattr(self, one.name) for one in fields(self)[1:]]
 
 
 def _half(blocks: Bytes, start: int) -> Halves:
@@ -89,4 +83,4 @@ OF_BLOCKS: dict[str, Callable[[Bytes], Levels]] = {  # by type, of blocks [R, n,
 def levels_of(kind: str, blocks: Bytes) -> Levels:
     """The levels of blocks [R, n, bytes] of one of OF_BLOCKS."""
     found, rows = OF_BLOCKS[kind](blocks), len(blocks)
-    return Levels(*(None if part is None else part.reshape(rows, -1) for part in (found.numbers, *found.scales())))
+    return Levels._make(None if part is None else part.reshape(rows, -1) for part in found)

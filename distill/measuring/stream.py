@@ -77,7 +77,7 @@ def stream(
         greedy = configuration.counts_ngrams and "table" in request.fitted
         other = "that of greedy texts stands" if greedy else "the drafter's own probabilities stand"
         note(f"no calibration `{name}` was fitted: {other} in for it")
-    if configuration.other_vocabulary and is_gguf(target.model):
+    if configuration.other_vocabulary and is_gguf(target.model) and not pytorch.in_bits:
         raise DataError(f"drafter {configuration.drafter} reads both tokenizers from Hugging Face folders")
     ids = encode_prompt(target.model, text) if message is None else message
     room = _room(ids, limit, context_of(target.model))

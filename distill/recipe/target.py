@@ -243,10 +243,14 @@ class PyTorch(Section):
         "graphs on CUDA",
     )
     draft_device: str | None = Field(None, description="the draft's device; null: the target's")
-    draft_weights: Literal["auto", "int8", "int4"] | None = Field(
+    target_weights: Literal["file"] | None = Field(
+        None,
+        description="file: a GGUF target decodes in its own bits ([decoding](decoding.md#on-a-cpu))",
+    )
+    draft_weights: Literal["auto", "file", "int8", "int4"] | None = Field(
         "auto",
-        description="CPU: round the weights of the draft's linear layers to 8 or 4 bits; its steps take less time, "
-        "the target's text is the same. auto: what its measured steps and acceptance favour; null: as they are",
+        description="CPU: round the draft's linear layers to 8 or 4 bits, which makes its steps faster. file: a GGUF "
+        "draft's own bits. auto: those beside a target in its own, else what measures best; null: as they are",
     )
     prepack: bool = Field(
         True,
@@ -258,9 +262,16 @@ class PyTorch(Section):
     def _compiled_steps_are_static(self) -> PyTorch:
         if self.compile and not self.static:
             raise ValueError("compile: a cache that grows gives each step another shape; set static, too")
+        if self.compile and self.in_bits:
+            raise ValueError("compile: the products of a file's own bits are not compiled; leave it or `file` off")
         if self.draft_weights in ("int8", "int4") and self.static:
             raise ValueError(f"draft_weights {self.draft_weights} is for caches that grow; leave static off")
         return self
+
+    @property
+    def in_bits(self) -> bool:
+        """Whether a file decodes in its own bits, here and not in llama.cpp."""
+        return "file" in (self.target_weights, self.draft_weights)
 
     @property
     def suffix(self) -> str:
@@ -269,7 +280,9 @@ class PyTorch(Section):
             ("static cache", self.static),
             ("compiled", self.compile),
             (f"draft on {self.draft_device}", self.draft_device is not None),
+            ("target in its file's bits", self.target_weights == "file"),
             (f"draft in {self.draft_weights}", self.draft_weights in ("int8", "int4")),
+            ("draft in its file's bits", self.draft_weights == "file"),
             ("not prepacked", not self.prepack),
         ]
         return "".join(f", {name}" for name, holds in names if holds)

@@ -3,15 +3,26 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
+from toys import save_toy, speculative, toy, toy_tokenizer
 
-from distill.engines.torch.packed import KINDS, FileEmbedding, PackedLinear, PackedWeight, kernel
-from distill.errors import DataError
+from distill.decoding.decode import plain
+from distill.engines.loaded import BatchedTorchModel, growing_decoder, load_pair
+from distill.engines.torch import packed, products
+from distill.engines.torch.hugging_face import load_model
+from distill.engines.torch.packed import KINDS, FileEmbedding, PackedLinear, PackedWeight, kernel, load_packed
+from distill.errors import DataError, RecipeError
 from distill.gguf.importing import FileTensor
+from distill.gguf.writer import export_gguf
+from distill.recipe import PyTorch, Target
+from distill.recipe.target import parse_section
+
+CPU = torch.device("cpu")
 
 torch.set_num_threads(1)
 
@@ -54,8 +65,8 @@ def test_values_are_the_files(tmp_path: Path, kind: str) -> None:
         found = PackedLinear(PackedWeight.read(source), None)(torch.eye(512, dtype=torch.bfloat16)).T.double()
         rounding = torch.finfo(torch.bfloat16).eps / 2 * exact.abs() + 1e-6 * exact.abs().max()
         assert found.shape == exact.shape and ((found - exact).abs() <= rounding).all()
-    embedded = FileEmbedding(stored(tmp_path / "tensor", kind, 37, 512))(torch.tensor([[3, 36], [0, 3]]))
-    assert torch.equal(embedded, values(stored(tmp_path / "tensor", kind, 37, 512))[torch.tensor([[3, 36], [0, 3]])].bfloat16())
+    source, ids = stored(tmp_path / "tensor", kind, 37, 512), torch.tensor([[3, 36], [0, 3]])
+    assert torch.equal(FileEmbedding(source)(ids), values(source)[ids].bfloat16())
 
 
 @needs_kernel
@@ -78,3 +89,100 @@ def test_products_of_every_number_of_tokens(tmp_path: Path, kind: str) -> None:
         assert torch.equal(product(x, zero), product(x)) and not product(x, zero, "mul").any()
     activated = PackedLinear(both, bias, "silu")(x.view(1, count, 256))
     assert torch.equal(activated[0], torch.nn.functional.silu(product(x)))
+
+
+# ── models ──
+
+
+def saved(folder: Path, kind: str, outtype: str = "q8_0", **changes: Any) -> Path:
+    tokenizer = toy_tokenizer()
+    model = toy(kind, len(tokenizer), hidden_size=64, intermediate_size=96, **changes)
+    return export_gguf(save_toy(model, tokenizer, folder / kind), folder / f"{kind}.gguf", outtype).path
+
+
+def kl(exact: torch.Tensor, found: torch.Tensor) -> float:
+    p, q = exact.double().log_softmax(-1), found.double().log_softmax(-1)
+    return float((p.exp() * (p - q)).sum(-1).mean())
+
+
+@needs_kernel
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma3", "phi3", "granite"])
+def test_models_of_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Reordered heads, tied heads, biases, shifted norms and fused tensors: as near to float32 as bfloat16 weights."""
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(products, "MIN_VALUES", 1)
+    kernel()
+    changes: dict[str, Any] = {
+        "phi3": {"sliding_window": None},
+        "gemma3": {"query_pre_attn_scalar": 8, "tie_word_embeddings": True},
+    }
+    place = str(saved(tmp_path, kind, **changes.get(kind, {})))
+    ids = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8, 9, 7, 9, 3, 2, 3, 8, 4]
+    exact, rounded = (growing_decoder(load_model(place, dtype, CPU)) for dtype in ("float32", "bfloat16"))
+    model = growing_decoder(load_packed(place))
+    assert not [one for one in model.model.modules() if type(one) is torch.nn.Linear]
+    own = model.extend(ids).full()
+    logits = exact.extend(ids).full()
+    assert kl(logits, own) <= 4 * kl(logits, rounded.extend(ids).full()) + 1e-5
+    alone = []
+    model.rollback([0])
+    for token in ids:  # one by one
+        alone.append(model.extend([token]).full())
+    assert kl(own, torch.cat(alone)) <= 4 * kl(logits, own) + 1e-5
+    model.rollback([4])
+    if model.max_leaves:
+        tree = model.extend([9, 5, 9], parents=[-1, -1, 1]).full()  # the path 5, 9 is the text
+        assert kl(own[4:6], tree[1:]) <= 4 * kl(logits, own) + 1e-4
+        model.keep([[1, 2]])
+        assert kl(own[6:], model.extend(ids[6:]).full()) <= 4 * kl(logits, own) + 1e-4
+
+
+@needs_kernel
+def test_pairs_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drafts leave the text as it is; rows of a batch and a static cache; no folder of weights is written."""
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    place = str(saved(tmp_path, "qwen2", "q4_1"))
+    settings = PyTorch(target_weights="file")
+    with load_pair(Target(model=place), place, pytorch=settings) as pair:
+        assert pair.backend == "pytorch" and pair.pytorch.draft_weights == "file"
+        assert pair.pytorch.suffix == ", target in its file's bits, draft in its file's bits"
+        assert not [*tmp_path.glob("cache/imported/*/*.safetensors")]
+        text = plain(pair.target, [3, 1, 4], 24).tokens
+        assert speculative(pair.target, pair.draft, [3, 1, 4], 24, 3).tokens == text
+        pair.target.rollback([0])
+        rows = BatchedTorchModel(pair.target.model, 2).extend([3, 1, 4, 9, 2], [3, 2]).full()
+        torch.testing.assert_close(rows[:3], pair.target.extend([3, 1, 4]).full(), atol=0.1, rtol=0.1)
+    with load_pair(Target(model=place), pytorch=PyTorch(target_weights="file", static=True), tokens=40) as pair:
+        assert plain(pair.target, [3, 1, 4], 24).tokens == text
+
+
+def test_without_a_kernel_it_is_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    place = str(saved(tmp_path, "qwen2"))
+    expected = growing_decoder(load_model(place, "bfloat16", CPU)).extend([3, 1, 4]).full()
+    for reason in ("this processor has no avx512bw", "there is no C++ compiler"):
+        kernel.cache_clear()
+        if "compiler" in reason:
+            monkeypatch.setattr(packed, "cpu_features", lambda: {*packed.NEEDED})
+            monkeypatch.setattr(packed.shutil, "which", lambda _: None)
+        else:
+            monkeypatch.setattr(packed, "cpu_features", lambda: {"avx2"})
+        with load_pair(Target(model=place), pytorch=PyTorch(target_weights="file")) as pair:
+            assert torch.equal(pair.target.extend([3, 1, 4]).full(), expected)
+        assert f"decoded in bfloat16, not in its own bits: {reason}" in capsys.readouterr().err
+    kernel.cache_clear()
+
+
+def test_refusals(tmp_path: Path) -> None:
+    folder = str(tmp_path)
+    for settings, target, draft, message in (
+        (PyTorch(target_weights="file"), Target(model=folder), None, "target_weights: file is for a GGUF file"),
+        (PyTorch(draft_weights="file"), Target(model=folder), folder, "draft_weights: file is for a GGUF file"),
+        (PyTorch(target_weights="file"), Target(model="a.gguf", quantise="int4"), None, "goes with neither"),
+    ):
+        with pytest.raises(RecipeError, match=message):
+            load_pair(target, draft, pytorch=settings)
+    with pytest.raises(RecipeError, match="are not compiled"):
+        parse_section(PyTorch, {"target_weights": "file", "static": True, "compile": True})

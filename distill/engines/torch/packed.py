@@ -50,6 +50,10 @@ SOURCE = Path(__file__).with_name("packed.cpp")
 COMPILE_SECONDS = 300
 
 
+class NoKernel(DataError):
+    """There is no kernel here; `what` says why."""
+
+
 class _Part(ctypes.Structure):
     """packed.cpp's Part."""
 
@@ -62,17 +66,17 @@ class _Part(ctypes.Structure):
 
 @functools.cache
 def kernel() -> Any:
-    """The compiled kernel; DataError, which says why, where there is none."""
+    """The compiled kernel; NoKernel where there is none."""
     features = cpu_features() or set()
     if lacking := sorted(NEEDED.keys() - features):
-        raise DataError(f"this processor has no {lacking[0]}")
+        raise NoKernel(f"this processor has no {lacking[0]}")
     flags = [*NEEDED.values(), *(flag for name, flag in FASTER.items() if name in features)]
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "c++"))), None)
     content = SOURCE.read_text(encoding="utf-8")
     place = cache_folder("kernels") / f"packed-{digest([content, flags])}.so"
     if not place.is_file():
         if compiler is None:
-            raise DataError("there is no C++ compiler (g++) on this machine")
+            raise NoKernel("there is no C++ compiler (g++) on this machine")
         started, command = time.monotonic(), [compiler, "-O3", "-std=c++17", "-fopenmp", "-shared", "-fPIC", "-w"]
 
         def build(temporary: Path) -> None:
@@ -83,12 +87,12 @@ def kernel() -> Any:
             write_atomically(place, build, several=True)
         except (subprocess.SubprocessError, OSError) as error:
             lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines() or [""]
-            raise DataError(f"{compiler} does not compile {SOURCE.name}: {lines[0] or error}") from None
+            raise NoKernel(f"{compiler} does not compile {SOURCE.name}: {lines[0] or error}") from None
         note(f"products of packed weights compiled in {duration(time.monotonic() - started)}")
     try:
         found = ctypes.CDLL(str(place))
     except OSError as error:
-        raise DataError(f"{place} cannot be loaded ({error})", "delete it") from None
+        raise NoKernel(f"{place} cannot be loaded ({error})") from None
     number, address = ctypes.c_int64, ctypes.c_void_p
     found.distill_products.argtypes = [address, number, *[address] * 2, *[number] * 2, address, *[number] * 2]
     found.distill_pack.argtypes = [number, address, number, number, address, number]
@@ -101,7 +105,7 @@ def kernel() -> Any:
 
 @dataclass(frozen=True)
 class _Tiles:
-    """A tensor of a file in the kernel's layout: levels, then what `Levels.scales` lists."""
+    """A tensor of a file in the kernel's layout: levels, then the scales of `Levels`."""
 
     kind: str
     rows: int
@@ -138,21 +142,17 @@ class PackedWeight:
         kind, blocks = source.kind.name, source.blocks()
         bits, step = BITS[kind], max(1, PART_VALUES // columns)
         parts = [levels_of(kind, np.asarray(blocks[first : first + step])) for first in range(0, rows, step)]
-        whole = Levels(*(None if one[0] is None else np.concatenate(one) for one in zip(*map(_all, parts), strict=True)))
+        whole = Levels._make(None if one[0] is None else np.concatenate(one) for one in zip(*parts, strict=True))
         if not all(np.isfinite(one).all() for one in (whole.scale, whole.zero) if one is not None):
             raise DataError(f"{source.path}: {source.name} holds NaN or infinity", "copy or convert the file again")
         if source.heads:
-            whole = Levels(*(None if one is None else unpermuted(one, source.heads) for one in _all(whole)))
+            whole = Levels._make(None if one is None else unpermuted(one, source.heads) for one in whole)
         count = -(-rows // TILE)
         numbers = np.ascontiguousarray(whole.numbers)
         packed = np.zeros(count * (columns // 32) * GROUP_BYTES[bits] + 64, np.uint8)
         packed = packed[-packed.ctypes.data % 64 :][:-64]  # a register a line
         kernel().distill_pack(bits, numbers.ctypes.data, rows, columns, packed.ctypes.data, 1)
-        return cls([_Tiles(kind, rows, (packed, *(_tiled(one, count) for one in whole.scales())))], columns)
-
-
-def _all(levels: Levels) -> list[NDArray[Any] | None]:
-    return [levels.numbers, *levels.scales()]
+        return cls([_Tiles(kind, rows, (packed, *(_tiled(one, count) for one in whole[1:])))], columns)
 
 
 def _tiled(scales: NDArray[Any] | None, count: int) -> NDArray[Any] | None:
@@ -230,8 +230,8 @@ class FileEmbedding(torch.nn.Module):
 def load_packed(reference: str) -> Any:
     """A causal language model of transformers with the weights of a GGUF file in the file's bits, in bfloat16.
 
-    Tensors of types without a kernel are bfloat16; a line on stderr says which. DataError where there is no kernel, and
-    for a file that cannot be imported.
+    Tensors of types without a kernel are bfloat16; a line on stderr says which. NoKernel where there is none at all,
+    DataError for a file that cannot be imported.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM

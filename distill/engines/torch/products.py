@@ -45,7 +45,7 @@ Product = Callable[..., torch.nn.Module]  # of a weight [out, in], its bias or N
 
 
 class After(torch.nn.Module):
-    """What follows a product is told with it: an activation, or another tensor [..., out] that is added or multiplied."""
+    """A product that is told what follows it: an activation, or another tensor [..., out], added or multiplied."""
 
     def __init__(self, activation: str | None) -> None:
         super().__init__()
