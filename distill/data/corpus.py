@@ -9,10 +9,21 @@ from collections.abc import Callable, Sized
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from distill.data.chat_template import ChatTemplate
-from distill.data.packing import Packed, concatenate, pack
+from distill.data.packing import Packed, Text, Turn, concatenate, joined_turns, pack, planned
 from distill.data.prompts import ChatPrompts, cut_prompts
-from distill.data.samples import SPLITS, CorpusTexts, Split, SplitTexts, count_texts, read_samples, write_samples
+from distill.data.samples import (
+    SPLITS,
+    CorpusTexts,
+    Split,
+    SplitTexts,
+    count_texts,
+    last_tokens,
+    read_samples,
+    write_samples,
+)
 from distill.data.sources import UNREAD, Document, read_documents, require_splits, with_questions
 from distill.engines.torch.hugging_face import encode_text, load_tokenizer, stated_ends, turn_end
 from distill.errors import DataError
@@ -22,7 +33,7 @@ from distill.recipe import Corpus, Recipe
 from distill.run import Run
 from distill.vocabulary.files import opening_of
 
-TOO_LONG = "given answers whose prompts fill corpus.block"
+CUT = "beginnings of given answers' prompts, to fit corpus.block"
 MOST_DOCUMENTS, MOST_RECORDS = 1000, 20  # that a check reads of a local source and of a hub data set
 FEW_DOCUMENTS = 8  # an interval over fewer is too narrow
 
@@ -85,7 +96,7 @@ def chat_prompts(recipe: Recipe, tokenizer: Any, documents: list[Document]) -> C
     if all(document.messages is None for document in documents):
         return None
     longest = recipe.corpus.block - recipe.answers.new_tokens
-    return ChatPrompts(ChatTemplate(tokenizer, recipe.chat), longest, recipe.seed)
+    return ChatPrompts(ChatTemplate(tokenizer, recipe.chat), longest, recipe.seed, cut=True)
 
 
 def weights_of(corpus: Corpus) -> dict[str, float] | None:
@@ -120,11 +131,12 @@ def pack_given(
 ) -> tuple[Packed, int]:
     """The given text in blocks of `block`, up to `limit` tokens in the order of the documents; the number of tokens.
 
-    A text is scored whole. Of a conversation each answer is a sample of its own, which alone is scored, after its
-    prompt as the template writes it. `around` are the ids before and after a text: `encode` has put the first ones in.
+    A text is scored whole. Of a conversation its answers alone are, each behind its prompt as the template writes it:
+    in one text where that keeps what was said, else in a text each. `around` are the ids before and after a text:
+    `encode` has put the first ones in.
     """
-    texts: list[tuple[list[int], int]] = []
-    samples: list[tuple[list[int], int]] = []
+    texts: list[Text] = []
+    turns: list[Turn] = []
     total = 0
     for document in documents:
         if total >= limit:
@@ -132,18 +144,20 @@ def pack_given(
         if document.messages is None:
             # The target's own text was cut at its limit, not ended.
             ids = (encode(document.text) + ([] if document.own else around[1]))[: limit - total]
-            texts.append((ids, 1))
+            texts.append((numpy.array(ids, numpy.int32), 1))
             total += len(ids)
             continue
         assert chat is not None
+        own: list[Turn] = []
         for prompt, answer in chat.given(document):
             if len(prompt) > block - 2:
-                dropped[TOO_LONG] += 1
-                continue
-            answer = answer[: block - len(prompt)]
-            samples.append((prompt + answer, len(prompt)))
-            total += len(prompt) + len(answer)
-    parts = [pack(texts, block, True, around[0]), pack(samples, block, False)]
+                dropped[CUT] += 1
+                prompt = last_tokens(prompt, max(block - len(answer), block // 2), chat.opening)
+            own.append((numpy.array(prompt, numpy.int32), numpy.array(answer[: block - len(prompt)], numpy.int32)))
+        total += sum(sum(map(len, own[text[-1]])) for text in joined_turns(len(own), own.__getitem__))
+        turns += own
+    answered = planned(turns.__getitem__, len(turns), block)[0].take(slice(None))
+    parts = [pack(texts, block, True, around[0]), answered]
     return concatenate([part for part in parts if len(part)] or parts[:1]), total
 
 
@@ -209,6 +223,19 @@ def _few_documents(recipe: Recipe, documents: list[Document]) -> list[str]:
     ]
 
 
+def _fitting(lengths: list[int], longest: int, recipe: Recipe) -> str:
+    """The share of prompts that a block covers, of so many tokens each."""
+    whole, most = sum(length <= longest for length in lengths), max(lengths)
+    line = (
+        f"corpus.block {recipe.corpus.block} covers {whole / len(lengths):.1%} of {len(lengths)} prompts before "
+        f"answers.new_tokens; the longest has {most} tokens"
+    )
+    if whole == len(lengths):
+        return line
+    block = recipe.corpus.block + most - longest
+    return Caution(f"warning: {line}: of longer ones the last {longest} are read; corpus.block={block} covers all")
+
+
 def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
     """The target's template takes the conversations; the first one as it is rendered, its scored answer marked.
 
@@ -219,13 +246,14 @@ def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
     if chat is None:
         return []
     asked = [document for document in documents if document.messages is not None]
-    first = next(((one, prompt) for one in asked if (prompt := chat.prompt(one)) is not None), None)
-    if first is None:
+    prompts = [(one, prompt) for one in asked if (prompt := chat.prompt(one)) is not None]
+    if not prompts:
         reasons = ", ".join(f"{count} {reason}" for reason, count in chat.dropped.items())
         hint = "correct the sources, or section chat"
         raise DataError(f"no conversation of the corpus can be asked: {reasons}", hint)
-    decode, ids = tokenizer.decode, first[1].prompt
-    lines = [f"a prompt, as the target's template writes it ({len(ids)} tokens):", decode(ids)]
+    first, decode = prompts[0], tokenizer.decode
+    lines, ids = [_fitting(chat.lengths, chat.longest, recipe)], first[1].prompt
+    lines += [f"a prompt, as the target's template writes it ({len(ids)} tokens):", decode(ids)]
     if (given := next(chat.given(first[0]), None)) is not None:
         lines += [
             f"its last given answer, {len(given[1])} tokens that are scored between ⟦ and ⟧:",

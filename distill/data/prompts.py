@@ -16,7 +16,7 @@ from typing import Any
 from distill.data.chat_template import ChatTemplate
 from distill.data.record_files import holds_records
 from distill.data.records import CLOSING, LISTS, PROMPTS, THINKING
-from distill.data.samples import Sample
+from distill.data.samples import Sample, last_tokens
 from distill.data.sources import Document, read_documents
 from distill.engines.torch.hugging_face import encode_behind, encode_text, load_tokenizer
 from distill.errors import DataError
@@ -25,10 +25,14 @@ from distill.gguf.head import open_head
 from distill.gguf.library import GgufFile
 from distill.gguf.tokenizer import chat_templates
 from distill.recipe import Chat, Corpus, Source
+from distill.vocabulary.files import opening_of
 
 Candidate = tuple[int, bytes, Document, int]  # number of the part, its rank by the seed, its document and offset
 
 CHARACTERS_PER_TOKEN = 8  # more than any prompt needs; it bounds the text that is encoded for a prompt
+
+
+TOO_LONG = "prompts too long for corpus.block"
 
 
 def _rank(seed: int, *parts: object) -> bytes:
@@ -43,12 +47,15 @@ def _drawn(seed: int, *parts: object) -> float:
 class ChatPrompts:
     """Conversations as prompts, by the target's template and the recipe's section `chat`.
 
-    A prompt of more than `longest` tokens is left out; `dropped` counts those and what the template refuses.
+    A prompt of more than `longest` tokens is left out, or with `cut` keeps its last ones; `dropped` counts those and
+    what the template refuses, `lengths` are those of all prompts before that.
     """
 
-    def __init__(self, template: ChatTemplate, longest: int, seed: int) -> None:
-        self.template, self.longest, self.seed = template, longest, seed
+    def __init__(self, template: ChatTemplate, longest: int, seed: int, cut: bool = False) -> None:
+        self.template, self.longest, self.seed, self.cut = template, longest, seed, cut
+        self.opening = opening_of(template.tokenizer) if cut else []
         self.dropped: Counter[str] = Counter()
+        self.lengths: list[int] = []
         self._told: set[tuple[str, str]] = set()  # names of documents, and the arguments that were counted
 
     def prompt(self, document: Document) -> Sample | None:
@@ -74,9 +81,12 @@ class ChatPrompts:
         except ValueError as error:
             self.dropped[str(error)] += 1
             return None
+        self.lengths.append(len(ids))
         if len(ids) > self.longest:
-            self.dropped["prompts too long for corpus.block"] += 1
-            return None
+            self.dropped[f"beginnings of prompts of more than {self.longest} tokens" if self.cut else TOO_LONG] += 1
+            if not self.cut:
+                return None
+            ids = last_tokens(ids, self.longest, self.opening)
         if len(turns) < settings.turns - 1 and any(one["role"] == "user" for one in rest[len(before_tools) :]):
             self.dropped["turns of conversations after a tool's result"] += 1
         chat = {"messages": head, "turns": turns, "thinking": thinking, "arguments": template.arguments(thinking)}
@@ -292,7 +302,7 @@ def read_user_prompts(
         stride = 4 * (size + answer)
         prompts = [*cut_prompts(documents, to_ids, count + others, size, stride, SEED, chats, dropped=dropped)]
     for reason, number in Counter({} if chats is None else chats.dropped).items():
-        dropped[reason.replace("prompts too long for corpus.block", f"prompts of more than {room} tokens")] += number
+        dropped[reason.replace(TOO_LONG, f"prompts of more than {room} tokens")] += number
     least += min(others, 2)
     if len(prompts) < least:
         left = "".join(f"; {number} left out: {reason}" for reason, number in dropped.items())

@@ -109,6 +109,14 @@ def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
+def last_tokens(prompt: list[int], count: int, opening: list[int]) -> list[int]:
+    """The last `count` ids of a prompt of more, behind the `opening` (bos) that it begins with."""
+    if len(prompt) <= count:
+        return prompt
+    kept = opening if prompt[: len(opening)] == opening else []
+    return [*kept, *prompt[len(prompt) - count + len(kept) :]]
+
+
 def prompt_seed(seed: int, prompt_id: str) -> int:
     """The seed of one prompt's own random numbers."""
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}".encode()).digest()[:7], "big")

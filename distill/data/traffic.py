@@ -31,7 +31,7 @@ from distill.data.records import (
     template_arguments,
     unread_fields,
 )
-from distill.data.samples import SPLITS, Sample, fault_of, write_samples
+from distill.data.samples import SPLITS, Sample, fault_of, last_tokens, write_samples
 from distill.data.sources import question_name, split_of
 from distill.errors import DataError
 from distill.files import has_form, names_of, parse_object, read_json, write_json
@@ -49,7 +49,7 @@ LINES_PER_FILE = 2048
 MOST_LINES = 1000  # that a check reads
 MOST_COUNTED, FEW_COUNTED = 1.25, 8  # times an answer's tokens and more of them that a server may have counted
 MOST_REASONS = 20  # that are named; hostile logs have a new argument in each line
-TOO_LONG, CUT = "prompts left out, too long for corpus.block", "answers cut to fit corpus.block"
+BEGUN, CUT = "prompts that keep their last tokens, to fit corpus.block", "answers cut to fit corpus.block"
 
 
 @dataclass(frozen=True)
@@ -275,12 +275,13 @@ class Sorted:
 def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> Sorted:
     """Encode lines and divide them among the splits, by the first question of each conversation as in the corpus.
 
-    Answers are cut where the block ends. A prompt that leaves them no room is left out, and so is a held-out prompt
-    that leaves less than answers.new_tokens.
+    Answers are cut where the block ends. A prompt that leaves them no room keeps its last tokens, and so does one held
+    out that leaves less than answers.new_tokens.
     """
     from distill.data.chat_template import ChatTemplate
+    from distill.vocabulary.files import opening_of
 
-    found = Sorted()
+    found, opening = Sorted(), opening_of(tokenizer)
     template = ChatTemplate(tokenizer, recipe.chat) if tokenizer.chat_template else None
     for line in lines:
         if isinstance(line, str):
@@ -294,10 +295,12 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> S
         asked = line.question if template is None else template.first_question(line.question)
         split = split_of(question_name(asked), recipe.corpus.validation, recipe.corpus.test)
         count_fields(line.unread, "lines", found.left)
-        room = recipe.corpus.block - len(prompt)
-        if room < (2 if split == "train" else recipe.answers.new_tokens):
-            found.left[TOO_LONG] += 1
-            continue
+        block, new = recipe.corpus.block, recipe.answers.new_tokens
+        if block - len(prompt) < (2 if split == "train" else new):
+            found.left[BEGUN] += 1
+            most = max(block - len(answer), block // 2) if split == "train" else block - new
+            prompt = last_tokens(prompt, most, opening)
+        room = block - len(prompt)
         fits, answer = len(answer) <= room, answer[:room]
         ended = line.ended and fits
         found.left.update([CUT] if split == "train" and not fits else [])

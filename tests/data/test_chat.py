@@ -224,6 +224,11 @@ def test_prompts_are_mixed_by_weight_and_long_ones_left_out(plain: Any) -> None:
     all_of_them = cut_prompts(documents, lambda text: [1] * len(text), 1000, 8, 8, 0, chat, weights)
     assert Counter(one.source for one in all_of_them) == {"a": 40, "b": 400}
     assert chat.dropped["prompts too long for corpus.block"] >= 1
+    cutting = ChatPrompts(chat.template, 40, 0, cut=True)
+    prompt, whole = cutting.prompt(long[0]), chat.template.prompt(long[0].messages or ())
+    assert prompt is not None and cutting.lengths == [len(whole)] and cutting.dropped.total() == 1
+    begun = len(cutting.opening)
+    assert prompt.prompt == [*cutting.opening, *whole[len(whole) - 40 + begun :]] and len(prompt.prompt) == 40
 
 
 def test_only_answers_are_scored(plain: Any) -> None:

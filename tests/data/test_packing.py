@@ -29,6 +29,8 @@ from distill.data.packing import (
     fitted_rows,
     hidden_states,
     pack,
+    packed_logits,
+    planned,
     separation,
 )
 from distill.data.prompts import cut_prompts
@@ -119,6 +121,36 @@ def test_an_order_that_fills_blocks() -> None:
     assert max(sum(lengths[index] for index in row) for row in rows) <= 512
     packed = pack([([1] * lengths[index], 1) for index in order], 512, split_long=False)
     assert len(packed) <= 1.02 * sum(lengths) / 512 + 1
+
+
+def test_turns_of_a_conversation_are_one_text() -> None:
+    """Where the next prompt holds all that came before; each answer's distributions are those of its own sample."""
+    generator = random.Random(1)
+    turns: list[tuple[list[int], list[int]]] = []
+    kept, thinking = [], []
+    for number in range(12):
+        prompt = [generator.randrange(30) for _ in range(generator.randint(3, 9))]
+        for _ in range(number % 4 + 1):
+            answer = [generator.randrange(30) for _ in range(generator.randint(2, 6))]
+            turns.append((prompt, answer))
+            dropped = number % 5 == 4  # as a template that leaves out earlier thinking
+            (thinking if dropped else kept).append(len(turns) - 1)
+            prompt = [*prompt, *answer[dropped:], *(generator.randrange(30) for _ in range(3))]
+    blocks, documents = planned(turns.__getitem__, len(turns), 64)
+    assert sorted(one for own in documents for one in own) == [*range(len(turns))]
+    assert all(len(own) == 1 for own in documents if own[0] in thinking)
+    assert {len(own) for own in documents if own[0] in kept} == {1, 2, 3, 4}
+    packed = blocks.take(slice(None))
+    assert packed.scored.tolist() == blocks.scored.tolist() and int(packed.mask.sum()) == sum(len(a) for _, a in turns)
+    order = [one for own in documents for one in own]
+    assert packed.labels()[packed.mask].tolist() == [token for one in order for token in turns[one][1]]
+    model = toy("qwen2").double()
+    alone = pack([(prompt + answer, len(prompt)) for prompt, answer in (turns[one] for one in order)], 64, False)
+    with torch.no_grad():
+        found, expected = (packed_logits(model, one)[one.mask] for one in (packed, alone))
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    index = torch.tensor([len(blocks) - 1, 0])
+    assert torch.equal(blocks.take(index).ids, packed.ids[index]) and len(packed) < len(alone)
 
 
 def test_saved_taken_and_joined(tmp_path: Path) -> None:

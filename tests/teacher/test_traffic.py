@@ -448,12 +448,17 @@ def test_long_prompts_and_answers(world: Path) -> None:
     found = traffic.sort_lines(recipe, lines, tokenizer)
     for answer in found.samples["train"].values():
         assert len(answer.prompt) + len(answer.answer) == 64 and not answer.ended  # cut where the block ends
+        assert len(answer.answer) >= 2
+    whole = {line.name: encode(tokenizer, str(line.prompt)) for line in lines}
+    for own in found.samples.values():
+        for one in own.values():  # a long prompt keeps its last tokens
+            assert whole[one.id.partition("@")[0]][-len(one.prompt) :] == one.prompt
     lengths = {line.name: len(encode(tokenizer, str(line.prompt))) for line in lines}
     limits = {"train": 62, "validation": 64 - 24, "test": 64 - 24}
-    fits = [line.name for line in lines if lengths[line.name] <= limits[split_name(str(line.prompt))]]
+    long = sum(lengths[line.name] > limits[split_name(str(line.prompt))] for line in lines)
     kept = [one.id.partition("@")[0] for own in found.samples.values() for one in own.values()]
-    left = {traffic.TOO_LONG: len(lines) - len(fits), traffic.CUT: len(found.samples["train"])}
-    assert sorted(kept) == sorted(fits) and found.left == left and min(left.values()) > 0
+    left = {traffic.BEGUN: long, traffic.CUT: len(found.samples["train"])}
+    assert sorted(kept) == sorted(lengths) and found.left == left and min(left.values()) > 0
 
 
 def test_a_conversation_is_in_one_split(world: Path) -> None:
