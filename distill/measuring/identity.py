@@ -17,8 +17,7 @@ import torch
 from torch import Tensor
 
 from distill.data.samples import first_difference
-from distill.decoding.costs import measure_steps
-from distill.decoding.decode import plain
+from distill.decoding.costs import ENOUGH, measure_steps
 from distill.divergences import forward_kl
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.model import ROOT, Model
@@ -27,7 +26,7 @@ from distill.errors import DataError
 from distill.files import is_gguf
 from distill.gguf.importing import file_type
 from distill.gguf.writer import export_files
-from distill.progress import note
+from distill.progress import Progress, note
 from distill.recipe import Configuration, GgufOptions, Target
 from distill.tables import Cell, Row, Table
 
@@ -182,6 +181,7 @@ def measured_rounding(
 # ── How far the same target in another engine or type of file is from its own distributions ──
 
 COMPARED = 4, 64  # prompts, and tokens after each
+READ = 16  # tokens at once: the KL is that of single tokens within a fiftieth, in a fifth of the time
 
 
 class OwnDistributions:
@@ -191,22 +191,24 @@ class OwnDistributions:
         count, tokens = COMPARED
         self._texts: list[tuple[list[int], list[int], Tensor]] = []
         for prompt in prompts[:count]:
-            new = plain(target, prompt, min(tokens, target.capacity - len(prompt))).tokens
-            self._texts.append((list(prompt), new, _logits(target, prompt, new)))
+            target.rollback([0])
+            ids, rows = list(prompt), list[Tensor]()
+            for _ in range(min(tokens, target.capacity - len(prompt))):
+                logits = target.extend(ids[target.lengths[0] :], want=[len(ids) - target.lengths[0] - 1])
+                ids += logits.argmax()
+                rows.append(logits.full()[0])
+            self._texts.append((list(prompt), ids[len(prompt) :], torch.stack(rows)))
 
     def kl(self, model: Model) -> float:
-        """Mean KL in nats (the target's own ‖ `model`'s) of all positions."""
+        """Mean KL in nats (the target's own ‖ `model`'s) of all positions, READ of which `model` reads at once."""
         apart = []
         for prompt, new, own in self._texts:
-            other = _logits(model, prompt, new[: model.capacity - len(prompt) + 1])
+            chosen = min(len(new), model.capacity - len(prompt) + 1)
+            rows_by_place = _logits_along(model, prompt, new[: chosen - 1], READ, range(chosen), False)
+            other = torch.stack([*rows_by_place.values()])
             count, size = len(other), min(own.shape[1], other.shape[1])  # rows beyond are padding
             apart.append(forward_kl(*(rows[:count, :size].double().log_softmax(-1) for rows in (own, other))))
         return float(torch.cat(apart).mean())
-
-
-def _logits(model: Model, prompt: Sequence[int], new: Sequence[int]) -> Tensor:
-    """Logits [n, V] that choose each of the tokens `new` after a prompt, one token at a time as plain decoding does."""
-    return torch.stack([*_logits_along(model, prompt, new, 1, range(len(new)), False).values()])
 
 
 # ── Which library and type of file run a target fastest on this machine ──
@@ -262,11 +264,12 @@ def compare_types(model: str, types: Sequence[str], threads: int | None, repeats
     figures = list[TypeFigures]()
     reference: OwnDistributions | None = None
     own = [file_type(Path(model))] if is_gguf(model) else []
-    for kind in dict.fromkeys([*own, *types]):
+    kinds = dict.fromkeys([*own, *types])
+    progress = Progress("libraries and types", len(kinds) * len(libraries))
+    for kind in kinds:
         with tempfile.TemporaryDirectory() as scratch:
             ((title, place),) = files_in_types(model, [kind], lambda kind: Path(scratch, f"{kind}.gguf")).items()
             for library in libraries:
-                note(f"{library}, {kind}")
                 options = GgufOptions.model_validate({"library": library})
                 try:
                     opened = GgufModel(place, context=CONTEXT, threads=threads, options=options)
@@ -274,13 +277,16 @@ def compare_types(model: str, types: Sequence[str], threads: int | None, repeats
                     if not figures:
                         raise
                     note(f"{library}, {kind}: left out: {error.what}")
+                    progress.step()
                     continue
                 with opened as decoder:
                     texts = [[*decoder.file.opening, *decoder.file.tokenize(text)] for text in TEXTS]
                     reference = reference or OwnDistributions(decoder, texts)
                     kl = reference.kl(decoder) if figures else 0.0
-                    steps = measure_steps(decoder, SIZES, DEPTH, repeats)
-                    figures.append(TypeFigures(library, title, kl, _prompt_seconds(decoder, repeats), steps))
+                    steps = measure_steps(decoder, SIZES, DEPTH, repeats, until_steady=True)
+                    seconds = _prompt_seconds(decoder, min(repeats, ENOUGH))
+                    figures.append(TypeFigures(library, title, kl, seconds, steps))
+                progress.step(note=f"{library}, {kind}")
     return figures
 
 

@@ -20,7 +20,6 @@ from toys import Scripted, random_prompts, speculative, toy
 from distill.data.samples import first_difference
 from distill.decoding.configured import Fitted
 from distill.decoding.decode import Decoded, Round, plain
-from distill.decoding.drafters import NoDrafter
 from distill.decoding.rules import Rules
 from distill.engines.torch.model import TorchLogits, TorchModel
 from distill.measuring.compare import (
@@ -55,7 +54,7 @@ def timed(tokens: int, seconds: float, rounds: list[Round] | None = None, prompt
 
 def fixed(length: int, *texts: TimedText, base: TimedConfiguration | None = None) -> TimedConfiguration:
     """A fixed length that wrote these texts, beside plain decoding."""
-    return TimedConfiguration(TableModel(3), fixed_length(length), Rules(), NoDrafter, length, base, [*texts])
+    return TimedConfiguration(TableModel(3), fixed_length(length), Rules(), length=length, base=base, texts=[*texts])
 
 
 def test_measurements_by_hand() -> None:

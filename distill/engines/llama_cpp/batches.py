@@ -29,6 +29,7 @@ from distill.recipe.measuring import MOST_KL
 
 SIZES = (2, 8, 16, 31, 32, 64)
 BRANCHED = (ROOT, 0, 0)  # parents in the trees that are tried
+ALONG = 32  # tokens of the text that are paths through trees
 TEXT = (
     "The bicycle was invented in the nineteenth century, when builders in several countries tried to make machines "
     "that a rider moves with the feet. The first ones were heavy, made of wood and hard to steer; later ones had "
@@ -134,7 +135,7 @@ def _kl_of_trees(file: GgufFile, options: GgufOptions, ids: NDArray[np.int64], s
     )
     try:
         branches, rows = Branches(context, 2), []
-        for place in range(0, len(ids) - 1, 2):
+        for place in range(0, min(ALONG, len(ids)) - 1, 2):
             first, second = ids[place : place + 2]
             positions = np.array([place, place + 1, place + 1], dtype=np.int32)
             with branches.growing(PendingTree().grown(BRANCHED), place) as through:
