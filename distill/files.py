@@ -313,13 +313,14 @@ def copy_file(source: Path, destination: Path) -> None:
         shutil.copyfileobj(content, copy, 2**20)
 
 
-def link_file(source: Path, place: Path) -> None:
+def link_file(source: str | Path, place: str | Path) -> None:
     """Give a finished file a second name, which stays when the first is removed; where the disk has no hard links, a
     copy."""
+    source, place = Path(source).resolve(), Path(place)
     with faults_explained(place):
         place.parent.mkdir(parents=True, exist_ok=True)
     try:
-        os.link(source.resolve(), place)
+        os.link(source, place)
     except OSError:
         write_atomically(place, functools.partial(copy_file, source))
 

@@ -80,6 +80,7 @@ class Run:
     silent: bool = False  # for all but the main process of a command: writes and prints nothing
     whole: bool = False  # finished artifacts are read whole when the stages are planned
     read_only: bool = False  # the directory cannot be written: what is finished can be shown
+    brothers: Sequence[Run] = ()  # runs from which finished stages are taken over
     command: str = field(default_factory=lambda: command_line(sys.argv))
 
     def path(self, *parts: str) -> Path:

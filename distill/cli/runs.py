@@ -9,7 +9,7 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -19,14 +19,14 @@ import typer
 from distill.cli import shared
 from distill.devices import is_main, process_count
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
-from distill.files import CacheKind, cache_folder, read_result, read_utf8
+from distill.files import CacheKind, cache_folder, read_result, read_utf8, write_text
 from distill.pipeline.stages import NAMES, find_stage
 from distill.progress import announce, note, warn
 from distill.recipe import Recipe, load_recipe
 from distill.recipe.corpus import SourceKind
 from distill.recipe.recipe import HELD_OUT, QUESTIONS, left_out
 from distill.recipe.training import LossName
-from distill.run import Run
+from distill.run import Run, now
 from distill.tables import Cell, Columns, Row, Table, table_of
 
 # ── `distill train` ──
@@ -121,14 +121,14 @@ def _require_reached(until: str | None, redo: Sequence[str]) -> None:
             raise RecipeError(f"--redo {name} does nothing: --until {until} ends before it", "leave one of them out")
 
 
-def _make(run: Run, text: str, until: str | None, redo: Sequence[str] = (), brothers: Sequence[Run] = ()) -> None:
+def _make(run: Run, text: str, until: str | None, redo: Sequence[str] = ()) -> None:
     """Carry a run out up to a stage, printing its tables as they come."""
     from distill.pipeline.running import run_pipeline
 
     with closing(run):
         run.open(text)
         shared.prepare(run.recipe.threads)
-        run_pipeline(run.recipe, run, until, redo, partial(_print_stage, run.folder), brothers)
+        run_pipeline(run.recipe, run, until, redo, partial(_print_stage, run.folder))
         say_outcome(run)
         require_passed(run, until)
 
@@ -136,7 +136,7 @@ def _make(run: Run, text: str, until: str | None, redo: Sequence[str] = (), brot
 def _sweep(
     path: Path, overrides: list[str], options: list[str], runs: Path, until: str | None, yes: bool, dry_run: bool
 ) -> None:
-    """Make a run of each combination, one after the other.
+    """Make a run of each combination, one after the other, and show them side by side.
 
     A run that its data do not allow leaves the others alone; a full disk, for instance, ends the sweep.
     """
@@ -158,27 +158,27 @@ def _sweep(
             running.follow_main(run.recipe, run)
         return
     for number, run in enumerate(every):
-        plan = running.plan_run(run.recipe, run, until, brothers=sweep.brothers(run, name))
+        run.brothers = [one for one in (*every, *sweep.beside(run, name)) if one.folder != run.folder]
+        plan = running.plan_run(run.recipe, run, until)
         running.require_allowed(plan)
         for action in plan if dry_run else ():
             if number == 0 or action.stage.name not in once:
                 run.say(f"{run.folder.name}: {action.line()}")
-    note(f"{len(every)} runs; done once for all: {', '.join(once) or 'nothing'}")
-    if dry_run:
-        return
-    for run in every:
-        _check(run.recipe, run, until)
-    note(sweep.require_room(every))
+        if not dry_run:
+            _check(run.recipe, run, until)
+    note(f"{len(every)} runs; done once for all: {', '.join(once) or 'nothing'}; {sweep.require_room(every)}")
     failed = []
-    for number, run in enumerate(every, 1):
-        note(f"run {number} of {len(every)}: {run.folder.name}")
+    for run in every if not dry_run else ():
+        note(f"run {run.folder.name}")
         try:
-            _make(run, read_utf8(path), until, brothers=sweep.brothers(run, name))
+            _make(run, read_utf8(path), until)
         except DataError as error:
             if process_count() > 1:
                 raise
             run.say(str(error), warning=True)
             failed.append(run.folder.name)
+    if not dry_run:
+        _beside([(run.recipe, run) for run in every], "md")
     if failed:
         what = f"{len(failed)} of {len(every)} runs are not finished: {', '.join(failed)}"
         raise RunError(what, "what was wrong stands above; the same command tries them again")
@@ -384,10 +384,10 @@ def report(
 ) -> None:
     """Rebuild a run's report.html and model card from the measurements made so far.
 
-    With several runs, compare their drafts instead: sizes, acceptance probabilities and gains.
+    With several runs, compare their drafts instead: sizes, costs, acceptance and speeds, also in compared.html.
     """
     if names is not None and len(names) > 1:
-        _beside(names, runs, output)
+        _beside([shared.find_run(name, runs) for name in names], output)
         return
     recipe, found = shared.find_run(names[0] if names else None, runs)
     shared.require_draft(found)
@@ -409,10 +409,17 @@ def report(
     print(page)
 
 
-def _beside(names: list[str], runs: Path, output: str) -> None:
-    from distill.report.card import gather
-    from distill.report.tables import beside_blocks
+def _beside(opened: Sequence[tuple[Recipe, Run]], output: str) -> None:
+    """Print the runs side by side, and write the page that has the pictures, too."""
+    from distill.report.beside import beside_blocks
+    from distill.report.page import section, whole_page
 
-    opened = [shared.find_run(name, runs) for name in names]
-    found = [replace(gather(recipe, run), name=run.folder.name) for recipe, run in opened]
-    shared.print_blocks(beside_blocks(found), None, output)
+    blocks = beside_blocks(opened)
+    shared.print_blocks(blocks, None, output)
+    page = opened[0][1].folder.parent / "compared.html"
+    try:
+        write_text(page, whole_page(f"{len(opened)} runs side by side", now(), section(blocks)))
+    except RunError as error:
+        warn(str(error))
+    else:
+        note(f"page: {page}")

@@ -69,7 +69,7 @@ class Action:
     parts: Parts = field(default_factory=dict)  # the key parts; empty for redo on request, wait and refuse
     asked: bool = False  # for redo: with --redo
     error: RunError | None = None
-    source: Run | None = None
+    source: tuple[Run, dict[str, Any]] | None = None  # a run and its record
 
     def line(self) -> str:
         """The line that `--dry-run` prints."""
@@ -87,11 +87,11 @@ class Planner:
     """What the decisions about one command share.
 
     `asked` are the stages that `--redo` names, those of an interrupted command included; `started` of them have begun
-    again. What a stage would make is taken over from one of the `brothers` that has made it.
+    again.
     """
 
-    def __init__(self, recipe: Recipe, run: Run, redo: Sequence[str] = (), brothers: Sequence[Run] = ()) -> None:
-        self.recipe, self.run, self.brothers = recipe, run, brothers
+    def __init__(self, recipe: Recipe, run: Run, redo: Sequence[str] = ()) -> None:
+        self.recipe, self.run = recipe, run
         path = run.path("stages", "redo.json")
         found = read_json(path, {"asked": [str], "started": [str]}) if path.exists() else {"asked": [], "started": []}
         self.asked: list[str] = sorted({*found["asked"], *redo})
@@ -143,12 +143,11 @@ class Planner:
     def _made(self, stage: Stage, kind: Kind, reasons: tuple[str, ...], parts: Parts) -> Action:
         """The action that makes a stage's files anew: taken over where a brother has finished it with this key, or with
         another state of what it pins."""
-        for brother in self.brothers:
-            if (record := brother.done(stage.name)) is None or brother.damaged_artifacts(record):
-                continue
-            pinned = {name: record["inputs"].get(name) for name, _ in stage.pins if name in parts}
-            if digest(parts | pinned) == record["key"]:
-                return Action(stage, "take", (f"from {brother.folder.name}",), parts | pinned, source=brother)
+        for brother in self.run.brothers:
+            if (record := brother.done(stage.name)) is not None and not brother.damaged_artifacts(record):
+                pinned = {name: record["inputs"].get(name) for name, _ in stage.pins if name in parts}
+                if digest(parts | pinned) == record["key"]:
+                    return Action(stage, "take", (f"from {brother.folder.name}",), source=(brother, record))
         return Action(stage, kind, reasons, parts)
 
     def _has_work(self, stage: Stage) -> bool:
@@ -200,14 +199,12 @@ def require_allowed(actions: Sequence[Action]) -> None:
 # ── the plan carried out ──
 
 
-def plan_run(
-    recipe: Recipe, run: Run, until: str | None = None, redo: Sequence[str] = (), brothers: Sequence[Run] = ()
-) -> list[Action]:
+def plan_run(recipe: Recipe, run: Run, until: str | None = None, redo: Sequence[str] = ()) -> list[Action]:
     """An action for each stage up to `until`; changes nothing.
 
     Raises RunError for a stage that does not exist. `redo` names stages to run again with their consumers.
     """
-    return Planner(recipe, run, redo, brothers).plan(until)
+    return Planner(recipe, run, redo).plan(until)
 
 
 def run_pipeline(
@@ -216,16 +213,14 @@ def run_pipeline(
     until: str | None = None,
     redo: Sequence[str] = (),
     show: Callable[[str], None] = lambda stage: None,
-    brothers: Sequence[Run] = (),
 ) -> None:
-    """Run every stage up to `until` that is not done; `redo` names stages to run again with their consumers, and what
-    one of the `brothers` has made is taken over.
+    """Run every stage up to `until` that is not done; `redo` names stages to run again with their consumers.
 
     `show` is called with the name of each stage as soon as its artifacts are there, so that its tables need not wait
     for the stages after it. Raises RunError, before touching anything, when finished or begun work of a precious stage
     would be superseded.
     """
-    planner = Planner(recipe, run, redo, brothers)
+    planner = Planner(recipe, run, redo)
     actions = planner.plan(until)
     require_allowed(actions)
     due = next((action for action in actions if action.kind not in ("skip", "leave")), None)
@@ -275,11 +270,11 @@ def _carry_out(action: Action, planner: Planner) -> None:
         return
     parts = action.parts
     if action.source is not None:
-        if not _take_over(stage, run, action.source, digest(parts)):
-            every = planner.brothers
-            planner.brothers = [one for one in every if one is not action.source]
+        if not _take_over(stage, run, *action.source):
+            every = run.brothers
+            run.brothers = [one for one in every if one is not action.source[0]]
             _carry_out(planner.decide(stage), planner)
-            planner.brothers = every
+            run.brothers = every
         return
     if action.kind == "mend":  # the stage makes only its damaged files again
         with faults_explained(run.folder):
@@ -312,14 +307,11 @@ def _carry_out(action: Action, planner: Planner) -> None:
     run.say(f"{stage.name}: done in {duration(time.time() - started)}")
 
 
-def _take_over(stage: Stage, run: Run, source: Run, key: str) -> bool:
+def _take_over(stage: Stage, run: Run, source: Run, record: dict[str, Any]) -> bool:
     """Give this run what another has made in a stage, under names of its own and with the record, last of all; False,
-    with a word, where that is not what the other's record says."""
+    with a word, where a file is not the one that was recorded."""
     _remove_all(run, stage)
-    record = source.done(stage.name)
     try:
-        if record is None or record["key"] != key:
-            raise DataError(f"{source.folder} was changed meanwhile")
         for name in record["artifacts"]:
             link_file(source.path(name), run.path(name))
         run.check(record)

@@ -49,14 +49,12 @@ def combinations(options: Sequence[str], most: int | None) -> dict[str, list[str
                 "such as --sweep cut.layers=8,12,null",
             )
         values[key] = found
-    count = math.prod(map(len, values.values()))
-    if most is not None and count > most:
-        raise RecipeError(f"--sweep asks for {count} runs", f"--yes makes more than {most}")
+    if most is not None and math.prod(map(len, values.values())) > most:
+        raise RecipeError(f"--sweep asks for more than {most} runs", "--yes makes them")
+    every = itertools.product(*([(key, one) for one in found] for key, found in values.items()))
     return {
-        "".join(f"-{key}={_word(one)}" for key, one in zip(values, chosen, strict=True)): [
-            f"{key}={json.dumps(one)}" for key, one in zip(values, chosen, strict=True)
-        ]
-        for chosen in itertools.product(*values.values())
+        "".join(f"-{key}={_word(one)}" for key, one in pairs): [f"{key}={json.dumps(one)}" for key, one in pairs]
+        for pairs in every
     }
 
 
@@ -67,11 +65,10 @@ def _word(value: Any) -> str:
     return word if word == text else f"{word}_{digest(value)[:4]}"
 
 
-def brothers(run: Run, name: str) -> list[Run]:
-    """The runs beside this one that may hold what it would make: of the recipe's `name`, and of sweeps over it."""
-    names = re.compile(re.escape(name) + "(-.*)?")
-    every = (one for one in sorted(run.folder.parent.glob("*")) if names.fullmatch(one.name))
-    return [Run(one, run.recipe) for one in every if one != run.folder]
+def beside(run: Run, name: str) -> list[Run]:
+    """The runs there of the recipe's `name`, and of sweeps over it."""
+    every = sorted(run.folder.parent.glob(f"{name}*"))
+    return [Run(one, run.recipe) for one in every if one.name[len(name) : len(name) + 1] in ("", "-")]
 
 
 def require_alike(recipes: Sequence[Recipe]) -> list[str]:
@@ -93,24 +90,17 @@ def require_alike(recipes: Sequence[Recipe]) -> list[str]:
 
 def require_room(runs: Sequence[Run]) -> str:
     """What the drafts that these runs have yet to make take on disk, in a line; RunError where they do not fit."""
-    needed = sum(planned_drafts(run.recipe) for run in runs if run.done("train") is None)
-    folder = runs[0].folder.absolute()
-    free = shutil.disk_usage(next(one for one in folder.parents if one.exists())).free
+    needed = 0
+    for run in runs:
+        cut = planned_sizes(run.recipe, load_config(run.recipe.target.model), load_config(run.recipe.donor_model))
+        if cut is not None and run.done("train") is None:
+            layers, hidden, mlp, _, rows = cut.values()
+            # The cut; if it is trained the draft, the best weights and checkpoints with two moments; 16 bits of a file.
+            each = 4 + (4 * (2 + 3 * KEPT) if run.recipe.train.steps else 0) + 2 * len(run.recipe.export.outtypes)
+            needed += each * (layers * hidden * (4 * hidden + 3 * mlp) + rows * hidden)
+    place = next(one for one in runs[0].folder.absolute().parents if one.exists())
+    free = shutil.disk_usage(place).free
+    what = f"drafts, checkpoints and GGUF files take about {size(needed)}, and {size(free)} are free in {place}"
     if needed > free:
-        raise RunError(
-            f"the drafts of {len(runs)} runs do not fit the disk: with checkpoints and GGUF files they need about "
-            f"{size(needed)} in {folder.parent}, where {size(free)} are free",
-            "free some space, name another disk (--runs), or sweep over fewer values",
-        )
-    return f"disk: drafts, checkpoints and GGUF files need about {size(needed)}, {size(free)} are free"
-
-
-def planned_drafts(recipe: Recipe) -> int:
-    """Bytes of the draft's weights in a run: cut, checkpoints, trained and exported; 0 for one of unknown sizes."""
-    sizes = planned_sizes(recipe, load_config(recipe.target.model), load_config(recipe.donor_model))
-    if sizes is None:
-        return 0
-    layers, hidden, mlp, _, rows = sizes.values()
-    parameters = layers * hidden * (4 * hidden + 3 * mlp) + rows * hidden
-    trained = 4 * (2 + 3 * KEPT) if recipe.train.steps else 0  # draft, best weights, checkpoints with two moments
-    return parameters * (4 + trained + 2 * len(recipe.export.outtypes))
+        raise RunError(f"{what}, too little", "free some, name another disk (--runs), or sweep over fewer values")
+    return what

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from html import escape
@@ -169,7 +169,34 @@ def time_of_rounds(part: SpeedupPart) -> str:
     return done[0]
 
 
-def _measured(axes: Axes, index: int, label: str, x: Sequence[float], found: Sequence[Interval]) -> None:
+def drafts(
+    points: Sequence[tuple[str, float, Interval]], speedup: Callable[[float, float], float], plain: float, engine: str
+) -> str:
+    """Greedy acceptance of drafts by the cost of a step, over lines of equal tokens per second as `speedup` gives them
+    at a cost and an acceptance, over `plain` ones."""
+    if not points:
+        raise DataError(f"no draft was measured in {engine}", "distill train RUN")
+    with _figure(f"plot-drafts-{engine}".replace(" ", "-"), f"Acceptance by cost of a step, {engine}", 3.4) as (
+        axes,
+        done,
+    ):
+        costs = [1.2 * max(cost for _, cost, _ in points) * at / 40 for at in range(41)]
+        rates = [at / 40 for at in range(41)]
+        speeds = [[plain * speedup(cost, rate) for cost in costs] for rate in rates]
+        if max(map(max, speeds)) > plain:
+            axes.clabel(
+                axes.contour(costs, rates, speeds, 8, colors=COLOURS[5], linewidths=0.8),
+                fmt=lambda level: f"{level:,.3g}" if level < 100 else f"{level:,.0f}",
+            )
+        _measured(axes, 0, "drafts", *zip(*((cost, rate) for _, cost, rate in points), strict=True), linestyle="none")
+        for name, cost, rate in points:
+            axes.annotate(name, (cost, rate.mean), (4, 3), textcoords="offset points")
+        axes.set(xlabel="cost of a draft step, D, in plain steps", ylabel="acceptance probability, greedy")
+        axes.grid(visible=False)
+    return done[0]
+
+
+def _measured(axes: Axes, index: int, label: str, x: Sequence[float], found: Sequence[Interval], **style: Any) -> None:
     below = [max(0.0, one.mean - one.low) if known(one.low) else 0.0 for one in found]
     above = [max(0.0, one.high - one.mean) if known(one.high) else 0.0 for one in found]
     axes.errorbar(
@@ -179,6 +206,7 @@ def _measured(axes: Axes, index: int, label: str, x: Sequence[float], found: Seq
         color=COLOURS[index % len(COLOURS)],
         label=_label(label),
         capsize=2.5,
+        **style,
         marker=MARKERS[index % len(MARKERS)],
         elinewidth=1,
     )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shutil
 import signal
 import time
 from pathlib import Path
@@ -99,15 +100,10 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
 
 def leave_untrained(run: Run) -> list[Path]:
     """The cut as it is as draft/, for a recipe of 0 steps."""
-
-    def write(folder: Path) -> None:
-        for file in run.path("cut").rglob("*"):
-            if file.is_file() and file.name != "cut.json":
-                link_file(file, folder / file.relative_to(run.path("cut")))
-
     if is_main():
         run.say("  train.steps is 0: the draft is the cut as it is")
-        write_folder(run.path("draft"), write)
+        options: Any = {"ignore": shutil.ignore_patterns("cut.json"), "copy_function": link_file, "dirs_exist_ok": True}
+        write_folder(run.path("draft"), lambda folder: shutil.copytree(run.path("cut"), folder, **options))
         write_result(run.path("training.json"), TrainingSummary(0, 1, 0.0, {}, None, 0.0))
     return [run.path("draft"), run.path("training.json")]
 

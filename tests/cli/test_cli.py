@@ -98,26 +98,43 @@ def test_tables_of_a_run(finished: Path, capsys: Capture) -> None:
 
 
 def test_runs_side_by_side(copied: Path, capsys: Capture) -> None:
-    """Figures of two runs, as their files hold them; what makes them incomparable is said, and no page is written."""
-    other = copied.parent / "longer"
-    shutil.copytree(copied, other)
-    (copied / "report.html").unlink()
-    evaluation = json.loads((other / "eval.json").read_text())
+    """Finished, cut and begun runs, as their files hold them; what makes them incomparable is said."""
+    other, cut, begun = (copied.with_name(name) for name in ("a<b> & שלום", "cut", "begun"))
+    for folder, stages in ((other, ()), (cut, ("train", "eval", "speedup", "export")), (begun, ("cut",))):
+        shutil.copytree(copied, folder)
+        for stage in stages:
+            (folder / "stages" / f"{stage}.json").unlink()
+    evaluation, config = json.loads((other / "eval.json").read_text()), (other / "config.yaml").read_text()
     evaluation["domains"]["answers"]["after"]["acceptance_sampling"] |= {"mean": 0.625, "low": 0.5, "high": 0.75}
     (other / "eval.json").write_text(json.dumps(evaluation))
-    rows = json.loads(tiny.shown(capsys, "report", copied, other, "-o", "json"))
-    found = {row["figure"]: row for row in rows}
-    acceptance = found["acceptance probability, rejection sampling, answers"]
-    assert [acceptance[name] for name in ("longer", "longer, low", "longer, high")] == [0.625, 0.5, 0.75]
-    first = json.loads((copied / "eval.json").read_text())["domains"]["answers"]["after"]["acceptance_sampling"]
-    assert acceptance["tiny"] == first["mean"] and any(name.startswith("speedup, ") for name in found)
-    said = tiny.shown(capsys, "report", "tiny", "longer", "--runs", copied.parent)
-    assert said.startswith("| figure | tiny | longer |\n") and "| 62.5 % [50.0, 75.0] |" in said
-    assert "different" not in said and not (copied / "report.html").exists()
-    evaluation["sampler"]["temperature"] = 0.1
-    (other / "eval.json").write_text(json.dumps(evaluation))
-    said = tiny.shown(capsys, "report", "tiny", "longer", "--runs", copied.parent)
-    assert "- These runs have different samplers: a difference in acceptance probability may come from that." in said
+    (other / "config.yaml").write_text(config.replace("rate: 0.001", "rate: 0.002"))
+    runs = ("report", copied, other, cut, begun)
+    rows = json.loads(tiny.shown(capsys, *runs, "-o", "json"))
+    drafts = {(row["run"], row["engine"]): row for row in rows if row["#"] is not None}
+    speedups = {f"{part['backend']}": part for part in json.loads((copied / "speedup.json").read_text())["parts"]}
+    row, steps = drafts["tiny", "PyTorch"], speedups["pytorch"]["steps"]
+    assert row["D"] == steps["draft"]["1"] / steps["target"]["1"] and row["train.rate"] == "0.001"
+    way = next(one for one in speedups["pytorch"]["measurements"] if one["configuration"] == row["fastest way"])
+    assert [row[name] for name in ("measured", "measured, low", "tokens/s")] == [
+        way[name] for name in ("speedup", "speedup_low", "tokens_per_second")
+    ]
+    rate, target = row["greedy"], {int(m): seconds for m, seconds in steps["target"].items()}
+    rounds = [
+        (sum(rate**i for i in range(m)), seconds / target[1] + (m - 1) * row["D"]) for m, seconds in target.items()
+    ]
+    assert row["predicted"] == pytest.approx(max(tokens / seconds for tokens, seconds in rounds))
+    assert drafts[other.name, "llama.cpp"]["acceptance, low"] == 0.5 and len(drafts) == 6
+    assert drafts["cut", None]["layers, M"] > 0 and drafts["begun", None]["fastest way"] == "not measured yet"
+    assert [row["fastest way"] for row in rows if row["#"] is None] == ["plain", "plain"]
+    page = (copied.parent / "compared.html").read_text()
+    assert page.count("<svg") == 2 and "a&lt;b&gt; &amp; שלום" in page and "<script" not in page and "a<b>" not in page
+    said = tiny.shown(capsys, *runs)
+    assert "do not compare" not in said and "| 62.5 % [50.0, 75.0] |" in said
+    tiny.edit(other / "stages" / "corpus.json", inputs={"target.model": "another"})
+    said = tiny.shown(capsys, *runs, *[copied] * 36)
+    apart = f"tiny, cut, begun, … | {other.name}\n"
+    assert f"- These runs have different targets, and figures that depend on them do not compare: {apart}" in said
+    assert "| 40 | tiny |" in said and "<svg" not in (copied.parent / "compared.html").read_text()
 
 
 def test_other_commands_do_not_train_a_run(ready: Path, tmp_path: Path, capsys: Capture) -> None:
