@@ -136,8 +136,8 @@ class RoundCostMeter:
             plain(target, prompt, min(limit, WARM_UP))
             decode_text(target, self._drafter, prompt, min(limit, WARM_UP), self._rules)
         self.passes += 1
-        # Both of one length, because the first steps after a prompt cost more, and in turn, because machines drift.
-        single = plain(target, prompt, limit)
+        # In turn, because machines drift; half a text, since all plain steps are alike.
+        single = plain(target, prompt, max(2, limit // 2))
         self._plain.append(single.seconds / (len(single.tokens) - 1))
         self._timer.rounds.clear()
         result = decode_text(target, self._drafter, prompt, limit, self._rules)
@@ -231,7 +231,7 @@ FORMAT = 3  # of the files
 SHALLOW = 16  # tokens behind which a plain step is timed, to see whether the machine is as fast as it was
 CHECKS = 5  # times
 OFF = 1.2  # a step that takes this many times longer or less asks for new costs
-REPEATS = 3  # of every length, before a text: a second on a small pair, a minute on one of 1 s a token
+REPEATS = 2  # of every length, before texts, whose own rounds correct the costs: a second on a small pair
 FIRST_DEPTH = 512  # tokens at which the second range of depths begins; each later range is twice as long
 
 
@@ -246,15 +246,16 @@ class KeptCosts:
     by_depth: dict[int, Costs]
 
 
-def pair_costs(pair: LoadedPair, prompt: Sequence[int], longest: int) -> Costs:
-    """What rounds of up to `longest` tokens cost behind a prompt: as the pair has them from a text before, as a file
-    keeps them, or timed now and kept. A file that is damaged, of other conditions or of a machine that has become
-    faster or slower is not used, and stderr says so."""
+def pair_costs(pair: LoadedPair, prompts: Sequence[Sequence[int]], longest: int, tokens: int = TOKENS) -> Costs:
+    """What rounds of up to `longest` tokens cost in the first `tokens` behind prompts: as the pair has them from texts
+    before, as a file keeps them, or timed now and kept. A file that is damaged, of other conditions or of a machine
+    that has become faster or slower is not used, and stderr says so."""
     _read_kept(pair)
-    found = pair.costs.get(range_start(len(prompt), FIRST_DEPTH))
+    depth = len(prompts[len(prompts) // 2])
+    found = pair.costs.get(range_start(depth, FIRST_DEPTH))
     if found is None or len(found.target) <= min(longest, pair.target.capacity - 2):
-        found = measure_costs(pair.target, pair.draft, [prompt], longest, REPEATS)
-        keep_costs(pair, len(prompt), found)
+        found = measure_costs(pair.target, pair.draft, prompts, longest, REPEATS, tokens)
+        keep_costs(pair, depth, found)
     return found.of_target(pair.target)
 
 

@@ -149,11 +149,13 @@ def time_texts(
     prepared: Sequence[TimedConfiguration],
     progress_title: str,
     watch: Watch | None = None,
+    stop: bool = False,
 ) -> None:
     """Decode every prompt by every configuration; their order turns from prompt to prompt.
 
-    `watch` has the steps of both models noted.
+    `watch` has the steps of both models noted. With `stop`, those that are `clearly_slower` take no more prompts.
     """
+    running = [*prepared]
     watch = Watch() if watch is None else watch
     # One throw-away text each: lazily made buffers and kernels are not to be measured.
     for one in prepared:
@@ -161,14 +163,28 @@ def time_texts(
     watch.take()
     progress = Progress(progress_title, len(prompts))
     for index, prompt in enumerate(prompts):
+        if stop and index >= LEAST_TEXTS:
+            running = [one for one in running if not clearly_slower(one, running, len(prompts) - index)]
         limit = room_for(target, draft, len(prompt), new_tokens)
-        turn = index % len(prepared)
-        for one in [*prepared[turn:], *prepared[:turn]]:
+        turn = index % len(running)
+        for one in [*running[turn:], *running[:turn]]:
             started = time.perf_counter()
             decoded = one.text(prompt, limit)
             seconds = time.perf_counter() - started
             one.texts.append(TimedText(index, seconds, decoded, *watch.take(decoded.prefilled)))
         progress.step()
+
+
+LEAST_TEXTS, SLOW, SAVED = 4, 0.8, 5.0  # texts to judge by; speed over the fastest; seconds that stopping must save
+
+
+def clearly_slower(one: TimedConfiguration, running: Sequence[TimedConfiguration], left: int) -> bool:
+    """Whether a configuration's interval over the fastest of its sampler lies below SLOW, and the prompts that are left
+    would take long."""
+    if one.base is None or left * statistics.fmean(text.seconds for text in one.texts) < SAVED:
+        return False
+    fastest = max((other for other in running if other.plain is one.plain), key=lambda other: rate(other.texts))
+    return speed_ratio(*totals(one.texts), *totals(fastest.texts)).high < SLOW
 
 
 def judge_identity(
@@ -178,8 +194,9 @@ def judge_identity(
     greedy = [one for one in prepared if not one.sampled]
     counts = {id(one): Counter[str]() for one in greedy}
     for number, prompt in enumerate(prompts):
-        texts = [one.texts[number].decoded.tokens for one in greedy]
-        for one, kind in zip(greedy, judged(target, prompt, texts[0], texts, rounding), strict=True):
+        timed = [one for one in greedy if number < len(one.texts)]
+        texts = [one.texts[number].decoded.tokens for one in timed]
+        for one, kind in zip(timed, judged(target, prompt, texts[0], texts, rounding), strict=True):
             counts[id(one)][kind] += 1
     return [Identity(**counts[id(one)]) if id(one) in counts else None for one in prepared]
 
@@ -229,7 +246,8 @@ def measurement(
 ) -> Measurement:
     """What a configuration gave on all prompts; its speedup is over the plain run of the same sampler."""
     each, accepted = accepted_per_drafted(one.rounds)
-    ratio = speed_ratio(*totals(one.texts), *totals(one.plain.texts))
+    base = one.plain.texts[: len(one.texts)]
+    ratio = speed_ratio(*totals(one.texts), *totals(base))
     counted = dict.fromkeys(("identical", "excused", "different")) if identity is None else asdict(identity)
     configuration = one.configuration
     return Measurement(
@@ -242,7 +260,7 @@ def measurement(
         rule=configuration.length_rule if configuration.drafts else None,
         sampler=one.rules.sampler.describe() if one.sampled else None,
         tokens_per_second=rate(one.texts),
-        plain_tokens_per_second=rate(one.plain.texts),
+        plain_tokens_per_second=rate(base),
         tokens_per_round=each,
         acceptance=accepted,
         speedup=ratio.mean,
@@ -255,6 +273,7 @@ def measurement(
         rounds=round_figures(one, steps, synchronous),
         by_class=by_class(one, classes),
         by_depth=by_depth(one),
+        stopped=len(one.texts) if len(one.texts) < len(prompts) else None,
     )
 
 
@@ -280,8 +299,9 @@ def predicted_speedup(one: TimedConfiguration, steps: StepFigures) -> float | No
 def by_class(one: TimedConfiguration, classes: Sequence[str]) -> list[GroupFigures]:
     """A configuration on the prompts of each class; none where there is one class only."""
     groups = []
-    for name in dict.fromkeys(classes) if len(set(classes)) > 1 else ():
-        own, base = ([t for t in of.texts if classes[t.prompt] == name] for of in (one, one.plain))
+    for name in dict.fromkeys(classes[t.prompt] for t in one.texts) if len(set(classes)) > 1 else ():
+        texts = one.texts, one.plain.texts[: len(one.texts)]
+        own, base = ([t for t in of if classes[t.prompt] == name] for of in texts)
         ratio = speed_ratio(*totals(own), *totals(base))
         if len(own) == 1:
             ratio = replace(ratio, low=math.nan, high=math.nan)

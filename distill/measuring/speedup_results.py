@@ -104,7 +104,8 @@ class Measurement(PairMeasured):
     `predicted` is the speedup expected from the costs of steps and the conditional acceptance.
     `repeated` is the share of the tokens that end three tokens which stood before in the prompt or the text: lookups
     profit from these, and a degenerate text is full of them. `prompt_seconds` are the mean seconds until the first
-    token.
+    token. `stopped`: after so many prompts it was clearly slower than the fastest, and took no more; figures are over
+    plain decoding of these.
     """
 
     configuration: str
@@ -131,6 +132,7 @@ class Measurement(PairMeasured):
     by_depth: list[GroupFigures] = field(default_factory=list)
     samples: list[Sample] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
+    stopped: int | None = None
 
     @property
     def is_plain(self) -> bool:

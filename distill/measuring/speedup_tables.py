@@ -49,7 +49,10 @@ def measurement_table(rows: Sequence[Measurement], command: str, best: Iterable[
     note = (
         f"Repeated text (tokens that end {REPEATED} which stood before, prompt included): {', '.join(sorted(plain))}."
     )
-    return table_of(rows, columns, command, "configurations", note if plain else "", classes=classes)
+    note = note if plain else ""
+    if stopped := [f"{one.configuration} after {one.stopped} prompts" for one in rows if one.stopped]:
+        note += f" Stopped, clearly slower than the fastest: {', '.join(stopped)}."
+    return table_of(rows, columns, command, "configurations", note.strip(), classes=classes)
 
 
 OFF = 1.2  # times the costs timed before: then the table says so

@@ -177,7 +177,7 @@ def _drafter(
     if reader is not None:
         return make_drafter(configuration, reader, rules.sampler, rules.random)
     priced = configuration.rule == "expected-value"
-    costs = pair_costs(pair, ids, configuration.longest_round) if priced else NO_COSTS
+    costs = pair_costs(pair, [ids], configuration.longest_round) if priced else NO_COSTS
     asked: Any = pair.draft if grammar is None else Constrained(pair.draft, grammar)
     table = None if request.table is None else open_table(request.table, pair.reference)
     fitted = Fitted(costs, request.fitted, table=table, max_leaves=pair.target.max_leaves)

@@ -16,7 +16,7 @@ from distill.decoding.configured import NO_COSTS, Fitted, require_trees
 from distill.decoding.costs import Costs
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader
-from distill.decoding.round_costs import PROMPTS, keep_costs, measure_costs, pair_costs
+from distill.decoding.round_costs import PROMPTS, pair_costs
 from distill.decoding.rules import characters
 from distill.engines.loaded import LoadedPair
 from distill.engines.model import Model, Watch
@@ -33,7 +33,6 @@ from distill.measuring.identity import measured_rounding
 from distill.measuring.speedup_results import PairMeasured, Sample, SpeedupPart
 
 SAMPLES = 3
-COST_REPEATS = 3  # of a round, before the texts: their own rounds correct it
 REPEATS = 7  # of a timed step, at most: 3 where their median lies within 5 % of the fastest
 
 
@@ -79,7 +78,7 @@ def measure_pair(
         drafting.model = draft
     prepared = prepare_all(settings, target, drafting, pair.ends, fitted)
     with_room = draft if reader is None else target  # a draft of another vocabulary checks its own room
-    time_texts(target, with_room, prompts, new_tokens, prepared, f"{pair.backend}, prompts", watch)
+    time_texts(target, with_room, prompts, new_tokens, prepared, f"{pair.backend}, prompts", watch, stop=True)
     plain = prepared[0].texts[0].decoded.tokens
     rounding = measured_rounding(settings.target, pair.backend, pair.target, prompts[0], plain, settings.configurations)
     identities = judge_identity(pair.target, prompts, prepared, rounding)
@@ -104,7 +103,7 @@ def time_again(
     """Decode prompts by the configurations at these places of the table once more, with the costs that are kept of the
     pair."""
     longest = _longest_priced(settings)
-    costs = pair_costs(pair, given.prompts[0], longest) if longest else NO_COSTS
+    costs = pair_costs(pair, given.prompts[:1], longest) if longest else NO_COSTS
     prepared = prepare_all(settings, pair.target, pair.draft, pair.ends, _fitted(pair, given, costs))
     wanted = {place: prepared[place] for place in places}
     new_tokens, title = settings.speedup.new_tokens, f"{pair.backend}, prompts of a turn"
@@ -118,15 +117,13 @@ def _longest_priced(settings: PairSettings) -> int:
 
 
 def _timed_costs(settings: PairSettings, pair: LoadedPair, given: PairTexts) -> Costs:
-    """The costs of rounds that configurations read, timed behind `spare` prompts, and kept for later texts."""
+    """The costs of rounds that configurations read, as they are kept, or timed behind `spare` prompts and kept."""
     longest = _longest_priced(settings)
     if not longest:
         return NO_COSTS
     ordered = sorted(given.spare, key=len)  # deeper rounds cost more
     spare = [ordered[len(ordered) * (2 * index + 1) // (2 * PROMPTS)] for index in range(PROMPTS)]
-    costs = measure_costs(pair.target, pair.draft, spare, longest, COST_REPEATS, settings.speedup.new_tokens)
-    keep_costs(pair, len(spare[len(spare) // 2]), costs)
-    return costs
+    return pair_costs(pair, spare, longest, settings.speedup.new_tokens)
 
 
 def _fitted(pair: LoadedPair, given: PairTexts, costs: Costs) -> Fitted:

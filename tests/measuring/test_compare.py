@@ -25,6 +25,7 @@ from distill.engines.torch.model import TorchLogits, TorchModel
 from distill.measuring.compare import (
     TimedConfiguration,
     TimedText,
+    clearly_slower,
     judge_identity,
     measurement,
     prepare_all,
@@ -41,9 +42,10 @@ from distill.measuring.identity import (
     ties,
 )
 from distill.measuring.speedup_results import PairMeasured, StepFigures
+from distill.measuring.speedup_tables import measurement_table
 from distill.recipe import Configuration, Target
 from distill.recipe.measuring import fixed_length
-from distill.tables import speed_ratio
+from distill.tables import document, speed_ratio
 
 PAIR, NOT_TIMED = PairMeasured("a pair", "pytorch"), StepFigures(1, {}, {})
 
@@ -240,6 +242,23 @@ def test_every_configuration_decodes_every_prompt() -> None:
     for t in (text for one in prepared for text in one.texts):
         room = min(9, 30 - len(prompts[t.prompt]))
         assert t.decoded.tokens == [(prompts[t.prompt][-1] + 1 + i) % 10 for i in range(room)] and t.seconds > 0
+
+
+def test_what_is_clearly_slower_is_stopped() -> None:
+    """By its interval over the fastest of its sampler, where that saves time; figures are over the same prompts."""
+
+    def ran(seconds: float, base: TimedConfiguration | None = None, spread: float = 0.0) -> TimedConfiguration:
+        return fixed(2, *(timed(10, seconds + spread * (n % 2), prompt=n) for n in range(4)), base=base)
+
+    plainly = fixed(0, *(timed(10, 4.0 + n, prompt=n) for n in range(6)))
+    quick, near, slow, unsure = ran(1, plainly), ran(1.2, plainly), ran(2, plainly), ran(1.1, plainly, spread=3)
+    running = [plainly, quick, near, slow, unsure]
+    assert [clearly_slower(one, running, 4) for one in running] == [False, False, False, True, False]
+    assert not clearly_slower(slow, running, 2) and not clearly_slower(slow, [plainly, slow, unsure], 4)
+    found = measurement(slow, None, NOT_TIMED, PAIR, [[]] * 6, ["a", "a", "a", "a", "b", "b"])
+    assert (found.stopped, found.speedup, [one.group for one in found.by_class]) == (4, (4 + 5 + 6 + 7) / 8, ["a"])
+    shown = document([measurement_table([measurement(plainly, None, NOT_TIMED, PAIR, [[]] * 6), found], "")])
+    assert f"Stopped, clearly slower than the fastest: {found.configuration} after 4 prompts." in shown
 
 
 def test_the_kl_of_another_engine_is_that_of_the_tokens_it_would_choose_after() -> None:
