@@ -198,7 +198,7 @@ def _mismatches(tokenizer: Any, quantised: GgufModel, texts: list[str]) -> Itera
 
 
 def _parts(tokenizer: Any, texts: list[str], positions: int, window: int) -> Iterator[list[int]]:
-    """Parts of the texts of at most `window` tokens, in which at most so many positions are predicted."""
+    """Parts of the texts of at most `window` tokens, in which at most this many positions are predicted."""
     for text in texts:
         ids = encode_text(tokenizer, text)
         for start in range(0, len(ids) - 1, window - 1):

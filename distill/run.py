@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -82,6 +82,7 @@ class Run:
     read_only: bool = False  # the directory cannot be written: what is finished can be shown
     brothers: Sequence[Run] = ()  # runs from which finished stages are taken over
     command: str = field(default_factory=lambda: command_line(sys.argv))
+    redraw: Callable[[], None] = lambda: None  # writes the page that shows how far the run has come
 
     def path(self, *parts: str) -> Path:
         """A path inside the run directory."""

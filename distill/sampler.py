@@ -27,7 +27,7 @@ Place = Callable[[int], str]  # from a row of logits: the model and the position
 
 
 def place_of(model: str, lengths: Sequence[int]) -> Place:
-    """The places of rows that a model computed after so many tokens each."""
+    """The places of rows that a model computed after this many tokens each."""
     return lambda row: f"{model} after {lengths[row]} tokens"
 
 
@@ -248,7 +248,7 @@ def _outside(probabilities: Tensor, top_p: float, looks: bool) -> Tensor:
 def _smallest(rows: Tensor, top_p: float, among: int) -> tuple[Tensor, Tensor]:
     """Of each row [N, V] the smallest probability that stays [N, 1], and how many tokens stay [N].
 
-    Looked for among the likeliest, so many at first. Where these are too few, a CPU leaves out tokens below
+    Looked for among the likeliest, this many at first. Where these are too few, a CPU leaves out tokens below
     (1 − top-p) ÷ V, all of which together hold less than 1 − top-p; other devices sort those rows at once.
     """
     size = rows.shape[-1]

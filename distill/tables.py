@@ -84,7 +84,7 @@ def _interval(columns: Sequence[Column], divisors: Sequence[int], figure: Callab
 
 
 def edge_of(units: int) -> float:
-    """The share of the resamples of so many units that an interval leaves out at each end.
+    """The share of the resamples of this many units that an interval leaves out at each end.
 
     Of few units the percentiles of 95 % are too narrow, as their spread is that of a population: they are widened to
     Student's t (Hesterberg 2015, The American Statistician 69). scripts/benchmarks/intervals.py compares.
@@ -112,7 +112,7 @@ def _resampled(columns: Sequence[Numbers]) -> list[Numbers]:
 
 Item = TypeVar("Item")
 Value = str | int | float | Interval | None
-NOTHING = "–"
+DASH = "–"
 
 _ABSOLUTE = re.compile(r"(?<![^\s='\"\[,])/(?:[^\s/'\",\]]+/)+([^\s/'\",\]]+)")  # within a command
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]")
@@ -203,14 +203,14 @@ def known(value: Any) -> TypeGuard[float]:
 def number(value: Any, digits: int = 2) -> str:
     """A number with thousands separators; a dash where nothing was measured."""
     if not known(value):
-        return NOTHING
+        return DASH
     return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
 
 
 def significant(value: Any) -> str:
     """Three significant digits, for figures of any size."""
     if not known(value):
-        return NOTHING
+        return DASH
     if value == 0:
         return "0"
     if not 1e-4 <= abs(value) < 1e6:
@@ -221,7 +221,7 @@ def significant(value: Any) -> str:
 def percent(value: Any) -> str:
     """Per cent to one decimal; a share below 1 is never rounded up to 100."""
     if not known(value):
-        return NOTHING
+        return DASH
     digits = next((digits for digits in (1, 2, 3) if value >= 1 or float(f"{100 * value:.{digits}f}") < 100), 4)
     return f"{100 * value:.{digits}f} %"
 
@@ -234,7 +234,7 @@ def counted(count: int, noun: str) -> str:
 def size(value: Any) -> str:
     """Bytes in decimal units."""
     if not known(value):
-        return NOTHING
+        return DASH
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
         if value >= factor:
             return f"{value / factor:.{1 if value < 100 * factor else 0}f} {unit}"
@@ -259,9 +259,9 @@ def shown(cell: Cell | Value, form: str = "") -> str:
         return cell
     show = FORMS.get(form) or (lambda value: format(value, form))
     if not isinstance(cell, Interval):
-        return show(cell) if known(cell) else NOTHING
+        return show(cell) if known(cell) else DASH
     if not known(cell.mean):
-        return NOTHING
+        return DASH
     if not known(cell.low) or not known(cell.high) or cell.low == cell.high:  # of one text, or of texts that are alike
         return show(cell.mean)
     low, high = (show(bound).rstrip(" %×") for bound in (cell.low, cell.high))

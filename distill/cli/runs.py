@@ -247,6 +247,12 @@ def _print_stage(folder: Path, stage: str) -> None:
     if table.exists():
         print(read_utf8(table), flush=True)
     if stage == "report":
+        if (place := folder / "speedup.json").exists():
+            from distill.measuring.speedup_results import SpeedupReport
+            from distill.measuring.verdict import next_steps
+
+            measured = read_result(place, SpeedupReport)
+            print(f"{measured.verdict}\n{next_steps(measured)}")
         print(f"report: {folder / 'report.html'}\ndraft:  {folder / 'draft'}\ngguf:   {folder / 'gguf'}")
 
 

@@ -156,7 +156,7 @@ def require_draft(run: Run) -> None:
 
 
 def run_until(recipe: Recipe, run: Run, stage: str, threads: int | None = None) -> None:
-    """Bring a run with a trained draft up to `stage`, with so many `threads` (None: the recipe's); its recipe stays as
+    """Bring a run with a trained draft up to `stage`, on `threads` (None: the recipe's); its recipe stays as
     it is, and the run as old as it was."""
     from distill.pipeline.running import run_pipeline
 

@@ -317,7 +317,7 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def messages_after(chat: Mapping[str, Any], answers: Sequence[str]) -> list[dict[str, Any]]:
-    """The messages up to the question that follows so many answers; `chat` is a Sample's: messages up to the first
+    """The messages up to the question that follows this many answers; `chat` is a Sample's: messages up to the first
     question, further `turns` of the user, and `thinking`."""
     messages = list(chat["messages"])
     for answer, turn in zip(answers, chat.get("turns") or [], strict=False):
@@ -326,7 +326,7 @@ def messages_after(chat: Mapping[str, Any], answers: Sequence[str]) -> list[dict
 
 
 def next_prompt(template: ChatTemplate, chat: Mapping[str, Any], answers: Sequence[str]) -> list[int] | None:
-    """The prompt of the next turn after so many answers; None after the last. ValueError for messages that the template
+    """The prompt of the next turn after these answers; None after the last. ValueError for messages that the template
     refuses."""
     if len(answers) > len(chat["turns"]):
         return None

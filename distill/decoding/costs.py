@@ -27,7 +27,7 @@ from distill.progress import Progress
 FORMAT = 1  # of saved curves
 MEASURE_IT = "write one with `distill profile MODEL --out FILE`"
 UNSTEADY = 1.5  # a median this many times the fastest repeat was disturbed by other programs
-STEADY, ENOUGH = 1.05, 3  # one this near to it is known well enough from so many repeats
+STEADY, ENOUGH = 1.05, 3  # one this near to it is known well enough from this many repeats
 
 
 def steady(seconds: Sequence[float]) -> bool:
@@ -117,7 +117,7 @@ class Costs:
         return replace(self, resent=partial(resent, target)) if getattr(target, "resends", False) else self
 
     def scaled(self, plain: float, by_model: float, by_text: float) -> Costs:
-        """These costs with plain steps, rounds of a draft and rounds of drafted text taking so many times as long."""
+        """These costs with plain steps, rounds of a draft and rounds of drafted text taking this many times as long."""
         first, *target = self.target
         only = (first * plain, *[seconds * by_text for seconds in self.undrafted[1:]])
         return replace(
@@ -135,7 +135,7 @@ class Costs:
         return self.target_only or self.target
 
     def draft_step(self, unread: int) -> float:
-        """D of a step that reads so many tokens: beyond two it grows as the target's steps do, beyond these as a
+        """D of a step that reads this many tokens: beyond two it grows as the target's steps do, beyond these as a
         prompt."""
         if unread <= 2:
             return self.draft_two if unread == 2 else self.draft

@@ -22,7 +22,7 @@ from distill.engines.model import Model, resent
 from distill.engines.torch.model import for_sampler
 from distill.sampler import Logits
 
-MOST_RESENT = 4  # tokens that the target computes again with a round: where there are more, a plain step takes them
+MOST_RESENT = 4  # tokens that the target computes again with a round: beyond this, one plain step comes first
 
 
 class Round(NamedTuple):

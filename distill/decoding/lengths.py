@@ -168,7 +168,7 @@ class LengthRule:
         raise NotImplementedError
 
     def behind(self, unread: int) -> None:
-        """The round's first step will read so many tokens of the context: one, two after a round that was accepted
+        """The round's first step will read this many tokens of the context: one, two after a round that was accepted
         whole, more after rounds without the draft."""
 
     def step_on(self, position: int) -> bool:

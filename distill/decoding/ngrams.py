@@ -49,7 +49,7 @@ class Following(NamedTuple):
     numbers: dict[int, int]
 
 
-NOTHING = Following(0.0, 0, {}, {})
+UNSEEN = Following(0.0, 0, {}, {})
 
 
 @dataclass(frozen=True)
@@ -308,7 +308,7 @@ class Mixture:
         levels: list[tuple[dict[int, int], Following]] = []
         for size in range(1, len(tail) + 1):
             own = self.own.get(tail[-size:], {})
-            table = NOTHING
+            table = UNSEEN
             if self.table is not None and size <= len(place):
                 table = self.table.following(size, place[size - 1])
             if not own and not table.total:

@@ -193,7 +193,7 @@ class Forced:
         self.drafter, self.constraint = drafter, constraint
         self.tree, self.kind = drafter.tree, drafter.kind
         self._before = 0  # forced tokens before the other drafter's proposal
-        self._asked: Proposal | None = None  # which is None in a round in which it was not asked
+        self._asked: Proposal | None = None  # None if not asked this round
 
     def begin(self, prompt: Sequence[int]) -> None:
         """The other drafter reads the prompt."""

@@ -19,7 +19,7 @@ HELD_UP = 4.0  # times its costs: what took longer was held up by something else
 KEPT = 0.98  # of what rounds told about costs, with each round
 # Rounds that the costs timed before the session count for, and that one kind of round learns from the others.
 TIMED = 2.0
-PLAIN, OTHER = 1.5, 0.08  # plain rounds that are asked for, where others took so many times exp(±OTHER)
+PLAIN, OTHER = 1.5, 0.08  # plain rounds that are asked for, where others took this many times exp(±OTHER)
 NEWS = 0.02  # a smaller change of costs waits
 
 
@@ -43,7 +43,7 @@ class Worth:
         self._seconds, self.rate = self._tokens / rate, rate
 
     def learn(self, tokens: int, seconds: float, drafted: int = 0, paid: float = 0.0, by_model: bool = False) -> float:
-        """A round of `drafted` nodes gave so many tokens; returns its seconds as far as they count.
+        """A round of `drafted` nodes gave this many tokens; returns its seconds as far as they count.
 
         `paid`: what its draft's steps cost by `costs`. `by_model`: a model drafted, or was asked.
         """
@@ -202,7 +202,7 @@ class ExpectedValue(LengthRule):
         return self.worth.costs
 
     def _mean(self, deviations: float = 0.0) -> float:
-        """The mean acceptance, and so many standard deviations of it more."""
+        """The mean acceptance, and this many standard deviations of it more."""
         accepted, rejected = (prior + seen for prior, seen in zip(self._prior, self._seen, strict=True))
         mean = accepted / (accepted + rejected)
         if not deviations:

@@ -447,7 +447,7 @@ def _source(origin: dict[str, Any]) -> str:
 
 PROMPT_TOKENS, SEED = 64, 0  # tokens of a prompt cut from a text, and the seed of the order of texts
 
-Prompts = Callable[[str, int], UserPrompts]  # of a target, with room for so many tokens
+Prompts = Callable[[str, int], UserPrompts]  # of a target, with room for this many tokens
 
 
 @dataclass(frozen=True)

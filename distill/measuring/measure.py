@@ -372,7 +372,7 @@ class SlicedValues:
 
 
 def depth_label(place: int) -> str:
-    """The bucket of so many tokens before: the first ones, then doubling."""
+    """The bucket of this many tokens before: the first ones, then doubling."""
     low = range_start(place, SHALLOWEST)
     return f"{low} to {(2 * low or SHALLOWEST) - 1}"
 

@@ -14,8 +14,6 @@ from distill.files import Figure
 from distill.recipe.measuring import MOST_KL
 from distill.tables import Interval, Value
 
-FASTER, SLOWER, UNCLEAR = "faster than plain", "slower than plain", "no clear difference from plain"
-
 
 @dataclass(frozen=True)
 class PairMeasured:
@@ -26,7 +24,7 @@ class PairMeasured:
 
     @property
     def key(self) -> tuple[str, str]:
-        """The fields with which all figures of this pair begin."""
+        """Identifies the pair and backend."""
         return self.pair, self.backend
 
 
@@ -140,11 +138,6 @@ class Measurement(PairMeasured):
         return self.drafter is None
 
     @property
-    def in_sweep(self) -> bool:
-        """Whether it belongs to the greedy sweep of fixed lengths, plain decoding included."""
-        return self.length is not None
-
-    @property
     def distribution(self) -> str:
         """The distribution that the text follows, in words."""
         return "the target's" if self.lossy is None else f"LOSSY: {self.lossy}"
@@ -156,13 +149,6 @@ class Measurement(PairMeasured):
             return "sampled"
         total = self.identical + self.excused + self.different
         return f"{self.identical}/{total}" + (f" (+{self.excused} ties)" if self.excused else "")
-
-    @property
-    def verdict(self) -> str:
-        """How the speed compares with plain decoding, judged by the interval."""
-        if self.speedup_low > 1:
-            return FASTER
-        return SLOWER if self.speedup_high < 1 else UNCLEAR
 
 
 @dataclass(frozen=True)
@@ -265,11 +251,6 @@ class SpeedupReport:
     def _accepted(self) -> list[Measurement]:
         """Those of backends that decode the target's own distributions, or nearly so."""
         return [one for part in self.parts if (part.kl or 0) <= MOST_KL for one in part.measurements]
-
-    @property
-    def sweep(self) -> list[Measurement]:
-        """Plain decoding and the fixed lengths."""
-        return [measurement for measurement in self.measurements if measurement.in_sweep]
 
     @property
     def fastest_of_backends(self) -> dict[str, Measurement]:

@@ -7,7 +7,6 @@ from collections.abc import Iterable, Sequence
 
 from distill.measuring.measure import REPEATED
 from distill.measuring.speedup_results import (
-    SLOWER,
     GroupFigures,
     InTurns,
     Measurement,
@@ -132,7 +131,7 @@ def engine_table(report: SpeedupReport) -> Table:
         "fastest way": lambda part: fastest(part).configuration,
         "tokens/s": lambda part: fastest(part).tokens_per_second,
         "speedup": lambda part: Cell(
-            1.0 if fastest(part).is_plain else speedup_of(fastest(part)), "×", bad=fastest(part).verdict == SLOWER
+            1.0 if fastest(part).is_plain else speedup_of(fastest(part)), "×", bad=fastest(part).speedup_high < 1
         ),
     }
     note = "KL: mean nats of the target's own distributions to this engine's, on its greedy texts."

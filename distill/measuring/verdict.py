@@ -142,7 +142,7 @@ def explain(part: SpeedupPart) -> str:
 
 
 def _cause(best: Measurement, base: Measurement, cost: float) -> str:
-    """Why a configuration whose rounds cost so many plain steps is no gain; empty where it is one."""
+    """Why a configuration whose rounds cost this many plain steps is no gain; empty where it is one."""
     if best.speedup_low > 1:
         return ""
     paid = best.rounds.tokens >= cost

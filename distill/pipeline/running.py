@@ -12,6 +12,7 @@ import shutil
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -229,6 +230,10 @@ def run_pipeline(
             f"{run.folder} cannot be written, and stage `{due.stage.name}` would have to run{due.why}",
             "make the folder writable, or copy it to a disk that is, and name that one",
         )
+    if not run.silent:
+        from distill.report.card import draw_progress
+
+        run.redraw = partial(draw_progress, run, [action.stage.name for action in actions if action.kind != "leave"])
     waiting = process_count() > 1  # the other processes are in follow_main
     for action in actions:
         if waiting and NAMES.index(action.stage.name) > NAMES.index(LAST_TOGETHER):
@@ -245,6 +250,8 @@ def run_pipeline(
         show(action.stage.name)
     if waiting:
         agree()
+    if due is not None and actions[-1].stage.name != NAMES[-1]:
+        run.redraw()
     if not run.read_only:
         run.path("stages", "redo.json").unlink(missing_ok=True)
 
@@ -293,6 +300,8 @@ def _carry_out(action: Action, planner: Planner) -> None:
         planner.started.append(stage.name)
         write_json(run.path("stages", "redo.json"), {"asked": planner.asked, "started": planner.started})
     write_json(begun_path(run, stage), parts)
+    if stage.name != NAMES[-1]:  # which writes the page of the finished run
+        run.redraw()
     started = time.time()
     for name, pattern in stage.inputs:
         if name != "teacher":  # whose shards are compared one at a time, when they are read

@@ -22,7 +22,7 @@ from distill.tables import Block, Cell, Columns, Interval, Row, Table, Value, sh
 
 RATES = (0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9)
 ALL = "all accepted"
-NOTHING = 0.005  # T(1) that a draft step may cost: shown as 0.00
+NEGLIGIBLE = 0.005  # T(1) that a draft step may cost: shown as 0.00
 GOOD_SPEEDUP = 1.5  # a speedup worth the effort of a draft, in the verdict
 HALVINGS = 40  # of the range in which an acceptance is looked for
 
@@ -186,7 +186,7 @@ def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenario
     """What conditional acceptance the draft needs, what it gives at most, and why not where that is not above 1."""
     top = max(lengths, key=lambda one: one.upper_bound)
     free = next(one for one in scenarios if one.title == ALL).largest_cost
-    if top.upper_bound <= 1 and free < NOTHING:
+    if top.upper_bound <= 1 and free < NEGLIGIBLE:
         cheapest = min(lengths, key=lambda one: one.verify_cost / (one.length + 1))
         return (
             f"No draft can pay here, because verifying {cheapest.length + 1} tokens costs {cheapest.verify_cost:.2f} "
@@ -245,7 +245,7 @@ def _forecast_blocks(one: SpeedupForecast) -> list[Block]:
         "conditional acceptance": lambda found: found.title,
         **{f"n = {length.length}": partial(_speedup, place) for place, length in enumerate(one.lengths)},
         "best n": lambda found: found.best or "none",
-        "largest D that pays, T(1)": lambda found: found.largest_cost if found.largest_cost >= NOTHING else "none",
+        "largest D that pays, T(1)": lambda found: found.largest_cost if found.largest_cost >= NEGLIGIBLE else "none",
     }
     even: list[Value] = ["none" if length.break_even is None else length.break_even for length in one.lengths]
     verify: list[Value] = [length.verify_cost for length in one.lengths]

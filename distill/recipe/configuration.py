@@ -286,32 +286,28 @@ class Configuration(Section):
 
 def described(settings: Mapping[str, Any]) -> str:
     """A configuration's settings in words; what is greedy where all is goes without saying."""
-    return ", ".join(
-        f"{name} {'×'.join(map(str, value)) if isinstance(value, list | tuple) else value}"
-        for name, value in settings.items()
-        if value != "greedy" or settings["sampler"] != "greedy"
-    )
+    greedy = settings["sampler"] == "greedy"
+    return ", ".join(f"{name} {_word(value)}" for name, value in settings.items() if not greedy or value != "greedy")
+
+
+def _word(value: Any) -> str:
+    return "×".join(map(str, value)) if isinstance(value, list | tuple) else str(value)
 
 
 def names(configurations: Sequence[Configuration]) -> list[str]:
-    """What the configurations of one table are called: three words at most, their kind and what sets them apart."""
-    sampled = [" sampled" * (one.sampler == "recipe") for one in configurations]
-    kinds = [(one.kind, words) for one, words in zip(configurations, sampled, strict=True)]
-    called = [kind for kind, _ in kinds]
-    for setting in DISTINGUISHING:
-        values = [one.settings.get(setting, "") for one in configurations]
-        alike = [*zip(called, sampled, strict=True)]
-        for at, group in enumerate(alike):
-            value = values[at]
-            if len({str(values[other]) for other, one in enumerate(alike) if one == group}) > 1 and value != "":
-                called[at] += f" {'×'.join(map(str, value)) if isinstance(value, tuple) else SAID.get(value, value)}"
-    found = [name + words for name, words in zip(called, sampled, strict=True)]
-    for kind in set(kinds):
-        places = [at for at, one in enumerate(kinds) if one == kind]
-        own = [found[at] for at in places]
-        if len({*own}) < len(own) or any(len(name.replace("+", "").split()) > MOST_WORDS for name in own):
-            for number, at in enumerate(places, 1):  # they differ in more than a name can hold: the legend has it
-                found[at] = "".join(kind) + (f" ({number})" if len(places) > 1 else "")
+    """What the configurations of one table are called, in three words at most: their kind, and of several of a kind the
+    one setting that sets each apart, or a number where it takes more than one."""
+    kinds = [(one.kind, " sampled" * (one.sampler == "recipe")) for one in configurations]
+    found = ["".join(kind) for kind in kinds]
+    for kind, sampled in {kind for kind in kinds if kinds.count(kind) > 1}:
+        places = [at for at, one in enumerate(kinds) if one == (kind, sampled)]
+        for marks in (*([configurations[at].settings.get(name) for at in places] for name in DISTINGUISHING), None):
+            if marks is None or (None not in marks and len({*map(str, marks)}) == len(marks)):
+                break
+        room = len(f"{kind}{sampled}".replace("+", "").split()) < MOST_WORDS
+        for number, at in enumerate(places):
+            mark = _word(marks[number]) if marks and room else f"({number + 1})"
+            found[at] = f"{kind} {SAID.get(mark, mark)}{sampled}"
     return found
 
 

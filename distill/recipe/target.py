@@ -334,7 +334,7 @@ class Answers(Section):
     )
 
     def count(self, documents: int) -> int:
-        """How many prompts are answered where the train split has so many documents."""
+        """How many prompts are answered where the train split has this many documents."""
         return max(FEWEST_PROMPTS, documents) if self.prompts is None else self.prompts
 
     @property

@@ -160,6 +160,6 @@ def _table(table: Table) -> str:
     return (
         (f"<h3>{as_text(table.title)}</h3>" if table.title else "")
         + (f"<p>{as_sentence(table.note)}</p>" if table.note else "")
-        + f'<div class="scroll" tabindex="0" role="region" aria-label="{as_text(table.title or "table")}">'
+        + f'<div class="scroll" tabindex="0" role="group" aria-label="{as_text(table.title or "table")}">'
         + f"<table><thead>{line('th', table.heads)}</thead><tbody>{body}</tbody></table></div>"
     )

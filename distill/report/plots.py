@@ -20,8 +20,7 @@ from distill.measuring.evaluation_results import MEASURES, EvaluationReport
 from distill.measuring.measure import SEEN
 from distill.measuring.speedup_results import SpeedupPart, SpeedupReport
 from distill.measuring.verdict import engine_of, leader
-from distill.report.tables import TRAINED
-from distill.tables import Interval, clean, known, ratio_interval
+from distill.tables import Interval, clean, known, ratio_interval, shown
 from distill.training.saved import STORED, Evaluation, TrainingStep
 
 if TYPE_CHECKING:
@@ -30,19 +29,28 @@ if TYPE_CHECKING:
 # Mid tones that can be distinguished on white and on near-black and, with the markers, by colour-blind readers.
 COLOURS = ("#2f81d6", "#e0792b", "#2f9e77", "#a86bd1", "#d6455d", "#8a8f98", "#b59a1d", "#3aa8b8")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
+HATCHES = ("", "////", "..")
 INK = "#010203"  # stands for the page's own text colour until the drawing is done
+BEST: Any = {"color": COLOURS[0]}
+OTHERS: Any = {"color": COLOURS[5], "alpha": 0.45}
+DASHED: Any = {"linestyle": (0, (3, 2)), "linewidth": 1.4}  # plain decoding
 POINTS = 400
 LONGEST, NAME = 52, 26  # letters of a label, and of one beside a bar
 
-DRAWN = ("loss", MEASURES["forward_kl"], "cross-entropy, nats")  # rows of the table of training steps
+# By label, the figures of a training step that are drawn.
+DRAWN: dict[str, Callable[[TrainingStep], float]] = {
+    "loss": lambda step: step.loss,
+    MEASURES["forward_kl"]: lambda step: step.forward_kl,
+    "cross-entropy, nats": lambda step: step.cross_entropy,
+}
 
 
 def training_curve(steps: Sequence[TrainingStep]) -> str:
     """The loss and its parts, over the steps of training batches."""
     block = block_length(steps)
     with _figure("plot-loss", "Training loss over steps") as (axes, done):
-        for index, label in enumerate(DRAWN):
-            points = [(step.step, TRAINED[label](step)) for step in steps if known(TRAINED[label](step))]
+        for index, (label, figure) in enumerate(DRAWN.items()):
+            points = [(step.step, figure(step)) for step in steps if known(figure(step))]
             blocks = [points[at : at + block] for at in range(0, len(points), block)]
             if blocks:
                 means = [tuple(map(fmean, zip(*part, strict=True))) for part in blocks]
@@ -74,12 +82,8 @@ def validation_curve(evaluated: Sequence[Evaluation]) -> str:
         _measured(axes, 0, label, [one.step for one in evaluated], intervals)
         expected = [(one.step, one.expected_acceptance) for one in evaluated if known(one.expected_acceptance)]
         if expected:
-            axes.plot(
-                *zip(*expected, strict=True),
-                color=COLOURS[1],
-                marker=MARKERS[1],
-                label="acceptance probability, same texts",
-            )
+            style: Any = {"color": COLOURS[1], "marker": MARKERS[1]}
+            axes.plot(*zip(*expected, strict=True), label="acceptance probability, same texts", **style)
         axes.set(xlabel="step", ylabel="acceptance")
         _whole_ticks(axes)
     return done[0]
@@ -92,43 +96,34 @@ def block_length(steps: Sequence[TrainingStep]) -> int:
 
 def speeds(report: SpeedupReport) -> str:
     """Tokens per second of every configuration in every engine, plain decoding as a line; the fastest way in colour."""
-    best = leader(report)[1]
-    rows = [(part, one) for part in report.parts for one in part.measurements if not one.is_plain]
-    said = [f"{one.configuration} in {engine_of(one)} {one.tokens_per_second:.1f}" for _, one in rows]
-    title = f"Tokens per second: {', '.join(said)}"
-    with _figure("plot-speeds", title, 0.9 + 0.21 * (len(rows) + len(report.parts))) as (axes, done):
-        place, ticks = 0, dict[float, str]()
+    best, place, ticks = leader(report)[1], 0, dict[int, str]()
+    rows = [one for one in report.measurements if not one.is_plain]
+    said = [f"{one.configuration} in {engine_of(one)} {one.tokens_per_second:.1f}" for one in rows]
+    height = 0.9 + 0.21 * (len(rows) + len(report.parts))
+    with _figure("plot-speeds", f"Tokens per second: {', '.join(said)}", height) as (axes, done):
         for part in report.parts:
             axes.text(0, place, _label(engine_of(part)), va="center", fontweight="bold")
             for one in (one for one in part.measurements if not one.is_plain):
-                place += 1
+                place, plain, weight = place + 1, one.plain_tokens_per_second, "bold" if one is best else "normal"
                 ticks[place] = f"▸ {one.configuration}" if one is best else one.configuration
-                speed, plain = one.tokens_per_second, one.plain_tokens_per_second
-                axes.barh(
-                    place,
-                    speed,
-                    0.72,
-                    color=COLOURS[0] if one is best else COLOURS[5],
-                    alpha=1 if one is best else 0.45,
-                )
-                if known(one.speedup_low) and known(one.speedup_high):
-                    axes.hlines(place, one.speedup_low * plain, one.speedup_high * plain, color=INK, linewidth=1.2)
-                axes.vlines(plain, place - 0.5, place + 0.5, color=INK, linestyle=(0, (3, 2)), linewidth=1.4)
-                axes.annotate(
-                    f"{speed:.1f} ({one.speedup:.2f}×)",
-                    (max(speed, plain, (one.speedup_high or 0) * plain), place),
-                    (4, 0),
-                    textcoords="offset points",
-                    va="center",
-                    fontweight="bold" if one is best else "normal",
-                )
+                axes.barh(place, one.tokens_per_second, 0.72, **(BEST if one is best else OTHERS))
+                axes.hlines(place, one.speedup_low * plain, one.speedup_high * plain, color=INK, linewidth=1.2)
+                axes.vlines(plain, place - 0.5, place + 0.5, color=INK, **DASHED)
+                end = max(one.tokens_per_second, plain, one.speedup_high * plain)  # the last may be NaN
+                told = f"  {one.tokens_per_second:.1f} ({shown(one.speedup, '×')})"
+                axes.text(end, place, told, va="center", fontweight=weight)
             place += 1
-        axes.plot([], [], color=INK, linestyle=(0, (3, 2)), label="plain decoding")
-        axes.set_yticks([*ticks], [_label(name, NAME) for name in ticks.values()])
-        axes.set(xlabel="tokens per second", ylim=(place - 0.4, -0.6))
+        axes.plot([], [], color=INK, label="plain decoding", **DASHED)
+        _rows(axes, "tokens per second", ticks)
         axes.set_xlim(0, 1.38 * axes.get_xlim()[1])
-        axes.grid(visible=False, axis="y")
     return done[0]
+
+
+def _rows(axes: Axes, label: str, ticks: dict[int, str]) -> None:
+    """Bars that lie, with their names."""
+    axes.set_yticks([*ticks], [_label(name, NAME) for name in ticks.values()])
+    axes.set(xlabel=label, ylim=(max(ticks, default=0) + 0.6, -0.6))
+    axes.grid(visible=False, axis="y")
 
 
 def acceptance_by_position(evaluation: EvaluationReport) -> str:
@@ -152,20 +147,18 @@ def time_of_rounds(part: SpeedupPart) -> str:
     title = f"Milliseconds for each token in {engine_of(part)}, by what takes them"
     rows = [one for one in part.measurements if known(one.rounds.seconds / one.rounds.tokens)]
     with _figure("plot-rounds", title, 1.1 + 0.21 * len(rows)) as (axes, done):
-        starts = [0.0] * len(rows)
-        for index, (label, hatch, of) in enumerate(
-            (
-                ("target", "", lambda one: one.target_seconds),
-                ("draft", "////", lambda one: one.draft_seconds),
-                ("the rest", "..", lambda one: one.overhead_seconds),
-            )
-        ):
-            taken = [1e3 * max(of(one.rounds) or 0.0, 0.0) / one.rounds.tokens for one in rows]
-            axes.barh(range(len(rows)), taken, 0.72, starts, color=COLOURS[index], hatch=hatch, alpha=0.8, label=label)
+        starts, figures = [0.0] * len(rows), [one.rounds for one in rows]
+        seconds = {
+            "target": [one.target_seconds for one in figures],
+            "draft": [one.draft_seconds for one in figures],
+            "the rest": [one.seconds if one.target_seconds is None else one.overhead_seconds for one in figures],
+        }
+        for index, (label, spent) in enumerate(seconds.items()):
+            taken = [1e3 * max(one or 0.0, 0.0) / row.tokens for one, row in zip(spent, figures, strict=True)]
+            style: Any = {"color": COLOURS[index], "hatch": HATCHES[index], "alpha": 0.8, "label": label}
+            axes.barh(range(len(rows)), taken, 0.72, starts, **style)
             starts = [start + more for start, more in zip(starts, taken, strict=True)]
-        axes.set_yticks(range(len(rows)), [_label(one.configuration, NAME) for one in rows])
-        axes.set(xlabel="milliseconds for each token", ylim=(len(rows) - 0.4, -0.6))
-        axes.grid(visible=False, axis="y")
+        _rows(axes, "milliseconds for each token", {at: one.configuration for at, one in enumerate(rows)})
     return done[0]
 
 
@@ -199,17 +192,9 @@ def drafts(
 def _measured(axes: Axes, index: int, label: str, x: Sequence[float], found: Sequence[Interval], **style: Any) -> None:
     below = [max(0.0, one.mean - one.low) if known(one.low) else 0.0 for one in found]
     above = [max(0.0, one.high - one.mean) if known(one.high) else 0.0 for one in found]
-    axes.errorbar(
-        x,
-        [one.mean for one in found],
-        yerr=[below, above],
-        color=COLOURS[index % len(COLOURS)],
-        label=_label(label),
-        capsize=2.5,
-        **style,
-        marker=MARKERS[index % len(MARKERS)],
-        elinewidth=1,
-    )
+    own: Any = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], **style}
+    means = [one.mean for one in found]
+    axes.errorbar(x, means, yerr=[below, above], label=_label(label), capsize=2.5, elinewidth=1, **own)
 
 
 def _label(text: str, most: int = LONGEST) -> str:

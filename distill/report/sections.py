@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from functools import partial
 
 from distill.data.samples import QuestionTexts
-from distill.engines.server_commands import LLAMA_SERVER, VLLM, llama_server, transformers, vllm
+from distill.engines.server_commands import LLAMA_SERVER, VLLM, llama_server, serving, sglang, transformers, vllm
 from distill.export import ExportReport
 from distill.files import is_gguf
 from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
-from distill.measuring.speedup_results import FASTER, SLOWER, Measurement, Sample, SpeedupReport, speedup_of
+from distill.measuring.speedup_results import Measurement, Sample, SpeedupReport
 from distill.measuring.speedup_tables import speedup_blocks
-from distill.measuring.verdict import engine_of, leader, next_steps
+from distill.measuring.verdict import FALLBACK_LENGTH, engine_of, leader, next_steps
 from distill.recipe.measuring import engine_name
 from distill.recipe.recipe import REASON
 from distill.report import plots, tables
@@ -30,10 +31,9 @@ from distill.tables import (
     number,
     percent,
     placeless,
-    shown,
     size,
 )
-from distill.training.saved import REMEDY, STORED, TrainingStep, TrainingSummary, trained_tokens
+from distill.training.saved import REMEDY, STORED, Evaluation, TrainingStep, TrainingSummary, trained_tokens
 
 TEXTS, SAMPLES = "Texts", "Generated samples"  # sections with texts, which may be private
 
@@ -138,24 +138,29 @@ def _questions(found: QuestionTexts, command: str) -> list[Block]:
     return [tables.questions(found.sources, command), notes]
 
 
-def _training(results: RunResults) -> list[Block]:
-    """The curves of the training, its first and last step, and the weights that were taken."""
-    steps, evaluated, summary = results.steps, results.evaluated, results.training
+def training_plots(steps: Sequence[TrainingStep], evaluated: Sequence[Evaluation]) -> list[Block]:
+    """The curves of a training."""
     block = plots.block_length(steps)
     each = "every step" if block == 1 else f"each point the mean of {block} steps"
-    stored = any(weights.measure == STORED for weights in evaluated)
     chosen_by = (
         "Acceptance probability on stored distributions of validation answers, bars are bounds; no rounds were decoded."
-        if stored
+        if any(weights.measure == STORED for weights in evaluated)
         else "On validation prompts: conditional acceptance of decoded rounds, bars are 95 % intervals, and acceptance "
         "probability on texts that are the same for all steps."
     )
     return [
         Plot(partial(plots.training_curve, steps), f"Loss on training batches, {each}."),
         Plot(partial(plots.validation_curve, evaluated), chosen_by),
+    ]
+
+
+def _training(results: RunResults) -> list[Block]:
+    """The curves of the training, its first and last step, and the weights that were taken."""
+    steps, summary = results.steps, results.training
+    return [
+        *training_plots(steps, results.evaluated),
         _pace(steps),
         [] if summary is None else _outcome(summary),
-        tables.ends(steps, results.command),
     ]
 
 
@@ -208,9 +213,8 @@ def _sample(one: Measurement, sample: Sample) -> list[Block]:
     return [Heading(one.pair), f"{engine_name(one.backend)}, {share}", Code([(sample.prompt, "prompt"), *pieces])]
 
 
-# ── How a draft is used: one command for each server or library, and whether it pays there, as measured ──
+# ── How a draft is used: one command for each server or library ──
 
-FALLBACK_LENGTH = 4  # drafted where no length was measured
 OTHER_ROWS = (
     "The heads have other numbers of rows, so vLLM is asked to draft among the tokens that both vocabularies have, "
     "which it does with the draft's best tokens alone. A transplant gives the draft the target's rows."
@@ -219,79 +223,49 @@ NO_FILE = "The run wrote no GGUF file of its draft: `distill export-gguf RUN` do
 PLACES = (
     "Paths of what the run made are relative to its folder; models of yours are named without their folders. "
     f"llama-server's options were run with {LLAMA_SERVER}, vLLM's "
-    f"with its {VLLM} on a CPU; on several GPUs vLLM splits the draft as the target. The figures are of distill's own "
-    "decoder on the run's machine: `distill serve-check RUN --server PATH` measures the pair on your server."
+    f"with its {VLLM} on a CPU; on several GPUs vLLM splits the draft as the target. SGLang's and ik_llama.cpp's were "
+    "read, not run; Ollama takes no draft for GGUF files. Figures are of distill's own decoder on the run's machine: "
+    "`distill serve-check RUN --server PATH` measures the pair on your server."
 )
 
 
 def usage(results: RunResults) -> list[Block]:
-    """llama.cpp, and where the target is a folder transformers and vLLM, each with the fixed draft length that was
-    fastest in its engine, or else in the other."""
-    target, draft = clean(results.target.path), clean(results.draft.path)
+    """llama.cpp and its like, and where the target is a folder transformers, vLLM and SGLang, each with the fixed draft
+    length that was fastest in its engine, or else in the other."""
+    target, draft, config = clean(results.target.path), clean(results.draft.path), results.config
     same = results.target.vocabulary == results.draft.vocabulary
-    fastest = results.speedup.fastest_of_backends if results.speedup else {}
-    evaluation = results.evaluation
-    drawn = evaluation.probabilistic if evaluation else None
-    backend = _timed_in(fastest, "gguf")
-    big, small = _file(results, "target", backend), _file(results, "draft", backend)
+    measured, evaluation = results.speedup, results.evaluation
+    rates = sorted(measured.fastest_of_backends.values() if measured else (), key=lambda one: one.tokens_per_second)
+    timed = {one.backend.partition(":")[0]: one for one in rates}
+    fallback = next(iter(timed.values()), None)
+    chain, file = (timed.get(engine, fallback) for engine in ("pytorch", "gguf"))
+    steps, length = ((one and one.length) or FALLBACK_LENGTH for one in (chain, file))
+    kind = timed["gguf"].backend.partition(":")[2] if "gguf" in timed else ""
+    big, small = (_file(results, model, kind) for model in ("target", "draft"))
     big = big or (target if is_gguf(target) else "target.gguf")
-    config = results.config
     sampling = {**config["sampler"], "repetition_penalty": config["answers"]["repetition_penalty"]}
-    served = llama_server(big, small or "draft.gguf", _length(fastest, backend), sampling=sampling)
-    blocks: list[Block] = [
-        Heading("llama.cpp"),
-        _verdict(fastest, backend),
-        Code([(served, "")], "sh"),
-        drawn or "",
-        "" if small else NO_FILE,
-    ]
+    commands: dict[str, tuple[str, str]] = {}
     if not is_gguf(target):
-        sampled = evaluation is not None and evaluation.acceptance_measure == "acceptance_sampling"
-        length, verdict = _length(fastest, "pytorch"), _verdict(fastest, "pytorch")
-        in_python = transformers(target, draft, length, same, sampling)
-        blocks = [Heading("transformers"), verdict, Code([(in_python, "")], "python"), *blocks]
-        served = vllm(target, draft, length, probabilistic=sampled, same_vocabulary=same, sampling=sampling)
-        blocks += [Heading("vLLM"), verdict, Code([(served, "")], "sh"), "" if same else OTHER_ROWS]
-    return [*blocks, PLACES]
+        drawn = evaluation is not None and evaluation.acceptance_measure == "acceptance_sampling"
+        served = vllm(target, draft, steps, probabilistic=drawn, same_vocabulary=same, sampling=sampling)
+        commands["transformers"] = "python", transformers(target, draft, steps, same, sampling)
+        commands["vLLM"] = "sh", served
+        commands |= {"SGLang": ("sh", sglang(target, draft, steps))} if same else {}
+    commands["llama.cpp"] = "sh", llama_server(big, small or "draft.gguf", length, sampling=sampling)
+    commands["ik_llama.cpp"] = "sh", serving("ik", "draft", big, small or "draft.gguf", length)
+    blocks: list[Block] = [
+        block for name, (kind, text) in commands.items() for block in (Heading(name), Code([(text, "")], kind))
+    ]
+    untimed = "" if timed else "No draft length was timed; the one shown is only a starting point."
+    words = [untimed, (evaluation and evaluation.probabilistic) or "", "" if small else NO_FILE]
+    return [*blocks, *words, "" if same or is_gguf(target) else OTHER_ROWS, PLACES]
 
 
-def _file(results: RunResults, model: str, backend: str) -> str:
+def _file(results: RunResults, model: str, kind: str) -> str:
     """The GGUF file of a model, of the type that was timed where there is one; empty where there is none."""
     files = [file for file in (results.export.files if results.export else []) if file.model == model]
-    timed = backend.partition(":")[2] or results.config.get("speedup", {}).get("outtype")
-    return clean(next((file.path for file in sorted(files, key=lambda file: file.outtype != timed)), ""))
-
-
-def _timed_in(fastest: dict[str, Measurement], engine: str) -> str:
-    """The backend that an engine was timed as, of several types of file the fastest; the engine where it was not."""
-    own = [one for one in fastest.values() if one.backend.partition(":")[0] == engine]
-    return max(own, key=lambda one: one.tokens_per_second).backend if own else engine
-
-
-def _length(fastest: dict[str, Measurement], backend: str) -> int:
-    one = fastest.get(backend) or next(iter(fastest.values()), None)
-    return FALLBACK_LENGTH if one is None else one.length or FALLBACK_LENGTH
-
-
-def _verdict(fastest: dict[str, Measurement], backend: str) -> str:
-    """Whether a fixed length pays in an engine on the machine of the run."""
-    one = fastest.get(backend)
-    if one is None and fastest:
-        return (
-            f"It was not timed in {engine_name(backend)}: the length shown was the fastest in "
-            f"{engine_name(next(iter(fastest)))}."
-        )
-    if one is None:
-        return "No draft length was timed; the one shown is only a starting point."
-    best = f"{one.length} drafted, {shown(speedup_of(one), '×')} over plain decoding in {engine_name(backend)}"
-    if one.verdict == SLOWER:
-        return (
-            f"It does not pay on the run's machine: the best fixed length was slower than plain decoding ({best}). "
-            "Serve without a draft there; the command is for other machines."
-        )
-    if one.verdict == FASTER:
-        return f"It pays on the run's machine with the length shown, the fastest fixed one: {best}."
-    return f"Whether it pays on the run's machine is not known. The fastest fixed length: {best}."
+    wanted = kind or results.config.get("speedup", {}).get("outtype")
+    return clean(next((file.path for file in sorted(files, key=lambda file: file.outtype != wanted)), ""))
 
 
 # ── The limits of a run's figures, in sentences for the report page and the model card ──

@@ -9,7 +9,7 @@ from typing import Any
 from distill.data.samples import AnswerTexts, AskedQuestions, CorpusTexts, QuestionTexts, SplitTexts, TextCount
 from distill.export import ExportedFile, ExportReport
 from distill.folders import ModelSizes
-from distill.measuring.evaluation_results import AGREEMENT, MEASURES, EvaluationReport
+from distill.measuring.evaluation_results import AGREEMENT, EvaluationReport
 from distill.measuring.speedup_results import SpeedupReport
 from distill.surgery.results import Change, SparsityReport
 from distill.tables import Cell, Columns, Row, Table, Value, size, table_of
@@ -79,14 +79,6 @@ class RunResults:
 
 # ── The tables on how a draft came about, its models, cuts, training and texts, and on its files ──
 
-# Rows of the training table: the label, and the figure of a step.
-TRAINED: dict[str, Callable[[TrainingStep], float]] = {
-    "loss": lambda step: step.loss,
-    MEASURES["forward_kl"]: lambda step: step.forward_kl,
-    "cross-entropy, nats": lambda step: step.cross_entropy,
-    AGREEMENT: lambda step: step.agreement,
-    "learning rate": lambda step: step.rate,
-}
 # Rows of the table of models: the label, and the size of a model.
 SIZES: dict[str, Callable[[ModelSizes], int]] = {
     "parameters": lambda model: model.parameters,
@@ -126,15 +118,6 @@ def cuts(results: RunResults) -> Table:
         "KL after": lambda one: Cell(one.kl_after, "significant"),
     }
     return table_of(results.cuts, columns, results.command)
-
-
-def ends(steps: list[TrainingStep], command: str) -> Table:
-    """The first and the last step of the training."""
-    first, last = steps[0], steps[-1]
-    rows: list[Row] = [
-        [label, *(Cell(figure(step), "significant") for step in (first, last))] for label, figure in TRAINED.items()
-    ]
-    return Table(["", f"step {first.step}", f"step {last.step}"], rows, command)
 
 
 def texts(results: RunResults) -> list[Table]:

@@ -39,7 +39,7 @@ class Answered:
 
 
 def send(client: Client, prompts: Sequence[Sequence[int]], limit: int, together: int) -> list[Answered]:
-    """The requests of one replay, answered, so many at once; prompts are taken again where they are fewer.
+    """The requests of one replay, answered, this many at once; prompts are taken again where they are fewer.
 
     The first fault ends all.
     """
@@ -77,7 +77,7 @@ class Served:
 
     @classmethod
     def under(cls, replays: Sequence[Sequence[Answered]], prompts: int) -> Served:
-        """Of whole replays. A load of so many at once is on until the first request ends that none follows: the rest
+        """Of whole replays. A load of this many at once is on until the first request ends that none follows: the rest
         would count a server that is less and less loaded."""
         tokens, seconds, wall = numpy.zeros(prompts), numpy.zeros(prompts), 0.0
         for replay in replays:

@@ -31,7 +31,7 @@ ROUNDING_MARGIN = 1 + 1e-6  # on λ, so that rounding does not leave the last gr
 
 
 def require_ramp(steps: int, embedding_steps: int, ramp: float) -> None:
-    """Raise RecipeError where a training of so many steps has no room for a ramp behind those of its embeddings."""
+    """Raise RecipeError where a training of this many steps has no room for a ramp behind those of its embeddings."""
     if embedding_steps > (1 - ramp) * steps:
         raise RecipeError(
             f"train.embedding_steps is {embedding_steps} of {steps} steps, and a ramp of {ramp:g} "

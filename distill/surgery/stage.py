@@ -205,7 +205,7 @@ def comparison_blocks(recipe: Recipe, run: Run, answers: Sequence[Sample]) -> Pa
     return blocks.take(slice(0, recipe.cut.score_blocks))
 
 
-APART = 4  # of so many blocks of answers one measures what a trimmed head holds
+APART = 4  # of this many blocks of answers one measures what a trimmed head holds
 
 
 def choose_head(

@@ -58,7 +58,7 @@ REPLY = {"id": str, "ids": [int], "ended": bool, "dropped": str}  # the form of 
 
 # Continues prompts as the target does. `by_prompt`: a reply does not depend on other requests, so each is kept as it
 # comes. Else requests that are written together affect each other through rounding, and a group is written whole.
-# `together`: so many are written at once.
+# `together`: this many are written at once.
 Writer = TorchWriter | GgufWriter | ServerWriter
 
 

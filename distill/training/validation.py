@@ -295,6 +295,7 @@ def evaluate_weights(work: Training) -> None:
     figures = {name: value for name, value in measured.items() if not isinstance(value, list)}
     seconds = time.monotonic() - began
     work.run.record(ACCEPTANCE_STAGE, step=step, **measured, tokens=state["tokens"], seconds=seconds)
+    work.run.redraw()
     sent = {f"validation/{name}": value for name, value in figures.items() if isinstance(value, (int, float))}
     work.accelerator.log(sent, step=step)
     found = from_json({"step": step, **figures}, EvaluatedWeights, "the evaluation")
