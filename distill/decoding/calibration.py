@@ -171,9 +171,13 @@ class Correction:
     def _logit(self, probability: float) -> float:
         return max(-self.FARTHEST, min(logit(probability), self.FARTHEST))
 
-    def probability(self, calibrated: float) -> float:
-        """The corrected probability."""
-        return clamp(sigmoid(self.bias + self.slope * self._logit(calibrated)))
+    def probability(self, calibrated: float, deviations: float = 0.0) -> float:
+        """The corrected probability, its logit raised by that many of its standard deviations."""
+        x, raised = self._logit(calibrated), 0.0
+        if deviations:
+            bias, slope = self._solved(1.0, x)
+            raised = deviations * (bias + slope * x) ** 0.5
+        return clamp(sigmoid(self.bias + self.slope * x + raised))
 
     def _solved(self, bias: float, slope: float) -> tuple[float, float]:
         """The information's inverse times a vector."""

@@ -158,8 +158,8 @@ class ExpectedValue(LengthRule):
     geometric mean of this round's probabilities and of the mean acceptance, which counts for `own` tokens. That mean
     has a Beta distribution: it begins with the positions of the calibration, or with UNKNOWN, and a position counts
     `forget` times less with every token after it. Whether a round drafts at all is asked of the mean and `optimism`
-    standard deviations of it, so that a draft of which little is known is tried. Probabilities are corrected by the
-    session's own rounds.
+    standard deviations of it, so that a draft of which little is known is tried, and likewise whether its first token
+    is verified. Probabilities are corrected by the session's own rounds.
 
     Rounds with a draft may lose `allowance` tokens' time against plain decoding in all, or what chance explains
     (`doubt` times the root of the sum of squared losses), a hundredth of a token more with each token decoded, and half
@@ -277,9 +277,10 @@ class ExpectedValue(LengthRule):
         self._paid += self.costs.draft if position else self.costs.draft_step(self._unread) + self.costs.overhead
         return True
 
-    def accept(self, position: int, features: Features) -> float:
-        """The corrected probability that the best token at `position` is accepted, given that all before it are."""
-        return self._correction.probability(self.calibration.accept(position, features))
+    def accept(self, position: int, features: Features, deviations: float = 0.0) -> float:
+        """The corrected probability that the best token at `position` is accepted, given that all before it are; its
+        logit raised by that many of its standard deviations."""
+        return self._correction.probability(self.calibration.accept(position, features), deviations)
 
     def judged(self, position: int, features: Features, accepted: bool) -> None:
         """The target has judged the best token at a position."""
@@ -289,12 +290,16 @@ class ExpectedValue(LengthRule):
         """Whether this token, alone or with more, could beat the tokens drafted so far."""
         best = self._value(self._drafted, self._expected)
         probability = self.accept(position, features)
-        drafted, survival = self._drafted + 1, self._survival * probability
+        # A step whose token is never judged teaches nothing: the first is verified where a draft as much better than
+        # its rounds so far as `optimism` would be worth it.
+        hoped = probability if position else self.accept(position, features, self.optimism)
+        drafted, survival = self._drafted + 1, self._survival * hoped
         expected = self._expected + survival
         if self._value(drafted, expected) <= best and not self._beatable(drafted, expected, survival, best):
             self._declined = probability
             return False
-        self._drafted, self._expected, self._survival = drafted, expected, survival
+        self._drafted, self._survival = drafted, self._survival * probability
+        self._expected += self._survival
         return True
 
     def opens(self, size: Size, chances: Sequence[float], leaves: Sequence[int], depth: int) -> int:
