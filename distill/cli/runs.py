@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import sys
 import time
@@ -151,24 +152,25 @@ def _sweep(
         except RecipeError as error:
             raise RecipeError(f"--sweep {' '.join(own)}: {error.what}", error.hint) from None
         every.append(Run(folder, found, silent=not is_main()))
-    once = sweep.require_alike([run.recipe for run in every])
+    once, beside = sweep.require_alike([run.recipe for run in every]), sweep.beside(every, name)
     if not is_main():
         for run in every if not dry_run else ():
             shared.prepare(run.recipe.threads)
             running.follow_main(run.recipe, run)
         return
-    for number, run in enumerate(every):
-        run.brothers = [one for one in (*every, *sweep.beside(run, name)) if one.folder != run.folder]
+    for run in every:
+        run.brothers = [one for one in beside if one.folder != run.folder]
         plan = running.plan_run(run.recipe, run, until)
         running.require_allowed(plan)
         for action in plan if dry_run else ():
-            if number == 0 or action.stage.name not in once:
-                run.say(f"{run.folder.name}: {action.line()}")
+            run.say(f"{run.folder.name}: {action.line()}")
         if not dry_run:
             _check(run.recipe, run, until)
     note(f"{len(every)} runs; done once for all: {', '.join(once) or 'nothing'}; {sweep.require_room(every)}")
+    if dry_run:
+        return
     failed = []
-    for run in every if not dry_run else ():
+    for run in every:
         note(f"run {run.folder.name}")
         try:
             _make(run, read_utf8(path), until)
@@ -177,8 +179,7 @@ def _sweep(
                 raise
             run.say(str(error), warning=True)
             failed.append(run.folder.name)
-    if not dry_run:
-        _beside([(run.recipe, run) for run in every], "md")
+    _beside([(run.recipe, run) for run in every], "md")
     if failed:
         what = f"{len(failed)} of {len(every)} runs are not finished: {', '.join(failed)}"
         raise RunError(what, "what was wrong stands above; the same command tries them again")
@@ -423,9 +424,6 @@ def _beside(opened: Sequence[tuple[Recipe, Run]], output: str) -> None:
     blocks = beside_blocks(opened)
     shared.print_blocks(blocks, None, output)
     page = opened[0][1].folder.parent / "compared.html"
-    try:
+    if os.access(page.parent, os.W_OK):
         write_text(page, whole_page(f"{len(opened)} runs side by side", now(), section(blocks)))
-    except RunError as error:
-        warn(str(error))
-    else:
         note(f"page: {page}")

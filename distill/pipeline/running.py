@@ -145,9 +145,11 @@ class Planner:
         """The action that makes a stage's files anew: taken over where a brother has finished it with this key, or with
         another state of what it pins."""
         for brother in self.run.brothers:
-            if (record := brother.done(stage.name)) is not None and not brother.damaged_artifacts(record):
-                pinned = {name: record["inputs"].get(name) for name, _ in stage.pins if name in parts}
-                if digest(parts | pinned) == record["key"]:
+            record = brother.done(stage.name) or {"key": None, "inputs": {}}
+            pinned = {name: record["inputs"].get(name) for name, _ in stage.pins if name in parts}
+            if digest(parts | pinned) == record["key"]:
+                with contextlib.suppress(DataError):  # for a damaged file
+                    brother.check(record)
                     return Action(stage, "take", (f"from {brother.folder.name}",), source=(brother, record))
         return Action(stage, kind, reasons, parts)
 
@@ -277,12 +279,7 @@ def _carry_out(action: Action, planner: Planner) -> None:
         return
     parts = action.parts
     if action.source is not None:
-        if not _take_over(stage, run, *action.source):
-            every = run.brothers
-            run.brothers = [one for one in every if one is not action.source[0]]
-            _carry_out(planner.decide(stage), planner)
-            run.brothers = every
-        return
+        return _take_over(stage, run, *action.source)
     if action.kind == "mend":  # the stage makes only its damaged files again
         with faults_explained(run.folder):
             for name in run.damaged_artifacts(run.done(stage.name) or {"artifacts": {}}):
@@ -316,24 +313,16 @@ def _carry_out(action: Action, planner: Planner) -> None:
     run.say(f"{stage.name}: done in {duration(time.time() - started)}")
 
 
-def _take_over(stage: Stage, run: Run, source: Run, record: dict[str, Any]) -> bool:
-    """Give this run what another has made in a stage, under names of its own and with the record, last of all; False,
-    with a word, where a file is not the one that was recorded."""
+def _take_over(stage: Stage, run: Run, source: Run, record: dict[str, Any]) -> None:
+    """Give this run what another has made in a stage, under names of its own and with the record, last of all."""
     _remove_all(run, stage)
-    try:
-        for name in record["artifacts"]:
-            link_file(source.path(name), run.path(name))
-        run.check(record)
-    except DataError as error:
-        run.say(f"  not taken over: {error.what}", warning=True)
-        _remove_all(run, stage)
-        return False
+    for name in record["artifacts"]:
+        link_file(source.path(name), run.path(name))
     if stage.name == "train":
         run.record(BEGIN)
         for line in source.metrics():
             run.record(line.pop("stage"), **line)
     write_json(run.done_path(stage.name), record)
-    return True
 
 
 def _less_memory(name: str, recipe: Recipe) -> tuple[str, str]:

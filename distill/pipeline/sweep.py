@@ -65,10 +65,10 @@ def _word(value: Any) -> str:
     return word if word == text else f"{word}_{digest(value)[:4]}"
 
 
-def beside(run: Run, name: str) -> list[Run]:
-    """The runs there of the recipe's `name`, and of sweeps over it."""
-    every = sorted(run.folder.parent.glob(f"{name}*"))
-    return [Run(one, run.recipe) for one in every if one.name[len(name) : len(name) + 1] in ("", "-")]
+def beside(every: Sequence[Run], name: str) -> list[Run]:
+    """These runs of a sweep, and those there of the recipe's `name` and of other sweeps over it."""
+    others = sorted(every[0].folder.parent.glob(f"{name}*"))
+    return [*every, *(Run(one, every[0].recipe) for one in others if one.name[len(name) :][:1] in ("", "-"))]
 
 
 def require_alike(recipes: Sequence[Recipe]) -> list[str]:

@@ -141,12 +141,11 @@ def differing(recipes: Sequence[Recipe]) -> dict[str, list[str]]:
 
 def picture(lines: Sequence[Line], part: SpeedupPart) -> Plot:
     """The drafts of one engine."""
-    drawn = [line for line in lines if line.get("engine") == engine_of(part) and line.get("predicted")]
+    engine, plain = engine_of(part), part.plain.tokens_per_second
     points = [
-        (f"{one['#']}: {speed(one):.2f}× ({one['predicted'].mean:.2f})", one["D"], one["greedy"]) for one in drawn
+        (f"{one['#']}: {speed(one):.2f}× ({one['predicted'].mean:.2f})", one["D"], one["greedy"])
+        for one in lines
+        if one.get("engine") == engine and "predicted" in one
     ]
-    caption = (
-        f"{engine_of(part)}: drafts by number, with the speedup measured (predicted), over lines of equal tokens/s."
-    )
-    speeds = partial(promise, part.steps)
-    return Plot(partial(plots.drafts, points, speeds, part.plain.tokens_per_second, engine_of(part)), caption)
+    caption = f"{engine}: drafts by number, with the speedup measured (predicted), over lines of equal tokens/s."
+    return Plot(partial(plots.drafts, points, lambda *at: plain * promise(part.steps, *at), engine), caption)

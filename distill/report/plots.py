@@ -162,30 +162,22 @@ def time_of_rounds(part: SpeedupPart) -> str:
     return done[0]
 
 
-def drafts(
-    points: Sequence[tuple[str, float, Interval]], speedup: Callable[[float, float], float], plain: float, engine: str
-) -> str:
-    """Greedy acceptance of drafts by the cost of a step, over lines of equal tokens per second as `speedup` gives them
-    at a cost and an acceptance, over `plain` ones."""
+def drafts(points: Sequence[tuple[str, float, Interval]], speed: Callable[[float, float], float], engine: str) -> str:
+    """Greedy acceptance of drafts by the cost of a step, over lines of equal tokens per second, which `speed` gives."""
     if not points:
         raise DataError(f"no draft was measured in {engine}", "distill train RUN")
-    with _figure(f"plot-drafts-{engine}".replace(" ", "-"), f"Acceptance by cost of a step, {engine}", 3.4) as (
-        axes,
-        done,
-    ):
-        costs = [1.2 * max(cost for _, cost, _ in points) * at / 40 for at in range(41)]
+    title = f"Acceptance by cost of a step in {engine}"
+    with _figure(f"plot-drafts-{engine.replace(' ', '-')}", title, 3.4) as (axes, done):
         rates = [at / 40 for at in range(41)]
-        speeds = [[plain * speedup(cost, rate) for cost in costs] for rate in rates]
-        if max(map(max, speeds)) > plain:
-            axes.clabel(
-                axes.contour(costs, rates, speeds, 8, colors=COLOURS[5], linewidths=0.8),
-                fmt=lambda level: f"{level:,.3g}" if level < 100 else f"{level:,.0f}",
-            )
+        costs = [1.2 * max(cost for _, cost, _ in points) * rate for rate in rates]
+        lines = axes.contour(
+            costs, rates, [[speed(cost, rate) for cost in costs] for rate in rates], 8, colors=COLOURS[5]
+        )
+        axes.clabel(lines, fmt=lambda level: f"{level:,.3g}" if level < 100 else f"{level:,.0f}")
         _measured(axes, 0, "drafts", *zip(*((cost, rate) for _, cost, rate in points), strict=True), linestyle="none")
         for name, cost, rate in points:
             axes.annotate(name, (cost, rate.mean), (4, 3), textcoords="offset points")
         axes.set(xlabel="cost of a draft step, D, in plain steps", ylabel="acceptance probability, greedy")
-        axes.grid(visible=False)
     return done[0]
 
 
