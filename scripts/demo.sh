@@ -1,23 +1,44 @@
 #!/usr/bin/env bash
-# The whole demo, from text to a measured speedup, on a CPU: bash scripts/demo.sh [--toy] [--full] [a.b=c ...]
+# The whole demo, from text to a measured speedup, on a CPU: bash scripts/demo.sh [--toy | --coder] [--full] [a.b=c ...]
 #
 #   (default)  a draft for SmolLM2-135M-Instruct, which scripts/setup.sh fetches (recipes/smollm2-demo.yaml)
 #   --toy      a draft for a toy model that lies in data/ (recipes/demo.yaml): minutes; also where SmolLM2 is missing
+#   --coder    a draft for Qwen2.5-Coder-1.5B-Instruct, cut from its 0.5B sibling, beside the sibling as it is: packages of
+#              1.6 GB, 7 GB of memory, an hour (recipes/qwen-coder-1.5b.yaml)
 #   --full     more text, more training and more prompts: an hour or more
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-toy= full=
+toy= full= coder=
 while [[ "${1:-}" == --* ]]; do
     case "$1" in
         --toy) toy=yes ;;
         --full) full=yes ;;
-        *) echo "demo: no option $1; bash scripts/demo.sh [--toy] [--full] [a.b=c ...]" >&2; exit 2 ;;
+        --coder) coder=yes ;;
+        *) echo "demo: no option $1; bash scripts/demo.sh [--toy | --coder] [--full] [a.b=c ...]" >&2; exit 2 ;;
     esac
     shift
 done
 
+[[ -z "$coder" || -z "$toy$full" ]] || { echo "demo: --coder goes with neither --toy nor --full" >&2; exit 2; }
+
 bash scripts/setup.sh
+if [[ -n "$coder" ]]; then
+    files="$(.venv/bin/python scripts/qwen_coder.py)"
+    recipe=recipes/qwen-coder-1.5b.yaml
+    settings=("target.model=$(sed -n 1p <<<"$files")" "cut.donor=$(sed -n 2p <<<"$files")")
+    if ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llama_cpp") is None)'; then
+        settings+=('speedup.backends=[pytorch]' 'export.outtypes=[]')
+        echo "demo: llama-cpp-python is not installed: PyTorch alone. Not checked: GGUF files and llama.cpp's speed."
+    elif ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("ik_llama_cpp") is None)'; then
+        settings+=('speedup.backends=[pytorch, gguf]')
+        echo "demo: ik-llama-cpp-python is not installed: ik_llama.cpp is not measured"
+    fi
+    # The sibling untrained, for the first table; then the cut. The second run takes over what both share.
+    .venv/bin/distill train "$recipe" "${settings[@]}" cut.mlp_width=null cut.trim=null cut.allow_full_size=true "$@" --sweep train.steps=0
+    .venv/bin/distill train "$recipe" "${settings[@]}" "$@" --sweep cut.mlp_width=1216
+    exec .venv/bin/distill report qwen-coder-1.5b-train.steps=0 qwen-coder-1.5b-cut.mlp_width=1216
+fi
 settings=()
 if [[ -z "$toy" ]]; then
     if model="$(.venv/bin/python scripts/smollm2.py)"; then
