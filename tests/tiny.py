@@ -109,7 +109,8 @@ def recipe_values(world: Path, elsewhere: bool = False) -> dict[str, Any]:
             "steps": 8,
             "batch": 4,
             "rate": 1e-3,
-            "optimizer": "adamw",  # Muon computes in bf16, which would hide what more than rounding changes
+            "dtype": "float32",  # as bf16 would hide what more than rounding changes; Muon computes in it
+            "optimizer": "adamw",
             "save_every": 2,
             "acceptance": {"every": 4, "prompts": 2, "new_tokens": 8},
         },

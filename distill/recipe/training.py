@@ -117,7 +117,7 @@ class Train(Section):
     )
     save_every: int = Field(100, ge=1, description="steps between checkpoints, of which two are kept")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
-        "float32", description="autocast type; the weights stay float32; auto: as for target.dtype"
+        "auto", description="autocast type; the weights stay float32; auto: as for target.dtype"
     )
     checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     compile: bool = Field(False, description="use torch.compile on the draft's body")

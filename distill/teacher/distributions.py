@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -20,6 +21,7 @@ from distill.engines.torch.products import filled
 from distill.errors import DataError
 from distill.sampler import require_finite
 
+SUMMED = 2**20  # logits that are summed at once
 NOISE = 1e-4  # relative error of logits in fp32; in narrower types that of one rounding
 EMPTY = -1e4  # log of a tail that holds nothing: finite, so that 0 · log stays 0
 
@@ -142,13 +144,20 @@ class Head:
         """The distributions of hidden states [N, H]."""
         return DenseTeacher(hidden, self)
 
-    def logits(self, hidden: Tensor, columns: Tensor | None = None) -> Tensor:
-        """The logits of hidden states [N, H], of all tokens or of the `columns`, in fp32."""
-        weight, bias = self.weight, self.bias
-        if columns is not None:
-            weight, bias = weight[columns], None if bias is None else bias[columns]
-        products = torch.nn.functional.linear(filled(hidden.to(weight.dtype)), weight, bias)
+    def rows(self, rows: slice | Tensor) -> Head:
+        """The head of these tokens alone."""
+        return replace(self, weight=self.weight[rows], bias=None if self.bias is None else self.bias[rows])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """The logits of hidden states [N, H], in fp32."""
+        products = torch.nn.functional.linear(filled(hidden.to(self.weight.dtype)), self.weight, self.bias)
         return self.form.apply(products[: len(hidden)])
+
+    def log_sums(self, hidden: Tensor) -> Tensor:
+        """The log of Σ exp over the logits [N] of hidden states [N, H], in parts that stay in a processor's cache."""
+        width = max(1, SUMMED // max(1, len(hidden)))
+        parts = [self.rows(slice(at, at + width)).logits(hidden) for at in range(0, len(self.weight), width)]
+        return torch.stack([part.logsumexp(-1) for part in parts]).logsumexp(0)
 
 
 @dataclass(frozen=True)
@@ -172,11 +181,17 @@ class DenseTeacher:
         """Columns of a chunk."""
         return len(self.head.weight if self.kept is None else self.kept)
 
+    @cached_property
+    def _own(self) -> Head:
+        """The head of the kept columns."""
+        assert self.kept is not None
+        return self.head.rows(self.kept)
+
     @torch.no_grad()
     def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
         """The distributions of some positions, of softmax(logits / temperature)."""
         if self.kept is not None and self.log_sums is not None and temperature == 1:
-            logs = self.head.logits(self.hidden[rows], self.kept) - self.log_sums()[rows].unsqueeze(-1)
+            logs = self._own.logits(self.hidden[rows]) - self.log_sums()[rows].unsqueeze(-1)
             others = torch.log1p(-logs.exp().sum(-1).clamp(max=1))
             return TeacherChunk(None, logs, others.clamp(min=EMPTY))
         logits = self.head.logits(self.hidden[rows])

@@ -34,7 +34,6 @@ from distill.sampler import require_finite
 from distill.teacher.distributions import EMPTY, CompactTeacher, Head, LogitForm, Teacher, TeacherChunk, require_head
 
 FORMAT = 3
-SUMMED = 256  # positions whose logits [256, V] are held at once
 FAINT = 1e-30  # sums of exponentials below this have lost bits in fp32
 PACKED_BYTES = 4 + 2 + 1  # a position's id, document and mask
 
@@ -153,8 +152,7 @@ class TeacherStore:
         for block in {*index.tolist()} - self._sums.keys():
             (hidden,) = self._scored(("hidden",), torch.tensor([block]))
             assert self._head is not None
-            parts = hidden.to(device).split(SUMMED)
-            self._sums[block] = torch.cat([self._head.logits(part).logsumexp(-1).cpu() for part in parts])
+            self._sums[block] = self._head.log_sums(hidden.to(device)).cpu()
         return torch.cat([self._sums[block] for block in index.tolist()]).to(device)
 
 

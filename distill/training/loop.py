@@ -31,6 +31,7 @@ from distill.training.saved import (
     load_checkpoint,
     newest_checkpoint,
     save_checkpoint,
+    whole_of,
 )
 from distill.training.setup import Training, merge, set_up, tracked
 from distill.training.step import CLIP, body_share, rate_share, set_rates
@@ -164,7 +165,7 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
                 for parameter in group["params"]:
                     parameter.grad = None
     norm = accelerator.clip_grad_norm_(learner.parameters(), CLIP)
-    norm = float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+    norm = float(whole_of(norm))
     shares = work.loss.losses
     losses = {name: totals.pop(f"loss/{name}") / scored for name in shares}
     loss = sum(shares[name] * value for name, value in losses.items())
@@ -217,10 +218,15 @@ def report_step(work: Training, rate: float, figures: dict[str, Any], clock: Clo
 def write_draft(work: Training) -> list[Path]:
     """Write draft/ and training.json with the present weights, adapters merged and removed neurons cut out."""
     run = work.run
-    final = work.draft().eval()
-    artifacts = [run.path("draft"), run.path("training.json")]
-    if not is_main():
-        return artifacts
+    with work.draft() as final:
+        if is_main():
+            write_whole(work, final.eval())
+    return [run.path("draft"), run.path("training.json")]
+
+
+def write_whole(work: Training, final: Any) -> None:
+    """The files of `write_draft`, of a draft with all its rows."""
+    run = work.run
     if work.settings.adapter is not None:
         final = merge(final, run.path("cut"))
     report = None
@@ -243,7 +249,6 @@ def write_draft(work: Training) -> list[Path]:
     if report is not None:
         run.say(f"  sparsity: {report['sentence']}")
     write_result(run.path("training.json"), summary_of(work))
-    return artifacts
 
 
 def summary_of(work: Training) -> TrainingSummary:

@@ -190,17 +190,22 @@ def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in plain(learner).named_parameters() if parameter.requires_grad}
 
 
+def whole_of(value: Any) -> Any:
+    """A tensor of which each process may hold a part (FSDP), in all of them; a collective then."""
+    return value.full_tensor() if hasattr(value, "full_tensor") else value
+
+
 def _gathered(tensors: dict[str, Any]) -> dict[str, Any]:
     """Gather full tensors (and numbers) on the main process's CPU; a collective under FSDP."""
-    whole: dict[str, Any] = {}
+    gathered: dict[str, Any] = {}
     for name, value in tensors.items():
-        value = value.full_tensor() if hasattr(value, "full_tensor") else value
+        value = whole_of(value)
         if is_main():
-            whole[name] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
-    return whole
+            gathered[name] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
+    return gathered
 
 
-def _part(whole: Any, parameter: torch.nn.Parameter) -> Any:
+def part_of(whole: Any, parameter: torch.nn.Parameter) -> Any:
     """What a process that holds a part of a parameter holds of a tensor of the same shape."""
     if not hasattr(parameter, "full_tensor") or whole.shape != parameter.shape:
         return whole
@@ -224,7 +229,7 @@ def set_weights(learner: torch.nn.Module, weights: dict[str, Any]) -> None:
     for name, parameter in learning.items():
         if weights[name].shape != parameter.shape:
             raise ValueError(f"{name} is {[*weights[name].shape]}, not {[*parameter.shape]}")
-        parameter.copy_(_part(weights[name], parameter))
+        parameter.copy_(part_of(weights[name], parameter))
 
 
 def _moments(learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
@@ -244,7 +249,7 @@ def _set_moments(learner: torch.nn.Module, optimizer: Any, moments: dict[str, An
     if sorted(saved) != sorted(order):
         raise ValueError("its optimizer held other parameters")
     state = {
-        order.index(name): {key: _part(value, learning[name]) for key, value in own.items()}
+        order.index(name): {key: part_of(value, learning[name]) for key, value in own.items()}
         for name, own in moments["state"].items()
     }
     own_groups = optimizer.state_dict()["param_groups"]

@@ -204,14 +204,19 @@ class Training:
         own = blocks[self.accelerator.process_index :: self.accelerator.num_processes]
         return list(own.split(self.settings.micro_batch or len(own)))
 
-    def draft(self) -> Any:
-        """The draft with the present weights; every process must call it. Of a sharded one the main process has a whole
-        copy, the others what they hold."""
+    @contextlib.contextmanager
+    def draft(self) -> Iterator[Any]:
+        """Within the block, the draft with the present weights; every process must call it. Of a sharded one the main
+        process has a whole copy, the others what they hold."""
+        learner: Any = self.spare or plain(self.learner)
         if shards():
             weights = present_weights(self.learner)
-            if self.spare is not None:
-                set_weights(self.spare, weights)
-        return (self.spare or plain(self.learner)).draft
+            if self.spare is None:
+                yield learner.draft
+                return
+            set_weights(self.spare, weights)
+        with learner.whole() as draft:
+            yield draft
 
     def loaded_target(self) -> Any:
         """The target, loaded on first use."""
@@ -386,7 +391,8 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
     source = open_teacher(run, recipe, device, target)
     penalty = penalty_of(draft, settings)
-    learner: Any = Learner(draft, Columns(source.vocabulary, kept, device), CHUNK)
+    ids = source.packed.ids.unique().long()
+    learner: Any = Learner(draft, Columns(source.vocabulary, kept, device), CHUNK, ids)
     spare = None
     if shards():
         spare = copy.deepcopy(learner) if is_main() else None

@@ -6,13 +6,16 @@ Legend: b blocks, S positions, N scored positions, H hidden, V vocabulary, C col
 
 from __future__ import annotations
 
+import contextlib
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any, Literal
 
 import torch
 from torch import Tensor
 
-from distill.data.packing import Packed, epoch_order, scored_states
+from distill.data.packing import PADDING, Packed, epoch_order, scored_states
 from distill.errors import RecipeError
 from distill.machine import has_instructions
 from distill.recipe import Loss, Recipe, Train
@@ -21,15 +24,18 @@ from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import require_ramp
 from distill.teacher.distributions import Teacher, logit_form
 from distill.training.losses import LossSettings, LossSums, head_loss
+from distill.training.saved import part_of, whole_of
 
 # ── The optimizer: AdamW, or Muon for the matrices of the layers and AdamW for all else; its rates ──
 
 BETAS, MOMENTUM = (0.9, 0.95), 0.95  # of AdamW, and of Muon
 
 
-class SingleMuon(torch.optim.Muon):
-    """torch's Muon in float32, for processors without instructions for bfloat16: torch's own orthogonalises in
-    bfloat16, which takes three quarters of a step on such CPUs."""
+class Muon(torch.optim.Muon):
+    """torch's Muon, but for how it orthogonalises, and in `kind`: in bfloat16, or in float32 for processors without
+    instructions for it, where bfloat16 takes three quarters of a step."""
+
+    kind = torch.bfloat16
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
@@ -44,27 +50,44 @@ class SingleMuon(torch.optim.Muon):
                     state["momentum_buffer"] = torch.zeros_like(gradient)
                 buffer = state["momentum_buffer"]
                 buffer.lerp_(gradient, 1 - group["momentum"])
-                update = orthogonalised(
-                    gradient.lerp(buffer, group["momentum"]), group["ns_coefficients"], group["ns_steps"], group["eps"]
-                )
+                update = whole_of(gradient.lerp(buffer, group["momentum"]).to(self.kind))
+                update = orthogonalised(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
+                update = part_of(update, parameter)
                 parameter.mul_(1 - group["lr"] * group["weight_decay"])
                 parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
 
 
 def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
     """A matrix [M, N] with its singular values near 1, by Newton–Schulz iterations of an odd polynomial (Jordan 2024),
-    in its own type."""
+    in its own type.
+
+    Of an oblong matrix most of them are done on its square of inner products, which then says what the matrix is
+    multiplied by (Gram Newton–Schulz; Zhang et al. 2026). The squares are made anew after two iterations, because in
+    bfloat16 their smallest eigenvalues drift.
+    """
     linear, cubic, quintic = coefficients
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
+    oblong = 2 * wide.shape[1] > 3 * wide.shape[0]  # of others it would be more products
     wide = wide / wide.norm().clamp(min=eps)
-    for _ in range(steps):
+    for span in (2, steps - 2) if oblong else (1,) * steps:
         gram = wide @ wide.T
-        wide = torch.addmm(wide, torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic), wide, beta=linear)
+        factor = torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic)
+        if span == 1:
+            wide = torch.addmm(wide, factor, wide, beta=linear)
+            continue
+        product = factor.clone()  # of the factors so far
+        product.diagonal().add_(linear)
+        for _ in range(span - 1):
+            half = torch.addmm(gram, factor, gram, beta=linear)
+            gram = torch.addmm(half, half, factor, beta=linear)
+            factor = torch.addmm(gram, gram, gram, beta=cubic, alpha=quintic)
+            product = torch.addmm(product, factor, product, beta=linear)
+        wide = product @ wide
     return wide.T if matrix.shape[0] > matrix.shape[1] else wide
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """torch's Muon for the groups with `muon`, torch's AdamW for the others: one state and one list of groups.
+    """Muon for the groups with `muon`, torch's AdamW for the others: one state and one list of groups.
 
     Muon (Jordan 2024) orthogonalises the momentum of each matrix. `match_rms_adamw` (Liu et al. 2025, section 2.2)
     gives its update the size that AdamW's has, so that one learning rate serves both.
@@ -72,11 +95,10 @@ class MuonAndAdamW(torch.optim.Optimizer):
 
     def __init__(self, groups: list[dict[str, Any]], rate: float) -> None:
         matrices, others = ([group for group in groups if group["muon"] is muon] for muon in (True, False))
-        on_cpu = matrices[0]["params"][0].device.type == "cpu"
-        kind = SingleMuon if on_cpu and has_instructions("bfloat16") is False else torch.optim.Muon
-        parts: list[torch.optim.Optimizer] = [
-            kind(matrices, lr=rate, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
-        ]
+        muon = Muon(matrices, lr=rate, momentum=MOMENTUM, adjust_lr_fn="match_rms_adamw")
+        if matrices[0]["params"][0].device.type == "cpu" and has_instructions("bfloat16") is False:
+            muon.kind = torch.float32
+        parts: list[torch.optim.Optimizer] = [muon]
         if others:
             parts.append(torch.optim.AdamW(others, lr=rate, betas=BETAS))
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -266,6 +288,10 @@ class Columns:
         """The rows of the head's weight [V, H] or bias [V] that take part."""
         return head if self.kept is None else head[self.kept]
 
+    def first(self, head: Tensor) -> Tensor:
+        """These rows of a weight or bias whose first ones they are."""
+        return head[: self.count]
+
     def teacher(self, teacher: Teacher) -> Teacher:
         """The same distributions over these columns."""
         return teacher if self.kept is None else teacher.restrict(self.kept)
@@ -276,22 +302,65 @@ class Columns:
 
 
 class Learner(torch.nn.Module):
-    """The draft with its loss."""
+    """The draft with its loss.
 
-    def __init__(self, draft: Any, columns: Columns, chunk: int) -> None:
+    With the `ids` that occur in the blocks, a draft with a trimmed head holds only the rows of its embeddings and head
+    that can learn, the kept ones first: of all others every gradient is zero, and they would cost as much again in
+    gradients, moments and time. `whole` puts the rows back.
+    """
+
+    def __init__(self, draft: Any, columns: Columns, chunk: int, ids: Tensor | None = None) -> None:
         super().__init__()
         self.draft = draft
         self.columns, self.chunk = columns, chunk
+        self.place: Tensor | None = None  # the row of each id
+        self._tables: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
+        table = draft.get_input_embeddings()
+        # Of several tables another may be read by ids, too.
+        alone = sum(isinstance(module, torch.nn.Embedding) for module in draft.modules()) == 1
+        if ids is not None and columns.kept is not None and alone and table.weight.requires_grad:
+            self._narrow(torch.cat([columns.kept, ids.to(columns.kept.device)]), table)
+
+    def _narrow(self, ids: Tensor, table: Any) -> None:
+        self.place = torch.full((len(table.weight),), PADDING, dtype=torch.long, device=ids.device)
+        self.place[self.columns.kept] = torch.arange(self.columns.count, device=ids.device)
+        others = ids[self.place[ids] == PADDING].unique()
+        self.place[others] = torch.arange(len(others), device=ids.device) + self.columns.count
+        self.ids = torch.cat([ids[: self.columns.count], others])
+        if table.padding_idx is not None:  # whose row has no gradient as an embedding
+            row = int(self.place[table.padding_idx])
+            table.padding_idx = None if row == PADDING else row
+        head, narrow = self.draft.lm_head, dict[int, torch.nn.Parameter]()  # tied ones stay tied
+        for module, name in ((table, "weight"), (head, "weight"), (head, "bias")):
+            if (whole := getattr(module, name, None)) is not None:
+                own = torch.nn.Parameter(whole.detach()[self.ids], whole.requires_grad)
+                self._tables.append((module, name, whole))
+                setattr(module, name, narrow.setdefault(id(whole), own))
+
+    @contextlib.contextmanager
+    def whole(self) -> Iterator[Any]:
+        """Within the block, the draft with all rows."""
+        narrow = [getattr(module, name) for module, name, _ in self._tables]
+        for (module, name, whole), own in zip(self._tables, narrow, strict=True):
+            whole.data[self.ids] = own.data
+            setattr(module, name, whole)
+        try:
+            yield self.draft
+        finally:
+            for (module, name, _), own in zip(self._tables, narrow, strict=True):
+                setattr(module, name, own)
 
     def forward(self, blocks: Packed, teacher: Teacher, loss: LossSettings) -> tuple[Tensor, LossSums]:
         """Σ ℓ over the N scored positions, and the sums for the log; divide by their number over the whole step."""
+        labels = self.columns.labels(blocks.labels().long()[blocks.mask])
+        rows = self.columns.rows
+        if self.place is not None:
+            blocks, rows = replace(blocks, ids=self.place[blocks.ids.long()]), self.columns.first
         hidden = scored_states(self.draft, blocks)  # [N, H]
         head = self.draft.lm_head
-        weight = self.columns.rows(head.weight)
-        bias = None if getattr(head, "bias", None) is None else self.columns.rows(head.bias)
-        teacher = self.columns.teacher(teacher)
-        labels = self.columns.labels(blocks.labels().long()[blocks.mask])
-        return head_loss(hidden, weight, teacher, labels, loss, self.chunk, bias, logit_form(self.draft.config))
+        bias = None if getattr(head, "bias", None) is None else rows(head.bias)
+        teacher, form = self.columns.teacher(teacher), logit_form(self.draft.config)
+        return head_loss(hidden, rows(head.weight), teacher, labels, loss, self.chunk, bias, form)
 
 
 def batch_blocks(step: int, batch: int, count: int, seed: int) -> Tensor:

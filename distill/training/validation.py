@@ -269,10 +269,11 @@ def measure_acceptance(work: Training) -> dict[str, Any]:
     def stored(draft: Any) -> tuple[dict[str, Any], list[list[int]] | None]:
         return stored_acceptance(recipe, work.run, draft, protocol), None
 
-    measure, value, present = decoded if recipe.target.load else stored, None, work.draft()
-    if is_main():
-        with served_form(present, work.kept) as draft, torch.compiler.set_stance("force_eager"):
-            value = measure(draft)
+    measure, value = decoded if recipe.target.load else stored, None
+    with work.draft() as present:
+        if is_main():
+            with served_form(present, work.kept) as draft, torch.compiler.set_stance("force_eager"):
+                value = measure(draft)
     figures: dict[str, Any]
     figures, work.state["texts"] = agree(value)
     return figures

@@ -54,7 +54,8 @@ def with_gradients(model: Any, seed: int) -> None:
 @pytest.mark.parametrize(("tied", "features"), [(True, {"bf16"}), (False, {"bf16"}), (True, {"avx2"}), (True, None)])
 def test_a_step_is_that_of_torchs_muon_and_adamw(tied: bool, features: set[str] | None, monkeypatch: Patch) -> None:
     """The matrices of the layers by Muon, the rest by AdamW, each with its own rate, bit for bit; but for the
-    rounding of bfloat16, in which torch's Muon orthogonalises, where the processor has no instructions for it."""
+    rounding of bfloat16, in which torch's Muon orthogonalises, of oblong matrices, whose iterations are done on their
+    inner products, and where the processor has no instructions for it."""
     monkeypatch.setattr(machine, "cpu_features", lambda: features)
     exact = features != {"avx2"}
     settings = settings_of(rate=0.01)
@@ -85,11 +86,12 @@ def test_a_step_is_that_of_torchs_muon_and_adamw(tied: bool, features: set[str] 
             optimizer.load_state_dict(saved)
     start = dict(toys.toy("qwen2", tie_word_embeddings=tied).named_parameters())
     for name, parameter in ours.named_parameters():
-        if exact or not name.endswith("_proj.weight"):
+        oblong = 2 * max(parameter.shape) > 3 * min(parameter.shape)
+        if not name.endswith("_proj.weight") or (exact and not oblong):
             assert torch.equal(parameter, named[name]), name
         else:
             apart, learnt = (parameter - named[name]).norm(), (named[name] - start[name]).norm()
-            assert 0 < apart < 0.02 * learnt, name
+            assert 0 < apart < 0.05 * learnt, name
 
 
 @pytest.mark.parametrize("shape", [(24, 24), (12, 40), (40, 12)])

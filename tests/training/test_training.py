@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import json
 import os
@@ -34,7 +35,7 @@ from trainings import (
     weights,
 )
 
-from distill.data.packing import pack
+from distill.data.packing import pack, scored_states
 from distill.data.samples import Sample, prompt_seed
 from distill.decoding.decode import decode_text
 from distill.decoding.drafters import ModelDrafter
@@ -59,7 +60,7 @@ from distill.training.saved import (
     step_of_weights,
 )
 from distill.training.setup import Training, make_accelerator
-from distill.training.step import Columns, Learner
+from distill.training.step import Columns, Learner, make_optimizer
 from distill.training.validation import ServedTarget, decoded_acceptance, served_form
 
 
@@ -128,6 +129,37 @@ def packed_learner(seed: int = 0) -> tuple[Learner, Any, Any]:
     draft, target = toys.toy(seed=seed), toys.toy(seed=seed + 5)
     blocks = pack([([3, 9, 4, 8, 2, 7, 5], 1), ([11, 6, 14, 12, 1], 1)], 16, split_long=False)
     return Learner(draft, Columns(61, None, torch.device("cpu")), 4), target, blocks
+
+
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize("family", ["qwen2", "gemma3"])
+def test_rows_that_cannot_learn_are_left_out_and_put_back(family: str, tied: bool) -> None:
+    """Of a trimmed draft's embeddings and head: the same weights after some steps as with all rows, and the same in
+    evaluation between them, also of a row for padding, which learns as a kept one alone."""
+    kept, steps, found = [2, 3, 4, 9, 30], 4, []
+    target, blocks = toys.toy(seed=5), packed_learner()[2]
+    teacher = Head.of(target, 61).teacher(scored_states(target, blocks).detach())
+    for ids in (None, blocks.ids.unique().long()):
+        draft = toys.toy(family, seed=0, tie_word_embeddings=tied, pad_token_id=2)
+        learner = Learner(draft, Columns(61, kept, torch.device("cpu")), 4, ids)
+        assert len(draft.lm_head.weight) == (61 if ids is None else 14)
+        optimizer = make_optimizer(draft, Train(rate=0.01))
+        logits = []
+        for _ in range(steps):
+            learner(blocks, teacher, LossSettings({"jsd": 1.0}))[0].backward()
+            norm = torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            with torch.no_grad(), learner.whole() as whole:
+                logits.append(whole(torch.tensor([[60, 5, 9, 2]])).logits)
+        with learner.whole() as whole:
+            found.append((copy.deepcopy(whole.state_dict()), norm, logits))
+    (wide, norm, logits), (narrow, own_norm, own_logits) = found
+    assert sorted(wide) == sorted(narrow)
+    for name, value in wide.items():
+        assert torch.allclose(value, narrow[name], atol=1e-6), name
+    for whole, own in zip([norm, *logits], [own_norm, *own_logits], strict=True):
+        assert torch.allclose(whole, own, atol=1e-5)
 
 
 @pytest.mark.parametrize("kind", ["granite", "cohere2", "gemma2"])
