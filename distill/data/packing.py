@@ -23,6 +23,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from distill.engines.torch.model import in_window, layer_kinds, mask_refusal, state_refusal
 
+READ = 1024  # blocks that are read at once where all are
 PADDING = -1  # document number of positions that hold no token
 
 
@@ -194,6 +195,14 @@ class Stacked:
 
 
 Blocks = Packed | Planned | Stacked
+
+
+def token_ids(blocks: Blocks, vocabulary: int) -> Tensor:
+    """The ids that occur in blocks, ascending."""
+    seen = torch.zeros(vocabulary, dtype=torch.bool)
+    for start in range(0, len(blocks), READ):
+        seen[blocks.take(slice(start, start + READ)).ids.long()] = True
+    return seen.nonzero().squeeze(-1)
 
 
 def scored_documents(blocks: Packed) -> Iterator[tuple[int, int, Tensor]]:

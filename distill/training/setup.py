@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distill.data.packing import token_ids
 from distill.devices import CPU, is_main, make_current, pick_device, process_count, shards
 from distill.engines.torch.described import read_kept
 from distill.engines.torch.hugging_face import check_folder, load_config, load_model, load_target, load_weights
@@ -391,7 +392,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
     source = open_teacher(run, recipe, device, target)
     penalty = penalty_of(draft, settings)
-    ids = source.packed.ids.unique().long()
+    ids = None if kept is None else token_ids(source.packed, source.vocabulary)
     learner: Any = Learner(draft, Columns(source.vocabulary, kept, device), CHUNK, ids)
     spare = None
     if shards():
