@@ -200,46 +200,42 @@ void distill_products(const Part *parts, int64_t count, const uint16_t *x, int32
     for (int64_t i = 0; i < count; ++i) tiles += (parts[i].rows + ROWS - 1) / ROWS;
     const int64_t groups = columns / 32;
     float *totals = (float *)(room + tokens * columns / 2);
-#pragma omp parallel num_threads(threads)
-    {
-        // The tokens of a pass beside each other, pair by pair; and their sums, group by group.
-#pragma omp for schedule(static)
-        for (int64_t all = 0; all < (tokens + WIDE - 1) / WIDE * groups; ++all) {
-            const int64_t first = all / groups * WIDE, g = all % groups;
-            const int64_t some = tokens - first < WIDE ? tokens - first : WIDE;
-            for (int64_t m = 0; m < some; ++m) {
-                const uint16_t *from = x + (first + m) * columns + 32 * g;
-                int32_t *to = room + first * columns / 2 + 16 * g * some + m;
-                float total = 0;
-                for (int p = 0; p < 16; ++p) {
-                    total += widened(from[2 * p]) + widened(from[2 * p + 1]);
-                    to[p * some] = (int32_t)(from[2 * p] | (uint32_t)from[2 * p + 1] << 16);
-                }
-                totals[first * groups + g * some + m] = total;
-            }
+    const auto prepare = [&](int64_t first, int64_t g) {  // of a pass, the pairs of a group token by token; their sums
+        const int64_t some = tokens - first < WIDE ? tokens - first : WIDE;
+        for (int64_t m = 0; m < some; ++m) {
+            const int32_t *from = (const int32_t *)(x + (first + m) * columns) + 16 * g;
+            int32_t *to = room + first * columns / 2 + 16 * g * some + m;
+            for (int p = 0; p < 16; ++p) to[p * some] = from[p];
+            const __m512 total = dot(_mm512_setzero_ps(), _mm512_set1_epi16(0x3f80), _mm512_loadu_si512(from));
+            totals[first * groups + g * some + m] = _mm512_reduce_add_ps(total);
         }
-#pragma omp for schedule(static)
-        for (int64_t all = 0; all < tiles; ++all) {
-            int64_t number = all, i = 0;
-            uint16_t *at = out;
-            for (; number >= (parts[i].rows + ROWS - 1) / ROWS; ++i) {
-                number -= (parts[i].rows + ROWS - 1) / ROWS;
-                at += parts[i].rows;
-            }
+    };
+    const int64_t passes = (tokens + WIDE - 1) / WIDE, chunk = tiles / (8 * threads) + 1;
+#pragma omp parallel for num_threads(threads) schedule(static) if (passes > 1)  // for one it takes longer to begin
+    for (int64_t all = 0; all < passes * groups; ++all) prepare(all / groups * WIDE, all % groups);
+#pragma omp parallel for num_threads(threads) schedule(dynamic, chunk)
+    for (int64_t all = 0; all < tiles; ++all) {
+        int64_t number = all, i = 0;
+        uint16_t *at = out;
+        for (; number >= (parts[i].rows + ROWS - 1) / ROWS; ++i) {
+            number -= (parts[i].rows + ROWS - 1) / ROWS;
+            at += parts[i].rows;
+        }
 #define KIND(N, BITS, GROUP, BYTES, SIGNED, ZERO, CENTRE)                                                             \
-    case N: all_tokens<BITS, GROUP, BYTES, SIGNED, ZERO>(parts[i], number, CENTRE, room, totals, columns, tokens, at, stride); break;
-            switch (parts[i].kind) {
-                KIND(0, 4, 32, false, false, false, 8)   // Q4_0
-                KIND(1, 4, 32, false, false, true, 0)    // Q4_1
-                KIND(2, 5, 32, false, false, false, 16)  // Q5_0
-                KIND(3, 5, 32, false, false, true, 0)    // Q5_1
-                KIND(4, 8, 32, false, false, false, 0)   // Q8_0
-                KIND(5, 4, 32, true, false, true, 0)     // Q4_K
-                KIND(6, 5, 32, true, false, true, 0)     // Q5_K
-                KIND(7, 6, 16, true, true, false, 32)    // Q6_K
-            }
-#undef KIND
+    case N:                                                                                                           \
+        all_tokens<BITS, GROUP, BYTES, SIGNED, ZERO>(parts[i], number, CENTRE, room, totals, columns, tokens, at, stride); \
+        break;
+        switch (parts[i].kind) {
+            KIND(0, 4, 32, false, false, false, 8)   // Q4_0
+            KIND(1, 4, 32, false, false, true, 0)    // Q4_1
+            KIND(2, 5, 32, false, false, false, 16)  // Q5_0
+            KIND(3, 5, 32, false, false, true, 0)    // Q5_1
+            KIND(4, 8, 32, false, false, false, 0)   // Q8_0
+            KIND(5, 4, 32, true, false, true, 0)     // Q4_K
+            KIND(6, 5, 32, true, false, true, 0)     // Q5_K
+            KIND(7, 6, 16, true, true, false, 32)    // Q6_K
         }
+#undef KIND
     }
 }
 

@@ -31,7 +31,9 @@ from distill.engines.torch.hugging_face import load_config
 from distill.engines.torch.products import After
 from distill.errors import DataError
 from distill.files import cache_folder, digest, write_atomically
-from distill.gguf.importing import FileTensor, read_import, unpermuted
+from distill.gguf.fields import configuration
+from distill.gguf.head import open_head
+from distill.gguf.importing import FileTensor, rotary_factors, sources, unpermuted
 from distill.gguf.levels import Levels, levels_of
 from distill.machine import cpu_features
 from distill.progress import Progress, duration, note, warn
@@ -237,7 +239,8 @@ def load_packed(reference: str) -> Any:
     from transformers import AutoModelForCausalLM
 
     kernel()
-    config, tensors = load_config(reference), read_import(Path(reference), "bfloat16").tensors
+    config, head = load_config(reference), open_head(Path(reference))
+    tensors = sources(head, configuration(head, rotary_factors(head)))  # a head beside its embeddings is kept, too
     with init_empty_weights(), quiet():
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
     model.config._name_or_path = reference
