@@ -79,7 +79,7 @@ def _check_standalone(target: str, draft: str, offline: bool) -> None:
 
 
 def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:
-    from distill.pipeline.preflight import preflight
+    from distill.pipeline.preflight import expected_lines, preflight
 
     recipe = shared.read_recipe(path, overrides)
     print(f"recipe {recipe.name}: keys and values are valid")
@@ -88,6 +88,9 @@ def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:
     with without_network() if offline else contextlib.nullcontext():
         found = preflight(recipe, offline=offline)
     print(*found.lines, sep="\n")
+    rehearsed = expected_lines(recipe, shared.DEFAULT_RUNS / recipe.name)
+    hint = f"time, memory and disk of each stage: measured by `distill train {path} --rehearse`"
+    print(*(rehearsed or [hint]), sep="\n")
     for item in found.skipped:
         print(f"not checked: {item}" + (" (--offline)" if offline and "beyond its first" not in item else ""))
     print("check passed" + (", apart from the items listed as not checked" if found.skipped else ""))

@@ -194,7 +194,10 @@ def _rehearse(whole: Recipe, short: Recipe, run: Run) -> None:
     with closing(run):
         table = rehearse(whole, short, run)
     print(table)
-    print(f"{run.folder} holds the rehearsal; delete it when you have read it", file=sys.stderr)
+    print(
+        f"{run.folder} holds the rehearsal, whose figures `check` and `train` show; delete it at any time",
+        file=sys.stderr,
+    )
 
 
 def _move_aside(run: Run) -> None:
@@ -211,13 +214,16 @@ def _move_aside(run: Run) -> None:
 
 
 def _check(recipe: Recipe, run: Run, until: str | None) -> None:
-    from distill.pipeline.preflight import preflight
+    from distill.pipeline.preflight import expected_lines, preflight
 
     stages = ["teacher", *(HELD_OUT if not recipe.target.load else [])]  # those that read the teacher's source
     unread = any(run.done(name) is None for name in stages)
     found = preflight(recipe, run.done("corpus") is None, until=until, teacher=unread, folder=run.folder)
     for line in found.warnings:
         print(line, file=sys.stderr)
+    for line in expected_lines(recipe, run.folder):
+        if run.done(line.split(":")[0]) is None:
+            note(line)
 
 
 def say_outcome(run: Run) -> None:

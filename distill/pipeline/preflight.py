@@ -45,7 +45,7 @@ from distill.gguf.tokenizer import read_tokenizer
 from distill.machine import faster_type, install_extra
 from distill.pipeline.running import forget_begun, run_pipeline
 from distill.pipeline.stages import NAMES, find_stage, require_part
-from distill.planning.hours import Rehearsed, StageEstimate, estimate_table, rehearsed_hours
+from distill.planning.hours import Rehearsed, StageEstimate, bounds, estimate_table, rehearsed_hours
 from distill.progress import Caution, Progress, watched
 from distill.recipe import Recipe, dump_recipe, is_path
 from distill.recipe.recipe import HELD_OUT, REASON, not_run
@@ -480,6 +480,23 @@ def rehearse(recipe: Recipe, short: Recipe, run: Run) -> str:
     table = document([estimate_table(expected, done), verdicts(expected, run.folder)])
     write_text(run.path("rehearsal.md"), table)
     return table
+
+
+def expected_lines(recipe: Recipe, folder: Path) -> list[str]:
+    """A line for each stage on the time, memory and disk it will take, by the recipe's rehearsal beside the run's
+    `folder`; none where there is none of this recipe."""
+    short = shortened(recipe, folder.parent)
+    try:
+        found = read_result(folder.parent / short.name / RESULT, Rehearsal)
+    except DataError:
+        return []
+    if found.config != dump_recipe(short):
+        return []
+    return [
+        f"{one.stage}: {bounds(one)}, {size(one.device_bytes or one.memory_bytes)} of memory, "
+        f"{size(one.disk_bytes)} on disk, by the rehearsal"
+        for one in found.expected
+    ]
 
 
 def verdicts(expected: Sequence[StageEstimate], place: Path) -> list[str]:

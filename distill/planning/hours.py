@@ -62,7 +62,7 @@ def estimate_table(found: Sequence[StageEstimate], rehearsed: Sequence[Rehearsed
     columns: Columns[StageEstimate] = {
         "stage": lambda one: one.stage,
         "rehearsed": lambda one: duration(sum(before.values()) if one is every else before[one.stage]),
-        "whole run": _bounds,
+        "whole run": bounds,
         "peak memory": lambda one: Cell(one.memory_bytes, "size"),
         "GPU memory": lambda one: Cell(one.device_bytes, "size"),
         "disk": lambda one: Cell(one.disk_bytes or None, "size"),
@@ -72,7 +72,8 @@ def estimate_table(found: Sequence[StageEstimate], rehearsed: Sequence[Rehearsed
     return table_of([*found, every], shown, classes=[*[""] * len(found), "best"])
 
 
-def _bounds(one: StageEstimate) -> str:
+def bounds(one: StageEstimate) -> str:
+    """The time of a stage in words."""
     low, high = duration(one.low), duration(one.high)
     return low if low == high else f"{low} to {high}"
 

@@ -16,14 +16,15 @@ from tiny import Capture, Patch
 
 from distill.errors import RunError
 from distill.files import read_result
-from distill.pipeline.preflight import RESULT, MemoryWatch, Rehearsal, rehearse, shortened
+from distill.pipeline.preflight import RESULT, MemoryWatch, Rehearsal, expected_lines, rehearse, shortened
 from distill.pipeline.running import forget_begun
 from distill.pipeline.stages import begun_path, find_stage
 from distill.planning.hours import Rehearsed, rehearsed_hours
-from distill.progress import Progress, watched
+from distill.progress import Progress, duration, watched
 from distill.recipe import load_recipe
 from distill.run import Run
 from distill.surgery.sparsity import require_ramp
+from distill.tables import size
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -125,6 +126,22 @@ def test_again_it_only_shows(world: Path, rehearsed: tuple[Path, str], capsys: C
     said = capsys.readouterr()
     assert said.out.splitlines()[:12] == table.splitlines()[:12] and "holds the rehearsal" in said.err
     assert read_result(folder / RESULT, Rehearsal).stages == before
+
+
+def test_check_and_train_show_it_for_its_own_recipe(
+    world: Path, rehearsed: tuple[Path, str], capsys: Capture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(rehearsed[0].parent.parent)
+    monkeypatch.setattr("distill.cli.shared.DEFAULT_RUNS", rehearsed[0].parent)
+    shown = tiny.shown(capsys, "check", world / "recipe.yaml")
+    for one in read_result(rehearsed[0] / RESULT, Rehearsal).expected:
+        (line,) = [line for line in shown.splitlines() if line.startswith(f"{one.stage}: ") and "rehearsal" in line]
+        assert duration(one.low) in line and size(one.memory_bytes) in line and size(one.disk_bytes) in line
+    recipe = load_recipe(world / "recipe.yaml")
+    assert len(expected_lines(recipe, rehearsed[0].with_name("tiny"))) == len(tiny.STAGES)
+    other = load_recipe(world / "recipe.yaml", ["cut.layers=1"])
+    assert expected_lines(other, rehearsed[0].with_name("tiny")) == []
+    assert "recipe.yaml --rehearse`" in tiny.shown(capsys, "check", world / "recipe.yaml", "cut.layers=1")
 
 
 @pytest.mark.slow
