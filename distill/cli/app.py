@@ -17,7 +17,7 @@ import typer
 
 import distill
 from distill.cli.check import check, doctor, recipes
-from distill.cli.generate import generate
+from distill.cli.generate import chat, generate, serve
 from distill.cli.measure import evaluate, speedup
 from distill.cli.models import cut, export_gguf, export_lookup, import_gguf, transplant
 from distill.cli.plan import plan, profile
@@ -45,6 +45,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "plan": plan,
     "train": train,
     "generate": generate,
+    "chat": chat,
+    "serve": serve,
     "eval": evaluate,
     "speedup": speedup,
     "profile": profile,

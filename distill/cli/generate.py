@@ -1,25 +1,42 @@
-"""`distill generate`: continue a text, streamed."""
+"""`distill generate`, `distill chat` and `distill serve`: a pair as it decodes, for a person or for programs."""
 
 from __future__ import annotations
 
+import importlib.util
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from distill.cli import shared
-from distill.errors import DataError, RecipeError
+from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_result, read_utf8, require_path, utf8_text
+from distill.machine import install_extra
 from distill.progress import note
 from distill.recipe import Chat, Configuration, PyTorch, SamplerSettings, Target, parse_section
 from distill.recipe.configuration import TREES
 from distill.recipe.target import HOTTEST
 from distill.run import Run
 
+if TYPE_CHECKING:
+    from distill.measuring.stream import Opening, Request
+
 LENGTH = 4  # tokens drafted a round where no option says
+
+
+ConfigurationOption = Annotated[
+    str | None,
+    typer.Option(
+        "--configuration", "-C", metavar="K=V,...", help=f"Such as drafter=lookup or length=0: {shared.CONFIGURED}"
+    ),
+]
+TokensOption = Annotated[int, shared.number_option(min=1, help="New tokens at most.")]
+ContextOption = Annotated[
+    int, typer.Option(min=16, max=2**24, help="Tokens of a conversation, where the target was made for more.")
+]
 
 
 def generate(
@@ -30,13 +47,8 @@ def generate(
             help="The text to continue (- reads it from standard input); a run (by default the newest), or models.",
         ),
     ],
-    configuration: Annotated[
-        str | None,
-        typer.Option(
-            "--configuration", "-C", metavar="K=V,...", help=f"Such as drafter=lookup or length=0: {shared.CONFIGURED}"
-        ),
-    ] = None,
-    tokens: Annotated[int, shared.number_option(min=1, help="New tokens at most.")] = 128,
+    configuration: ConfigurationOption = None,
+    tokens: TokensOption = 128,
     temperature: Annotated[
         float | None, shared.number_option(min=0, max=HOTTEST, help="Of the sampler; greedy if left out.")
     ] = None,
@@ -65,11 +77,98 @@ def generate(
     """
     prompt, *named = words
     text = utf8_text(sys.stdin.buffer.read(), "standard input") if prompt == "-" else prompt
-    models = shared.models_of(named, runs)
-    drawn = shared.sampler_of(sampler, temperature)
+    drawn, constraint = shared.sampler_of(sampler, temperature), _grammar(regex, grammar)
+    engines = pytorch, threads, llama, llama_draft
+    opening, request, asked = _opening(named, runs, configuration, drawn, table, allow_lossy, engines)
+    from distill.data.prompts import user_message
+    from distill.measuring.stream import stream
+
+    own = replace(request.sampler, repetition_penalty=repetition_penalty)
+    request = replace(request, sampler=own, seed=seed, stop=tuple(stop or ()), grammar=constraint)
+    message = None
+    if chat is not False and text:
+        message = user_message(opening.target.model, text, asked, required=bool(chat))
+        if message is not None and chat is None:
+            note("asked as a user's message; --no-chat continues the text as it is")
+    stream(opening, text, tokens, request, message)
+
+
+def chat(
+    words: shared.PairArgument = None,
+    configuration: ConfigurationOption = None,
+    tokens: TokensOption = 1024,
+    context: ContextOption = 8192,
+    sampler: shared.SamplerOption = None,
+    table: shared.TableOption = None,
+    allow_lossy: shared.LossyOption = False,
+    pytorch: shared.PyTorchOption = None,
+    threads: shared.ThreadsOption = None,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+    llama: shared.LlamaOption = None,
+    llama_draft: shared.LlamaDraftOption = None,
+) -> None:
+    """A conversation: accepted tokens are green or in ‹›; beneath each answer stand its speed and the share drafted.
+
+    /plain decodes the last answer again without drafting, /save FILE keeps the conversation for a corpus, /new begins
+    another one. Without a terminal, each line of standard input is a message.
+    """
+    drawn, engines = shared.sampler_of(sampler), (pytorch, threads, llama, llama_draft)
+    opening, request, asked = _opening(words or [], runs, configuration, drawn, table, allow_lossy, engines)
+    from distill.measuring.chat import converse
+
+    converse(opening, asked, request, context, tokens)
+
+
+def serve(
+    words: shared.PairArgument = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")] = 8080,
+    queue: Annotated[int, typer.Option(min=0, max=2**16, help="Requests that may wait; others get status 503.")] = 8,
+    configuration: ConfigurationOption = None,
+    context: ContextOption = 8192,
+    sampler: shared.SamplerOption = None,
+    table: shared.TableOption = None,
+    allow_lossy: shared.LossyOption = False,
+    pytorch: shared.PyTorchOption = None,
+    threads: shared.ThreadsOption = None,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+    llama: shared.LlamaOption = None,
+    llama_draft: shared.LlamaDraftOption = None,
+) -> None:
+    """Serve a pair in OpenAI's form, one request at a time: /v1/chat/completions, /v1/completions, streamed or whole.
+
+    --sampler holds where a request names no sampler. For many users serve with llama-server, vLLM or SGLang (the
+    report's commands).
+    """
+    drawn, engines = shared.sampler_of(sampler), (pytorch, threads, llama, llama_draft)
+    require_server()
+    opening, request, asked = _opening(words or [], runs, configuration, drawn, table, allow_lossy, engines)
+    from distill.serving.completions import serve as run
+
+    run(opening, asked, request, context, (host, port), queue)
+
+
+def require_server() -> None:
+    """Raise RunError where the packages of the extra `serve` are missing."""
+    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
+        raise RunError("`distill serve` needs starlette and uvicorn", install_extra("serve"))
+
+
+def _opening(
+    words: Sequence[str],
+    runs: Path,
+    configuration: str | None,
+    drawn: SamplerSettings,
+    table: Path | None,
+    lossy: bool,
+    engines: tuple[str | None, int | None, list[str] | None, list[str] | None],
+) -> tuple[Opening, Request, Chat]:
+    """The pair that a command names, how it decodes, and the settings of its chat template; `engines` are the values of
+    --pytorch, --threads, --llama and --llama-draft."""
+    pytorch, threads, llama, llama_draft = engines
+    models = shared.models_of(words, runs)
     given = shared.keys_of(Configuration, configuration, "--configuration")
     chosen = _configuration(given, drawn)
-    constraint = _grammar(regex, grammar)
     from distill.gguf.importing import one_engine
 
     own, device, asked, found = PyTorch(), "auto", Chat(), None
@@ -78,7 +177,7 @@ def generate(
         big, small = _standalone_pair(models, chosen, in_bits)
         place = Target(model=big)
     else:
-        recipe, found = shared.find_run(named[0] if named else None, runs)
+        recipe, found = shared.find_run(words[0] if words else None, runs)
         shared.require_draft(found)
         found.verify("train", "draft/*")
         if not given.keys() & {"drafter", "rule", "widths", "length"} and (length := _fastest(found)) is not None:
@@ -92,27 +191,12 @@ def generate(
     loaded = [big, small] if chosen.asks_the_draft else [big]
     gguf, decoding = shared.gguf_of(loaded, llama, llama_draft), shared.pytorch_of(pytorch, own, loaded)
     shared.prepare(threads)
-    from distill.data.prompts import user_message
-    from distill.measuring.stream import Request, stream
+    from distill.measuring.stream import Opening, Request
     from distill.sampler import Sampler
 
     fitted = {} if found is None or not chosen.needs_calibration else _calibrations(found)
-    request = Request(
-        chosen,
-        replace(Sampler.of(drawn), repetition_penalty=repetition_penalty),
-        seed,
-        tuple(stop or ()),
-        fitted,
-        lossy=allow_lossy,
-        grammar=constraint,
-        table=table,
-    )
-    message = None
-    if chat is not False and text:
-        message = user_message(place.model, text, asked, required=bool(chat))
-        if message is not None and chat is None:
-            note("asked as a user's message; --no-chat continues the text as it is")
-    stream(place, small, text, tokens, request, device, threads, gguf, decoding, message)
+    request = Request(chosen, Sampler.of(drawn), fitted=fitted, lossy=lossy, table=table)
+    return Opening(place, small, device, threads, gguf, decoding), request, asked
 
 
 def _configuration(given: Mapping[str, Any], sampler: SamplerSettings) -> Configuration:

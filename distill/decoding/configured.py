@@ -334,9 +334,9 @@ class Session:
         self.drafter = self.make()
         self.lossy = lossy_reason(self.configuration, self.rules.sampler)
 
-    def stream(self, prompt: Sequence[int], limit: int, result: Decoded) -> Iterator[list[int]]:
+    def stream(self, prompt: Sequence[int], limit: int, result: Decoded, held: int = 0) -> Iterator[list[int]]:
         """Continue a prompt into `result`, yielding after each round the tokens that became certain; see `decode`."""
-        return decode(self.target, self.drafter, prompt, limit, self.rules, result)
+        return decode(self.target, self.drafter, prompt, limit, self.rules, result, held)
 
     def text(self, prompt: Sequence[int], limit: int) -> Decoded:
         """The whole text after a prompt."""

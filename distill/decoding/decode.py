@@ -109,9 +109,10 @@ def plain(
 
 
 def decode(
-    target: Model, drafter: Drafter, prompt: Sequence[int], limit: int, rules: Rules, result: Decoded
+    target: Model, drafter: Drafter, prompt: Sequence[int], limit: int, rules: Rules, result: Decoded, held: int = 0
 ) -> Iterator[list[int]]:
-    """Speculative decoding from cold caches into `result`, yielding after each round the tokens that became certain.
+    """Speculative decoding into `result`, yielding after each round the tokens that became certain. Caches are cold,
+    but for the first `held` tokens of the prompt in the target's.
 
     They are the round's new tokens, except those that may begin a stop string: these wait for later rounds. All yielded
     tokens together are `result.tokens`. A drafter without room after the context proposes nothing.
@@ -119,9 +120,9 @@ def decode(
     sampler exactly; greedily it is the target's own text, up to rounding between batches of one and of several tokens.
     """
     target = constrained(target, prompt, rules)
-    target.rollback([0])
+    target.rollback([held])
     started = time.perf_counter()
-    first = next_token(target.extend(prompt, want=[len(prompt) - 1]), prompt, rules)
+    first = next_token(target.extend(prompt[held:], want=[len(prompt) - held - 1]), prompt, rules)
     drafter.begin(prompt)
     result.prefilled = time.perf_counter()
     result.prefill_seconds = result.prefilled - started

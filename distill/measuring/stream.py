@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -49,49 +50,59 @@ class Request:
     table: Path | None = None
 
 
-def stream(
-    target: Target,
-    draft: str | None,
-    text: str,
-    limit: int,
-    request: Request,
-    device: str = "auto",
-    threads: int | None = None,
-    gguf: Gguf | None = None,
-    pytorch: PyTorch = GROWING,
-    message: Sequence[int] | None = None,
-) -> None:
-    """Continue `text` by at most `limit` tokens, printing them as rounds end, and a summary on stderr. Of a `message`,
-    the token ids of a conversation up to its answer, only the answer is printed.
+@dataclass(frozen=True)
+class Opening:
+    """A pair to be loaded: folders or hub names, decoded in PyTorch as `pytorch` says, or GGUF files, decoded in
+    llama.cpp with the options `gguf`. `draft` may be None where a configuration asks no draft."""
 
-    Both models are folders or hub names, decoded in PyTorch, or GGUF files, decoded in llama.cpp; `draft` may be None
-    where the configuration asks no draft; `gguf` are llama.cpp's options.
-    Accepted tokens are green on a terminal; elsewhere the text alone is printed.
-    Beyond the end of the draft's context, decoding goes on without it. Raises DataError for a prompt that is empty or
-    fills the target's context, for trees in a model that takes none, and for a configuration that would change the
-    target's distribution. `pytorch` says how folders decode.
+    target: Target
+    draft: str | None
+    device: str = "auto"
+    threads: int | None = None
+    gguf: Gguf | None = None
+    pytorch: PyTorch = GROWING
+
+
+@contextlib.contextmanager
+def opened(opening: Opening, request: Request, tokens: int) -> Iterator[tuple[LoadedPair, DraftReader | None]]:
+    """The pair with room for texts of so many tokens, and the reader of a draft of another vocabulary.
+
+    Beyond the end of the draft's context, decoding goes on without it, which stderr says.
     """
-    configuration = request.configuration
+    configuration, target = request.configuration, opening.target
     name = name_of_fit(configuration, request.sampler)
     if configuration.needs_calibration and name not in request.fitted:
         greedy = configuration.counts_ngrams and "table" in request.fitted
         other = "that of greedy texts stands" if greedy else "the drafter's own probabilities stand"
         note(f"no calibration `{name}` was fitted: {other} in for it")
-    if configuration.other_vocabulary and is_gguf(target.model) and not pytorch.in_bits:
+    if configuration.other_vocabulary and is_gguf(target.model) and not opening.pytorch.in_bits:
         raise DataError(f"drafter {configuration.drafter} reads both tokenizers from Hugging Face folders")
-    ids = encode_prompt(target.model, text) if message is None else message
-    room = _room(ids, limit, context_of(target.model))
-    loaded = draft if configuration.asks_the_draft else None
-    nodes = configuration.most_nodes
-    options: dict[str, Any] = {"device": device, "nodes": nodes, "threads": threads, "pytorch": pytorch}
-    with load_pair(target, loaded, tokens=len(ids) + room, gguf=gguf or Gguf(), **options) as pair:
-        if loaded is not None and pair.draft.capacity < len(ids) + room:
+    loaded = opening.draft if configuration.asks_the_draft else None
+    options: dict[str, Any] = {"device": opening.device, "nodes": configuration.most_nodes, "threads": opening.threads}
+    options |= {"gguf": opening.gguf or Gguf(), "pytorch": opening.pytorch}
+    with load_pair(target, loaded, tokens=tokens, **options) as pair:
+        if loaded is not None and pair.draft.capacity < tokens:
             looks_up = configuration.drafter.startswith("lookup+")
             rest = "only the lookup drafts" if looks_up else "the target decodes plainly"
             print(f"the draft {loaded} has a context of {pair.draft.capacity}: beyond it {rest}", file=sys.stderr)
         reader = None
-        if configuration.other_vocabulary and draft is not None:
-            reader = read_with(pair, target, draft, device)
+        if configuration.other_vocabulary and opening.draft is not None:
+            reader = read_with(pair, target, opening.draft, opening.device)
+        yield pair, reader
+
+
+def stream(opening: Opening, text: str, limit: int, request: Request, message: Sequence[int] | None = None) -> None:
+    """Continue `text` by at most `limit` tokens, printing them as rounds end, and a summary on stderr. Of a `message`,
+    the token ids of a conversation up to its answer, only the answer is printed.
+
+    Accepted tokens are green on a terminal; elsewhere the text alone is printed. Raises DataError for a prompt that is
+    empty or fills the target's context, for trees in a model that takes none, and for a configuration that would change
+    the target's distribution.
+    """
+    model = opening.target.model
+    ids = encode_prompt(model, text) if message is None else message
+    room = _room(ids, limit, context_of(model))
+    with opened(opening, request, len(ids) + room) as (pair, reader):
         _continue(pair, reader, request, text if message is None else "", ids, room)
 
 
@@ -197,13 +208,32 @@ def _summary(result: Decoded) -> str:
     return summary
 
 
-def _show(bytes_of: BytesOf, result: Decoded, rounds: Iterable[Sequence[int]], colour: bool) -> None:
-    """Print tokens as they become certain, and at the end the rest of one that a stop string cut."""
+def pieces(bytes_of: BytesOf, result: Decoded, rounds: Iterable[Sequence[int]]) -> Iterator[tuple[str, bool]]:
+    """The text of tokens as they become certain, and whether each was drafted and accepted; at the end the rest of one
+    that a stop string cut."""
     shown, decoder = 0, characters()
     for new in rounds:
         for token in new:
-            piece = decoder.decode(bytes_of(token))
-            marked = colour and result.from_draft[shown] and piece
-            print(f"{GREEN}{piece}{RESET}" if marked else piece, end="", flush=True)
+            yield decoder.decode(bytes_of(token)), result.from_draft[shown]
             shown += 1
-    print(decoder.decode(result.rest, final=True))
+    yield decoder.decode(result.rest, final=True), False
+
+
+def show(parts: Iterable[tuple[str, bool]], marks: tuple[str, str]) -> str:
+    """Print the pieces of a text, with `marks` around those that were drafted; the text without them."""
+    drafted, text = False, ""
+    try:
+        for piece, accepted in parts:
+            if piece and accepted != drafted:
+                print(marks[drafted], end="")
+                drafted = accepted
+            print(piece, end="", flush=True)
+            text += piece
+    finally:
+        print(marks[1] if drafted else "")
+    return text
+
+
+def _show(bytes_of: BytesOf, result: Decoded, rounds: Iterable[Sequence[int]], colour: bool) -> None:
+    """Print tokens as they become certain."""
+    show(pieces(bytes_of, result, rounds), (GREEN, RESET) if colour else ("", ""))

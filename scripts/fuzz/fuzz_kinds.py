@@ -887,7 +887,7 @@ def command_lines(world: World) -> Strategy:
             given = USUAL.get(argument.metavar or "", "text")
             if draw(st.integers(0, 19)):
                 found += [draw(weighted((3, st.just(word)), (1, plain))) for word in given.split()]
-        for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2, 4]))):
+        for _ in range(draw(st.sampled_from([0, 0, 1, 1, 2, 4])) if options else 0):
             option = draw(st.sampled_from(options))
             named = draw(st.sampled_from(option.opts + option.secondary_opts))
             found.append(named)

@@ -14,7 +14,7 @@ from distill.decoding.costs import measure_steps
 from distill.engines.loaded import load_pair
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError, RecipeError
-from distill.measuring.stream import stream
+from distill.measuring.stream import Opening, stream
 from distill.pipeline.preflight import check_device, check_static
 from distill.recipe import PyTorch, Target, load_recipe
 
@@ -35,7 +35,8 @@ def test_a_static_pair_continues_as_the_other(folders: Path, capsys: Capture) ->
     ):
         texts = []
         for settings in (PyTorch(), static):
-            stream(Target(model=str(folders / "target")), str(folders / draft), PROMPT, 30, request, "cpu", 1, settings)
+            pair = Target(model=str(folders / "target")), str(folders / draft), "cpu", 1, None, settings
+            stream(Opening(*pair), PROMPT, 30, request)
             texts.append(capsys.readouterr().out)
         assert texts[0] == texts[1] and len(texts[0]) > len(PROMPT) + 5
 

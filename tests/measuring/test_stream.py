@@ -34,7 +34,7 @@ from distill.errors import DataError, RecipeError
 from distill.gguf.writer import export_gguf
 from distill.measuring.compare import PairSettings, TimedText
 from distill.measuring.speedup_results import PairMeasured
-from distill.measuring.stream import Request, begin, stream
+from distill.measuring.stream import Opening, Request, begin, stream
 from distill.measuring.timing import PairTexts, measure_pair, sample_texts
 from distill.recipe import Configuration, Speedup, Target, load_recipe
 from distill.recipe.configuration import TREES
@@ -64,7 +64,7 @@ PLAINLY = asked(drafter="none")
 
 def continued(target: Path, draft: Path, text: str, tokens: int, request: Request, capture: Capture) -> tuple[str, str]:
     capture.readouterr()
-    stream(Target(model=str(target)), str(draft), text, tokens, request, "auto", 1)
+    stream(Opening(Target(model=str(target)), str(draft), threads=1), text, tokens, request)
     found = capture.readouterr()
     return found.out, found.err
 
