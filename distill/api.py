@@ -240,7 +240,7 @@ def cut(
 ) -> list[Change]:
     """Write `source` with fewer layers or neurons to a new folder; what was changed.
 
-    `settings` are keys of the recipe's section `cut` (layers, layer_rule, drop_layers, layer_repair, mlp_width);
+    `settings` are keys of the recipe's section `cut` (layers, drop_layers, mlp_width);
     `texts` score the parts. KL is that to `target` (None: the uncut model).
     RecipeError for cuts that are not possible, DataError for too little text and a folder that is not empty.
     """

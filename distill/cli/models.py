@@ -30,19 +30,15 @@ def cut(
     text: Annotated[list[Path] | None, typer.Option(help="Text to score the cuts on.")] = None,
     target: Annotated[str | None, typer.Option(help="Model to measure KL to; by default the uncut model.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers to keep.")] = None,
-    layer_rule: Annotated[
-        Literal["auto", "greedy", "influence"] | None, typer.Option(help="Which layers go; auto if left out.")
-    ] = None,
     drop_layers: Annotated[str | None, typer.Option(help="Layers to drop, by number, with commas.")] = None,
     mlp_width: Annotated[int | None, typer.Option(min=1, help="Neurons to keep in each MLP.")] = None,
-    layer_repair: Annotated[bool | None, typer.Option(help="Fit the layers that stay to what was dropped.")] = None,
 ) -> None:
     """Remove layers or MLP neurons from a model.
 
     The parts to remove are chosen by scores on text.
     """
     dropped = None if drop_layers is None else shared.numbers(drop_layers, "--drop-layers", int, "3,1")
-    cuts = {"layers": layers, "layer_rule": layer_rule, "drop_layers": dropped, "mlp_width": mlp_width}
+    cuts = {"layers": layers, "drop_layers": dropped, "mlp_width": mlp_width}
     if not text:
         raise RecipeError("cuts are scored on text", "give --text FILE or --text FOLDER")
     texts = shared.read_texts(text)
@@ -50,7 +46,7 @@ def cut(
     from distill import api
 
     announce(out)
-    for change in api.cut(source, out, texts, target=target, **cuts, layer_repair=layer_repair):
+    for change in api.cut(source, out, texts, target=target, **cuts):
         print(change.sentence())
     print(f"written: {out}")
 

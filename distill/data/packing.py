@@ -21,6 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
+from distill.data.repetition import SEEN, repetition
 from distill.engines.torch.model import in_window, layer_kinds, mask_refusal, state_refusal
 
 READ = 1024  # blocks that are read at once where all are
@@ -210,6 +211,16 @@ def scored_documents(blocks: Packed) -> Iterator[tuple[int, int, Tensor]]:
     for block in range(len(blocks)):
         for number in blocks.documents[block][blocks.mask[block]].unique().tolist():
             yield block, number, blocks.mask[block] & (blocks.documents[block] == number)
+
+
+def repeated_next(blocks: Packed) -> Tensor:
+    """Of each scored position [N], in order, whether the token that it predicts is repeated in its document."""
+    found = torch.zeros_like(blocks.mask)
+    for block, document, _ in scored_documents(blocks):
+        own = (blocks.documents[block] == document).nonzero()[:, 0]
+        labels = repetition(blocks.ids[block][own].tolist())
+        found[block][own[:-1]] = torch.tensor([label == SEEN for label in labels[1:]], dtype=torch.bool)
+    return found[blocks.mask]
 
 
 def fitted_rows(lengths: Sequence[int], block: int) -> list[list[int]]:

@@ -16,6 +16,7 @@ from functools import partial
 
 import numpy
 
+from distill.data.repetition import SEEN, repetition
 from distill.decoding.configured import Fitted, Session, configured_sampler, make_drafter
 from distill.decoding.costs import accepted_by_position, measure_steps, range_start, tokens_per_round
 from distill.decoding.decode import Decoded, Round, room_for
@@ -23,7 +24,6 @@ from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.rules import Rules
 from distill.engines.model import Model, Step, Watch
 from distill.measuring.identity import Identity, Rounding, judged
-from distill.measuring.measure import SEEN, repetition
 from distill.measuring.speedup_results import (
     GroupFigures,
     Measurement,

@@ -204,13 +204,17 @@ def as_report(
     answers, measure = measured.get("answers", {}), report.acceptance_measure
     groups = by_class(classes, answers, rounds, measure) if classes and answers else []
     groups += [] if sliced is None else sliced.results(measure)
+    agreed = [] if sliced is None else sliced.results("acceptance_greedy")
+    agreed = [one for one in agreed if one.of == "repetition"]
+    drafts = agreed[0].acceptance if agreed else ()
+    agreement = {name: {one.label: one.acceptance[name] for one in agreed} for name in drafts}
     # Each draft's acceptance beside that of the first, paired by prompt.
     sums = {name: by_unit(own, measure, prompts) for name, own in answers.items()}
     first = next(iter(sums.values()), None)
     differences = {
         name: paired_ratio_interval(*first, *own) for name, own in sums.items() if first and own is not first
     }
-    return replace(report, groups=groups, differences=differences)
+    return replace(report, groups=groups, differences=differences, agreement=agreement)
 
 
 def by_unit(measured: Measured, measure: str, units: int) -> tuple[Any, Any]:

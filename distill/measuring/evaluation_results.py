@@ -8,6 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
+from distill.data.repetition import REPEATED
 from distill.engines.server_commands import SAMPLING
 from distill.files import Figure
 from distill.tables import Block, Cell, Columns, Interval, Row, Table, counted, table_of
@@ -170,7 +171,8 @@ class EvaluationReport:
     `domains` is empty where no divergences were asked for; `positions` and `tokens_per_round` where no rounds were;
     `groups` has none where all prompts and positions are alike. `stored` where the target was not loaded; `sampler` is
     then that of the stored distributions. `differences` are of each draft's
-    acceptance probability on `answers` to the first draft's, by prompt.
+    acceptance probability on `answers` to the first draft's, by prompt. `agreement` is, by draft, the top-1 agreement
+    on the target's new and on its repeated text.
     """
 
     command: str
@@ -183,6 +185,7 @@ class EvaluationReport:
     groups: list[Group] = field(default_factory=list)
     calibration_error: dict[str, CalibrationError] = field(default_factory=dict)
     differences: dict[str, Interval] = field(default_factory=dict)
+    agreement: dict[str, dict[str, Interval]] = field(default_factory=dict)
     version: Literal[1] = 1
 
     def __post_init__(self) -> None:
@@ -199,6 +202,16 @@ class EvaluationReport:
         """The acceptance probability that fits the sampler: greedy at temperature 0, else of rejection sampling."""
         served = self.sampler if self.stored is None else self.stored.served
         return "acceptance_sampling" if served.get("temperature") else "acceptance_greedy"
+
+    @property
+    def agreement_words(self) -> list[str]:
+        """The top-1 agreement of each draft on new and on repeated text, in a sentence; none where it is not known."""
+        pairs = [
+            f"{name}: " + ", ".join(f"{label} text {found.mean:.1%}" for label, found in own.items())
+            for name, own in self.agreement.items()
+        ]
+        words = f"{AGREEMENT.capitalize()} with the target on its own text (repeated: tokens that end {REPEATED} which "
+        return [f"{words}stood before, prompt included): {'; '.join(pairs)}."] if pairs else []
 
     @property
     def probabilistic(self) -> str | None:
@@ -312,6 +325,7 @@ def evaluation_blocks(report: EvaluationReport) -> list[Block]:
     """eval.md, which the terminal shows too."""
     return [
         f"Sampler: {report.sampler_words}. Intervals resample prompts or documents.",
+        *report.agreement_words,
         *([report.stored.sentences] if report.stored is not None else []),
         *(_divergences(domain, report) for domain in report.domains),
         *([_groups(report)] if report.groups else []),

@@ -23,6 +23,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.data.packing import Packed, hidden_states, packed_logits, scored_documents
+from distill.data.repetition import repetition
 from distill.data.samples import Request
 from distill.decoding.batch import refill
 from distill.decoding.calibration import Recorded, Recorder
@@ -310,9 +311,7 @@ def _require_finite(logits: Sequence[tuple[Any, Tensor]], lengths: Sequence[int]
 
 # ── Slices of positions: how deep in the text they stand, and whether their text was there before ──
 
-REPEATED = 3  # tokens in a row that stood in the text before: the last of them is repeated
 SHALLOWEST = 64  # tokens of the first bucket of depths
-NEW, SEEN = "new", "repeated"
 
 
 @dataclass(frozen=True)
@@ -375,18 +374,6 @@ def depth_label(place: int) -> str:
     """The bucket of this many tokens before: the first ones, then doubling."""
     low = range_start(place, SHALLOWEST)
     return f"{low} to {(2 * low or SHALLOWEST) - 1}"
-
-
-def repetition(ids: Sequence[int]) -> list[str]:
-    """Whether each token ends REPEATED tokens that stood in the text before."""
-    known: set[tuple[int, ...]] = set()
-    found = []
-    for place in range(len(ids)):
-        last = tuple(ids[max(0, place - REPEATED + 1) : place + 1])
-        found.append(SEEN if last in known else NEW)
-        if len(last) == REPEATED:
-            known.add(last)
-    return found
 
 
 # ── Decoded rounds ──

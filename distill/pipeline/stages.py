@@ -157,11 +157,12 @@ STAGES = (
     _stage(
         "cut",
         "surgery.stage:cut",
-        "cut",
+        "cut target.dtype",
         "corpus:corpus/text-validation.safetensors answers:answers/train-* teacher:teacher/* validation:validation/*",
         "cut",
         "target donor",
         f"{ROUNDING} cut.allow_full_size",
+        version=2,
         pins=(("parent (content)", lambda recipe, run: run.parent()),),
     ),
     _stage(

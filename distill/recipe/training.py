@@ -164,18 +164,13 @@ class Cut(Section):
         description="give the donor the target's vocabulary, byte for byte, needed if it has another; `{}`, or for "
         "target tokens such as turn markers the text whose donor tokens initialise them",
     )
-    layers: int | None = Field(None, ge=1, description="layers to keep; null: all")
-    layer_rule: Literal["auto", "greedy", "influence"] = Field(
-        "auto",
-        description="which layers are dropped. greedy: one at a time, that whose removal adds least KL to the "
-        "target; influence: those that change the hidden state least; auto: greedy up to 28 layers, influence above",
+    layers: int | None = Field(
+        None,
+        ge=1,
+        description="layers to keep, those that change the stream most ([cuts](surgery.md#cuts)); null: all",
     )
     drop_layers: str | None = Field(
         None, description="layers to drop, by number (the first is 0), such as `14-21` or `3,7,9-11`"
-    )
-    layer_repair: bool = Field(
-        True,
-        description="refit down_proj of the kept layers, so that each makes up for the layers dropped after it",
     )
     mlp_width: int | None = Field(
         None, ge=32, description="MLP neurons to keep per layer, those that add most to the residual stream; null: all"
@@ -202,8 +197,4 @@ class Cut(Section):
             raise ValueError("trim is a share up to 1, or a number of tokens from 256 on")
         if self.drop_layers is not None and self.layers is not None:
             raise ValueError("drop_layers names the layers; leave layers out")
-        if self.layer_rule != "auto" and self.layers is None:
-            raise ValueError("layer_rule says which layers go where layers says how many: give layers, or leave it out")
-        if not self.layer_repair and self.layers is None and self.drop_layers is None:
-            raise ValueError("layer_repair is for dropped layers, and none are dropped: leave it out")
         return self

@@ -8,9 +8,9 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
+from distill.data.repetition import NEW, SEEN
 from distill.decoding.costs import tokens_per_round
 from distill.folders import read_config
-from distill.measuring.measure import NEW, SEEN
 from distill.measuring.speedup_results import Measurement, SpeedupPart, StepFigures, speedup_of
 from distill.measuring.verdict import WITHOUT, engine_of
 from distill.recipe import Recipe

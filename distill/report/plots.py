@@ -14,10 +14,10 @@ from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
+from distill.data.repetition import SEEN
 from distill.errors import DataError
 from distill.machine import install_extra
 from distill.measuring.evaluation_results import MEASURES, EvaluationReport
-from distill.measuring.measure import SEEN
 from distill.measuring.speedup_results import SpeedupPart, SpeedupReport
 from distill.measuring.verdict import engine_of, leader
 from distill.tables import Interval, clean, known, ratio_interval, shown

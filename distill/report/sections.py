@@ -77,7 +77,8 @@ def _short(results: RunResults) -> list[Block]:
         caption = "Acceptance by drafted position (greedy rounds), and on repeated and new text (as served)."
         why.insert(0, Plot(partial(plots.acceptance_by_position, evaluation), caption))
     missing = [results.absence(name) for name, one in (("speedup", measured), ("eval", evaluation)) if not one]
-    return [*blocks, *missing, *why, _draft(results)]
+    agreement = evaluation.agreement_words if evaluation else []
+    return [*blocks, *missing, *why, *agreement, _draft(results)]
 
 
 def _draft(results: RunResults) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from distill.data.repetition import NEW, SEEN
 from distill.data.samples import AnswerTexts, AskedQuestions, CorpusTexts, QuestionTexts, SplitTexts, TextCount
 from distill.export import ExportedFile, ExportReport
 from distill.folders import ModelSizes
@@ -114,10 +115,16 @@ def cuts(results: RunResults) -> Table:
         "MLP": lambda one: max(one.after.mlp),
         "tokens in the head": lambda one: one.after.kept_vocabulary,
         "change": lambda one: Cell(one.after.parameters / one.before.parameters - 1, "%"),
-        "KL before, nats": lambda one: Cell(one.kl_before, "significant"),
-        "KL after": lambda one: Cell(one.kl_after, "significant"),
+        "KL before, nats": lambda one: Cell(one.close_before.kl if one.close_before else None, "significant"),
+        "KL after": lambda one: Cell(one.close_after.kl if one.close_after else None, "significant"),
+        "agreement, new text": lambda one: _agreement(one, NEW),
+        "repeated": lambda one: _agreement(one, SEEN),
     }
     return table_of(results.cuts, columns, results.command)
+
+
+def _agreement(change: Change, kind: str) -> Cell:
+    return Cell(change.close_after.agreement.get(kind) if change.close_after else None, "%")
 
 
 def texts(results: RunResults) -> list[Table]:

@@ -21,7 +21,6 @@ from distill.errors import DataError, RecipeError
 from distill.files import is_gguf
 from distill.folders import NUMPY_FLOATS, read_header, weight_files
 from distill.gguf.families import kinds_of, orders
-from distill.progress import Progress
 
 # ── Parts of a decoder: a line for each family, and what its modules and its configuration say themselves ──
 
@@ -249,24 +248,27 @@ def block_influence(model: Any, blocks: Packed) -> list[float]:
 
 
 @torch.no_grad()
-def layer_calls(model: Any, part: Packed) -> list[tuple[Tensor, dict[str, Any]]]:
-    """What each layer is called with in a pass over a batch of blocks: the states [n, S, H], and the other arguments,
-    such as its own kind of mask and of positions."""
+def layer_calls(model: Any, part: Packed) -> tuple[Tensor, list[dict[str, Any]]]:
+    """The states [n, S, H] that the first layer reads of a batch of blocks, and what each layer is called with beside
+    its states, such as its own kind of mask and of positions. No layer computes."""
     calls: list[tuple[Tensor, dict[str, Any]]] = []
 
-    def see(_module: Any, arguments: tuple[Tensor, ...], others: dict[str, Any]) -> None:
-        calls.append((arguments[0], others))
+    def see(states: Tensor, **others: Any) -> Tensor:
+        calls.append((states, others))
+        return states
 
-    with ExitStack() as hooks:
-        for layer in layers_of(model):
-            hooks.enter_context(layer.register_forward_pre_hook(see, with_kwargs=True))
+    layers = layers_of(model)
+    try:
+        for layer in layers:
+            layer.forward = see
         hidden_states(model, part)
-    return calls
+    finally:
+        for layer in layers:
+            del layer.forward
+    return calls[0][0], [others for _, others in calls]
 
 
 # ── Which layers stay, and a model without the others ──
-
-ModelLoss = Callable[[Any], float]
 
 
 def check_layers(config: Any, keep: int) -> None:
@@ -301,42 +303,31 @@ def parse_layers(text: str, count: int) -> list[int]:
 
 
 def choose_layers(
-    model: Any, keep: int | None, rule: str, *, blocks: Packed, loss: ModelLoss, drop: str | None = None
+    model: Any, keep: int | None, blocks: Packed, drop: str | None = None
 ) -> tuple[list[int], dict[str, Any]]:
     """The layers that stay, ascending, and a report of why; the model is left as it was.
 
-    With n = L − keep:
-    influence     drops the n of least block influence over `blocks`, the first and the last excepted, which read the
-                  embeddings and feed the head; when one layer is kept it is the first. Men et al. 2024.
-    greedy        removes, n times, the layer without which `loss(model)` is lowest: L + (L − 1) + … evaluations on the
-                  model with that layer out of its list; no weights are copied. The first of equals goes.
-    explicit      drops the layers in `drop` (see parse_layers), whatever `keep` is.
+    Those in `drop` (see parse_layers) go; without it all but `keep`, those of least `block_influence` over `blocks`,
+    the first and the last at the end, which read the embeddings and feed the head. Layers of different kinds stay in
+    an order that GGUF can state: of Gemma 3, every n-th without a window.
 
-    Layers of different kinds stay in an order that GGUF can state: of Gemma 3, every n-th without a window.
-
-    Raises RecipeError for a number or for layers that are not possible; DataError for an unknown architecture.
+    Raises RecipeError for a number or for layers that are not possible; DataError for an unknown architecture, and
+    where the states are not finite.
     """
     count = len(layers_of(model))
-    report: dict[str, Any] = {"rule": rule, "layers": count}
-    dropped: Sequence[int]
-    if rule == "explicit":
-        assert drop is not None
+    report: dict[str, Any] = {"layers": count}
+    if drop is not None:
         dropped = parse_layers(drop, count)
     else:
         assert keep is not None
         check_layers(model.config, keep)
-        possible = _possible(model.config, keep)
-        if rule == "greedy":
-            steps, evaluations = _greedy(model, count - keep, loss, possible)
-            report |= {"evaluations": evaluations, "steps": steps}
-            dropped = [step["removed"] for step in steps]
-        else:
-            assert rule == "influence", rule
-            report["influence"] = influence = block_influence(model, blocks)
-            dropped = []
-            for layer in [*sorted(range(1, count - 1), key=lambda i: influence[i]), count - 1, 0]:
-                if len(dropped) < count - keep and possible([i for i in range(count) if i not in [*dropped, layer]]):
-                    dropped = [*dropped, layer]
+        possible, dropped = _possible(model.config, keep), []
+        report["influence"] = scores = block_influence(model, blocks) if keep < count else []
+        if not all(map(math.isfinite, scores)):
+            raise DataError("the states of the uncut model are not finite", "check the donor's weights")
+        for layer in [*sorted(range(1, count - 1), key=lambda i: scores[i]), count - 1, 0] if scores else ():
+            if len(dropped) < count - keep and possible([i for i in range(count) if i not in [*dropped, layer]]):
+                dropped = [*dropped, layer]
     kept = [i for i in range(count) if i not in dropped]
     return kept, {**report, "kept": kept, "dropped": sorted(dropped)}
 
@@ -352,43 +343,6 @@ def _possible(config: Any, keep: int) -> Callable[[Sequence[int]], bool]:
         return all(one in left for one in order)
 
     return lambda left: not possible or any(within(order, iter([kinds[i] for i in left])) for order in possible)
-
-
-def _greedy(
-    model: Any, drop: int, loss: ModelLoss, possible: Callable[[Sequence[int]], bool]
-) -> tuple[list[dict[str, Any]], int]:
-    """The layers removed one after the other, each with the loss without it; how many losses were evaluated."""
-    kept, steps, evaluations = list(range(len(layers_of(model)))), [], 0
-    progress = Progress("layers: losses without one", sum(len(kept) - gone for gone in range(drop)), brief=True)
-    for _ in range(drop):
-        losses: dict[int, float] = {}
-        for candidate in kept:
-            left = [i for i in kept if i != candidate]
-            if possible(left):
-                with only_layers(model, left):
-                    value = float(loss(model))
-                losses[candidate] = value if math.isfinite(value) else math.inf
-            progress.step()
-        evaluations += len(losses)
-        best = min(losses, key=lambda i: losses[i])
-        if losses[best] == math.inf:
-            raise DataError(f"without any of layers {kept} the loss is not finite", "check the donor's weights")
-        kept.remove(best)
-        steps.append({"removed": best, "loss": losses[best]})
-    return steps, evaluations
-
-
-@contextmanager
-def only_layers(model: Any, kept: Sequence[int]) -> Iterator[None]:
-    """Within the block, the model has only those layers; afterwards all of them again. No weights are copied."""
-    layers = layers_of(model)
-    settings = {name: getattr(model.config, name) for name in layer_settings(model.config, kept)}
-    keep_layers(model, kept)
-    try:
-        yield
-    finally:
-        put_layers(model, layers)
-        _set_layers(model, settings)
 
 
 def keep_layers(model: Any, kept: Sequence[int]) -> None:
@@ -425,25 +379,22 @@ def check_width(config: Any, width: int) -> None:
 
 
 def neuron_scores(model: Any, blocks: Packed) -> list[Tensor]:
-    """E[a²]·‖down column‖² [F] of each layer's neurons: the mean square that each adds to the residual stream."""
+    """E|a|·‖down column‖ [F] of each layer's neurons: the mean length of what each adds to the residual stream."""
     downs = [layer.mlp.down_proj for layer in layers_of(model)]
-    squares = [torch.zeros(down.in_features, device=down.weight.device) for down in downs]
+    sums = [torch.zeros(down.in_features, device=down.weight.device) for down in downs]
 
     def add(total: Tensor, a: Tensor) -> None:
-        total.add_(a.square().sum(0))
+        total.add_(a.abs().sum(0))
 
-    watches = [(down, partial(add, total)) for down, total in zip(downs, squares, strict=True)]
+    watches = [(down, partial(add, total)) for down, total in zip(downs, sums, strict=True)]
     count = observe(model, blocks, watches)
-    columns = [down.weight.detach().float().square().sum(0) for down in downs]
-    return [total / count * column for total, column in zip(squares, columns, strict=True)]
+    columns = [down.weight.detach().float().norm(dim=0) for down in downs]
+    return [total / count * column for total, column in zip(sums, columns, strict=True)]
 
 
-def narrow(model: Any, blocks: Packed, width: int) -> dict[str, Any]:
-    """Keep `width` neurons of every layer's MLP, those of largest score in their order; the model is changed in place.
-
-    Returns JSON-able details: neurons kept per layer, and the share of its score they hold. Raises RecipeError for a
-    width that is not possible (see check_width).
-    """
+def choose_neurons(model: Any, blocks: Packed, width: int) -> tuple[list[list[int]], list[float]]:
+    """The `width` neurons of each layer's MLP that stay, those of largest score, ascending; the share of its score that
+    they hold. Raises RecipeError for a width that is not possible (see check_width)."""
     check_width(model.config, width)
     neurons, shares = [], []
     for scores in (one.cpu() for one in neuron_scores(model, blocks)):  # some devices sort no integers
@@ -451,12 +402,15 @@ def narrow(model: Any, blocks: Packed, width: int) -> dict[str, Any]:
         mass = float(scores.sum())
         neurons.append(kept.tolist())
         shares.append(float(scores[kept].sum()) / mass if mass else 1.0)
-    keep_neurons(model, neurons)
-    return {"widths": [width] * len(neurons), "neurons": neurons, "score_kept": shares}
+    return neurons, shares
 
 
-def keep_neurons(model: Any, neurons: Sequence[Sequence[int]]) -> None:
-    """Keep those neurons of each layer's MLP (equally many, ascending); the model is changed in place."""
-    for layer, kept in zip(layers_of(model), neurons, strict=True):
-        take_neurons(layer, kept)
-    model.config.intermediate_size = len(neurons[0])
+@torch.no_grad()
+def cut_parts(model: Any, kept: Sequence[int], neurons: Sequence[Sequence[int]] | None = None) -> None:
+    """Keep those layers (ascending) and, of each of the model's layers, those neurons; in place, without repair."""
+    layers = layers_of(model)
+    if neurons is not None:
+        for index in kept:
+            take_neurons(layers[index], neurons[index])
+        model.config.intermediate_size = len(neurons[0])
+    keep_layers(model, kept)

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError
-from distill.files import has_form, read_object, write_json
+from distill.files import Figure, has_form, read_object, write_json
 from distill.folders import ModelSizes
 
 
@@ -28,15 +28,24 @@ class Size:
 
 
 @dataclass(frozen=True)
+class Closeness:
+    """How near a model is to the target: KL(target ‖ model) in nats, a mean over positions, and its top-1 agreement
+    with it by kind of text, new or repeated (`repetition`); a kind without positions is left out."""
+
+    kl: Figure
+    agreement: dict[str, float]
+
+
+@dataclass(frozen=True)
 class Change:
-    """One operation: its name, the sizes before and after, KL(target ‖ model) in nats before and after where it was
-    measured, and its choices, in words and numbers that JSON can hold."""
+    """One operation: its name, the sizes before and after, how close the model was to the target before and after where
+    it was measured, and its choices, in words and numbers that JSON can hold."""
 
     operation: str
     before: Size
     after: Size
-    kl_before: float | None = None
-    kl_after: float | None = None
+    close_before: Closeness | None = None
+    close_after: Closeness | None = None
     details: dict[str, Any] = field(default_factory=dict)
 
     def sentence(self) -> str:
@@ -53,9 +62,13 @@ class Change:
             f"parameters {old.parameters / 1e6:.2f}M -> {new.parameters / 1e6:.2f}M",
             f"bytes per step {old.bytes_per_step / 1e6:.2f} MB -> {new.bytes_per_step / 1e6:.2f} MB",
         ]
-        if self.kl_after is not None:
-            before = "" if self.kl_before is None else f"{self.kl_before:.4f} -> "
-            parts.append(f"KL to the target {before}{self.kl_after:.4f}")
+        if (now := self.close_after) is not None:
+            was = self.close_before
+            parts.append(f"KL to the target {'' if was is None else f'{was.kl:.4f} -> '}{now.kl:.4f}")
+            parts += [
+                f"agreement with it on {kind} text {'' if was is None else f'{was.agreement[kind]:.3f} -> '}{share:.3f}"
+                for kind, share in now.agreement.items()
+            ]
         return f"{self.operation}: " + ", ".join(parts)
 
 

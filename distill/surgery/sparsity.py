@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from distill.errors import RecipeError
-from distill.surgery.layers import NEURON_MULTIPLE, gate_and_up, keep_neurons, layers_of
+from distill.surgery.layers import NEURON_MULTIPLE, cut_parts, gate_and_up, layers_of
 
 # ── The phases of a training and the schedule of λ ──
 # A run has three phases: dense (the first `start` of the steps), ramp (a proximal step after every optimizer step),
@@ -250,7 +250,8 @@ class GroupLasso(Penalty):
         assert [id(layer) for layer in layers_of(model)] == [id(layer) for layer in self.layers]
         if not self.frozen:
             self._freeze()
-        keep_neurons(model, [kept.nonzero().view(-1).tolist() for kept in self.kept])
+        neurons = [kept.nonzero().view(-1).tolist() for kept in self.kept]
+        cut_parts(model, range(len(neurons)), neurons)
         zeros = [1 - count / self.to_remove for count in self.missing]
         zero = f"of the neurons removed {min(zeros):.1%} or more per layer were exactly zero"
         return f"MLP {self.neurons} -> {self.width}; {zero}", {

@@ -57,7 +57,9 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
     if recipe.target.load:
         target = load_target(recipe.target, device)
         vocabulary = real_tokens(target.config, load_tokenizer(recipe.target.model))
-        distributions = TargetDistributions.measure(target, comparison_blocks(recipe, run, answers), vocabulary)
+        distributions = TargetDistributions.measure(
+            target, comparison_blocks(recipe, run, answers), vocabulary, recipe.target.dtype
+        )
         del target  # the donor takes its memory
     else:
         distributions = TargetDistributions.stored(recipe, run)
@@ -148,7 +150,7 @@ def load_donor(
         vocabulary=old.vocabulary,
         bytes=4 * old.parameters,
     )
-    return model, sizes, [replace(change, kl_after=distributions.kl(model))]
+    return model, sizes, [replace(change, close_after=distributions.compare(model))]
 
 
 def match_rows(model: Any, rows: int, real: int) -> list[Change]:
@@ -181,27 +183,29 @@ def _own_blocks(recipe: Recipe, answers: Sequence[Sample]) -> Packed:
 
 
 def score_blocks(recipe: Recipe, run: Run, answers: Sequence[Sample]) -> Packed:
-    """The text on which neurons, layers and heads are scored and refitted: the target's first answers, packed; of few
-    answers those on which no cut is compared."""
-    text = Packed.load(run.path("corpus", "text-validation.safetensors"))
-    first = answers if len(text) else answers[: len(answers) - compared_answers(answers)] or answers
-    own = _own_blocks(recipe, first).take(slice(0, recipe.cut.score_blocks))
-    return own if len(own) else text
+    """The text on which neurons and layers are scored and refitted: the target's first answers, packed, of few answers
+    those on which no cut is compared; without answers, text of the validation split."""
+    return _answers_or_text(recipe, run, answers[: len(answers) - compared_answers(answers)] or answers)
 
 
 def compared_answers(answers: Sequence[Sample]) -> int:
-    """How many of the last answers cuts may be compared on, where there is no validation text: half of them, because a
-    cut fits those that it was made from."""
+    """How many of the last answers cuts may be compared on: half of them, because a cut fits those that it was made
+    from."""
     return max(1, len(answers) // 2)
 
 
 def comparison_blocks(recipe: Recipe, run: Run, answers: Sequence[Sample]) -> Packed:
-    """The text on which cuts are compared: that of the validation split, or the target's last answers where the corpus
-    has questions alone. DataError where there is neither."""
-    text = Packed.load(run.path("corpus", "text-validation.safetensors"))
-    blocks = text if len(text) else _own_blocks(recipe, answers[::-1][: compared_answers(answers)])
+    """The text on which cuts are compared: the target's last answers, or where there are none text of the validation
+    split. DataError where there is neither."""
+    blocks = _answers_or_text(recipe, run, answers[::-1][: compared_answers(answers)])
     if not len(blocks):
-        raise DataError("there is neither validation text nor an answer to compare cuts on", "raise answers.prompts")
+        raise DataError("there is neither an answer nor validation text to compare cuts on", "raise answers.prompts")
+    return blocks
+
+
+def _answers_or_text(recipe: Recipe, run: Run, answers: Sequence[Sample]) -> Packed:
+    own = _own_blocks(recipe, answers)
+    blocks = own if len(own) else Packed.load(run.path("corpus", "text-validation.safetensors"))
     return blocks.take(slice(0, recipe.cut.score_blocks))
 
 

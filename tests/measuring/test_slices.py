@@ -11,7 +11,8 @@ import pytest
 import tiny
 import torch
 
-from distill.data.packing import pack, scored_documents
+from distill.data.packing import pack, repeated_next, scored_documents
+from distill.data.repetition import NEW, SEEN, repetition
 from distill.measuring import measure
 
 
@@ -28,9 +29,9 @@ def test_repetition_follows_its_definition(seed: int) -> None:
     draws = random.Random(seed)
     ids = [draws.randrange(3) for _ in range(draws.randrange(1, 40))]
     ids += [draws.randrange(9) for _ in range(draws.randrange(1, 5))] * draws.randrange(1, 9)
-    for place, label in enumerate(measure.repetition(ids)):
+    for place, label in enumerate(repetition(ids)):
         before = [ids[at : at + 3] for at in range(place - 2)]
-        assert label == (measure.SEEN if ids[max(0, place - 2) : place + 1] in before else measure.NEW), place
+        assert label == (SEEN if ids[max(0, place - 2) : place + 1] in before else NEW), place
 
 
 def test_sums_are_those_of_every_position() -> None:
@@ -39,13 +40,15 @@ def test_sums_are_those_of_every_position() -> None:
     texts = [draws.integers(0, 6, size).tolist() for size in (30, 50, 90)]
     blocks = pack([(text, first) for text, first in zip(texts, (5, 1, 40), strict=True)], 90, True)
     sliced = measure.SlicedValues.of(blocks)
+    repeated: list[bool] = []
     values, expected = [], dict[tuple[str, str], list[tuple[int, float]]]()
     for block, document, here in scored_documents(blocks):
         own = (blocks.documents[block] == document).nonzero()[:, 0].tolist()
         number = blocks.number(block, document)
         ids = blocks.ids[block][own].tolist()
-        names = {"depth": [*map(measure.depth_label, range(len(ids)))], "repetition": measure.repetition(ids)}
+        names = {"depth": [*map(measure.depth_label, range(len(ids)))], "repetition": repetition(ids)}
         places = here.nonzero()[:, 0].tolist()
+        repeated += [names["repetition"][own.index(place) + 1] == SEEN for place in places]
         least, most = torch.from_numpy(draws.random((2, len(places), len(measure.METRICS))))
         for cut in (slice(0, 7), slice(7, None)):
             values.append(("draft", number, least[cut], most[cut], 0))
@@ -54,6 +57,7 @@ def test_sums_are_those_of_every_position() -> None:
             for name, labels in names.items():
                 expected.setdefault((name, labels[own.index(place) + 1]), []).append((number, middle))
     assert [*sliced.watch(values)] == values and len(blocks) == 2
+    assert repeated_next(blocks).tolist() == repeated and len({*repeated}) == 2
     results = sliced.results("acceptance_sampling")
     assert {one.of for one in results} == {"depth", "repetition"}
     for one in results:

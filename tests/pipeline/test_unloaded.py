@@ -17,7 +17,7 @@ from tiny import Capture, Patch
 from torch import Tensor
 from trainings import two_processes
 
-from distill.data.packing import Packed
+from distill.data.packing import Packed, repeated_next
 from distill.data.samples import read_samples
 from distill.engines.torch import hugging_face
 from distill.engines.torch.hugging_face import load_model, load_target, load_tokenizer, text_folder
@@ -216,9 +216,13 @@ def test_weights_are_chosen_by_the_exact_acceptance(either: Path, place: Path) -
 def test_the_cut_is_compared_on_the_store(from_server: Path, place: Path) -> None:
     """The KL of the finished cut lies below the exact one (one bucket for the rest) and close to it."""
     recipe, run = opened(from_server)
-    given = held_out(recipe, run, "validation").given
-    exact = exact_means(reference(loaded(place / "whole"), given), reference(loaded(from_server / "cut"), given))
-    found = read(from_server, "cut", "cut.json")["changes"][-1]["kl_after"]
+    blocks = TeacherStore(run, "validation").packed.take(slice(0, recipe.cut.score_blocks))  # its own answers first
+    target, draft = reference(loaded(place / "whole"), blocks), reference(loaded(from_server / "cut"), blocks)
+    close = read(from_server, "cut", "cut.json")["changes"][-1]["close_after"]
+    exact, found, seen = exact_means(target, draft), close["kl"], repeated_next(blocks)
+    equal = target.argmax(-1) == draft.argmax(-1)
+    for kind, here in (("new", ~seen), ("repeated", seen)):
+        assert close["agreement"][kind] == pytest.approx(float(equal[here].double().mean()), abs=2 / int(here.sum()))
     assert exact["forward_kl"] - 0.05 < found < exact["forward_kl"] + 1e-3
 
 

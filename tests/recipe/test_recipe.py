@@ -132,9 +132,6 @@ def test_null_switches_off_and_the_last_override_wins(small: Path) -> None:
         ("name=../elsewhere", "name: "),
         ("corpus.sources=[]", "corpus.sources: "),
         ("cut.trim=200", "trim is a share up to 1, or a number of tokens from 256 on"),
-        ("cut.layer_rule=greedy", "layer_rule says which layers go"),
-        ("cut={drop_layers: '3', layer_rule: greedy}", "layer_rule says which layers go"),
-        ("cut={mlp_width: 64, layer_repair: false}", "layer_repair is for dropped layers"),
     ],
 )
 def test_bad_override(small: Path, override: str, said: str) -> None:

@@ -18,6 +18,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from distill.data.packing import Packed
 from distill.data.samples import Sample, read_answers, read_samples, write_samples
 from distill.engines.torch.hugging_face import load_config, load_tokenizer
+from distill.errors import DataError
 from distill.gguf import families
 from distill.gguf.families import kinds_of
 from distill.gguf.writer import export_gguf
@@ -63,7 +64,7 @@ def test_transplanted_donor_becomes_a_draft(begun: Path, world: Path, tmp_path: 
     run = run_with(begun, world, tmp_path, "eval", cut=draft, train={"embedding_steps": 3, "acceptance": None})
     change = read(run / "cut" / "surgery.json")["changes"][0]
     assert change["operation"] == "transplant" and change["details"]["zeros"] == 0
-    assert change["details"]["overrides"] == 1 and change["kl_after"] > 0
+    assert change["details"]["overrides"] == 1 and change["close_after"]["kl"] > 0
     for folder in (run / "cut", run / "draft"):
         tokenizer, target = AutoTokenizer.from_pretrained(folder), AutoTokenizer.from_pretrained(world / "target")
         assert tokenizer.get_vocab() == target.get_vocab()
@@ -145,14 +146,16 @@ def test_unstructured_sparsity_is_in_the_report(begun: Path, world: Path, tmp_pa
     assert "Sparsity" in page and "weights are zero" in page and "From donor to draft" in page
 
 
-def test_without_validation_text_cuts_are_compared_on_other_answers(begun: Path, world: Path, tmp_path: Path) -> None:
-    """However few there are; a single answer is both."""
+def test_cuts_are_compared_on_other_answers_than_they_are_made_from(begun: Path, world: Path, tmp_path: Path) -> None:
+    """However few there are; a single answer is both, and without any it is text of the validation split."""
     shutil.copytree(begun, tmp_path / "tiny")
     run = Run(tmp_path / "tiny", load_recipe(world / "recipe.yaml"))
     path = run.path("corpus", "text-validation.safetensors")
     text = Packed.load(path)
-    assert len(text) and torch.equal(comparison_blocks(run.recipe, run, []).ids, text.take(slice(0, 16)).ids)
+    assert len(text) and torch.equal(comparison_blocks(run.recipe, run, []).ids, text.take(slice(0, 4)).ids)
     text.take(slice(0, 0)).save(path)
+    with pytest.raises(DataError, match="neither an answer nor validation text"):
+        comparison_blocks(run.recipe, run, [])
     answers = [one for one in read_answers(run, "train") if not one.dropped]
 
     def read_by(blocks: Packed) -> set[int]:
@@ -209,7 +212,7 @@ def test_a_donor_with_other_padding_gets_the_targets_rows(
     for folder in (run / "cut", run / "draft"):
         assert AutoModelForCausalLM.from_pretrained(folder).config.vocab_size == rows
     changes = read(run / "cut" / "surgery.json")["changes"]
-    assert [change["operation"] for change in changes] == ["rows", "layers", "MLP width"]
+    assert [change["operation"] for change in changes] == ["rows", "layers, MLP width", "repair"]
     assert changes[0]["details"] == {"rows": rows, "donor_rows": rows + 40, "tokens": rows}
     capsys.readouterr()
     said = tiny.shown(capsys, "check", world / f"{tmp_path.name}.yaml")

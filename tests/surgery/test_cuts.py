@@ -27,8 +27,9 @@ from distill.surgery.layers import (
     check_layers,
     check_width,
     choose_layers,
+    choose_neurons,
+    cut_parts,
     keep_layers,
-    narrow,
     neuron_scores,
     parse_layers,
     require_floats,
@@ -64,7 +65,6 @@ SETTINGS: dict[str, dict[str, Any]] = {  # beside those of toys.FAMILIES
 }
 PLAIN, ODD = [*CASES], ["gemma3_text", "granite", "cohere2"]  # of the others, those of most parts of their own
 CASES |= {name: SETTINGS.get(name, {}) for name in FAMILIES if name not in KINDS}
-RULES = ("influence", "greedy", "explicit")
 
 
 def small(case: str, layers: int = 3, seed: int = 0, **changes: Any) -> Any:
@@ -113,16 +113,6 @@ def one_by_one(model: Any, module: Any) -> torch.Tensor:
     return torch.cat(seen)
 
 
-def kl_to(model: Any) -> Any:
-    distribution = logits(model).log_softmax(-1)
-    return lambda draft: float((distribution.exp() * (distribution - logits(draft).log_softmax(-1))).sum(-1).mean())
-
-
-def chosen(model: Any, keep: int | None, rule: str, **changes: Any) -> tuple[list[int], dict[str, Any]]:
-    """`choose_layers` on BLOCKS, by the KL to the model itself."""
-    return choose_layers(model, keep, rule, **{"blocks": BLOCKS, "loss": kl_to(model), **changes})
-
-
 def silence(layer: Any) -> None:
     """Make a layer the identity."""
     with torch.no_grad():
@@ -159,12 +149,11 @@ def test_influence_by_hidden_states(case: str, monkeypatch: pytest.MonkeyPatch) 
 
 
 @pytest.mark.parametrize("case", KINDS)
-@pytest.mark.parametrize("rule", RULES)
-def test_every_rule_leaves_a_model_that_works(case: str, rule: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("drop", [None, "1-2"])
+def test_cut_layers_leave_a_model_that_works(case: str, drop: str | None, tmp_path: Path) -> None:
     model = small(case, layers=4)
     before, config = logits(model), model.config.to_dict()
-    arguments: dict[str, Any] = {"drop": "1-2"} if rule == "explicit" else {}
-    kept, report = chosen(model, 2, rule, **arguments)
+    kept, report = choose_layers(model, 2, BLOCKS, drop)
     assert (
         len(kept) == 2 and kept == sorted(kept) == report["kept"] and sorted(kept + report["dropped"]) == [0, 1, 2, 3]
     )
@@ -196,66 +185,41 @@ def test_kinds_of_layers_are_cut(kind: str, tmp_path: Path) -> None:
         again = works_when_loaded(cut, tmp_path / "-".join(map(str, kept)))
         assert again.config.layer_types == cut.config.layer_types
     before, config = logits(model), model.config.to_dict()
-    kept, _ = chosen(model, 2, "greedy")  # with windows that come and go
+    choose_layers(model, 2, BLOCKS)
     assert torch.equal(logits(model), before) and model.config.to_dict() == config and model.model.has_sliding_layers
     assert [layer.self_attn.layer_idx for layer in model.model.layers] == [0, 1, 2, 3, 4]
 
 
-def test_greedy_by_brute_force() -> None:
-    model = small("qwen3", layers=5)
-    loss = kl_to(small("qwen3", layers=5, seed=1))
-    kept, report = chosen(model, 3, "greedy", loss=loss)
-    assert report["evaluations"] == 9
-
-    def without(dropped: set[int]) -> float:
-        cut = copy.deepcopy(model)
-        keep_layers(cut, [i for i in range(5) if i not in dropped])
-        return float(loss(cut))
-
-    gone: set[int] = set()
-    for step in report["steps"]:
-        losses = {i: without(gone | {i}) for i in range(5) if i not in gone}
-        assert step == {"removed": min(losses, key=lambda i: losses[i]), "loss": pytest.approx(min(losses.values()))}
-        gone.add(step["removed"])
-    assert set(kept) == set(range(5)) - gone
-    with pytest.raises(DataError, match="not finite"):
-        chosen(model, 4, "greedy", loss=lambda _m: math.nan)
-
-    def broken(_model: Any) -> float:
-        raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        chosen(model, 4, "greedy", loss=broken)
-    assert len(model.model.layers) == 5 == model.config.num_hidden_layers  # put back
-
-
-def test_layer_rules_for_every_number() -> None:
+def test_layers_of_least_influence_go() -> None:
+    """For every number that stays; the first and the last one at the end."""
     model = small("qwen2", layers=6)
-    influence = block_influence(model, BLOCKS)
-    for keep in range(1, 7):
-        kept, report = chosen(model, keep, "influence")
-        assert report["influence"] == influence and len(kept) == keep and 0 in kept and (5 in kept or keep == 1)
+    scores = block_influence(model, BLOCKS)
+    for keep in range(1, 6):
+        kept, report = choose_layers(model, keep, BLOCKS)
+        assert report["influence"] == scores and len(kept) == keep and 0 in kept and (5 in kept or keep == 1)
         gone = set(report["dropped"]) - {0, 5}
-        assert max([influence[i] for i in gone], default=-1) <= min(
-            [influence[i] for i in {1, 2, 3, 4} - gone], default=9
-        )
+        assert max([scores[i] for i in gone], default=-1) <= min([scores[i] for i in {1, 2, 3, 4} - gone], default=9)
+    assert choose_layers(model, 6, BLOCKS)[0] == [*range(6)]
+    with torch.no_grad():
+        model.model.layers[2].mlp.down_proj.weight[5] = math.nan
+    with pytest.raises(DataError, match="not finite"):
+        choose_layers(model, 2, BLOCKS)
 
 
-@pytest.mark.parametrize("rule", ["greedy", "influence"])
 @pytest.mark.parametrize("case", ["gemma3_text", "cohere2", "smollm3"])
-def test_kinds_of_layers_stay_in_an_order_that_gguf_states(
-    case: str, rule: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kinds_of_layers_stay_in_an_order_that_gguf_states(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     order = [False, False, False, True, False, False, False, True]  # True: without a window, or without positions
     kinds: dict[str, Any] = {"layer_types": [["sliding_attention", "full_attention"][own] for own in order]}
     kinds = {"no_rope_layers": [int(not own) for own in order]} if case == "smollm3" else kinds
     model = small(case, layers=8, **kinds)
     for layer in (1, 4, 5, 6):  # the order that would stay is none
         silence(model.model.layers[layer])
-    kept, _ = chosen(model, 4, rule)
+    kept, _ = choose_layers(model, 4, BLOCKS)
     assert [order[i] for i in kept] in orders(case, 4)
     monkeypatch.setattr("distill.surgery.layers.kinds_of", lambda _: [])
-    assert chosen(model, 4, rule)[0] == [0, 2, 3, 7] and [order[i] for i in (0, 2, 3, 7)] not in orders(case, 4)
+    assert choose_layers(model, 4, BLOCKS)[0] == [0, 2, 3, 7] and [order[i] for i in (0, 2, 3, 7)] not in orders(
+        case, 4
+    )
 
 
 def test_parse_layers() -> None:
@@ -275,10 +239,10 @@ def test_parse_layers() -> None:
 def test_narrow_equals_the_masked_model(case: str, tmp_path: Path) -> None:
     model = small(case)
     masked = copy.deepcopy(model)
-    found = narrow(model, BLOCKS, 64)
-    json.dumps(found, allow_nan=False)
+    neurons, _ = choose_neurons(model, BLOCKS, 64)
+    cut_parts(model, [0, 1, 2], neurons)
     with torch.no_grad():
-        for layer, kept in zip(masked.model.layers, found["neurons"], strict=True):
+        for layer, kept in zip(masked.model.layers, neurons, strict=True):
             assert len(kept) == 64 and kept == sorted(set(kept))
             layer.mlp.down_proj.weight[:, sorted(set(range(96)) - set(kept))] = 0
     close(logits(model), logits(masked))
@@ -291,17 +255,17 @@ def test_neurons_stay_by_what_they_write(case: str, monkeypatch: pytest.MonkeyPa
     model = small(case)
     inputs = [one_by_one(model, layer.mlp.down_proj) for layer in model.model.layers]
     assert len(inputs[0]) == TOKENS < BLOCKS.ids.numel()  # padding is there and does not count
-    written = [  # the mean square of what each neuron adds to the stream, [F]
-        a.square().mean(0) * layer.mlp.down_proj.weight.detach().double().square().sum(0)
+    written = [  # the mean length of what each neuron adds to the stream, [F]
+        a.abs().mean(0) * layer.mlp.down_proj.weight.detach().double().norm(dim=0)
         for a, layer in zip(inputs, model.model.layers, strict=True)
     ]
     for batch in (1, 4, 100):
         monkeypatch.setattr("distill.surgery.layers.BATCH", batch)
         for scores, expected in zip(neuron_scores(model, BLOCKS), written, strict=True):
             close(scores.double(), expected)
-    found = narrow(model, BLOCKS, 32)
-    assert found["neurons"] == [own.topk(32).indices.sort().values.tolist() for own in written]
-    assert found["score_kept"] == pytest.approx([float(own.topk(32).values.sum() / own.sum()) for own in written])
+    neurons, shares = choose_neurons(model, BLOCKS, 32)
+    assert neurons == [own.topk(32).indices.sort().values.tolist() for own in written]
+    assert shares == pytest.approx([float(own.topk(32).values.sum() / own.sum()) for own in written])
 
 
 # ---- what cannot be ----
@@ -349,8 +313,8 @@ def test_cuts_that_cannot_be(kind: str) -> None:
         (lambda: check_layers(config, 4), "1 to 2"),
         (lambda: check_width(config, 128), "64 or 96"),
         *((partial(check_width, config, width), "32 or 64") for width in (40, 0, -32)),
-        (lambda: chosen(model, 4, "greedy", loss=kl_to(model)), "1 to 2"),
-        (lambda: narrow(model, BLOCKS, 40), "32 or 64"),
+        (lambda: choose_layers(model, 4, BLOCKS), "1 to 2"),
+        (lambda: choose_neurons(model, BLOCKS, 40), "32 or 64"),
     ]
     for act, says in refused:
         with pytest.raises(RecipeError, match=says):
@@ -360,8 +324,8 @@ def test_cuts_that_cannot_be(kind: str) -> None:
     for act in (
         lambda: check_layers(config, 1),
         lambda: check_width(config, 32),
-        lambda: chosen(model, 1, "influence"),
-        lambda: narrow(model, BLOCKS, 32),
+        lambda: choose_layers(model, 1, BLOCKS),
+        lambda: choose_neurons(model, BLOCKS, 32),
     ):
         with pytest.raises(DataError, match="`gpt_neox` is not supported") as raised:
             act()

@@ -1,4 +1,5 @@
-"""Kept layers that make up for dropped ones, against least squares on the states that transformers returns."""
+"""Cuts of layers and of MLP width whose kept layers make up for what is gone, against least squares on the states that
+transformers returns."""
 
 from __future__ import annotations
 
@@ -8,12 +9,14 @@ from typing import Any
 
 import pytest
 import torch
-from test_cuts import BLOCKS, CASES, IDS, logits, small
+from test_cuts import BLOCKS, CASES, IDS, logits, silence, small
 
 from distill.data.packing import Packed, pack
 from distill.errors import DataError
-from distill.surgery.cutter import refit_layers, states_behind
-from distill.surgery.layers import FAMILIES, has_token, keep_layers
+from distill.recipe import parse_section
+from distill.recipe.training import Cut
+from distill.surgery.cutter import TargetDistributions, cut_model, repair
+from distill.surgery.layers import FAMILIES, choose_neurons, cut_parts, layer_calls
 
 RIDGE = 0.1
 ALONE = pack([([*row], 1) for row in IDS.tolist()], IDS.shape[1], split_long=False)  # one document a block
@@ -27,14 +30,6 @@ def streams(model: Any, ids: torch.Tensor = IDS) -> list[torch.Tensor]:
     states = model(ids, output_hidden_states=True, use_cache=False).hidden_states
     handle.remove()
     return [*states[:-1], last[0]]
-
-
-def refitted(model: Any, kept: list[int], blocks: Packed = ALONE, **settings: Any) -> tuple[Any, dict[str, Any]]:
-    ends, cut = states_behind(model, kept, blocks), copy.deepcopy(model)
-    keep_layers(cut, kept)
-    losses = iter([2.0, 1.0, 3.0])  # the first ridge wins
-    settings = {"ridges": (RIDGE, 10.0), "loss": lambda _: next(losses), **settings}
-    return cut, refit_layers(cut, kept, ends, blocks, **settings)
 
 
 @torch.no_grad()
@@ -69,57 +64,96 @@ def expected_weight(cut: Any, index: int, wanted: torch.Tensor) -> torch.Tensor:
     return layer.mlp.down_proj.weight.double() + change.T
 
 
+@pytest.mark.parametrize("width", [None, 64])
 @pytest.mark.parametrize("case", CASES)
-def test_each_layer_is_the_least_squares_answer_to_its_own_input(case: str) -> None:
-    model = small(case, layers=6)
-    kept = [0, 1, 4]  # a gap behind layers 1 and 4
-    cut, report = refitted(model, kept)
-    before, uncut = copy.deepcopy(model), streams(model)
-    keep_layers(before, kept)
-    assert torch.equal(cut.model.layers[0].mlp.down_proj.weight, before.model.layers[0].mlp.down_proj.weight)
-    for index, end in ((1, 4), (2, 6)):
+def test_each_layer_is_the_least_squares_answer_to_its_own_input(case: str, width: int | None) -> None:
+    """Of layers alone those from the first gap on; of narrower MLPs all, biases and norms included."""
+    model, kept = small(case, layers=6), [0, 1, 4]  # a gap behind layers 1 and 4
+    neurons = None if width is None else choose_neurons(model, ALONE, width)[0]
+    cut, before, uncut = copy.deepcopy(model), copy.deepcopy(model), streams(model)
+    plain, report = repair(cut, kept, neurons, ALONE, RIDGE)
+    cut_parts(before, kept, neurons)
+    for own, layer in zip(plain, before.model.layers, strict=True):
+        assert torch.equal(own, layer.mlp.down_proj.weight)
+    refitted = [(1, 4), (2, 6)] if neurons is None else [(0, 1), (1, 4), (2, 6)]
+    if neurons is None:
+        assert torch.equal(cut.model.layers[0].mlp.down_proj.weight, plain[0])
+    for place, (index, end) in enumerate(refitted):
         weight = expected_weight(before, index, uncut[end])
         own = cut.model.layers[index].mlp.down_proj.weight.detach()
         assert float((own.double() - weight).abs().max()) <= 1e-3 * float(weight.abs().max())
         for name in ("lost_without_refit", "lost"):
             error = (streams(before)[index + 1] - uncut[end]).norm(dim=-1) / uncut[end].norm(dim=-1)
-            assert report[name][index - 1] == pytest.approx(float(error.square().mean()), rel=1e-3)
+            assert report[name][place] == pytest.approx(float(error.square().mean()), rel=1e-3)
             before.model.layers[index].load_state_dict(cut.model.layers[index].state_dict())
-        assert report["lost"][index - 1] < report["lost_without_refit"][index - 1]
-    assert torch.equal(logits(cut), logits(before)) and report["ridge"] == RIDGE
+        assert report["lost"][place] < report["lost_without_refit"][place]
+    assert torch.equal(logits(cut), logits(before)) and cut.config.num_hidden_layers == 3
+    assert cut.config.intermediate_size == (width or 96) and len(report["lost"]) == len(refitted)
 
 
-def test_states_are_those_of_documents_apart(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("distill.surgery.layers.BATCH", 3)
-    model = small("llama", layers=4)
-    ends = states_behind(model, [0, 2], BLOCKS)
-    assert [len(one) for one in ends] == [math.ceil(len(BLOCKS) / 3)] * 2
-    for which, end in ((0, 2), (1, 4)):
-        states = torch.cat(ends[which])
-        for block in range(len(BLOCKS)):
-            used = BLOCKS.documents[block]
-            for document in set(used[has_token(used)].tolist()):
-                place = used == document
-                alone = streams(model, BLOCKS.ids[block][place][None].long())[end][0]
-                assert torch.allclose(states[block][place], alone, atol=1e-4)
-
-
-def test_a_refit_that_does_not_lower_the_loss_is_undone() -> None:
-    model = small("qwen2", layers=4)
-    losses = iter([1.0, 2.0, math.nan])
-    cut, report = refitted(model, [0, 3], loss=lambda _: next(losses))
-    plain = copy.deepcopy(model)
-    keep_layers(plain, [0, 3])
-    assert torch.equal(logits(cut), logits(plain))
-    assert report["ridge"] is None and report["losses"] == [1.0, 2.0, None]
-
-
-def test_nothing_is_missing_where_no_layer_goes() -> None:
+def test_the_first_layers_may_be_gone() -> None:
+    """Then every layer makes up for what is missing before it."""
     model = small("llama", layers=3)
-    cut, report = refitted(model, [0, 1, 2])
-    assert torch.equal(logits(cut), logits(model)) and max(report["lost_without_refit"]) == 0
+    cut, before, uncut = copy.deepcopy(model), copy.deepcopy(model), streams(model)
+    _, report = repair(cut, [1, 2], None, ALONE, RIDGE)
+    cut_parts(before, [1, 2])
+    weight = expected_weight(before, 0, uncut[2])
+    own = cut.model.layers[0].mlp.down_proj.weight.detach()
+    assert float((own.double() - weight).abs().max()) <= 1e-3 * float(weight.abs().max()) and len(report["lost"]) == 2
 
 
-def test_a_loss_that_is_never_finite() -> None:
-    with pytest.raises(DataError, match="not finite"):
-        refitted(small("llama", layers=3), [0, 2], loss=lambda _: math.nan)
+@pytest.mark.parametrize("case", ["llama", "gemma3_text"])
+def test_layers_are_called_as_the_model_calls_them(case: str) -> None:
+    """Documents apart and each kind of layer by its own mask, without a layer having computed."""
+    model = small(case, layers=4)
+    states, calls = layer_calls(model, BLOCKS)
+    with torch.no_grad():
+        for layer, others in zip(model.model.layers, calls, strict=True):
+            states = layer(states, **others)
+    for block in range(len(BLOCKS)):
+        for document in set(BLOCKS.documents[block].tolist()) - {-1}:
+            place = BLOCKS.documents[block] == document
+            alone = streams(model, BLOCKS.ids[block][place][None].long())[-1][0]
+            assert torch.allclose(states[block][place], alone, atol=1e-4)
+
+
+def compared(model: Any, blocks: Packed = BLOCKS) -> TargetDistributions:
+    return TargetDistributions.measure(model, blocks, 61)
+
+
+def test_a_repair_that_does_not_help_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = small("qwen2", layers=4)
+    distributions, plain = compared(model), copy.deepcopy(model)
+    monkeypatch.setattr("distill.surgery.cutter.RIDGE", 0.3)
+    monkeypatch.setattr("distill.surgery.cutter._ridge", lambda gram, cross, _: torch.full_like(cross, 9.0))
+    cut, settings = copy.deepcopy(model), parse_section(Cut, {"drop_layers": "1-2", "mlp_width": 64})
+    (change,) = cut_model(cut, settings, BLOCKS, distributions, own=False)
+    cut_parts(plain, [0, 3], choose_neurons(plain, BLOCKS, 64)[0])
+    assert torch.equal(logits(cut), logits(plain)) and change.operation == "layers, MLP width"
+    assert change.close_before is not None and change.close_before.kl == pytest.approx(0, abs=1e-4)
+
+
+def test_nothing_is_missing_where_nothing_goes() -> None:
+    model = small("llama", layers=3)
+    cut = copy.deepcopy(model)
+    (change,) = cut_model(cut, parse_section(Cut, {"layers": 3, "mlp_width": 96}), BLOCKS, compared(model), own=True)
+    assert torch.equal(logits(cut), logits(model)) and change.before == change.after and change.close_after is None
+
+
+def test_a_loss_that_is_not_finite() -> None:
+    model = small("llama", layers=3)
+    distributions = compared(model)
+    with torch.no_grad():
+        model.lm_head.weight[5] = math.nan
+    for cut in ({"layers": 2}, {"mlp_width": 64}):
+        with pytest.raises(DataError, match="not finite"):
+            cut_model(copy.deepcopy(model), parse_section(Cut, cut), BLOCKS, distributions, own=True)
+
+
+def test_a_silent_layer_goes_first_and_costs_nothing() -> None:
+    model = small("qwen3", layers=5)
+    silence(model.model.layers[2])
+    cut = copy.deepcopy(model)
+    (change,) = cut_model(cut, parse_section(Cut, {"layers": 4}), BLOCKS, compared(model), own=False)
+    assert change.details["dropped"] == [2] and torch.allclose(logits(cut), logits(model), atol=1e-5)
+    assert change.close_after is not None and {*change.close_after.agreement.values()} == {1.0}
