@@ -158,12 +158,10 @@ class Heading:
 
 @dataclass(frozen=True)
 class Code:
-    """Text that is shown as it is, in the language of a code block.
+    """Text that is shown as it is, in the language of a code block; with `folded`, a title, the page alone has it,
+    folded."""
 
-    It consists of pieces with a style of the page, "" for none. With `folded`, a title, the page alone has it, folded.
-    """
-
-    pieces: Sequence[tuple[str, str]]
+    text: str
     language: str = ""
     folded: str = ""
 
@@ -354,7 +352,7 @@ def document(blocks: Iterable[Block], escaped: bool = False) -> str:
         if isinstance(block, Heading):
             return f"### {word(block.text)}"
         if isinstance(block, Code):
-            return code_block(block.language, "".join(text for text, _ in block.pieces))
+            return code_block(block.language, block.text)
         assert isinstance(block, Table)
         return markdown(block, word, sentence)
 

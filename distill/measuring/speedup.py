@@ -53,8 +53,8 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
     spare = validation_prompts(run, recipe.answers.prompt_tokens, PROMPTS)
     if not spare:
         run.say("  there is no validation text: costs are timed on the test prompts, which does not change them")
-    fits, written = {} if calibration is None else calibration.fits, load_tokenizer(recipe.target.model).decode
-    given = PairTexts(prompts, spare or prompts, fits, written=written, table=table)
+    fits = {} if calibration is None else calibration.fits
+    given = PairTexts(prompts, spare or prompts, fits, table=table)
     # Which decodes the target in the form that the user gave it.
     own = "pytorch" if own_file(recipe) is None else "gguf"
     reference: OwnDistributions | None = None

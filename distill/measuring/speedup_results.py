@@ -82,15 +82,6 @@ class GroupFigures:
 
 
 @dataclass(frozen=True)
-class Sample:
-    """A text that was decoded after a prompt, in pieces, and whether each was drafted and accepted, or is the target's
-    own."""
-
-    prompt: str
-    pieces: list[tuple[str, bool]]
-
-
-@dataclass(frozen=True)
 class Measurement(PairMeasured):
     """What one configuration gave on all prompts, beside the plain run of the same sampler.
 
@@ -128,7 +119,6 @@ class Measurement(PairMeasured):
     rounds: RoundFigures
     by_class: list[GroupFigures] = field(default_factory=list)
     by_depth: list[GroupFigures] = field(default_factory=list)
-    samples: list[Sample] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     stopped: int | None = None
 
@@ -292,11 +282,6 @@ class SpeedupReport:
     def plain(self) -> list[Measurement]:
         """Plain decoding of each part, the fastest first."""
         return sorted((one for one in self._ways if one.is_plain), key=lambda one: -one.tokens_per_second)
-
-    @property
-    def samples(self) -> list[tuple[Measurement, Sample]]:
-        """Of all parts, in order."""
-        return [(one, sample) for one in self.measurements for sample in one.samples]
 
 
 def speedup_of(row: Measurement | GroupFigures) -> Value:

@@ -167,7 +167,7 @@ def speedup_blocks(report: SpeedupReport) -> list[Block]:
         if len(report.parts) > 1:
             blocks.append(f"{part.pair}, {part.backend}:")
         blocks += _part(part, report.command)
-    return [*blocks, legend(report), *([Code([(next_steps(report), "")], "sh")] if report.plain else [])]
+    return [*blocks, legend(report), *([Code(next_steps(report), "sh")] if report.plain else [])]
 
 
 def legend(report: SpeedupReport) -> Table:

@@ -7,9 +7,8 @@ models (speedup.py). Legend: γ drafted tokens of a round, T target.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from itertools import groupby
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 
 from distill.decoding.calibration import Calibration
 from distill.decoding.configured import NO_COSTS, Fitted, require_trees
@@ -17,7 +16,6 @@ from distill.decoding.costs import Costs
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.round_costs import PROMPTS, pair_costs
-from distill.decoding.rules import characters
 from distill.engines.loaded import LoadedPair
 from distill.engines.model import Model, Watch
 from distill.measuring.compare import (
@@ -30,9 +28,8 @@ from distill.measuring.compare import (
     time_texts,
 )
 from distill.measuring.identity import measured_rounding
-from distill.measuring.speedup_results import PairMeasured, Sample, SpeedupPart
+from distill.measuring.speedup_results import PairMeasured, SpeedupPart
 
-SAMPLES = 3
 REPEATS = 7  # of a timed step, at most: 3 where their median lies within 5 % of the fastest
 
 
@@ -41,15 +38,13 @@ class PairTexts:
     """On which prompts a pair is measured, and what is known of them.
 
     Costs are timed behind `spare` prompts. `fits` are calibrations by name. `classes` are those of the prompts, where
-    they are to be told apart. `written` gives the text of a prompt, where samples are wanted. `table` holds n-grams of
-    the target's other texts, where there are any.
+    they are to be told apart. `table` holds n-grams of the target's other texts, where there are any.
     """
 
     prompts: list[list[int]]
     spare: list[list[int]]
     fits: Mapping[str, Calibration] = field(default_factory=dict)
     classes: Sequence[str] = ()
-    written: Callable[[list[int]], str] | None = None
     table: NGramTable | None = None
 
 
@@ -88,11 +83,6 @@ def measure_pair(
         measurement(one, identity, steps, label, prompts, given.classes, waits)
         for one, identity in zip(prepared, identities, strict=True)
     ]
-    greedy = [place for place, row in enumerate(rows) if row.sampler is None and not row.is_plain]
-    if given.written is not None and greedy:
-        best = max(greedy, key=lambda place: rows[place].tokens_per_second)
-        samples = sample_texts(given.written, pair.token_bytes, prompts, prepared[best].texts)
-        rows[best] = replace(rows[best], samples=samples)
     off = None if costs is NO_COSTS else rows[0].rounds.seconds / costs.target[0]
     return SpeedupPart(*label.key, rows, steps, costs_off=off, target=settings.target.model, draft=settings.draft)
 
@@ -128,26 +118,3 @@ def _timed_costs(settings: PairSettings, pair: LoadedPair, given: PairTexts) -> 
 
 def _fitted(pair: LoadedPair, given: PairTexts, costs: Costs) -> Fitted:
     return Fitted(costs.of_target(pair.target), given.fits, given.table, pair.target.max_leaves)
-
-
-def sample_texts(
-    written: Callable[[list[int]], str],
-    token_bytes: Callable[[int], bytes],
-    prompts: Sequence[Sequence[int]],
-    texts: Sequence[TimedText],
-) -> list[Sample]:
-    """The first texts, cut into the draft's accepted tokens and the target's own, for the report.
-
-    A character that several tokens share belongs to the piece of the last of them.
-    """
-    samples = []
-    for text in texts[:SAMPLES]:
-        tokens = list(zip(text.decoded.tokens, text.decoded.from_draft, strict=True))
-        pieces, decoder = list[tuple[str, bool]](), characters()
-        for from_draft, group in groupby(tokens, key=lambda pair: pair[1]):
-            piece = "".join(decoder.decode(token_bytes(token)) for token, _ in group)
-            pieces.append((piece, from_draft))
-        if pieces:
-            pieces[-1] = pieces[-1][0] + decoder.decode(b"", final=True), pieces[-1][1]
-        samples.append(Sample(written(list(prompts[text.prompt])), pieces))
-    return samples

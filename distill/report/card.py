@@ -21,7 +21,7 @@ from distill.progress import command_line, duration
 from distill.recipe import Recipe
 from distill.recipe.recipe import HELD_OUT, not_run
 from distill.report.page import build_page, section, whole_page
-from distill.report.sections import SAMPLES, TEXTS, sections, training_plots
+from distill.report.sections import TEXTS, sections, training_plots
 from distill.report.tables import Parent, RunResults
 from distill.run import Run, now
 from distill.surgery.results import CutReport, SparsityReport
@@ -42,7 +42,7 @@ def build_card(results: RunResults) -> str:
     )
     parts = [_front_matter(results), f"# {words(results.name)}", purpose]
     for title, blocks in sections(results).items():
-        if title not in (TEXTS, SAMPLES):
+        if title != TEXTS:
             parts += [f"## {title}", document(blocks, escaped=True).rstrip("\n")]
     return "\n\n".join(parts) + "\n"
 

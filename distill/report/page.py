@@ -36,19 +36,16 @@ body { max-width: 72rem; margin: 0 auto; padding: 2rem 1rem; background: Canvas;
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1, h2, h3 { line-height: 1.25; margin: 1.2rem 0 .4rem; }
 h1, header p { margin: 0; }
-h2 { font-size: 1.2rem; }
 h3 { font-size: 1rem; }
-.first > p:first-of-type { font-size: 1.2rem; }
+h2, .first > p:first-of-type { font-size: 1.2rem; }
 main > details { border-top: 1px solid var(--line); }
-summary { cursor: pointer; }
 summary h2 { display: inline-block; margin: .6rem 0; }
-figcaption, .command, footer, .prompt, th, tr.plain td { color: var(--soft); }
+figcaption, .command, footer, th, tr.plain td { color: var(--soft); }
 code, pre, .command { font-family: ui-monospace, monospace; font-size: .85em; }
 code, pre { background: var(--code); border-radius: 4px; padding: .1em .35em; }
 pre { padding: .8rem 1rem; white-space: pre-wrap; }
 .command::before { content: "$ "; }
 .bad { color: color-mix(in srgb, red 65%, CanvasText); }
-.mark { background: color-mix(in srgb, green 30%, Canvas); border-bottom: 2px solid green; }
 .plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(24rem, 100%), 1fr)); gap: 1rem; }
 figure { margin: 0; max-width: 40rem; min-width: 0; }
 figure svg { display: block; width: 100%; height: auto; color: CanvasText; }
@@ -119,9 +116,7 @@ def element(block: Block) -> str:
     if isinstance(block, Heading):
         return f"<h3>{as_text(block.text)}</h3>"
     if isinstance(block, Code):
-        pieces = ((as_text(text), style) for text, style in block.pieces)
-        text = "".join(f'<span class="{style}">{text}</span>' if style else text for text, style in pieces)
-        inner = f"<pre>{text}</pre>"
+        inner = f"<pre>{as_text(block.text)}</pre>"
         return f"<details><summary>{as_text(block.folded)}</summary>{inner}</details>" if block.folded else inner
     return _figure(block) if isinstance(block, Plot) else _table(block)
 

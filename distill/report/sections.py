@@ -10,11 +10,10 @@ from distill.data.samples import QuestionTexts
 from distill.engines.server_commands import LLAMA_SERVER, VLLM, llama_server, serving, sglang, transformers, vllm
 from distill.export import ExportReport
 from distill.files import is_gguf
-from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
-from distill.measuring.speedup_results import Measurement, Sample, SpeedupReport
+from distill.measuring.evaluation_results import evaluation_blocks
+from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.speedup_tables import speedup_blocks
 from distill.measuring.verdict import FALLBACK_LENGTH, engine_of, leader, next_steps
-from distill.recipe.measuring import engine_name
 from distill.recipe.recipe import REASON
 from distill.report import plots, tables
 from distill.report.tables import RunResults
@@ -29,13 +28,12 @@ from distill.tables import (
     known,
     listed,
     number,
-    percent,
     placeless,
     size,
 )
 from distill.training.saved import REMEDY, STORED, Evaluation, TrainingStep, TrainingSummary, trained_tokens
 
-TEXTS, SAMPLES = "Texts", "Generated samples"  # sections with texts, which may be private
+TEXTS = "Texts"  # the section with texts, which may be private
 
 
 def sections(results: RunResults) -> dict[str, list[Block]]:
@@ -54,7 +52,6 @@ def sections(results: RunResults) -> dict[str, list[Block]]:
         else [results.absence("eval")],
         "Speedup": speedup_blocks(measured) if measured else [results.absence("speedup")],
         "GGUF files and parity": _files(export) if export else [results.absence("export")],
-        SAMPLES: _samples(measured) if measured else [],
         "Limits": [limits(results)],
     }
     return {title: blocks for title, blocks in found.items() if blocks}
@@ -71,7 +68,7 @@ def _short(results: RunResults) -> list[Block]:
         dashed = "Dashed: plain decoding in that engine; thin lines: 95 % intervals by prompt."
         dashed += " The sentence's figures are of the engines in turns." if measured.in_turns else ""
         speeds = Plot(partial(plots.speeds, measured), dashed)
-        blocks += [measured.verdict, speeds, Code([(placeless(again), "")], "sh")]
+        blocks += [measured.verdict, speeds, Code(placeless(again), "sh")]
         why.append(Plot(partial(plots.time_of_rounds, part), f"Where a round's time goes, {engine_of(part)}."))
     if evaluation and evaluation.positions:
         caption = "Acceptance by drafted position (greedy rounds), and on repeated and new text (as served)."
@@ -107,7 +104,7 @@ def _models(results: RunResults) -> list[Block]:
         rows.append(["generation", words])
     config = json.dumps(results.config, indent=2, ensure_ascii=False, default=str)
     made = Table(["", "made by"], rows, results.command)
-    return [tables.models(results), made, Code([(config, "")], "json", "Resolved recipe")]
+    return [tables.models(results), made, Code(config, "json", "Resolved recipe")]
 
 
 def _texts(results: RunResults) -> list[Block]:
@@ -196,22 +193,8 @@ def _files(export: ExportReport) -> list[Block]:
         for file in export.files
         for text, token in file.parity.tokenizer_mismatches
     ]
-    wrong = Code([("\n".join(mismatches), "")], folded="Tokenizer mismatches")
+    wrong = Code("\n".join(mismatches), folded="Tokenizer mismatches")
     return [tables.files(export), *([wrong] if mismatches else [])]
-
-
-def _samples(report: SpeedupReport) -> list[Block]:
-    """Decoded texts, with the draft's tokens marked."""
-    legend = "Marked: drafted and accepted. Unmarked: the target's own. Pale: the prompt."
-    return [legend, *(block for one, sample in report.samples for block in _sample(one, sample))]
-
-
-def _sample(one: Measurement, sample: Sample) -> list[Block]:
-    accepted = sum(len(text) for text, from_draft in sample.pieces if from_draft)
-    written = sum(len(text) for text, _ in sample.pieces)
-    share = f"{percent(accepted / written)} of the characters from the draft" if written else "nothing written"
-    pieces = [(text, "mark" if from_draft else "") for text, from_draft in sample.pieces]
-    return [Heading(one.pair), f"{engine_name(one.backend)}, {share}", Code([(sample.prompt, "prompt"), *pieces])]
 
 
 # ── How a draft is used: one command for each server or library ──
@@ -255,7 +238,7 @@ def usage(results: RunResults) -> list[Block]:
     commands["llama.cpp"] = "sh", llama_server(big, small or "draft.gguf", length, sampling=sampling)
     commands["ik_llama.cpp"] = "sh", serving("ik", "draft", big, small or "draft.gguf", length)
     blocks: list[Block] = [
-        block for name, (kind, text) in commands.items() for block in (Heading(name), Code([(text, "")], kind))
+        block for name, (kind, text) in commands.items() for block in (Heading(name), Code(text, kind))
     ]
     untimed = "" if timed else "No draft length was timed; the one shown is only a starting point."
     words = [untimed, (evaluation and evaluation.probabilistic) or "", "" if small else NO_FILE]
@@ -286,8 +269,6 @@ def limits(results: RunResults) -> list[str]:
         sentences.append("No GPU took part: nothing here shows how the pair behaves on one.")
     if results.speedup:
         sentences += _speedup_limits(results.speedup)
-    if results.evaluation:
-        sentences.append(_evaluation_limit(results.evaluation))
     if results.export:
         sentences += [f"{fault}." for fault in results.export.faults]
     return sentences
@@ -312,15 +293,3 @@ def _speedup_limits(speedup: SpeedupReport) -> list[str]:
             "pair as not shown to be lossless."
         )
     return sentences
-
-
-def _evaluation_limit(evaluation: EvaluationReport) -> str:
-    counts = ", ".join(
-        f"{name}: {number(sides['after'].tokens)} tokens of {number(sides['after'].prompts)} prompts"
-        for name, sides in evaluation.domains.items()
-        if "after" in sides
-    )
-    return (
-        f"Divergences and acceptance probabilities hold for the texts that were measured ({counts}) and this sampler "
-        f"({evaluation.sampler_words})."
-    )

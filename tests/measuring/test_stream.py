@@ -32,10 +32,10 @@ from distill.engines.torch.hugging_face import encode
 from distill.engines.torch.model import TorchLogits, TorchModel
 from distill.errors import DataError, RecipeError
 from distill.gguf.writer import export_gguf
-from distill.measuring.compare import PairSettings, TimedText
+from distill.measuring.compare import PairSettings
 from distill.measuring.speedup_results import PairMeasured
 from distill.measuring.stream import Opening, Request, begin, stream
-from distill.measuring.timing import PairTexts, measure_pair, sample_texts
+from distill.measuring.timing import PairTexts, measure_pair
 from distill.recipe import Configuration, Speedup, Target, load_recipe
 from distill.recipe.configuration import TREES
 from distill.sampler import Sampler
@@ -384,11 +384,3 @@ def test_sentencepiece_keeps_its_spaces(tmp_path: Path, capsys: Capture, monkeyp
         assert continued(folder, folder, "The old", len(ids) - 2, request, capsys)[0] == text + "\n"
         stopped = continued(folder, folder, "The old", len(ids) - 2, replace(request, stop=("ept until t",)), capsys)[0]
         assert stopped == text[: text.index("ept")] + "\n"
-
-
-def test_samples_of_a_report_keep_their_spaces() -> None:
-    pieces = [b" The", b" \xc3", b"\xa9t", b"\xc3\xa9", b" fin"]
-    decoded = Decoded([0, 1, 2, 3, 4, 1], [False, True, False, True, True, False])
-    text = TimedText(0, 1.0, decoded)
-    (found,) = sample_texts(lambda ids: "p", lambda token: pieces[token], [[1]], [text])
-    assert found.pieces == [(" The", False), (" ", True), ("ét", False), ("é fin", True), (" \ufffd", False)]

@@ -6,6 +6,7 @@ import copy
 import json
 import math
 import re
+import shutil
 import sys
 from collections import Counter
 from dataclasses import asdict, fields, is_dataclass, replace
@@ -14,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tiny
 import yaml
 
 from distill.cli.runs import say_outcome
@@ -80,7 +82,7 @@ def of_run(finished: Path, world: Path) -> dict[str, Any]:
 
 @pytest.fixture
 def results(of_run: dict[str, Any]) -> dict[str, Any]:
-    """Those of a run with a second pair, a sample of it that is hostile, and speeds that are the same on every machine:
+    """Those of a run with a second pair, and speeds that are the same on every machine:
     the largest of each part is that of three drafted tokens."""
     found = copy.deepcopy(of_run)
     found["machine"]["gpu"] = None
@@ -95,10 +97,6 @@ def results(of_run: dict[str, Any]) -> dict[str, Any]:
             speed = {0: 1.0, 1: peak - 0.2, 3: peak}[row["length"]]
             row |= {"speedup": speed, "speedup_low": speed - 0.07, "speedup_high": speed + 0.06}
             row |= {"tokens_per_second": 40 * speed, "plain_tokens_per_second": 40.0}
-    hostile = [[EVIL, True], [EVIL, False]]
-    for row in (row for part in found["speedup"]["parts"] for row in part["measurements"]):
-        row["samples"] = row["samples"][:1]
-    found["speedup"]["parts"][1]["measurements"][1]["samples"] = [{"prompt": EVIL, "pieces": hostile}]
     return found
 
 
@@ -165,7 +163,7 @@ def test_page_is_whole_fetches_nothing_and_changes_no_result(results: dict[str, 
     drawn = plots.speeds(whole.speedup)
     assert drawn == plots.speeds(whole.speedup) and 'aria-label="Tokens per second: draft 1 in PyTorch ' in drawn
     assert "currentColor" in drawn and plots.INK not in drawn and drawn.startswith("<svg ") and drawn.endswith("</svg>")
-    assert checker.tags["h1"] == 1 and checker.tags["h2"] == 11 and checker.tags["summary"] >= 10
+    assert checker.tags["h1"] == 1 and checker.tags["h2"] == 10 and checker.tags["summary"] >= 9
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -193,7 +191,7 @@ def test_page_and_card_hold_the_numbers(results: dict[str, Any]) -> None:
     first, *folded = re.split(r"\n<details>", page.partition("<main>")[2])
     assert '<span class="bad">0.84×' in page  # slower than plain decoding
     assert all(("<table>" in part) == ('<p class="command">distill ' in part) for part in folded)
-    assert "big target ×4 &amp; &lt;draft&gt;" in folded[-2] and first.count("<figure>") == 3 and "# serve it" in first
+    assert "big target ×4 &amp; &lt;draft&gt;" in folded[-3] and first.count("<figure>") == 3 and "# serve it" in first
     best = (
         "Use the draft (draft 3) in PyTorch: 76.5 tokens/s instead of 40.0 (1.91×, 4 prompts of the run's test split)."
     )
@@ -256,8 +254,6 @@ def test_figures_that_were_not_measured_are_dashes(results: dict[str, Any]) -> N
     evaluation["domains"]["files"]["after"]["acceptance_match"] = unknown
     row = {"position": 1, "drafted": 0, "accepted": 0, "rate": unknown}
     evaluation["positions"] = {"before": [], "after": [row]}
-    for row in part["measurements"]:
-        row["samples"] = []
     part["measurements"][1] |= {"speedup": None, "speedup_low": None, "speedup_high": None}
     results["steps"] = training_steps([{"stage": "train", **results["steps"][0]}, {"stage": "export", "step": 1}])
     page = build_page(results)
@@ -425,3 +421,28 @@ def test_a_figure_of_one_text_has_no_bounds() -> None:
 )
 def test_no_folder_of_the_makers_machine_is_shown(given: Any, shown: Any) -> None:
     assert placeless(given) == shown
+
+
+def test_a_run_that_goes_on_has_a_page(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Its stages, curves and the time left; written by the command itself, and readable whatever the run is called."""
+    recipe = load_recipe(copied / "config.yaml").model_copy(update={"name": "مسودة <b> & ‎x"})
+    run = Run(copied, recipe)
+    page, stages = copied / "report.html", ("answers", "cut", "train", "eval")
+    for name, told in (
+        ("eval", "Stage <code>eval</code> is running."),
+        ("train", " left. Stage <code>train</code> is"),
+    ):
+        run.done_path(name).unlink()
+        cards.draw_progress(run, stages)
+        words = " ".join(checked(page.read_text(encoding="utf-8")).words)
+        assert told in page.read_text(encoding="utf-8") and "مسودة <b> & " in words and "&amp;amp;" not in words
+        assert words.count("done") == 3 - (name == "train") and words.count("step") >= 2
+    (copied / "metrics.jsonl").unlink()
+    run.done_path("cut").unlink()
+    cards.draw_progress(run, stages)  # before the first step
+    assert checked(page.read_text(encoding="utf-8")).tags["svg"] == 0
+    # The command writes it at each stage, also where it ends before the last.
+    shutil.copytree(copied, copied.parent / "again", ignore=shutil.ignore_patterns("stages", "report.html"))
+    tiny.call("train", copied / "config.yaml", "--runs", copied.parent, "name=again", "--until", "corpus")
+    shown = (copied.parent / "again" / "report.html").read_text(encoding="utf-8")
+    assert "Ended on request." in shown and "corpus" in shown
