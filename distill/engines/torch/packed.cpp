@@ -11,6 +11,7 @@
 // Scales lie beside them, 16 rows together: a half precision number for each 32 columns, or one for each 256 times
 // a byte for each group. Levels are exact in bfloat16 and sums are fp32, so that a product is that of the file's values.
 #include <immintrin.h>
+#include <math.h>
 #include <stdint.h>
 
 #define INLINE inline __attribute__((always_inline))
@@ -167,7 +168,7 @@ void tile(const Part &part, int64_t number, const Levels<BITS> &of, const int32_
 
 template <int BITS, int GROUP, bool BYTES, bool SIGNED, bool ZERO>
 void all_tokens(const Part &part, int64_t number, int centre, const int32_t *x, const float *totals, int64_t columns,
-                int64_t tokens, uint16_t *out, int64_t stride) {
+                int64_t tokens, uint16_t *out, const uint16_t *other, int64_t stride) {
     const Levels<BITS> of(centre);
     const int64_t rows = part.rows - number * ROWS < ROWS ? part.rows - number * ROWS : ROWS;
     for (int64_t first = 0; first < tokens; first += WIDE) {
@@ -182,8 +183,11 @@ void all_tokens(const Part &part, int64_t number, int centre, const int32_t *x, 
             alignas(64) float values[ROWS];
             _mm512_store_ps(values, sums[m]);
             uint16_t *at = out + (first + m) * stride + number * ROWS;
-            for (int64_t row = 0; row < rows; ++row)
-                at[row] = bfloat16(part.bias ? values[row] + widened(part.bias[number * ROWS + row]) : values[row]);
+            for (int64_t row = 0; part.bias && row < rows; ++row)
+                values[row] += widened(part.bias[number * ROWS + row]);
+            for (int64_t row = 0; other && row < rows; ++row)
+                values[row] += widened(other[(first + m) * stride + number * ROWS + row]);
+            for (int64_t row = 0; row < rows; ++row) at[row] = bfloat16(values[row]);
         }
     }
 }
@@ -192,14 +196,29 @@ void all_tokens(const Part &part, int64_t number, int centre, const int32_t *x, 
 
 extern "C" {
 
-// out [tokens, stride] = x [tokens, columns] · weightᵀ + bias, one part's rows after another's. `room` holds
-// tokens · columns · 17 / 32 numbers of 32 bits.
+// out [tokens, stride] = x [tokens, columns] · weightᵀ + bias + other, one part's rows after another's; `other` may be
+// null. Where `norm` [columns] is given, x is divided by its root mean square and multiplied by it before. `room` holds
+// tokens · columns · 33 / 32 numbers of 32 bits.
 void distill_products(const Part *parts, int64_t count, const uint16_t *x, int32_t *room, int64_t tokens,
-                      int64_t columns, uint16_t *out, int64_t stride, int64_t threads) {
+                      int64_t columns, uint16_t *out, const uint16_t *other, const float *norm, double epsilon,
+                      int64_t stride, int64_t threads) {
     int64_t tiles = 0;
     for (int64_t i = 0; i < count; ++i) tiles += (parts[i].rows + ROWS - 1) / ROWS;
     const int64_t groups = columns / 32;
     float *totals = (float *)(room + tokens * columns / 2);
+    if (norm) {
+        uint16_t *to = (uint16_t *)(room + tokens * columns * 17 / 32);
+#pragma omp parallel for num_threads(threads) schedule(static) if (tokens > WIDE)
+        for (int64_t token = 0; token < tokens; ++token) {
+            const uint16_t *from = x + token * columns;
+            __m512 squares = _mm512_setzero_ps();
+            for (int64_t c = 0; c < columns; c += 32)
+                squares = dot(squares, _mm512_loadu_si512(from + c), _mm512_loadu_si512(from + c));
+            const float scale = 1 / sqrtf(_mm512_reduce_add_ps(squares) / columns + (float)epsilon);
+            for (int64_t c = 0; c < columns; ++c) to[token * columns + c] = bfloat16(widened(from[c]) * scale * norm[c]);
+        }
+        x = to;
+    }
     const auto prepare = [&](int64_t first, int64_t g) {  // of a pass, the pairs of a group token by token; their sums
         const int64_t some = tokens - first < WIDE ? tokens - first : WIDE;
         for (int64_t m = 0; m < some; ++m) {
@@ -223,7 +242,8 @@ void distill_products(const Part *parts, int64_t count, const uint16_t *x, int32
         }
 #define KIND(N, BITS, GROUP, BYTES, SIGNED, ZERO, CENTRE)                                                             \
     case N:                                                                                                           \
-        all_tokens<BITS, GROUP, BYTES, SIGNED, ZERO>(parts[i], number, CENTRE, room, totals, columns, tokens, at, stride); \
+        all_tokens<BITS, GROUP, BYTES, SIGNED, ZERO>(parts[i], number, CENTRE, room, totals, columns, tokens, at,   \
+                                                     other ? other + (at - out) : nullptr, stride);                 \
         break;
         switch (parts[i].kind) {
             KIND(0, 4, 32, false, false, false, 8)   // Q4_0

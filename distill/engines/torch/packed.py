@@ -28,7 +28,7 @@ from torch import Tensor
 
 from distill.engines.torch.described import quiet
 from distill.engines.torch.hugging_face import load_config
-from distill.engines.torch.products import After
+from distill.engines.torch.products import After, Norm
 from distill.errors import DataError
 from distill.files import cache_folder, digest, write_atomically
 from distill.gguf.fields import configuration
@@ -96,7 +96,15 @@ def kernel() -> Any:
     except OSError as error:
         raise NoKernel(f"{place} cannot be loaded ({error})") from None
     number, address = ctypes.c_int64, ctypes.c_void_p
-    found.distill_products.argtypes = [address, number, *[address] * 2, *[number] * 2, address, *[number] * 2]
+    found.distill_products.argtypes = [
+        address,
+        number,
+        *[address] * 2,
+        *[number] * 2,
+        *[address] * 3,
+        ctypes.c_double,
+        *[number] * 2,
+    ]
     found.distill_pack.argtypes = [number, address, number, number, address, number]
     found.distill_products.restype = found.distill_pack.restype = None
     return found
@@ -128,9 +136,9 @@ class PackedWeight:
         """This one's rows, then those of others."""
         return PackedWeight([tiles for one in (self, *others) for tiles in one.tiles], self.shape[1])
 
-    def product(self, bias: Tensor | None, activation: str | None = None) -> PackedLinear:
+    def product(self, bias: Tensor | None, activation: str | None = None, norm: Norm | None = None) -> PackedLinear:
         """What multiplies by it."""
-        return PackedLinear(self, bias, activation)
+        return PackedLinear(self, bias, activation, norm)
 
     @property
     def nbytes(self) -> int:
@@ -166,10 +174,14 @@ def _tiled(scales: NDArray[Any] | None, count: int) -> NDArray[Any] | None:
 
 
 class PackedLinear(After):
-    """x [..., C] · weightᵀ + bias by the kernel, in bfloat16 with sums in fp32."""
+    """x [..., C] · weightᵀ + bias by the kernel, in bfloat16, sums in fp32; of the norm of x where that is given."""
 
-    def __init__(self, weight: PackedWeight, bias: Tensor | None, activation: str | None = None) -> None:
+    def __init__(
+        self, weight: PackedWeight, bias: Tensor | None, activation: str | None = None, norm: Norm | None = None
+    ) -> None:
         super().__init__(activation)
+        self._norm = None if norm is None else norm.weight.float().contiguous()
+        self._epsilon = 0.0 if norm is None else norm.epsilon
         self.weight, self.bias = weight, None if bias is None else bias.detach().bfloat16().contiguous()
         self.out_features, self.in_features = weight.shape
         self._kernel, first = kernel(), 0
@@ -189,7 +201,8 @@ class PackedLinear(After):
         flat, (rows, columns) = x.to(torch.bfloat16).contiguous(), self.weight.shape
         tokens = flat.numel() // columns
         out = torch.empty((*x.shape[:-1], rows), dtype=torch.bfloat16)
-        room = torch.empty(tokens * columns * 17 // 32, dtype=torch.int32)
+        room = torch.empty(tokens * columns * (33 if self._norm is not None else 17) // 32, dtype=torch.int32)
+        added = None if other is None or how != "add" or self._activation is not None else other.contiguous()
         self._kernel.distill_products(
             self._parts,
             len(self._parts),
@@ -198,10 +211,13 @@ class PackedLinear(After):
             tokens,
             columns,
             out.data_ptr(),
+            None if added is None else added.data_ptr(),
+            None if self._norm is None else self._norm.data_ptr(),
+            self._epsilon,
             rows,
             torch.get_num_threads(),
         )
-        return self.after(out, other, how)
+        return out if added is not None else self.after(out, other, how)
 
 
 class FileEmbedding(torch.nn.Module):
@@ -246,27 +262,26 @@ def load_packed(reference: str) -> Any:
     model.config._name_or_path = reference
     if "lm_head.weight" not in tensors:
         tensors |= {"lm_head.weight": tensors["model.embed_tokens.weight"]}
+
+    def values(source: FileTensor) -> Tensor:
+        return torch.cat([torch.from_numpy(part).bfloat16() for part in source.parts()]).view(source.shape)
+
     progress, places = Progress("tensors", len(tensors), brief=True), dict(model.named_modules())
 
     def fill(name: str) -> None:
         source, (place, _, own) = tensors[name], name.rpartition(".")
-        kind = type(places[place]) if own == "weight" and source.kind.name in BITS else None
-        if kind is torch.nn.Linear:
-            model.set_submodule(place, PackedLinear(PackedWeight.read(source), biases.get(f"{place}.bias")))
-        elif kind is torch.nn.Embedding:
+        if name in packed:
+            weight, bias = PackedWeight.read(source), tensors.get(f"{place}.bias")
+            model.set_submodule(place, PackedLinear(weight, None if bias is None else values(bias)))
+        elif own == "weight" and type(places[place]) is torch.nn.Embedding and source.kind.name in BITS:
             model.set_submodule(place, FileEmbedding(source))
         else:
-            values = torch.cat([torch.from_numpy(part).bfloat16() for part in source.parts()]).view(source.shape)
-            setattr(places[place], own, torch.nn.Parameter(values, requires_grad=False))
+            setattr(places[place], own, torch.nn.Parameter(values(source), requires_grad=False))
         progress.step()
 
-    biases = {
-        name: torch.from_numpy(np.concatenate([*source.parts()])).view(source.shape)
-        for name, source in tensors.items()
-        if name.endswith(".bias")
-    }
+    packed = [name for name, one in tensors.items() if one.kind.name in BITS and _is_linear(places, name)]
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
-        list(pool.map(fill, [name for name in tensors if name not in biases or _is_dense(tensors, name)]))
+        list(pool.map(fill, tensors))
     dense = [source for name, source in tensors.items() if len(source.shape) > 1 and source.kind.name not in BITS]
     if dense:
         share = sum(one.values for one in dense) / sum(one.values for one in tensors.values() if len(one.shape) > 1)
@@ -275,7 +290,7 @@ def load_packed(reference: str) -> Any:
     return model.eval()
 
 
-def _is_dense(tensors: Mapping[str, FileTensor], bias: str) -> bool:
-    """Whether a bias belongs to a product that is not packed."""
-    weight = tensors.get(bias.removesuffix("bias") + "weight")
-    return weight is None or weight.kind.name not in BITS
+def _is_linear(places: Mapping[str, Any], name: str) -> bool:
+    """Whether a tensor is the weight of a plain product."""
+    place, _, own = name.rpartition(".")
+    return own == "weight" and type(places[place]) is torch.nn.Linear

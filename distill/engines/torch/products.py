@@ -135,6 +135,7 @@ class Norm(torch.nn.Module):
         weight = norm.weight.detach()
         if shifted or not self._of_torch:  # 1 + w takes more digits than w
             weight = weight.to(torch.promote_types(weight.dtype, torch.float32)) + (1 if shifted else 0)
+        self.weight = weight  # after which x is multiplied by it
         self._weight = weight if self._of_torch else torch.cat((weight, torch.zeros_like(weight)))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -174,27 +175,34 @@ class Layer(torch.nn.Module):
         self.pairs = attention.k_proj.weight.shape[0] // self.width  # heads of keys and values
         three = [attention.q_proj, attention.k_proj, attention.v_proj]
         # The functions alone, because calling a module takes longer than some of them.
-        weights = [one.weight for one in three]
-        if product is Linear or len({isinstance(one, Tensor) for one in weights}) > 1:
+        weights = [one.weight for one in (*three, mlp.gate_proj, mlp.up_proj)]
+        bias = None if three[0].bias is None else torch.cat([one.bias for one in three])
+        in_bits = not any(isinstance(one, Tensor) for one in weights)  # of a file: products that take the norm, too
+        before = Norm(layer.input_layernorm)
+        self.before = (lambda x: x) if in_bits else before.forward
+        if in_bits:
+            self.inputs = weights[0].joined(weights[1:3]).product(bias, norm=before).forward
+        elif product is Linear or not all(isinstance(one, Tensor) for one in weights[:3]):
             # It keeps no weights of its own, so that one for all three would take memory; or they are of two kinds.
             parts = [product(one.weight, one.bias).forward for one in three]
             self.inputs = lambda x: torch.cat([part(x) for part in parts], -1)
         else:
-            bias = None if three[0].bias is None else torch.cat([one.bias for one in three])
-            both = torch.cat(weights) if isinstance(weights[0], Tensor) else weights[0].joined(weights[1:])
-            self.inputs = product(both, bias).forward
+            self.inputs = product(torch.cat(weights[:3]), bias).forward
         self.output = product(attention.o_proj.weight, attention.o_proj.bias).forward
         self.gate = product(mlp.gate_proj.weight, mlp.gate_proj.bias, _activation(attention.config)).forward
         self.up = product(mlp.up_proj.weight, mlp.up_proj.bias).forward
         self.down = product(mlp.down_proj.weight, mlp.down_proj.bias).forward
-        self.before = Norm(layer.input_layernorm).forward
-        self.after = self.after_mlp = None
+        self.after = self.after_mlp = self.gated = None
         if hasattr(layer, "pre_feedforward_layernorm"):
             self.after = Norm(layer.post_attention_layernorm).forward
             self.before_mlp = Norm(layer.pre_feedforward_layernorm).forward
             self.after_mlp = Norm(layer.post_feedforward_layernorm).forward
         else:
             self.before_mlp = Norm(layer.post_attention_layernorm).forward
+            if in_bits and mlp.gate_proj.bias is None:
+                norm = Norm(layer.post_attention_layernorm)
+                self.gated = weights[3].joined(weights[4:]).product(None, norm=norm).forward
+                self.activation = ACTIVATIONS[_activation(attention.config)]
         self.of_heads = None
         if hasattr(attention, "q_norm"):
             self.of_heads = Norm(attention.q_norm).forward, Norm(attention.k_norm).forward
@@ -213,8 +221,12 @@ class Layer(torch.nn.Module):
             hidden_states = self.output(read, hidden_states)
         else:
             hidden_states = hidden_states + self.after(self.output(read))
-        inner = self.before_mlp(hidden_states)
-        inner = self.up(inner, self.gate(inner), "mul")
+        if self.gated is not None:
+            gate, up = self.gated(hidden_states).chunk(2, -1)
+            inner = self.activation(gate).mul_(up)
+        else:
+            inner = self.before_mlp(hidden_states)
+            inner = self.up(inner, self.gate(inner), "mul")
         if self.after_mlp is None:
             return self.down(inner, hidden_states)
         return hidden_states + self.after_mlp(self.down(inner))
