@@ -80,7 +80,7 @@ class Run:
     silent: bool = False  # for all but the main process of a command: writes and prints nothing
     whole: bool = False  # finished artifacts are read whole when the stages are planned
     read_only: bool = False  # the directory cannot be written: what is finished can be shown
-    brothers: Sequence[Run] = ()  # runs from which finished stages are taken over
+    shares: bool = False  # stages that a run beside has finished are taken over
     command: str = field(default_factory=lambda: command_line(sys.argv))
     redraw: Callable[[], None] = lambda: None  # writes the page that shows how far the run has come
 
@@ -290,11 +290,7 @@ class Run:
         A file of the size and time of change that its stage recorded is that; of another (a copy of a run may have new
         times) the checksum is compared, once in a process.
         """
-        self.check(self.done(stage) or {"artifacts": {}}, pattern)
-
-    def check(self, record: dict[str, Any], pattern: str = "*") -> None:
-        """`verify` of a record that is not yet this run's own."""
-        for name, entry in record["artifacts"].items():
+        for name, entry in (self.done(stage) or {"artifacts": {}})["artifacts"].items():
             if fnmatch(name, pattern):
                 _verify_file(
                     self.path(name), entry, f"`{self.again('--verify')}` makes it again, or copy the run again"

@@ -18,7 +18,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from distill.cli import shared
-from distill.devices import is_main, process_count
+from distill.devices import is_main
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
 from distill.files import CacheKind, cache_folder, read_result, read_utf8, write_text
 from distill.pipeline.stages import NAMES, find_stage
@@ -84,11 +84,8 @@ def train(
         found = shortened(whole, runs)
     _require_reached(until, redo or ())
     folder = runs / found.name
-    if not is_main():  # one of several that `accelerate launch` started
-        if not dry_run:
-            shared.prepare(found.threads)
-            running.follow_main(found, Run(folder, found, silent=True))
-        return
+    if not is_main():
+        return None if dry_run else _make(Run(folder, found, silent=True), "", until)
     if rehearsal:
         _rehearse(whole, found, Run(folder, found))
         return
@@ -123,13 +120,15 @@ def _require_reached(until: str | None, redo: Sequence[str]) -> None:
 
 
 def _make(run: Run, text: str, until: str | None, redo: Sequence[str] = ()) -> None:
-    """Carry a run out up to a stage, printing its tables as they come."""
-    from distill.pipeline.running import run_pipeline
+    """Carry a run out up to a stage, printing its tables as they come; in all processes but the main one, take part."""
+    from distill.pipeline import running
 
+    shared.prepare(run.recipe.threads)
+    if not is_main():  # one of several that `accelerate launch` started
+        return running.follow_main(run.recipe, run)
     with closing(run):
         run.open(text)
-        shared.prepare(run.recipe.threads)
-        run_pipeline(run.recipe, run, until, redo, partial(_print_stage, run.folder))
+        running.run_pipeline(run.recipe, run, until, redo, partial(_print_stage, run.folder))
         say_outcome(run)
         require_passed(run, until)
 
@@ -137,52 +136,27 @@ def _make(run: Run, text: str, until: str | None, redo: Sequence[str] = ()) -> N
 def _sweep(
     path: Path, overrides: list[str], options: list[str], runs: Path, until: str | None, yes: bool, dry_run: bool
 ) -> None:
-    """Make a run of each combination, one after the other, and show them side by side.
-
-    A run that its data do not allow leaves the others alone; a full disk, for instance, ends the sweep.
-    """
+    """Make a run of each combination, one after the other, and show them side by side."""
     from distill.pipeline import running, sweep
 
-    made = sweep.combinations(options, None if yes else sweep.MOST)
     name, every = load_recipe(path, overrides).name, []
-    for ending, own in made.items():
+    for ending, own in sweep.combinations(options, None if yes else sweep.MOST).items():
         folder = runs / f"{name}{ending}"
-        try:
-            found = shared.read_recipe(path, [*overrides, *own, f"name={folder.name}"], folder / "config.yaml")
-        except RecipeError as error:
-            raise RecipeError(f"--sweep {' '.join(own)}: {error.what}", error.hint) from None
-        every.append(Run(folder, found, silent=not is_main()))
-    once, beside = sweep.require_alike([run.recipe for run in every]), sweep.beside(every, name)
-    if not is_main():
-        for run in every if not dry_run else ():
-            shared.prepare(run.recipe.threads)
-            running.follow_main(run.recipe, run)
-        return
-    for run in every:
-        run.brothers = [one for one in beside if one.folder != run.folder]
+        found = shared.read_recipe(path, [*overrides, *own, f"name={folder.name}"], folder / "config.yaml")
+        every.append(Run(folder, found, silent=not is_main(), shares=True))
+    sweep.require_alike(every)
+    for run in every if is_main() else ():
         plan = running.plan_run(run.recipe, run, until)
         running.require_allowed(plan)
         for action in plan if dry_run else ():
             run.say(f"{run.folder.name}: {action.line()}")
         if not dry_run:
             _check(run.recipe, run, until)
-    note(f"{len(every)} runs; done once for all: {', '.join(once) or 'nothing'}; {sweep.require_room(every)}")
-    if dry_run:
-        return
-    failed = []
-    for run in every:
+    for run in every if not dry_run else ():
         note(f"run {run.folder.name}")
-        try:
-            _make(run, read_utf8(path), until)
-        except DataError as error:
-            if process_count() > 1:
-                raise
-            run.say(str(error), warning=True)
-            failed.append(run.folder.name)
-    _beside([(run.recipe, run) for run in every], "md")
-    if failed:
-        what = f"{len(failed)} of {len(every)} runs are not finished: {', '.join(failed)}"
-        raise RunError(what, "what was wrong stands above; the same command tries them again")
+        _make(run, read_utf8(path), until)
+    if is_main() and not dry_run:
+        _beside([(run.recipe, run) for run in every], "md")
 
 
 def _rehearse(whole: Recipe, short: Recipe, run: Run) -> None:

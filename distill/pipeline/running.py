@@ -70,7 +70,7 @@ class Action:
     parts: Parts = field(default_factory=dict)  # the key parts; empty for redo on request, wait and refuse
     asked: bool = False  # for redo: with --redo
     error: RunError | None = None
-    source: tuple[Run, dict[str, Any]] | None = None  # a run and its record
+    source: Run | None = None
 
     def line(self) -> str:
         """The line that `--dry-run` prints."""
@@ -142,15 +142,16 @@ class Planner:
         return self._made(stage, "redo", reasons, parts)
 
     def _made(self, stage: Stage, kind: Kind, reasons: tuple[str, ...], parts: Parts) -> Action:
-        """The action that makes a stage's files anew: taken over where a brother has finished it with this key, or with
-        another state of what it pins."""
-        for brother in self.run.brothers:
-            record = brother.done(stage.name) or {"key": None, "inputs": {}}
-            pinned = {name: record["inputs"].get(name) for name, _ in stage.pins if name in parts}
-            if digest(parts | pinned) == record["key"]:
-                with contextlib.suppress(DataError):  # for a damaged file
-                    brother.check(record)
-                    return Action(stage, "take", (f"from {brother.folder.name}",), source=(brother, record))
+        """The action that makes a stage's files anew: taken over where a run beside has finished it with this key, or
+        with another state of what it pins, if this run shares."""
+        for path in sorted(self.run.folder.parent.glob(f"*/stages/{stage.name}.json")) if self.run.shares else ():
+            brother = Run(path.parent.parent, self.recipe)
+            with contextlib.suppress(DataError):  # of a damaged record or file
+                record = brother.done(stage.name) or {}
+                pinned = {name: record["inputs"].get(name) for name, _ in stage.pins if name in parts}
+                if digest(parts | pinned) == record["key"]:
+                    brother.verify(stage.name)
+                    return Action(stage, "take", (f"from {brother.folder.name}",), source=brother)
         return Action(stage, kind, reasons, parts)
 
     def _has_work(self, stage: Stage) -> bool:
@@ -279,7 +280,7 @@ def _carry_out(action: Action, planner: Planner) -> None:
         return
     parts = action.parts
     if action.source is not None:
-        return _take_over(stage, run, *action.source)
+        return _take_over(stage, run, action.source)
     if action.kind == "mend":  # the stage makes only its damaged files again
         with faults_explained(run.folder):
             for name in run.damaged_artifacts(run.done(stage.name) or {"artifacts": {}}):
@@ -313,9 +314,10 @@ def _carry_out(action: Action, planner: Planner) -> None:
     run.say(f"{stage.name}: done in {duration(time.time() - started)}")
 
 
-def _take_over(stage: Stage, run: Run, source: Run, record: dict[str, Any]) -> None:
+def _take_over(stage: Stage, run: Run, source: Run) -> None:
     """Give this run what another has made in a stage, under names of its own and with the record, last of all."""
     _remove_all(run, stage)
+    record = source.done(stage.name) or {"artifacts": {}}
     for name in record["artifacts"]:
         link_file(source.path(name), run.path(name))
     if stage.name == "train":

@@ -253,7 +253,9 @@ def recorded_parts(run: Run, stage: Stage) -> Parts | None:
 
 def key_parts(stage: Stage, recipe: Recipe, run: Run) -> Parts:
     """Everything that a stage's key is the hash of."""
-    parts: Parts = {"version": stage.version} | settings_of(stage, recipe)
+    parts: Parts = {"version": stage.version}
+    for name in dict.fromkeys((*stage.settings, *conditional_settings(recipe).get(stage.name, ()))):
+        parts[name] = value_of(recipe, name, stage.ignores)
     began = recorded_parts(run, stage) or {}
     for name, look in stage.pins:
         found = began[name] if name in began else look(recipe, run)
@@ -291,12 +293,6 @@ def _changes(old: Parts, new: Parts, prefix: str = "") -> list[str]:
         else:
             lines.append(f"{prefix}{name}: {before!r} -> {after!r}")
     return lines
-
-
-def settings_of(stage: Stage, recipe: Recipe) -> Parts:
-    """The recipe's part in a stage's key."""
-    names = dict.fromkeys((*stage.settings, *conditional_settings(recipe).get(stage.name, ())))
-    return {name: value_of(recipe, name, stage.ignores) for name in names}
 
 
 def value_of(recipe: Recipe, dotted: str, ignores: Sequence[str] = ()) -> Any:
