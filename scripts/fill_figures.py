@@ -45,7 +45,7 @@ def tables(run: Path) -> dict[str, str]:
 def _without_command(path: Path) -> str:
     """The text of a table file less the commands, which the documents name themselves; of a speedup's explanations,
     rounds, steps and depths nothing."""
-    text = re.split(r"\nPredicted, for fixed|\n(?:[^\n]*:\n\n)?\*\*a round\*\*", path.read_text(encoding="utf-8"))[0]
+    text = re.split(r"\n- |\n(?:[^\n]*:\n\n)?\*\*a round\*\*", path.read_text(encoding="utf-8"))[0]
     return re.sub(r"\n`distill [^`]*`\n", "\n", text).strip()
 
 

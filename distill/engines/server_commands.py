@@ -229,26 +229,18 @@ def transformers(target: str, draft: str, length: int, same_vocabulary: bool, sa
     drawn = {} if not sampling else {"do_sample": bool(sampling["temperature"])} | given
     extra = "".join(f", {key}={value}" for key, value in drawn.items())
     extra += "" if same_vocabulary else ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
-    lines = [
-        "from transformers import AutoModelForCausalLM, AutoTokenizer",
-        "",
-        f"tokenizer = AutoTokenizer.from_pretrained({target!r})",
-        f"target = AutoModelForCausalLM.from_pretrained({target!r})",
-        f"draft = AutoModelForCausalLM.from_pretrained({draft!r})",
-    ]
-    if not same_vocabulary:
-        lines += [
-            "# the two vocabularies differ in size, so transformers needs both tokenizers",
-            f"assistant_tokenizer = AutoTokenizer.from_pretrained({draft!r})",
-        ]
-    lines += [
-        f"draft.generation_config.num_assistant_tokens = {length}",
-        'draft.generation_config.num_assistant_tokens_schedule = "constant"',
-        'inputs = tokenizer("def fibonacci(n):", return_tensors="pt")',
-        f"output = target.generate(**inputs, assistant_model=draft{extra}, max_new_tokens=128)",
-        "print(tokenizer.decode(output[0], skip_special_tokens=True))",
-    ]
-    return "\n".join(lines)
+    # Where the vocabularies differ in size, transformers needs both tokenizers.
+    tokenizers = "" if same_vocabulary else f"\nassistant_tokenizer = AutoTokenizer.from_pretrained({draft!r})"
+    return f"""from transformers import AutoModelForCausalLM, AutoTokenizer
+
+tokenizer = AutoTokenizer.from_pretrained({target!r}){tokenizers}
+target = AutoModelForCausalLM.from_pretrained({target!r})
+draft = AutoModelForCausalLM.from_pretrained({draft!r})
+draft.generation_config.num_assistant_tokens = {length}
+draft.generation_config.num_assistant_tokens_schedule = "constant"
+inputs = tokenizer("def fibonacci(n):", return_tensors="pt")
+output = target.generate(**inputs, assistant_model=draft{extra}, max_new_tokens=128)
+print(tokenizer.decode(output[0], skip_special_tokens=True))"""
 
 
 # ── What a target ships to draft with: a head inside it (multi-token prediction), and for it in files beside it ──

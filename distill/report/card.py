@@ -12,7 +12,7 @@ import yaml
 
 from distill.data.samples import AnswerTexts, CorpusTexts, QuestionTexts
 from distill.export import ExportReport
-from distill.files import from_json, read_json, read_result, write_text
+from distill.files import read_json, read_result, write_text
 from distill.folders import ModelSizes
 from distill.machine import machine
 from distill.measuring.evaluation_results import EvaluationReport
@@ -22,7 +22,7 @@ from distill.recipe import Recipe
 from distill.recipe.recipe import HELD_OUT, not_run
 from distill.report.page import build_page, section, whole_page
 from distill.report.sections import TEXTS, sections, training_plots
-from distill.report.tables import Parent, RunResults
+from distill.report.tables import RunResults
 from distill.run import Run, now
 from distill.surgery.results import CutReport, SparsityReport
 from distill.tables import Row, Table, clean, document, placeless, words
@@ -80,7 +80,7 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
     # The command that made the run, not the one that redraws its report.
     starts = read_json(history, [{"argv": [str], "machine": dict}]) if history.exists() else []
     timed = found(SpeedupReport, "speedup.json", stage="speedup")
-    parent, lines, target = run.parent(), run.metrics(), _target_sizes(recipe, cut)
+    lines, target = run.metrics(), _target_sizes(recipe, cut)
     if (export := found(ExportReport, "gguf", "export.json", stage="export")) is not None:
         export = replace(export, files=[replace(file, path=placeless(file.path)) for file in export.files])
     # Models and files by their names alone: page and card are read elsewhere than they are made.
@@ -94,7 +94,7 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         donor=replace(cut.donor, path=placeless(cut.donor.path)),
         draft=replace(cut.draft, path="draft"),
         cuts=cut.changes,
-        parent=None if parent is None else from_json(parent, Parent, "parent.json"),
+        parent=run.parent(),
         sparsity=found(SparsityReport, "draft", "sparsity.json"),
         steps=training_steps(lines),
         evaluated=evaluated_weights(lines),

@@ -8,7 +8,6 @@ from functools import partial
 
 from distill.data.samples import QuestionTexts
 from distill.engines.server_commands import LLAMA_SERVER, VLLM, llama_server, serving, sglang, transformers, vllm
-from distill.export import ExportReport
 from distill.files import is_gguf
 from distill.measuring.evaluation_results import evaluation_blocks
 from distill.measuring.speedup_results import SpeedupReport
@@ -51,7 +50,7 @@ def sections(results: RunResults) -> dict[str, list[Block]]:
         if evaluation
         else [results.absence("eval")],
         "Speedup": speedup_blocks(measured) if measured else [results.absence("speedup")],
-        "GGUF files and parity": _files(export) if export else [results.absence("export")],
+        "GGUF files and parity": [tables.files(export)] if export else [results.absence("export")],
         "Limits": [limits(results)],
     }
     return {title: blocks for title, blocks in found.items() if blocks}
@@ -95,12 +94,15 @@ def _models(results: RunResults) -> list[Block]:
     rows: list[Row] = [
         ["recipe", str(results.config.get("name") or results.name)],
         ["date", results.date],
-        ["machine", f"{results.machine_words}, {machine['platform']}"],
+        [
+            "machine",
+            f"{machine['cpu']}, {machine['cores']} cores, {size(machine['memory_bytes'])}, {machine['platform']}",
+        ],
         ["GPU", str(machine["gpu"] or "none")],
-        ["software", results.software_words],
+        ["software", ", ".join(f"{name} {machine.get(name)}" for name in ("python", "torch", "transformers"))],
     ]
     if parent := results.parent:
-        words = f"{parent.generation}, started from the draft of {parent.run}, digest {parent.digest}"
+        words = "{generation}, started from the draft of {run}, digest {digest}".format_map(parent)
         rows.append(["generation", words])
     config = json.dumps(results.config, indent=2, ensure_ascii=False, default=str)
     made = Table(["", "made by"], rows, results.command)
@@ -123,17 +125,18 @@ def _texts(results: RunResults) -> list[Block]:
             f"Held out ({split}): {number(held_out.answers)} answers of {number(held_out.answer_tokens)} tokens, whose "
             f"distributions are stored and not learnt from{out}."
         )
-    asked = [] if results.questions is None else _questions(results.questions, results.command)
-    return [*tables.texts(results), *asked, notes]
+    return [*tables.texts(results), _questions(results.questions) if results.questions else [], notes]
 
 
-def _questions(found: QuestionTexts, command: str) -> list[Block]:
+def _questions(found: QuestionTexts) -> list[str]:
     """The questions that the target wrote itself, some of them, and what was left out."""
-    notes = [f"Questions by {found.writer}, for instance: “{text}”" for one in found.sources for text in one.examples]
-    for one in found.sources:
-        if one.dropped:
-            notes.append(f"Texts left out of {one.file}: {listed(one.dropped)}.")
-    return [tables.questions(found.sources, command), notes]
+    return [
+        f"Questions by {found.writer} ({one.file}, T {one.temperature:g}, top-p {one.top_p:g}): {number(one.asked)} "
+        f"texts written, {number(one.usable)} usable, {number(one.kept)} of {number(one.wanted)} used"
+        + (f"; left out: {listed(one.dropped)}" if one.dropped else "")
+        + "".join(f"; “{text}”" for text in one.examples)
+        for one in found.sources
+    ]
 
 
 def training_plots(steps: Sequence[TrainingStep], evaluated: Sequence[Evaluation]) -> list[Block]:
@@ -184,17 +187,6 @@ def _outcome(training: TrainingSummary) -> list[str]:
     if training.warning:
         sentences.append(training.warning)
     return sentences
-
-
-def _files(export: ExportReport) -> list[Block]:
-    """The files, and how closely llama.cpp reproduces their models' distributions and tokens."""
-    mismatches = [
-        f"{file.path}: text {text}, first different token {token}"
-        for file in export.files
-        for text, token in file.parity.tokenizer_mismatches
-    ]
-    wrong = Code("\n".join(mismatches), folded="Tokenizer mismatches")
-    return [tables.files(export), *([wrong] if mismatches else [])]
 
 
 # ── How a draft is used: one command for each server or library ──

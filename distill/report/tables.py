@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from distill.data.repetition import NEW, SEEN
-from distill.data.samples import AnswerTexts, AskedQuestions, CorpusTexts, QuestionTexts, SplitTexts, TextCount
+from distill.data.samples import AnswerTexts, CorpusTexts, QuestionTexts, SplitTexts, TextCount
 from distill.export import ExportedFile, ExportReport
 from distill.folders import ModelSizes
 from distill.measuring.evaluation_results import AGREEMENT, EvaluationReport
 from distill.measuring.speedup_results import SpeedupReport
 from distill.surgery.results import Change, SparsityReport
-from distill.tables import Cell, Columns, Row, Table, Value, size, table_of
+from distill.tables import Cell, Columns, Row, Table, Value, table_of
 from distill.training.saved import Evaluation, TrainingStep, TrainingSummary
 
 # ── Everything that a run has measured, gathered for the report page and the model card ──
-
-
-@dataclass(frozen=True)
-class Parent:
-    """The run whose draft a refreshed run went on from."""
-
-    generation: int
-    run: str
-    digest: str
 
 
 @dataclass(frozen=True)
@@ -34,7 +24,7 @@ class RunResults:
 
     `command` made the run; `machine` is the one that timed it, or began it; `steps` and `evaluated` are of
     its training. `donor` is what the draft was cut from. `left_out` are the stages that the recipe's run does not have,
-    with the reason; `held_out` the answers of its held-out stages, by split.
+    with the reason; `held_out` the answers of its held-out stages, by split; `parent` is what parent.json says.
     """
 
     name: str
@@ -46,7 +36,7 @@ class RunResults:
     draft: ModelSizes
     donor: ModelSizes | None = None
     cuts: list[Change] = field(default_factory=list)
-    parent: Parent | None = None
+    parent: dict[str, Any] | None = None
     sparsity: SparsityReport | None = None
     steps: list[TrainingStep] = field(default_factory=list)
     evaluated: list[Evaluation] = field(default_factory=list)
@@ -65,30 +55,12 @@ class RunResults:
         reason = self.left_out.get(stage)
         return f"The stage `{stage}` has not run." if reason is None else f"The stage `{stage}` was not run: {reason}."
 
-    @property
-    def machine_words(self) -> str:
-        """Processor, cores and memory."""
-        machine = self.machine
-        return f"{machine['cpu']}, {machine['cores']} cores, {size(machine['memory_bytes'])} memory"
-
-    @property
-    def software_words(self) -> str:
-        """The versions that figures depend on."""
-        machine = self.machine
-        return f"Python {machine['python']}, torch {machine.get('torch')}, transformers {machine.get('transformers')}"
-
 
 # ── The tables on how a draft came about, its models, cuts, training and texts, and on its files ──
 
-# Rows of the table of models: the label, and the size of a model.
-SIZES: dict[str, Callable[[ModelSizes], int]] = {
-    "parameters": lambda model: model.parameters,
-    "layers": lambda model: model.layers,
-    "hidden width": lambda model: model.hidden,
-    "MLP width": lambda model: model.mlp,
-    "vocabulary": lambda model: model.vocabulary,
-    "bytes": lambda model: model.bytes,
-}
+# Rows of the table of models, with their labels.
+SIZES = dict.fromkeys(("path", "architecture", "parameters", "layers")) | {"hidden": "hidden width", "mlp": "MLP width"}
+SIZES |= dict.fromkeys(("vocabulary", "bytes"))
 
 
 def models(results: RunResults) -> Table:
@@ -96,12 +68,9 @@ def models(results: RunResults) -> Table:
     every = {"target": results.target, "donor (before)": results.donor, "draft (after)": results.draft}
     shown = {title: model for title, model in every.items() if model is not None}
     rows: list[Row] = [
-        ["path", *(model.path for model in shown.values())],
-        ["architecture", *(model.architecture for model in shown.values())],
+        [label or name, *(Cell(getattr(model, name), "bytes" if name == "bytes" else "") for model in shown.values())]
+        for name, label in SIZES.items()
     ]
-    for label, of in SIZES.items():
-        form = "bytes" if label == "bytes" else ""
-        rows.append([label, *(Cell(of(model), form) for model in shown.values())])
     return Table(["", *shown], rows, results.command)
 
 
@@ -148,18 +117,6 @@ def texts(results: RunResults) -> list[Table]:
 
 def _counted(count: TextCount | None) -> list[Value]:
     return [None, None] if count is None else [count.texts, count.tokens]
-
-
-def questions(sources: list[AskedQuestions], command: str) -> Table:
-    """The questions that the target wrote itself."""
-    columns: Columns[AskedQuestions] = {
-        "self-asked questions": lambda one: f"{one.file}, T {one.temperature:g}, top-p {one.top_p:g}",
-        "wanted": lambda one: one.wanted,
-        "texts written": lambda one: one.asked,
-        "usable": lambda one: one.usable,
-        "used": lambda one: one.kept,
-    }
-    return table_of(sources, columns, command)
 
 
 def files(export: ExportReport) -> Table:
