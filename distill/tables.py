@@ -150,13 +150,6 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Heading:
-    """A title over the blocks that follow."""
-
-    text: str
-
-
-@dataclass(frozen=True)
 class Code:
     """Text that is shown as it is, in the language of a code block; with `folded`, a title, the page alone has it,
     folded."""
@@ -174,7 +167,7 @@ class Plot:
     caption: str
 
 
-Block = str | list[str] | Heading | Table | Code | Plot  # of a document: a string is a paragraph, several are a list
+Block = str | list[str] | Table | Code | Plot  # of a document: a string is a paragraph, several are a list
 
 
 def table_of(
@@ -349,8 +342,6 @@ def document(blocks: Iterable[Block], escaped: bool = False) -> str:
             return sentence(block)
         if isinstance(block, list):
             return "\n".join(f"- {sentence(one)}" for one in block)
-        if isinstance(block, Heading):
-            return f"### {word(block.text)}"
         if isinstance(block, Code):
             return code_block(block.language, block.text)
         assert isinstance(block, Table)

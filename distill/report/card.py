@@ -19,7 +19,7 @@ from distill.measuring.evaluation_results import EvaluationReport
 from distill.measuring.speedup_results import SpeedupReport
 from distill.progress import command_line, duration
 from distill.recipe import Recipe
-from distill.recipe.recipe import HELD_OUT, not_run
+from distill.recipe.recipe import not_run
 from distill.report.page import build_page, section, whole_page
 from distill.report.sections import TEXTS, sections, training_plots
 from distill.report.tables import RunResults
@@ -106,9 +106,6 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         export=export,
         speedup=timed,
         left_out=not_run(recipe) | ({} if recipe.train.steps else {"train": "train.steps is 0"}),
-        held_out={
-            split: texts for split in HELD_OUT if (texts := found(AnswerTexts, split, "summary.json")) is not None
-        },
     )
 
 

@@ -14,7 +14,6 @@ from distill.tables import (
     Block,
     Cell,
     Code,
-    Heading,
     Plot,
     Row,
     Table,
@@ -113,8 +112,6 @@ def element(block: Block) -> str:
         return f"<p>{as_sentence(block)}</p>"
     if isinstance(block, list):
         return f"<ul>{''.join(f'<li>{as_sentence(one)}</li>' for one in block)}</ul>"
-    if isinstance(block, Heading):
-        return f"<h3>{as_text(block.text)}</h3>"
     if isinstance(block, Code):
         inner = f"<pre>{as_text(block.text)}</pre>"
         return f"<details><summary>{as_text(block.folded)}</summary>{inner}</details>" if block.folded else inner

@@ -19,7 +19,6 @@ from distill.report.tables import RunResults
 from distill.tables import (
     Block,
     Code,
-    Heading,
     Plot,
     Row,
     Table,
@@ -119,12 +118,6 @@ def _texts(results: RunResults) -> list[Block]:
         notes.append(f"Answers by {answers.writer or 'the target'}: {cut}")
         if answers.dropped:
             notes.append(f"Answers left out: {listed(answers.dropped)}.")
-    for split, held_out in results.held_out.items():
-        out = f"; left out: {listed(held_out.dropped)}" if held_out.dropped else ""
-        notes.append(
-            f"Held out ({split}): {number(held_out.answers)} answers of {number(held_out.answer_tokens)} tokens, whose "
-            f"distributions are stored and not learnt from{out}."
-        )
     return [*tables.texts(results), _questions(results.questions) if results.questions else [], notes]
 
 
@@ -229,9 +222,7 @@ def usage(results: RunResults) -> list[Block]:
         commands |= {"SGLang": ("sh", sglang(target, draft, steps))} if same else {}
     commands["llama.cpp"] = "sh", llama_server(big, small or "draft.gguf", length, sampling=sampling)
     commands["ik_llama.cpp"] = "sh", serving("ik", "draft", big, small or "draft.gguf", length)
-    blocks: list[Block] = [
-        block for name, (kind, text) in commands.items() for block in (Heading(name), Code(text, kind))
-    ]
+    blocks: list[Block] = [block for name, (kind, text) in commands.items() for block in (f"{name}:", Code(text, kind))]
     untimed = "" if timed else "No draft length was timed; the one shown is only a starting point."
     words = [untimed, (evaluation and evaluation.probabilistic) or "", "" if small else NO_FILE]
     return [*blocks, *words, "" if same or is_gguf(target) else OTHER_ROWS, PLACES]
@@ -257,8 +248,6 @@ def limits(results: RunResults) -> list[str]:
         f"Every time and speedup was measured on {place}. Other hardware has other cost curves, so measure there "
         "before you rely on these figures."
     ]
-    if not machine["gpu"]:
-        sentences.append("No GPU took part: nothing here shows how the pair behaves on one.")
     if results.speedup:
         sentences += _speedup_limits(results.speedup)
     if results.export:

@@ -24,7 +24,7 @@ class RunResults:
 
     `command` made the run; `machine` is the one that timed it, or began it; `steps` and `evaluated` are of
     its training. `donor` is what the draft was cut from. `left_out` are the stages that the recipe's run does not have,
-    with the reason; `held_out` the answers of its held-out stages, by split; `parent` is what parent.json says.
+    with the reason; `parent` is what parent.json says.
     """
 
     name: str
@@ -48,7 +48,6 @@ class RunResults:
     export: ExportReport | None = None
     speedup: SpeedupReport | None = None
     left_out: dict[str, str] = field(default_factory=dict)
-    held_out: dict[str, AnswerTexts] = field(default_factory=dict)
 
     def absence(self, stage: str) -> str:
         """Why there are no results of a stage."""

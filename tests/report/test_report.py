@@ -183,7 +183,7 @@ def test_page_and_card_hold_the_numbers(results: dict[str, Any]) -> None:
         *(in_words(Interval(**one["acceptance_sampling"]), "%") for one in answers.values()),
         *(in_words(Interval(**one["forward_kl"]), ".4f") for one in answers.values()),
         *(f"{answers['after']['tokens']:,}", f"{file['bytes']:,}", in_words(file["parity"]["top1_agreement"], "%")),
-        *(machine["cpu"], machine["torch"], "temperature 1", "distill train recipe.yaml", "No GPU took part"),
+        *(machine["cpu"], machine["torch"], "temperature 1", "distill train recipe.yaml"),
         *("assistant_model=draft", "-md gguf/draft-f16.gguf --spec-type draft-simple --spec-draft-n-max 3"),
         *('"num_speculative_tokens": 3', '"method": "draft_model"', "(--spec-draft-sampling probabilistic)"),
     ):
@@ -293,7 +293,6 @@ def test_limits_and_doubts_follow_the_results(results: dict[str, Any]) -> None:
     measurements[2]["speedup_high"] = 3.14
     page = build_page(results)
     assert all(words in page for words in (*doubts, "lies between 1.17× and 3.14×, which is wide"))
-    assert "No GPU took part" not in page
 
 
 @pytest.mark.usefixtures("without_pictures")
