@@ -58,7 +58,7 @@ from distill.teacher.answers import check_writer
 from distill.teacher.likeliest import check_teacher
 from distill.teacher.questions import check_questions
 from distill.teacher.store import planned_bytes
-from distill.training.saved import MORE_TEXT, MOST_EPOCHS
+from distill.training.saved import MOST_EPOCHS, freshness
 from distill.training.setup import require_processes, require_quantisation, require_trackers
 from distill.training.step import check_training
 from distill.vocabulary.vocabulary import Vocabulary
@@ -284,9 +284,8 @@ def check_epochs(recipe: Recipe, documents: list[Document], prompts: int) -> lis
     epochs = recipe.train.steps * recipe.train.batch * recipe.corpus.block / max(1, positions)
     of = f"{prompts} prompts" + (f", {served} served lines" if served else "") + (" and given text" if given else "")
     line = f"epochs: about {epochs:.1f} over the answers to {of}"
-    if epochs <= MOST_EPOCHS:
-        return [line]
-    return [Caution(f"warning: {line}: more than {MOST_EPOCHS} learn it by heart; {MORE_TEXT}")]
+    line += freshness(epochs)
+    return [Caution(f"warning: {line}")] if epochs > MOST_EPOCHS else [line]
 
 
 def check_disk(recipe: Recipe, prompts: int, folder: Path | None = None) -> list[str]:

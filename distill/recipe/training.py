@@ -98,12 +98,6 @@ class Train(Section):
         description="peak learning rate; null: by the share of the donor that is left "
         "([training](training.md#the-rate))",
     )
-    schedule: Literal["cosine", "wsd"] = Field(
-        "cosine",
-        description="rate after the warm-up: cosine: falls along a cosine; wsd: constant, then falls linearly over "
-        "the last fifth of the steps",
-    )
-    final_rate_share: float = Field(0.1, ge=0, le=1, description="cosine: final rate, as a share of the peak")
     loss: Loss | None = Field(
         None,
         description="weights of the losses; null: by the protocol",

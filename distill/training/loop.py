@@ -74,7 +74,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             step = state["step"]
             # For a draft with dropout, so that a resumed training draws the same.
             torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)
-            rate = work.rate * rate_share(step, work.settings.steps, settings)
+            rate = work.rate * rate_share(step, settings.steps)
             body_rate = rate * body_share(step, settings)
             set_rates(work.optimizer, rate * work.outer, body_rate)
             began = time.monotonic()

@@ -154,7 +154,7 @@ def set_rates(optimizer: Any, rate: float, body_rate: float) -> None:
 RATES = (1 / 6, 1.5e-3), (1.0, 5e-5)
 # Adapters learn best at ten times the rate of whole weights (Schulman et al. 2025, LoRA Without Regret), up to this.
 ADAPTER, MOST_OF_ADAPTER = 10, 2e-3
-WARMUP, DECAY_SHARE = 0.03, 0.2  # shares of the steps: of the warm-up, and of the fall at the end of schedule wsd
+WARMUP, DECAY_SHARE = 0.03, 0.2  # shares of the steps: of the warm-up, and of the fall at the end
 
 
 def peak_rate(kept: float) -> float:
@@ -184,16 +184,11 @@ def outer_share(recipe: Recipe, rate: float) -> float:
     return max(1.0, RATES[0][1] / rate) if default else 1.0
 
 
-def rate_share(step: int, steps: int, settings: Train) -> float:
-    """The share of the peak rate in step `step` of `steps` (from 0): a line up over the warm-up, then the schedule."""
-    warm, final = max(1, round(WARMUP * steps)), settings.final_rate_share
-    if step < warm:
-        return (step + 1) / warm
-    if settings.schedule == "wsd":
-        constant_end = steps - max(1, round(DECAY_SHARE * steps))
-        return 1 - (1 - final) * max(0, step - constant_end) / (steps - constant_end)
-    progress = (step - warm) / max(1, steps - warm)
-    return final + (1 - final) * 0.5 * (1 + math.cos(math.pi * progress))
+def rate_share(step: int, steps: int) -> float:
+    """The share of the peak rate in step `step` of `steps` (from 0): a line up over the warm-up, constant, and over the
+    last fifth a line to 0."""
+    warm, falling = max(1, round(WARMUP * steps)), max(1, round(DECAY_SHARE * steps))
+    return min(1.0, (step + 1) / warm, (steps - step) / falling)
 
 
 def body_share(step: int, settings: Train) -> float:

@@ -39,7 +39,7 @@ from distill.data.packing import Packed
 from distill.devices import pick_device
 from distill.engines.torch.hugging_face import load_model, load_tokenizer
 from distill.progress import Progress
-from distill.recipe import Train, load_recipe
+from distill.recipe import load_recipe
 from distill.run import Run
 from distill.teacher.store import open_teacher
 from distill.training.step import batch_blocks, parameter_groups, rate_share
@@ -159,7 +159,7 @@ class GkdTrainings(Trainings):
                 progress.step()
 
         optimizer = torch.optim.AdamW(parameter_groups(draft), lr=rate, betas=(0.9, 0.95))
-        curve = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_share(step, options.steps, Train()))
+        curve = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: rate_share(step, options.steps))
         started = time.time()
         trainer = Counting(
             model=draft,

@@ -1,4 +1,4 @@
-"""What a draft learns from the same tokens: optimisers, schedules, or any other settings of `train`.
+"""What a draft learns from the same tokens: optimisers, or any other settings of `train`.
 
     python scripts/benchmarks/learning.py runs/demo --to learning/                # trains what is missing; resumes
     python scripts/benchmarks/learning.py runs/demo --to learning/ --seeds 0 --only adamw muon           # to screen
@@ -50,11 +50,10 @@ from distill.sampler import Sampler
 from distill.tables import Cell, Row, Table, document, paired_ratio_interval
 from distill.training.saved import training_steps
 
-# What every configuration starts from, whatever the run's recipe says: AdamW, a cosine, the last weights.
+# What every configuration starts from, whatever the run's recipe says: AdamW, the last weights.
 PLAIN = (
     "train.acceptance=null",
     "train.optimizer=adamw",
-    "train.schedule=cosine",
 )
 CONFIGURATIONS = {"adamw": "", "muon": "train.optimizer=muon"}
 SHARED = ("corpus", "answers", "teacher", "cut", "stages")

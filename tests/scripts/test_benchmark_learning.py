@@ -29,25 +29,23 @@ SMALL = ("--steps", 3, "--batch", 2, "--new-tokens", 8)
 
 def test_overrides_take_multiples_of_the_rate(script: Any) -> None:
     assert script.overrides_of("", 0.1) == []
-    text = "train.optimizer=muon train.acceptance={every: 5, prompts: 9} train.final_rate_share=@25"
+    text = "train.optimizer=muon train.acceptance={every: 5, prompts: 9} train.temperature=@25"
     assert script.overrides_of(text, 0.002) == [
         "train.optimizer=muon",
         "train.acceptance={every: 5, prompts: 9}",
-        "train.final_rate_share=0.05",
+        "train.temperature=0.05",
     ]
 
 
 def test_every_configuration_starts_from_adamw(script: Any, tmp_path: Path) -> None:
-    """The demo's own recipe trains with Muon: that must not reach the others; nor must a schedule."""
-    own = ["train.schedule=wsd"]
-    recipe = load_recipe(tiny.ROOT / "recipes" / "demo.yaml", own)
+    """The demo's own recipe trains with Muon: that must not reach the others."""
+    recipe = load_recipe(tiny.ROOT / "recipes" / "demo.yaml")
     assert recipe.train.optimizer == "muon"
     (tmp_path / "config.yaml").write_text(dump_recipe(recipe))
     options = SimpleNamespace(run=tmp_path, steps=30, batch=2, of_recipe=False)
     for name, text in script.CONFIGURATIONS.items():
         train = script.recipe_of(options, text, 1e-3, 0).train
         assert train.optimizer == ("muon" if "muon" in name else "adamw")
-        assert train.schedule == ("wsd" if "wsd" in name else "cosine")
 
 
 @pytest.mark.slow
