@@ -172,7 +172,9 @@ def test_expected_shares_are_the_mean_distribution(kind: str, monkeypatch: pytes
     mask = torch.zeros(4, 300, dtype=torch.bool)
     for block, count in enumerate(scored):
         mask[block, :count] = True
-    source: Any = SimpleNamespace(packed=SimpleNamespace(scored=mask.sum(1)), blocks=4, vocabulary=vocabulary, teacher=teacher)
+    source: Any = SimpleNamespace(
+        packed=SimpleNamespace(scored=mask.sum(1)), blocks=4, vocabulary=vocabulary, teacher=teacher
+    )
     found = expected_shares(source, torch.device("cpu"))
     if kind == "compact":
         top = numpy.argsort(-exact, axis=-1)[:, 8:]
