@@ -39,11 +39,13 @@ from distill.data.samples import (
 )
 from distill.data.traffic import SOURCE, write_traffic
 from distill.devices import barrier, process_count, process_index, share_of
-from distill.engines.torch.hugging_face import end_ids, load_config, load_tokenizer
+from distill.engines.torch.described import empty_model
+from distill.engines.torch.hugging_face import end_ids, load_config, load_tokenizer, local_snapshot
 from distill.errors import DataError, EndpointError, faults_explained
 from distill.files import has_form, parse_object, write_json, write_result
-from distill.progress import Progress
-from distill.recipe import Recipe
+from distill.progress import Caution, Progress
+from distill.recipe import Recipe, is_path
+from distill.recipe.target import WriterSettings
 from distill.run import Run
 from distill.teacher.endpoint import Endpoint
 from distill.teacher.stage import write_store
@@ -335,7 +337,7 @@ def check_writer(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
     that were not contacted."""
     settings = recipe.answers.writer
     if settings is None:
-        return [], []
+        return served_rather(recipe), []
     if settings.gguf is not None:
         require_gguf(recipe.target.model, settings.gguf, "answers.writer.gguf")
         return [f"answers: written by {settings.gguf}, which has the target's tokens"], []
@@ -343,6 +345,29 @@ def check_writer(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
         return [], [f"server {url}" for url in settings.urls]
     with closing(Endpoint(settings.model_copy(update={"retries": 0}), "answers.writer")) as endpoint:
         return [f"answers: {url} serves {model}" for url, model, _ in endpoint.served()], []
+
+
+LARGE = 7e9  # parameters of a target from which a server is the first proposal
+
+
+def served_rather(recipe: Recipe) -> list[str]:
+    """The commands of a server that writes the answers of a large target sooner; none for others."""
+    if recipe.answers.prompts == 0 or (
+        not is_path(recipe.target.model) and local_snapshot(recipe.target.model) is None
+    ):
+        return []
+    parameters = sum(weight.numel() for weight in empty_model(load_config(recipe.target.model)).parameters())
+    if parameters < LARGE:
+        return []
+    line = f"a server writes the answers of a target of {parameters / 1e9:.0f} billion parameters sooner, many at once"
+    ways = {
+        8000: f"vllm serve {recipe.target.model} --max-model-len {recipe.corpus.block}",
+        8080: f"llama-server -m FILE.gguf --parallel 8 --kv-unified --ctx-size {8 * recipe.corpus.block}",
+    }
+    return [
+        Caution(f"warning: {line}: stop one of these when stage answers is done"),
+        *(f"  {way}    and answers.writer.urls=[http://localhost:{port}/v1]" for port, way in ways.items()),
+    ]
 
 
 # ── The stages ──
@@ -433,8 +458,12 @@ def writer_kind(recipe: Recipe) -> str:
 def _hold_out(recipe: Recipe, run: Run, split: Split) -> list[Path]:
     """Answer the held-out prompts of a split, then store the distributions; resumes by the reply and by the shard.
 
-    One process does it. Without a writer, served answers are all there are.
+    One process does it. Without a writer, served answers are all there are. A teacher's GGUF file also writes the
+    answers: a card that holds it has no room for a server beside it.
     """
+    if recipe.answers.writer is not None and recipe.teacher.gguf is not None:
+        own = recipe.answers.model_copy(update={"writer": WriterSettings(gguf=recipe.teacher.gguf)})
+        recipe = recipe.model_copy(update={"answers": own})
     count, new_tokens, _ = sizes(recipe, split)
     served = {*served_answers(run, split).column("id")}
     left = 0 if recipe.answers.writer is None else max(0, count - len(served))

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import errno
 import json
+import os
 import subprocess
 import sys
 import threading
@@ -22,12 +24,13 @@ from writing_worlds import BadServer, answer_lines, begin
 from distill import http
 from distill.data.samples import Request, read_answers
 from distill.engines.torch.hugging_face import encode, load_config, load_tokenizer
-from distill.errors import DataError, EndpointError
+from distill.errors import DataError, EndpointError, RunError, faults_explained
 from distill.files import read_json
 from distill.pipeline.stages import difference, find_stage, key_parts
 from distill.run import Run
 from distill.serving.server import LlamaServer, started
-from distill.teacher.answers import answers
+from distill.teacher.answers import Group, answers
+from distill.teacher.endpoint import Rising
 from distill.teacher.writers import OTHER_PROMPT, Choice, Completion, ServerWriter
 
 
@@ -100,6 +103,68 @@ def test_several_servers_share_the_work(tokenizer: Any, write: Any) -> None:
         run = write(12, first, second)
         assert first.asked.total() == 12 and 1 <= second.asked.total() <= 12
     assert len(answer_lines(run)) == 12 and tiny.contents(run.path("answers")) == tiny.contents(whole.path("answers"))
+
+
+def test_requests_rise_while_that_is_quicker() -> None:
+    """Of a server that takes 20 requests at once, 32 are no quicker than 16; a lower limit holds."""
+    for most, ends in ((256, 16), (8, 8), (12, 12), (1, 1)):
+        seconds = [0.0]
+        rising = Rising(most, lambda now=seconds: now[0])
+        for _ in range(2000):
+            seconds[0] += 1 / min(rising.count, 17)
+            rising.note(100)
+        assert rising.count == ends
+
+
+def test_another_model_than_before_is_refused(tokenizer: Any, write: Any) -> None:
+    """One message, and nothing is mixed; the first model's server goes on."""
+    broken = {"on": True}
+
+    def behave(prompt: Any, attempt: int) -> str:
+        return "500" if broken["on"] and len(prompt) == 8 else "ok"
+
+    with BadServer(tokenizer, behave) as server:
+        more: Any = {"model": None, "retries": 0, "overrides": ["answers.group=10"]}
+        with pytest.raises(EndpointError, match="prompts have no reply"):
+            write(24, server, **more)
+        before, broken["on"], server.names = server.asked.copy(), False, ["other"]
+        with pytest.raises(EndpointError, match=r'serve \["other".* comes from \["tiny"[\s\S]*--redo answers'):
+            write(24, server, **more)
+        assert server.asked == before
+        server.names = ["tiny"]
+        assert len(answer_lines(write(24, server, **more))) == 24
+
+
+def test_a_full_disk_loses_nothing_that_is_whole(tokenizer: Any, write: Any, monkeypatch: Patch) -> None:
+    noted, note = [], Group.note
+
+    def full(group: Group, reply: Any) -> None:
+        if len(noted) == 9:
+            with faults_explained(group.journal):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(group.journal))
+        noted.append(reply.id)
+        note(group, reply)
+
+    with BadServer(tokenizer, lambda prompt, _: "ok") as server:
+        monkeypatch.setattr(Group, "note", full)
+        with pytest.raises(RunError, match="the disk is full"):
+            write(24, server, overrides=["answers.group=10"])
+        monkeypatch.setattr(Group, "note", note)
+        server.asked.clear()
+        lines = answer_lines(write(24, server, overrides=["answers.group=10"]))
+        assert len({line["id"] for line in lines}) == len(lines) == 24 and server.asked.total() == 24 - 9
+
+
+def test_two_answers_to_one_request_are_none(tokenizer: Any, write: Any, monkeypatch: Patch) -> None:
+    whole = BadServer.completion
+
+    def twice(self: BadServer, body: Any, prompt: Any, kind: str) -> dict[str, Any]:
+        found = whole(self, body, prompt, kind)
+        return found | {"choices": found["choices"] * (2 if kind == "twice" else 1)}
+
+    monkeypatch.setattr(BadServer, "completion", twice)
+    with BadServer(tokenizer, lambda prompt, attempt: "ok" if attempt else "twice") as server:
+        assert len(answer_lines(write(6, server, retries=2))) == 6 and server.asked.total() == 12
 
 
 def test_prompts_without_a_reply_are_asked_again(tokenizer: Any, write: Any) -> None:
@@ -291,7 +356,8 @@ import sys
 from pathlib import Path
 from distill.recipe import load_recipe
 from distill.run import Run
-from distill.teacher.answers import answers
+from distill.teacher.answers import Group, answers
+from distill.teacher.endpoint import Rising
 recipe = load_recipe(Path(sys.argv[1]), sys.argv[3:])
 answers(recipe, Run(Path(sys.argv[2]), recipe))
 """
