@@ -288,7 +288,7 @@ class Run:
         was recorded.
 
         A file of the size and time of change that its stage recorded is that; of another (a copy of a run may have new
-        times) the checksum is compared, once in a process.
+        times) the checksum is compared.
         """
         for name, entry in (self.done(stage) or {"artifacts": {}})["artifacts"].items():
             if fnmatch(name, pattern):
@@ -297,20 +297,13 @@ class Run:
                 )
 
 
-_verified: set[tuple[int, int, int, int, str]] = set()  # device and number of the file, size, time, checksum
-
-
 def _verify_file(path: Path, entry: dict[str, Any], hint: str) -> None:
     state = path.stat() if path.is_file() else None
     if state is not None and (state.st_size, state.st_mtime_ns) == (entry["bytes"], entry.get("mtime")):
         return
-    seen = None if state is None else (state.st_dev, state.st_ino, state.st_size, state.st_mtime_ns, entry["sha256"])
-    if seen is not None and seen in _verified:
-        return
-    if seen is None or file_digest(path) != entry["sha256"]:
+    if state is None or file_digest(path) != entry["sha256"]:
         raise DataError(
-            f"{path} is {'missing' if seen is None else 'damaged'}: "
+            f"{path} is {'missing' if state is None else 'damaged'}: "
             "its checksum is not the one recorded when it was written",
             hint,
         )
-    _verified.add(seen)

@@ -96,7 +96,7 @@ def chat_prompts(recipe: Recipe, tokenizer: Any, documents: list[Document]) -> C
     if all(document.messages is None for document in documents):
         return None
     longest = recipe.corpus.block - recipe.answers.new_tokens
-    return ChatPrompts(ChatTemplate(tokenizer, recipe.chat), longest, recipe.seed, cut=True)
+    return ChatPrompts(ChatTemplate(tokenizer, recipe.chat), longest, recipe.seed)
 
 
 def weights_of(corpus: Corpus) -> dict[str, float] | None:
@@ -225,15 +225,10 @@ def _few_documents(recipe: Recipe, documents: list[Document]) -> list[str]:
 
 def _fitting(lengths: list[int], longest: int, recipe: Recipe) -> str:
     """The share of prompts that a block covers, of so many tokens each."""
-    whole, most = sum(length <= longest for length in lengths), max(lengths)
-    line = (
-        f"corpus.block {recipe.corpus.block} covers {whole / len(lengths):.1%} of {len(lengths)} prompts before "
-        f"answers.new_tokens; the longest has {most} tokens"
-    )
-    if whole == len(lengths):
-        return line
-    block = recipe.corpus.block + most - longest
-    return Caution(f"warning: {line}: of longer ones the last {longest} are read; corpus.block={block} covers all")
+    whole, most, block = sum(length <= longest for length in lengths), max(lengths), recipe.corpus.block
+    line = f"corpus.block {block} covers {whole / len(lengths):.1%} of {len(lengths)} prompts before answers.new_tokens"
+    more = f"of longer ones the last {longest} tokens are read; corpus.block={block + most - longest} covers all"
+    return line if most <= longest else Caution(f"warning: {line}: {more}")
 
 
 def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:

@@ -32,9 +32,6 @@ Candidate = tuple[int, bytes, Document, int]  # number of the part, its rank by 
 CHARACTERS_PER_TOKEN = 8  # more than any prompt needs; it bounds the text that is encoded for a prompt
 
 
-TOO_LONG = "prompts too long for corpus.block"
-
-
 def _rank(seed: int, *parts: object) -> bytes:
     return hashlib.sha256("/".join(str(part) for part in (seed, *parts)).encode()).digest()
 
@@ -47,13 +44,13 @@ def _drawn(seed: int, *parts: object) -> float:
 class ChatPrompts:
     """Conversations as prompts, by the target's template and the recipe's section `chat`.
 
-    A prompt of more than `longest` tokens is left out, or with `cut` keeps its last ones; `dropped` counts those and
-    what the template refuses, `lengths` are those of all prompts before that.
+    A prompt of more than `longest` tokens keeps its last ones; `dropped` counts those and what the template refuses,
+    `lengths` are those of all prompts before that.
     """
 
-    def __init__(self, template: ChatTemplate, longest: int, seed: int, cut: bool = False) -> None:
-        self.template, self.longest, self.seed, self.cut = template, longest, seed, cut
-        self.opening = opening_of(template.tokenizer) if cut else []
+    def __init__(self, template: ChatTemplate, longest: int, seed: int) -> None:
+        self.template, self.longest, self.seed = template, longest, seed
+        self.opening = opening_of(template.tokenizer)
         self.dropped: Counter[str] = Counter()
         self.lengths: list[int] = []
         self._told: set[tuple[str, str]] = set()  # names of documents, and the arguments that were counted
@@ -83,9 +80,7 @@ class ChatPrompts:
             return None
         self.lengths.append(len(ids))
         if len(ids) > self.longest:
-            self.dropped[f"beginnings of prompts of more than {self.longest} tokens" if self.cut else TOO_LONG] += 1
-            if not self.cut:
-                return None
+            self.dropped[f"beginnings of prompts of more than {self.longest} tokens"] += 1
             ids = last_tokens(ids, self.longest, self.opening)
         if len(turns) < settings.turns - 1 and any(one["role"] == "user" for one in rest[len(before_tools) :]):
             self.dropped["turns of conversations after a tool's result"] += 1
@@ -301,8 +296,7 @@ def read_user_prompts(
         size = min(tokens, room)
         stride = 4 * (size + answer)
         prompts = [*cut_prompts(documents, to_ids, count + others, size, stride, SEED, chats, dropped=dropped)]
-    for reason, number in Counter({} if chats is None else chats.dropped).items():
-        dropped[reason.replace(TOO_LONG, f"prompts of more than {room} tokens")] += number
+    dropped += Counter({} if chats is None else chats.dropped)
     least += min(others, 2)
     if len(prompts) < least:
         left = "".join(f"; {number} left out: {reason}" for reason, number in dropped.items())

@@ -9,7 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, islice, zip_longest
 from pathlib import Path
-from typing import Any, Literal, overload
+from typing import Any, Literal
 
 import numpy
 
@@ -171,13 +171,9 @@ class Samples(Sequence[Sample]):
     def __len__(self) -> int:
         return len(self._order)
 
-    @overload
-    def __getitem__(self, index: int) -> Sample: ...
-    @overload
-    def __getitem__(self, index: slice) -> Samples: ...
-    def __getitem__(self, index: int | slice) -> Sample | Samples:
+    def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return Samples(self._batches, self._order[index])
+            return self.take(index)
         part, number = self._place(index)
         row = self._batches[part].slice(number, 1).to_pylist()[0]
         return Sample(**{**row, "chat": row["chat"] and json.loads(row["chat"])})

@@ -288,6 +288,9 @@ def check_epochs(recipe: Recipe, documents: list[Document], prompts: int) -> lis
     return [Caution(f"warning: {line}")] if epochs > MOST_EPOCHS else [line]
 
 
+BYTES_OF_PROCESS, BYTES_PER_PROMPT = 0.55e9, 3400  # as scripts/benchmarks/scale.py measures them
+
+
 def check_disk(recipe: Recipe, prompts: int, folder: Path | None = None) -> list[str]:
     """The teacher's distributions fit the disk of the run in `folder`, of which it may hold some, or of this folder."""
     store = sum(planned_bytes(recipe, prompts).values())
@@ -303,7 +306,11 @@ def check_disk(recipe: Recipe, prompts: int, folder: Path | None = None) -> list
             f"{free / 1e9:.1f} GB are free",
             "lower corpus.tokens, answers.prompts or teacher.top_k, or store nothing with teacher.kind: online",
         )
-    return [f"disk: the teacher store needs about {store / 1e6:.0f} MB, {free / 1e9:.0f} GB are free here"]
+    memory = BYTES_OF_PROCESS + prompts * BYTES_PER_PROMPT
+    return [
+        f"disk: the teacher store needs about {store / 1e6:.0f} MB, {free / 1e9:.0f} GB are free here; memory: "
+        f"{memory / 1e9:.1f} GB beside the models"
+    ]
 
 
 def check_export(recipe: Recipe) -> list[str]:

@@ -224,23 +224,15 @@ def write_answers(
     if len(missing) < len(mine):
         run.say(f"  resuming: {len(mine) - len(missing)} of {len(mine)} groups{whose} exist")
     if missing:
-        _GroupWriter(recipe, run, rules, f"{what}{whose}", prompts, mine).write(missing)
+        _GroupWriter(recipe, run, rules, f"{what}{whose}", mine).write(prompts, missing)
     return len(groups)
 
 
 class _GroupWriter:
     """Writes groups: asks for the conversations' answers, and keeps those that got no reply until the end."""
 
-    def __init__(
-        self,
-        recipe: Recipe,
-        run: Run,
-        rules: AnswerRules,
-        what: str,
-        prompts: Sequence[Sample],
-        groups: Sequence[Group],
-    ) -> None:
-        self.run, self.rules, self.what, self.prompts = run, rules, what, prompts
+    def __init__(self, recipe: Recipe, run: Run, rules: AnswerRules, what: str, groups: Sequence[Group]) -> None:
+        self.run, self.rules, self.what = run, rules, what
         self.writer = open_writer(recipe)
         if isinstance(self.writer, ServerWriter):
             self.writer.endpoint.require_same(groups[0].path.parent)
@@ -249,19 +241,19 @@ class _GroupWriter:
         self.unanswered: list[tuple[Conversation, Reply]] = []
         self.tokens, self.started = 0, time.monotonic()
 
-    def write(self, missing: list[Group]) -> None:
-        """Write the missing groups: all at once where each reply stands for itself, else one after the other."""
+    def write(self, prompts: Sequence[Sample], missing: list[Group]) -> None:
+        """Write the missing groups of these prompts: all at once where each reply stands for itself, else in turn."""
         done = self.total - sum(len(group.numbers) for group in missing)
         self.progress = Progress(self.what, self.total, done, self.writer.together)
         try:
             for part in [missing] if self.writer.by_prompt else [[group] for group in missing]:
-                self._write(part)
+                self._write(prompts, part)
             self._settle()
         finally:
             for line in self.writer.close():
                 self.run.say(f"  {self.what.partition(',')[0]}: {line}")
 
-    def _write(self, groups: Sequence[Group]) -> None:
+    def _write(self, prompts: Sequence[Sample], groups: Sequence[Group]) -> None:
         """Ask for everything that the journals of the groups lack, and write each group with its last reply; a group is
         opened, and its prompts are read, once the requests of those before it do not suffice."""
         waiting: deque[Request] = deque()
@@ -277,7 +269,7 @@ class _GroupWriter:
             while unopened and len(waiting) < self.writer.together + MAX_FAULTS:  # replies that a writer holds back
                 group = unopened.popleft()
                 known = group.known() if self.writer.by_prompt else {}
-                group.conversations = [Conversation(one, self.prompts[one], group) for one in group.numbers]
+                group.conversations = [Conversation(one, prompts[one], group) for one in group.numbers]
                 for conversation in group.conversations:
                     conversation.begin(self.rules, known)
                     ask(conversation)
@@ -351,23 +343,14 @@ LARGE = 7e9  # parameters of a target from which a server is the first proposal
 
 
 def served_rather(recipe: Recipe) -> list[str]:
-    """The commands of a server that writes the answers of a large target sooner; none for others."""
-    if recipe.answers.prompts == 0 or (
-        not is_path(recipe.target.model) and local_snapshot(recipe.target.model) is None
-    ):
+    """The command of a server that writes the answers of a large target sooner; none for others."""
+    model = recipe.target.model
+    if recipe.answers.prompts == 0 or not (is_path(model) or local_snapshot(model)):
         return []
-    parameters = sum(weight.numel() for weight in empty_model(load_config(recipe.target.model)).parameters())
-    if parameters < LARGE:
-        return []
-    line = f"a server writes the answers of a target of {parameters / 1e9:.0f} billion parameters sooner, many at once"
-    ways = {
-        8000: f"vllm serve {recipe.target.model} --max-model-len {recipe.corpus.block}",
-        8080: f"llama-server -m FILE.gguf --parallel 8 --kv-unified --ctx-size {8 * recipe.corpus.block}",
-    }
-    return [
-        Caution(f"warning: {line}: stop one of these when stage answers is done"),
-        *(f"  {way}    and answers.writer.urls=[http://localhost:{port}/v1]" for port, way in ways.items()),
-    ]
+    parameters = sum(weight.numel() for weight in empty_model(load_config(model)).parameters())
+    what = f"a server writes the answers of {parameters / 1e9:.0f} billion parameters sooner, many at once"
+    way = f"`vllm serve {model} --max-model-len {recipe.corpus.block}`, answers.writer.urls=[http://localhost:8000/v1]"
+    return [Caution(f"warning: {what}: {way}, or llama-server; docs/big-targets.md")] if parameters >= LARGE else []
 
 
 # ── The stages ──

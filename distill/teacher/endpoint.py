@@ -62,30 +62,28 @@ class FromModel(BaseModel):
 Reply = TypeVar("Reply", bound=FromModel)
 
 
-FIRST, WINDOW, GROWTH = 8, 32, 1.1  # requests at once; replies that are timed at least; of the throughput
+FIRST, WINDOW, GROWTH = 8, 4, 1.1  # requests at once; replies to each that are timed; of the throughput
 
 
 class Rising:
     """How many requests are under way at once: 8 at first, then twice as many as long as that raises the tokens per
-    second by a tenth, `most` at most. Replies to requests of the number before are not timed."""
+    second by a tenth, `most` at most."""
 
     def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
         self.count, self.most, self._clock = min(FIRST, most), most, clock
-        self._best, self._replies, self._tokens, self._began = 0.0, 0, 0, 0.0
+        self._best, self._replies, self._tokens, self._began = 0.0, 0, 0, clock()
 
     def note(self, tokens: int) -> None:
         """A reply of so many tokens came."""
-        if self.most == self.count:
-            return
         self._replies, self._tokens = self._replies + 1, self._tokens + tokens
-        if self._replies == self.count:
-            self._tokens, self._began = 0, self._clock()
-        elif self._replies >= self.count + max(WINDOW, 2 * self.count):
-            rate = self._tokens / max(1e-9, self._clock() - self._began)
-            if rate < GROWTH * self._best:
-                self.most = self.count = self.count // 2
-            else:
-                self._best, self._replies, self.count = rate, 0, min(2 * self.count, self.most)
+        if self.count == self.most or self._replies < WINDOW * self.count:
+            return
+        rate = self._tokens / max(1e-9, self._clock() - self._began)
+        if rate < GROWTH * self._best:
+            self.most = self.count = self.count // 2
+            return
+        self._best, self.count = rate, min(2 * self.count, self.most)
+        self._replies, self._tokens, self._began = 0, 0, self._clock()
 
 
 class Endpoint:

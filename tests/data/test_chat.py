@@ -223,8 +223,7 @@ def test_prompts_are_mixed_by_weight_and_long_ones_left_out(plain: Any) -> None:
     assert Counter(one.source for one in found) == {"a": 30, "b": 10}
     all_of_them = cut_prompts(documents, lambda text: [1] * len(text), 1000, 8, 8, 0, chat, weights)
     assert Counter(one.source for one in all_of_them) == {"a": 40, "b": 400}
-    assert chat.dropped["prompts too long for corpus.block"] >= 1
-    cutting = ChatPrompts(chat.template, 40, 0, cut=True)
+    cutting = ChatPrompts(chat.template, 40, 0)
     prompt, whole = cutting.prompt(long[0]), chat.template.prompt(long[0].messages or ())
     assert prompt is not None and cutting.lengths == [len(whole)] and cutting.dropped.total() == 1
     begun = len(cutting.opening)
