@@ -6,12 +6,12 @@ Legend: n blocks, S positions per block.
 from __future__ import annotations
 
 import hashlib
-from bisect import bisect_left, bisect_right, insort
+from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from heapq import heappop, heappush
-from itertools import accumulate, groupby, pairwise
+from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
@@ -147,55 +147,39 @@ def pack_rows(rows: Sequence[Sequence[Text]], block: int, first: Sequence[int]) 
     return replace(packed, first=torch.tensor(first, dtype=torch.int64))
 
 
-class Planned:
-    """Blocks of whole texts, packed where they are taken: `documents` numbers those of each block, `read` gives one,
-    whose scored tokens `counts` has; `scored` [n] as of Packed."""
+@dataclass(frozen=True)
+class Deferred:
+    """`count` blocks that are made where they are taken: `read` makes those of some numbers, `counted` the scored
+    positions of each [n]."""
 
-    def __init__(
-        self, documents: Sequence[range], read: Callable[[int], Text], block: int, counts: Sequence[int]
-    ) -> None:
-        self.documents, self._read, self._block = documents, read, block
-        self.scored = torch.tensor([sum(counts[own.start : own.stop]) for own in documents], dtype=torch.int64)
-
-    def __len__(self) -> int:
-        return len(self.documents)
-
-    def take(self, index: Tensor | slice) -> Packed:
-        """As of Packed."""
-        taken = [self.documents[number] for number in torch.arange(len(self))[index].tolist()]
-        return pack_rows([[*map(self._read, own)] for own in taken], self._block, [own.start for own in taken])
-
-
-class Stacked:
-    """The blocks of several, one after the other, read where they are taken."""
-
-    def __init__(self, parts: Sequence[Packed | Planned]) -> None:
-        self.parts = parts
-        self._starts = [*accumulate(map(len, parts), initial=0)]
+    count: int
+    read: Callable[[list[int]], Packed]
+    counted: Callable[[], Tensor]
 
     def __len__(self) -> int:
-        return self._starts[-1]
+        return self.count
 
     @property
     def scored(self) -> Tensor:
         """As of Packed."""
-        return torch.cat([part.scored for part in self.parts])
-
-    def place(self, block: int) -> tuple[int, int]:
-        """The part that a block belongs to, and its number there."""
-        part = bisect_right(self._starts, block) - 1
-        return part, block - self._starts[part]
+        return self.counted()
 
     def take(self, index: Tensor | slice) -> Packed:
-        """As of Packed; the documents are not numbered."""
-        places = map(self.place, torch.arange(len(self))[index].tolist())
-        found = []
-        for part, own in groupby(places, key=lambda place: place[0]):
-            found.append(self.parts[part].take(torch.tensor([block for _, block in own])))
-        return concatenate([replace(one, first=None) for one in found or [self.parts[0].take(slice(0, 0))]])
+        """As of Packed."""
+        return self.read(torch.arange(self.count)[index].tolist())
+
+    def before(self, text: Packed) -> Deferred:
+        """These blocks, and those of a text behind them; taken in ascending order, and their documents not numbered."""
+
+        def read(numbers: list[int]) -> Packed:
+            own = bisect_left(numbers, self.count)
+            parts = self.read(numbers[:own]), text.take(torch.tensor(numbers[own:], dtype=torch.int64) - self.count)
+            return concatenate([replace(part, first=None) for part in parts if len(part)] or [text.take(slice(0, 0))])
+
+        return Deferred(self.count + len(text), read, lambda: torch.cat([self.scored, text.scored]))
 
 
-Blocks = Packed | Planned | Stacked
+Blocks = Packed | Deferred
 
 
 def token_ids(blocks: Blocks, vocabulary: int) -> Tensor:
@@ -266,23 +250,26 @@ def joined_turns(count: int, turn: Callable[[int], Turn]) -> list[list[int]]:
     return texts
 
 
-def planned(turns: Callable[[int], Turn], count: int, block: int) -> tuple[Planned, list[list[int]]]:
+def planned(turns: Callable[[int], Turn], count: int, block: int) -> tuple[Deferred, list[list[list[int]]]]:
     """Blocks of `count` answers behind their prompts, which are not scored; and the numbers of the answers that each
-    document holds, in order."""
+    document of each block holds, in order."""
     texts = joined_turns(count, turns)
-    lengths = [sum(map(len, turns(own[-1]))) for own in texts]
-    rows = fitted_rows(lengths, block)
-    ordered = [texts[one] for row in rows for one in row]
+    rows = fitted_rows([sum(map(len, turns(own[-1]))) for own in texts], block)
+    ordered = [[texts[one] for one in row] for row in rows]
+    first = [*accumulate(map(len, rows), initial=0)]
 
-    def read(number: int) -> Text:
-        parts = [turns(one) for one in ordered[number]]
-        spans = [(len(prompt), len(prompt) + len(answer)) for prompt, answer in parts]
-        return numpy.concatenate(parts[-1]), spans
+    def text(own: list[int]) -> Text:
+        parts = [turns(one) for one in own]
+        return numpy.concatenate(parts[-1]), [(len(prompt), len(prompt) + len(answer)) for prompt, answer in parts]
 
-    ends = [*accumulate(map(len, rows), initial=0)]
-    numbers = [range(start, end) for start, end in pairwise(ends)]
-    counts = [sum(len(turns(one)[1]) - (not len(turns(one)[0])) for one in own) for own in ordered]
-    return Planned(numbers, read, block, counts), ordered
+    def read(numbers: list[int]) -> Packed:
+        return pack_rows([[*map(text, ordered[one])] for one in numbers], block, [first[one] for one in numbers])
+
+    def counted() -> Tensor:
+        counts = [len(answer) - (not len(prompt)) for prompt, answer in map(turns, range(count))]
+        return torch.tensor([sum(counts[one] for own in row for one in own) for row in ordered], dtype=torch.int64)
+
+    return Deferred(len(rows), read, counted), ordered
 
 
 def concatenate(parts: list[Packed]) -> Packed:

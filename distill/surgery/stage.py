@@ -224,9 +224,9 @@ def choose_head(
     tokens = Vocabulary.read(text_folder(recipe.target.model))
     forced = [index for index in always_kept(tokens) if index < vocabulary]
     learnt = answers.take(answers.column("dropped") == "")
-    own, texts = answer_blocks(learnt, recipe)  # the first blocks of the teacher's store
-    apart = range(1, len(own), APART)
-    held = [one for block in apart for document in own.documents[block] for one in texts[document]]
+    rows = answer_blocks(learnt, recipe)[1]  # of the first blocks of the teacher's store
+    apart = range(1, len(rows), APART)
+    held = [one for block in apart for own in rows[block] for one in own]
     rest = numpy.setdiff1d(numpy.arange(len(learnt)), held)
     counts = count_tokens(learnt.take(rest), vocabulary)
     measured = count_tokens(learnt.take(held), vocabulary) if held else counts

@@ -12,7 +12,6 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from distill.data.packing import Blocks, Packed, Planned, Stacked, planned, scored_states
+from distill.data.packing import Blocks, Deferred, Packed, planned, scored_states
 from distill.data.samples import Sample, Samples, decoded, read_answers
 from distill.decoding.ngrams import ORDER, Expected, NGramTable, count_ngrams, write_table
 from distill.devices import barrier, doubled, pick_device, process_count, process_index, share_of
@@ -56,7 +55,7 @@ def training_blocks(recipe: Recipe, run: Run) -> tuple[Blocks, int]:
     scored positions of the answers."""
     own = answer_blocks(learnt_answers(run), recipe)[0]
     text = Packed.load(run.path("corpus", "text-train.safetensors"))
-    return Stacked([own, text]), int(own.scored.sum())
+    return own.before(text), int(own.scored.sum())
 
 
 def learnt_answers(run: Run) -> Samples:
@@ -65,14 +64,15 @@ def learnt_answers(run: Run) -> Samples:
     return answers.take(answers.column("dropped") == "")
 
 
-def answer_blocks(answers: Samples, recipe: Recipe) -> tuple[Planned, list[list[int]]]:
-    """Answers in the blocks in which they are learnt from; and the numbers of those that each document holds."""
+def answer_blocks(answers: Samples, recipe: Recipe) -> tuple[Deferred, list[list[list[int]]]]:
+    """Answers in the blocks in which they are learnt from; and the numbers of those in each document of each block."""
     return planned(answers.ids, len(answers), recipe.corpus.block)
 
 
 def packed_order(answers: Samples, recipe: Recipe) -> Samples:
     """The answers in the order in which blocks hold them."""
-    return answers.take([*chain.from_iterable(answer_blocks(answers, recipe)[1])])
+    rows = answer_blocks(answers, recipe)[1]
+    return answers.take([one for row in rows for own in row for one in own])
 
 
 def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:

@@ -22,7 +22,7 @@ import numpy
 import torch
 from torch import Tensor
 
-from distill.data.packing import Blocks, Packed, Stacked, concatenate, pack, scored_states
+from distill.data.packing import Blocks, Deferred, Packed, concatenate, pack, scored_states
 from distill.data.samples import TEXT_FAULTS, Samples, joined_samples, listed, read_answers, read_prompts
 from distill.engines.torch.hugging_face import load_config, load_target, load_tokenizer
 from distill.errors import DataError
@@ -118,17 +118,30 @@ class TeacherStore:
         self._shards = [
             _mapped(shard_path(self.folder, number)) for number in range(len(self.manifest["shard_blocks"]))
         ]
-        self.packed = Stacked([Packed(one["ids"], one["documents"], one["mask"]) for one in self._shards])
-        self.blocks = len(self.packed)
+        self.blocks: int = sum(self.manifest["shard_blocks"])
+        self.packed = Deferred(
+            self.blocks, self._packed, lambda: torch.cat([one["rows"].diff() for one in self._shards])
+        )
         self._head: Head | None = None
         self._sums: dict[int, Tensor] = {}  # by block
         if self.manifest["kind"] == "exact":
             found = _mapped(head_path(self.folder))
             self._head = Head(found["weight"], found.get("bias"), LogitForm(**self.manifest["logit_form"]))
 
+    def _places(self, blocks: list[int]) -> list[tuple[dict[str, Tensor], int]]:
+        """The shard of each block, and its number there; all shards but the last have the same number of blocks."""
+        size = self.manifest["shard_blocks"][0]
+        return [(self._shards[block // size], block % size) for block in blocks]
+
+    def _packed(self, blocks: list[int]) -> Packed:
+        """These blocks, read from the maps."""
+        names = ("ids", "documents", "mask")
+        ids, documents, mask = (torch.stack([shard[name][at] for shard, at in self._places(blocks)]) for name in names)
+        return Packed(ids, documents.int(), mask)
+
     def _scored(self, names: tuple[str, ...], index: Tensor) -> list[Tensor]:
         """Tensors [N, …] of the scored positions of the blocks at `index` [b]."""
-        places = [(self._shards[shard], block) for shard, block in map(self.packed.place, index.tolist())]
+        places = self._places(index.tolist())
         rows = [(shard, slice(*shard["rows"][block : block + 2].tolist())) for shard, block in places]
         return [torch.cat([shard[name][own] for shard, own in rows]) for name in names]
 

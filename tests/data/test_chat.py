@@ -211,7 +211,7 @@ def test_a_tools_result_ends_what_can_be_asked(plain: Any) -> None:
     assert chat.dropped == {"turns of conversations after a tool's result": 1}
 
 
-def test_prompts_are_mixed_by_weight_and_long_ones_left_out(plain: Any) -> None:
+def test_prompts_are_mixed_by_weight_and_long_ones_cut(plain: Any) -> None:
     chat = prompts_of(plain, "llama-3", Chat(), longest=40)
     few = [document(f"a{n}", [USER | {"content": f"question {n}"}]) for n in range(40)]
     more = [document(f"b{n}", [USER | {"content": f"other {n}"}], "b") for n in range(400)]
@@ -222,7 +222,7 @@ def test_prompts_are_mixed_by_weight_and_long_ones_left_out(plain: Any) -> None:
     found = cut_prompts(documents, lambda text: [1] * len(text), 40, 8, 8, 0, chat, weights)
     assert Counter(one.source for one in found) == {"a": 30, "b": 10}
     all_of_them = cut_prompts(documents, lambda text: [1] * len(text), 1000, 8, 8, 0, chat, weights)
-    assert Counter(one.source for one in all_of_them) == {"a": 40, "b": 400}
+    assert Counter(one.source for one in all_of_them) == {"a": 41, "b": 400}
     cutting = ChatPrompts(chat.template, 40, 0)
     prompt, whole = cutting.prompt(long[0]), chat.template.prompt(long[0].messages or ())
     assert prompt is not None and cutting.lengths == [len(whole)] and cutting.dropped.total() == 1

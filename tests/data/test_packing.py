@@ -136,7 +136,8 @@ def test_turns_of_a_conversation_are_one_text() -> None:
             dropped = number % 5 == 4  # as a template that leaves out earlier thinking
             (thinking if dropped else kept).append(len(turns) - 1)
             prompt = [*prompt, *answer[dropped:], *(generator.randrange(30) for _ in range(3))]
-    blocks, documents = planned(turns.__getitem__, len(turns), 64)
+    blocks, rows = planned(turns.__getitem__, len(turns), 64)
+    documents = [own for row in rows for own in row]
     assert sorted(one for own in documents for one in own) == [*range(len(turns))]
     assert all(len(own) == 1 for own in documents if own[0] in thinking)
     assert {len(own) for own in documents if own[0] in kept} == {1, 2, 3, 4}
