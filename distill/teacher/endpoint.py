@@ -14,7 +14,6 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
-from distill.data.samples import listed
 from distill.errors import EndpointError
 from distill.files import read_json, write_json
 from distill.http import (
@@ -89,13 +88,12 @@ class Rising:
 class Endpoint:
     """The servers of a recipe's section, such as `answers.writer`, which messages name. Threads may share it.
 
-    `requests` counts what was asked, `counts` the attempts that failed, by reason. Raises EndpointError for a key or
+    `counts` has the attempts that failed, by reason. Raises EndpointError for a key or
     header that the environment lacks.
     """
 
     def __init__(self, settings: Servers, section: str) -> None:
         self.settings, self.section = settings, section
-        self.requests = 0
         self.rising = Rising(settings.concurrency)
         self.identities: list[list[Any]] = []  # of the servers' models, once `served` has asked
         self.counts: Counter[str] = Counter()
@@ -133,8 +131,6 @@ class Endpoint:
         self, places: Sequence[str], body: dict[str, Any] | None, read: Callable[[str, Received], Result]
     ) -> Result:
         """What is read of the reply of the places in turn, the first that one of them gives."""
-        with self._lock:
-            self.requests += 1
         for attempt in range(self.settings.retries + 1):
             if self._closed.is_set():
                 raise Unanswered("the client was closed")
@@ -182,11 +178,6 @@ class Endpoint:
         ) as replies:
             results = dict(replies)
         return [results[at] for at in range(len(items))]
-
-    def summary(self) -> str:
-        """A sentence on the requests so far."""
-        faults = f" ({listed(self.counts, ' × ')})" if self.counts else ""
-        return f"{self.requests} requests, {self.counts.total()} failed attempts{faults}"
 
     # ── models ──
 

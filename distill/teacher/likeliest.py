@@ -7,7 +7,7 @@ Legend: n blocks, S positions, N scored positions, c of them at once, V vocabula
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import ExitStack, closing
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -156,7 +156,6 @@ class GgufReader:
 # Legend: N scored positions, K entries, V tokens.
 
 MAX_PADDING = 32  # entries asked for beyond K, for padding rows that may be among the likeliest
-BYTES_PER_ENTRY = 70  # of JSON
 EXCESS = 1e-3  # by which rounding may lift a sum of probabilities above 1
 NO_LOGPROBS = (
     "vLLM returns them; llama-server, SGLang's OpenAI API and most gateways do not. From those take the answers alone, "
@@ -220,15 +219,6 @@ class ServerReader:
             lambda document: self._read(document, k), listed_documents(blocks), lambda document: len(document.ids)
         )
         return joined(parts, k)
-
-    def announcement(self, scored: int) -> str:
-        """What the servers will be asked for, to print before the first request."""
-        size = scored * self.largest_request * BYTES_PER_ENTRY
-        return (
-            f"distributions of {self.settings.model} at temperature 1 from {len(self.settings.urls)} server(s) at "
-            f"{scored} positions, about {size / 1e6:.0f} MB of replies and those of the prompts; train at "
-            "temperature 1, the evaluation uses the served sampler"
-        )
 
     def close(self) -> None:
         """End the connections."""
@@ -331,8 +321,8 @@ class ServerReader:
 Reader = ModelReader | GgufReader | ServerReader
 
 
-def open_reader(recipe: Recipe, run: Run, scored: int, vocabulary: int, opened: ExitStack) -> Reader:
-    """The target as the recipe's teacher reads it, at so many positions."""
+def open_reader(recipe: Recipe, run: Run, vocabulary: int) -> Reader:
+    """The target as the recipe's teacher reads it."""
     settings = recipe.teacher
     if settings.gguf is not None:
         run.say(f"  distributions from {settings.gguf}")
@@ -340,10 +330,8 @@ def open_reader(recipe: Recipe, run: Run, scored: int, vocabulary: int, opened: 
         return GgufReader(settings.gguf, recipe.target.model, recipe.corpus.block, vocabulary, options)
     if settings.server is None:
         return ModelReader(load_target(recipe.target, pick_device(recipe.device)), vocabulary)
-    reader = ServerReader(recipe)
-    opened.callback(lambda: run.say(f"  server: {reader.endpoint.summary()}"))
-    run.say(f"  {reader.announcement(scored)}")
-    return reader
+    run.say(f"  distributions from {len(settings.server.urls)} server(s) of {settings.server.model}, at temperature 1")
+    return ServerReader(recipe)
 
 
 def check_teacher(recipe: Recipe, offline: bool) -> list[str]:

@@ -172,7 +172,7 @@ def _maker(
         dtype = recipe.target.dtype
         metadata: dict[str, Any] = {"hidden_dtype": dtype, "logit_form": asdict(head.form)}
         return metadata, lambda part: exact_distributions(model, part, DTYPES[dtype])
-    reader = open_reader(recipe, run, int(blocks.scored.sum()), vocabulary, opened)
+    reader = open_reader(recipe, run, vocabulary)
     opened.callback(reader.close)
     if isinstance(reader, ServerReader):
         reader.endpoint.require_same(folder)
@@ -272,14 +272,12 @@ def expected_tokens(store: TeacherStore, answers: Samples, device: torch.device)
     turns = map(answers.ids, range(len(answers)))
     scored = [answer if len(prompt) else answer[1:] for prompt, answer in turns]
     written = torch.from_numpy(numpy.concatenate(scored))
-    ids, chances, read = list[Tensor](), list[Tensor](), 0
+    found, ids, chances, read = list[Tensor](), list[Tensor](), list[Tensor](), 0
     for block in range(store.blocks):
         if read >= len(written):
             break
         own = store.packed.take(torch.tensor([block]))
-        labels = own.labels()[own.mask][: len(written) - read]
-        if not torch.equal(labels, written[read : read + len(labels)]):
-            raise DataError(f"{store.folder} holds the distributions of other answers", how_to_redo("teacher"))
+        found.append(own.labels()[own.mask])
         teacher = store.teacher(torch.tensor([block]), device)
         for start in range(0, len(teacher), ROWS):
             chunk = teacher.chunk(slice(start, start + ROWS))
@@ -287,7 +285,7 @@ def expected_tokens(store: TeacherStore, answers: Samples, device: torch.device)
             ids.append((columns if chunk.ids is None else chunk.ids.gather(-1, columns)).long().cpu())
             chances.append(doubled(best.exp()).cpu())
         read += len(teacher)
-    if read < len(written):
+    if not torch.equal(torch.cat(found)[: len(written)], written):
         raise DataError(f"{store.folder} holds the distributions of other answers", how_to_redo("teacher"))
     lengths = [len(one) for one in scored]
     parts = (torch.cat(some)[: len(written)].split(lengths) for some in (ids, chances))
