@@ -110,8 +110,8 @@ def speeds(report: SpeedupReport) -> str:
                 axes.hlines(place, one.speedup_low * plain, one.speedup_high * plain, color=INK, linewidth=1.2)
                 axes.vlines(plain, place - 0.5, place + 0.5, color=INK, **DASHED)
                 end = max(one.tokens_per_second, plain, one.speedup_high * plain)  # the last may be NaN
-                told = f"  {one.tokens_per_second:.1f} ({shown(one.speedup, '×')})"
-                axes.text(end, place, told, va="center", fontweight=weight)
+                told = f"{one.tokens_per_second:.1f} ({shown(one.speedup, '×')})"
+                axes.annotate(told, (end, place), (4, 0), textcoords="offset points", va="center", fontweight=weight)
             place += 1
         axes.plot([], [], color=INK, label="plain decoding", **DASHED)
         _rows(axes, "tokens per second", ticks)
