@@ -18,7 +18,7 @@ import numpy
 
 from distill.data.repetition import SEEN, repetition
 from distill.decoding.configured import Fitted, Session, configured_sampler, make_drafter
-from distill.decoding.costs import measure_steps, range_start
+from distill.decoding.costs import measure_steps
 from distill.decoding.decode import Decoded, Round, room_for
 from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.rules import Rules
@@ -229,10 +229,8 @@ def rate(texts: Sequence[TimedText]) -> float:
     return float(tokens.sum() / seconds.sum())
 
 
-# ── What a configuration gave: where the seconds of a round go, and speeds per class of prompt and per depth ──
+# ── What a configuration gave: where the seconds of a round go, and speeds per class of prompt ──
 # Legend: m tokens of a step, n drafted tokens, T target, D draft, τ tokens of a round.
-
-FIRST_DEPTH = 128  # tokens at which the second range of depths begins; each later range is twice as long
 
 
 def measurement(
@@ -271,7 +269,6 @@ def measurement(
         prompt_seconds=prompt_seconds(one),
         rounds=round_figures(one, steps, synchronous),
         by_class=by_class(one, classes),
-        by_depth=by_depth(one),
         stopped=len(one.texts) if len(one.texts) < len(prompts) else None,
     )
 
@@ -295,33 +292,10 @@ def by_class(one: TimedConfiguration, classes: Sequence[str]) -> list[GroupFigur
     return groups
 
 
-def _range(depth: int) -> tuple[int, int]:
-    """The range of depths that a depth lies in, its end excluded."""
-    start = range_start(depth, FIRST_DEPTH)
-    return start, 2 * start or FIRST_DEPTH
-
-
-def _step_seconds(text: TimedText) -> list[tuple[int, float]]:
-    """Depth and seconds of each plain step, until the next one begins."""
+def _step_seconds(text: TimedText) -> list[float]:
+    """Seconds of each plain step, until the next one begins."""
     ends = [step.started for step in text.target[1:]] + [step.started + step.seconds for step in text.target[-1:]]
-    return [(step.depth, end - step.started) for step, end in zip(text.target, ends, strict=True)]
-
-
-def by_depth(one: TimedConfiguration) -> list[GroupFigures]:
-    """A configuration that drafts, on its rounds at each range of depths, against plain steps there."""
-    rounds: dict[tuple[int, int], list[Round]] = {}
-    plain: dict[tuple[int, int], list[float]] = {}
-    for r in one.rounds:
-        rounds.setdefault(_range(r.depth), []).append(r)
-    for depth, seconds in [step for text in one.plain.texts for step in _step_seconds(text)] if rounds else ():
-        plain.setdefault(_range(depth), []).append(seconds)
-    found = []
-    for span, own in sorted(rounds.items()):
-        speed = sum(r.accepted + 1 for r in own) / sum(r.seconds for r in own)
-        gain = speed * statistics.fmean(plain[span]) if span in plain else None
-        group = f"{span[0]}–{span[1] - 1}"
-        found.append(GroupFigures(group, len(own), speed, *accepted_per_drafted(own), gain, math.nan, math.nan))
-    return found
+    return [end - step.started for step, end in zip(text.target, ends, strict=True)]
 
 
 def time_steps(prepared: Sequence[TimedConfiguration], target: Model, draft: Model | None, repeats: int) -> StepFigures:
@@ -359,7 +333,7 @@ def round_figures(one: TimedConfiguration, steps: StepFigures, synchronous: bool
         count, tokens, seconds = len(rounds), sum(r.accepted + 1 for r in rounds), sum(r.seconds for r in rounds)
     else:
         count = tokens = max(len(target), 1)
-        seconds = sum(second for text in one.texts for _, second in _step_seconds(text))
+        seconds = sum(sum(_step_seconds(text)) for text in one.texts)
     alone = sum(steps.target.get(step.tokens, step.seconds) for step in target)
     alone += sum(steps.draft.get(1 if step.tokens == 2 and not trees else step.tokens, step.seconds) for step in draft)
     paid = [sum(step.seconds for step in own) / count if synchronous else None for own in (target, draft)]

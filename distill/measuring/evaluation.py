@@ -26,12 +26,10 @@ from distill import divergences
 from distill.data.packing import Packed, pack, scored_documents, scored_states
 from distill.data.prompts import UserPrompts, open_tokenizer, read_user_prompts
 from distill.data.samples import Sample, prompt_seed, read_prompts
-from distill.decoding.batch import continue_prompts
 from distill.decoding.calibration import Recorded, expected_calibration_error
-from distill.decoding.decode import plain, room_for
 from distill.decoding.rules import GREEDY, Rules
 from distill.devices import pick_device
-from distill.engines.loaded import LoadedPair, load_pair, pair_of_models, with_rows
+from distill.engines.loaded import LoadedPair, load_pair, pair_of_models
 from distill.engines.pairs import require_pair
 from distill.engines.server_commands import DRAWN_AMONG
 from distill.engines.torch.described import read_kept
@@ -66,7 +64,6 @@ from distill.measuring.measure import (
     tokens_per_round,
     write_texts,
 )
-from distill.progress import Progress
 from distill.recipe import Chat, Corpus, Evaluate, Gguf, GgufOptions, PyTorch, Recipe, Target, is_path
 from distill.recipe.measuring import UNQUANTISED
 from distill.recipe.recipe import REASON
@@ -82,15 +79,13 @@ from distill.vocabulary.files import opening_of
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What is measured of every pair. `batch` prompts are continued at once in transformers; `acceptance` says
-    whether rounds of a grid are counted."""
+    """What is measured of every pair; `acceptance` says whether rounds of a grid are counted."""
 
     sampler: Sampler
     settings: Evaluate
     command: str
     divergences: bool = True
     seed: int = 0
-    batch: int = 32
     acceptance: bool = True
 
 
@@ -117,7 +112,10 @@ def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> Eval
     first = next(iter(pairs.values()))
     size = min(model.vocabulary_size for pair in pairs.values() for model in (pair.target, pair.draft))
     if options.divergences:
-        texts = _continued(first, opened, options, size)
+        seeds = [prompt_seed(options.seed, prompt.id) for prompt in opened.prompts]
+        limit = min(options.settings.new_tokens, opened.block - max(map(len, ids)))  # served prompts may be long
+        rules = Rules(options.sampler, "token" if options.sampler.temperature else "greedy", first.ends)
+        texts = write_texts(first.target, ids, limit, rules, size, seeds)
         answers = zip(ids, texts, strict=True)  # each prompt with its text behind it, which is scored
         own = pack((([*prompt, *text], len(prompt)) for prompt, text in answers), opened.block, False)
         sliced = SlicedValues.of(own)
@@ -140,34 +138,6 @@ def _values(pairs: Mapping[str, LoadedPair], blocks: Packed, sampler: Sampler, s
         return text_values(first.target, drafts, blocks, sampler, size, domain)
     models = {name: pair.hugging_face[1] for name, pair in pairs.items() if pair.hugging_face is not None}
     return block_values(first.hugging_face[0], models, blocks, sampler, size)
-
-
-# ── The target's texts ──
-
-
-def _continued(pair: LoadedPair, opened: TargetWithDrafts, options: EvaluationOptions, size: int) -> list[list[int]]:
-    """The target's own continuations, each drawn with its own seed."""
-    ids = [one.prompt for one in opened.prompts]
-    seeds = [prompt_seed(options.seed, prompt.id) for prompt in opened.prompts]
-    limit = min(options.settings.new_tokens, opened.block - max(map(len, ids)))  # served prompts may be long
-    texts: list[list[int]] = []
-    if pair.hugging_face is not None:
-        limit = min(limit, pair.target.capacity - max(map(len, ids)))
-        if limit < 1:
-            raise DataError("the prompts fill the target's context", "lower answers.prompt_tokens")
-        model = with_rows(pair.target, min(options.batch, len(ids))) or pair.target
-        texts = continue_prompts(model, ids, options.sampler, limit, seeds, pair.ends, size)
-        model.close()
-        return texts
-    progress = Progress("the target continues prompts", len(ids))
-    for prompt, seed in zip(ids, seeds, strict=True):
-        verifier = "token" if options.sampler.temperature else "greedy"
-        rules = Rules(options.sampler, verifier, pair.ends, random.Random(seed).random)
-        texts.append(
-            plain(pair.target, prompt, room_for(pair.target, pair.target, len(prompt), limit), rules=rules).tokens
-        )
-        progress.step()
-    return texts
 
 
 # ── The report ──
@@ -286,7 +256,6 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         recipe.eval,
         run.command,
         seed=recipe.seed,
-        batch=recipe.answers.batch,
     )
     return _written(run, evaluate_pairs(opened, options))
 

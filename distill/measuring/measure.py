@@ -38,6 +38,7 @@ from distill.engines.loaded import with_rows
 from distill.engines.model import Model
 from distill.engines.server_commands import DRAWN_AMONG
 from distill.engines.torch.model import model_name
+from distill.errors import DataError
 from distill.measuring.evaluation_results import MEASURES, SLICES, Divergences, Group, PositionAcceptance
 from distill.progress import Progress
 from distill.sampler import Sampler, place_of, require_finite
@@ -429,15 +430,25 @@ Text = tuple[Sequence[int], list[int]]  # a prompt, and what the target wrote af
 
 
 def write_texts(
-    target: Model, prompts: Sequence[Sequence[int]], new_tokens: int, rules: Rules, vocabulary: int | None = None
+    target: Model,
+    prompts: Sequence[Sequence[int]],
+    new_tokens: int,
+    rules: Rules,
+    vocabulary: int | None = None,
+    seeds: Sequence[int] | None = None,
 ) -> list[list[int]]:
-    """What the target writes after each prompt, as far as its context has room: ROWS texts at once where it can."""
-    progress, written = Progress("other texts, prompts", len(prompts), brief=True), dict[str, list[int]]()
+    """What the target writes after each prompt, as far as its context has room: ROWS texts at once where it can.
+
+    DataError for a prompt that leaves none.
+    """
+    progress, written = Progress("the target's texts", len(prompts), brief=True), dict[str, list[int]]()
+    seeds = seeds or [int(rules.random() * 2**32) for _ in prompts]
+    limits = [room_for(target, target, len(ids), new_tokens) for ids in prompts]
+    if min(limits, default=1) < 1:
+        raise DataError("the prompts fill the target's context", "lower answers.prompt_tokens")
     rows = with_rows(target, min(ROWS, len(prompts))) if len(prompts) > 1 else None
-    waiting = deque(
-        Request(str(number), list(ids), int(rules.random() * 2**32), room_for(target, target, len(ids), new_tokens))
-        for number, ids in enumerate(prompts)
-    )
+    asked = enumerate(zip(prompts, seeds, limits, strict=True))
+    waiting = deque(Request(str(number), list(ids), seed, limit) for number, (ids, seed, limit) in asked)
     for reply in refill(rows or target, waiting, rules.sampler, rules.ends, vocabulary):
         written[reply.id] = reply.ids
         progress.step()

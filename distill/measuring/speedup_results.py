@@ -64,11 +64,9 @@ class RoundFigures:
 
 @dataclass(frozen=True)
 class GroupFigures:
-    """A configuration on the prompts of a class, or on its rounds at a range of depths.
+    """A configuration on the `count` prompts of a class, which is the `group`, over plain decoding of the same.
 
-    `group` is the class, or the tokens in the context (`from`–`to`). Figures of a class include the prompts, those of
-    a depth do not. `count` is of prompts or rounds. The speedup is over plain decoding of the same prompts, or at the
-    same depths; None where plain decoding made no text there. The interval is by prompt, NaN where there is one.
+    The interval is by prompt, NaN where there is one.
     """
 
     group: str
@@ -116,7 +114,6 @@ class Measurement(PairMeasured):
     prompt_seconds: float
     rounds: RoundFigures
     by_class: list[GroupFigures] = field(default_factory=list)
-    by_depth: list[GroupFigures] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     stopped: int | None = None
 
@@ -158,14 +155,12 @@ class SpeedupPart(PairMeasured):
     """All that was measured of one pair by one backend.
 
     `kl` is the mean KL in nats of the target's own distributions to those of this backend, None where this is its own,
-    or nothing was compared. `costs_off`: seconds of plain steps in the texts over those of the costs that were timed
-    before; None where no configuration reads costs. `target` and `draft` are the models or files that were decoded.
+    or nothing was compared. `target` and `draft` are the models or files that were decoded.
     """
 
     measurements: list[Measurement]
     steps: StepFigures
     kl: float | None = None
-    costs_off: float | None = None
     target: str = ""
     draft: str | None = None
 

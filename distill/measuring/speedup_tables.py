@@ -53,9 +53,6 @@ def measurement_table(rows: Sequence[Measurement], command: str, best: Iterable[
     return table_of(rows, columns, command, "configurations", note.strip(), classes=classes)
 
 
-OFF = 1.2  # times the costs timed before: then the table says so
-
-
 def round_table(part: SpeedupPart, command: str) -> Table:
     """What a round of each configuration gives and costs."""
 
@@ -78,11 +75,6 @@ def round_table(part: SpeedupPart, command: str) -> Table:
     note = (
         "The prompt apart; of plain decoding, a step. Bound: τ ÷ the seconds of its steps, timed with one model alone."
     )
-    if part.costs_off is not None and not 1 / OFF < part.costs_off < OFF:
-        note += (
-            f" Plain steps took {part.costs_off:.2f} times as long as when costs were timed, before the texts: "
-            "rules that read costs were corrected by their own rounds."
-        )
     return table_of(part.measurements, columns, command, "a round", note)
 
 
@@ -98,11 +90,11 @@ def step_table(part: SpeedupPart, command: str) -> Table:
     return Table(heads, rows, command, "a step of m tokens, T(m), with one model alone")
 
 
-def group_table(rows: Sequence[tuple[Measurement, GroupFigures]], name: str, over: str, command: str) -> Table:
-    """Speeds by class of prompt or by depth, as `name` says; the groups in the order in which they first come."""
+def group_table(rows: Sequence[tuple[Measurement, GroupFigures]], command: str) -> Table:
+    """Speeds by class of prompt; the classes in the order in which they first come."""
     order = list(dict.fromkeys(group.group for _, group in rows))
     columns: Columns[tuple[Measurement, GroupFigures]] = {
-        name: lambda one: one[1].group,
+        "class of prompt": lambda one: one[1].group,
         "configuration": lambda one: one[0].configuration,
         "of": lambda one: one[1].count,
         "tokens/s": lambda one: one[1].tokens_per_second,
@@ -111,7 +103,7 @@ def group_table(rows: Sequence[tuple[Measurement, GroupFigures]], name: str, ove
         "speedup": lambda one: Cell(speedup_of(one[1]), "×"),
     }
     by_group = sorted(rows, key=lambda one: order.index(one[1].group))
-    return table_of(by_group, columns, command, f"by {name}, {over}")
+    return table_of(by_group, columns, command, "by class of prompt, with the prompts")
 
 
 def engine_table(report: SpeedupReport) -> Table:
@@ -181,12 +173,8 @@ def legend(report: SpeedupReport) -> Table:
 def _part(part: SpeedupPart, command: str) -> list[Block]:
     blocks: list[Block] = [round_table(part, command), step_table(part, command)]
     by_class = [(row, group) for row in part.measurements for group in row.by_class]
-    by_depth = [(row, group) for row in part.measurements for group in row.by_depth]
-    by_depth.sort(key=lambda one: int(one[1].group.partition("–")[0]))
     if by_class:
-        blocks.append(group_table(by_class, "class of prompt", "with the prompts", command))
-    if by_depth:
-        blocks.append(group_table(by_depth, "tokens in the context", "rounds alone", command))
+        blocks.append(group_table(by_class, command))
     return blocks
 
 

@@ -62,8 +62,7 @@ def measure_pair(
     if any(one.branches for one in settings.configurations):
         require_trees(pair.target, pair.draft)
     prompts, new_tokens = given.prompts, settings.speedup.new_tokens
-    costs = _timed_costs(settings, pair, given)
-    fitted = _fitted(pair, given, costs)
+    fitted = _fitted(pair, given, _timed_costs(settings, pair, given))
     small: Model = pair.draft if reader is None else reader.model
     watch = Watch()
     target, draft = watch.models(pair.target, small)
@@ -83,8 +82,7 @@ def measure_pair(
         measurement(one, identity, steps, label, prompts, given.classes, waits)
         for one, identity in zip(prepared, identities, strict=True)
     ]
-    off = None if costs is NO_COSTS else rows[0].rounds.seconds / costs.target[0]
-    return SpeedupPart(*label.key, rows, steps, costs_off=off, target=settings.target.model, draft=settings.draft)
+    return SpeedupPart(*label.key, rows, steps, target=settings.target.model, draft=settings.draft)
 
 
 def time_again(

@@ -179,7 +179,7 @@ STAGES = (
     _stage(
         "eval",
         "measuring.evaluation:evaluate",
-        f"seed eval sampler {TYPES} answers.batch",
+        f"seed eval sampler {TYPES}",
         "cut:cut/* train:draft/* corpus:corpus/*-test.* answers:answers/prompts-test.arrow test:test/*",
         "eval.json eval.md",
         "target",

@@ -13,6 +13,7 @@ from distill.data.samples import CorpusTexts, read_answers
 from distill.data.traffic import SOURCE, pin_of
 from distill.engines.torch.hugging_face import load_config
 from distill.files import read_result
+from distill.measuring.measure import ROWS
 from distill.progress import duration
 from distill.recipe import Recipe
 from distill.recipe.target import TYPE_BYTES
@@ -102,7 +103,7 @@ def _rehearsed(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> Sta
     memory, device = stage.memory_bytes, stage.device_bytes
     rows = {
         "answers": min(recipe.answers.batch, _prompts(recipe, run)) - _prompts(short, run),
-        "eval": min(recipe.answers.batch, recipe.eval.prompts) - short.eval.prompts,
+        "eval": min(ROWS, recipe.eval.prompts) - short.eval.prompts,
     }.get(stage.stage, 0)
     if rows > 0 and not (stage.stage == "answers" and recipe.answers.writer is not None):
         more = rows * _row_bytes(recipe)

@@ -26,7 +26,7 @@ from distill.errors import DataError
 from distill.files import read_result
 from distill.gguf.writer import export_gguf
 from distill.measuring import speedup_results
-from distill.measuring.compare import TimedConfiguration, TimedText, by_class, by_depth, round_figures, time_steps
+from distill.measuring.compare import TimedConfiguration, TimedText, by_class, round_figures, time_steps
 from distill.measuring.speedup import speedup
 from distill.measuring.speedup_results import (
     InTurns,
@@ -36,7 +36,7 @@ from distill.measuring.speedup_results import (
     SpeedupReport,
     StepFigures,
 )
-from distill.measuring.speedup_tables import round_table, speedup_blocks
+from distill.measuring.speedup_tables import speedup_blocks
 from distill.measuring.verdict import explain, explanations, next_steps, verdict
 from distill.recipe import Chat, Configuration, Corpus, load_recipe
 from distill.recipe.configuration import PLAIN, names
@@ -84,14 +84,6 @@ def test_the_seconds_of_a_plain_step_run_to_the_next_one() -> None:
     assert found.tokens == 1.0
     assert found.seconds == pytest.approx((0.75 + 0.75 + 0.5) / 3)  # what comes after the last step is not known
     assert found.target_seconds == pytest.approx(0.5) and found.bound == pytest.approx(2)
-
-
-def test_figures_by_depth() -> None:
-    found = by_depth(made(CHAIN, DRAFTED, base=made(PLAIN, PLAIN_TEXT)))
-    assert [(figures.group, figures.count) for figures in found] == [("0–127", 1), ("128–255", 1)]
-    assert [figures.acceptance for figures in found] == [1.0, 0.0]
-    assert found[0].speedup == pytest.approx(3 / 2.0 * 0.75)  # plain steps at 126 and 127 took .75 s each
-    assert found[1].speedup == pytest.approx(1 / 1.0 * 0.5)
 
 
 def test_figures_by_class() -> None:
@@ -153,13 +145,6 @@ def test_what_is_told_about_a_speedup(words: str) -> None:
     sentence = explain(SpeedupPart("p", "b", rows, ALONE))
     assert words in sentence and ("no gain" in sentence) is (speedup < 1)
     assert sentence.startswith(f"Fastest that drafts: `draft 4`, {speedup:.2f}× over the whole request: a round gives ")
-
-
-def test_costs_that_were_timed_on_a_busy_machine_are_said() -> None:
-    part = SpeedupPart("p", "b", [measured(PLAIN, 1, 1, None)], ALONE)
-    for off, said in ((None, False), (1.1, False), (0.66, True), (1.3, True)):
-        note = round_table(replace(part, costs_off=off), "command").note
-        assert (f"took {off or 0:.2f} times as long as when costs were timed" in note) is said
 
 
 def test_a_draft_whose_file_is_slow_has_other_types_proposed() -> None:
@@ -413,7 +398,7 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
         assert row.tokens_per_round is None or one.tokens == pytest.approx(row.tokens_per_round)
         assert one.target_seconds is not None and one.draft_seconds is not None and one.overhead_seconds is not None
         assert one.overhead_seconds > 0
-        assert {group.group for group in row.by_class} == {"even", "odd"} and bool(row.by_depth) != row.is_plain
+        assert {group.group for group in row.by_class} == {"even", "odd"}
     chain = found.measurements[2].rounds
     assert chain.verified <= 4 and {1, 4} <= set(part.steps.target) and 1 in part.steps.draft
     assert chain.bound >= chain.tokens / (max(part.steps.target.values()) + 3 * part.steps.draft[1])
