@@ -7,6 +7,7 @@ directory. Whatever a caller can do wrong raises a DistillError with `what` happ
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -24,9 +25,10 @@ from distill.gguf.writer import WrittenFile
 from distill.gguf.writer import export_gguf as write_gguf
 from distill.measuring.compare import PairSettings
 from distill.measuring.evaluation import EvaluationOptions, Grid, evaluate_grid, prompts_of
-from distill.measuring.evaluation_results import EvaluationReport
+from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
 from distill.measuring.speedup import measure_any_pair
 from distill.measuring.speedup_results import SpeedupReport
+from distill.measuring.speedup_tables import speedup_blocks
 from distill.measuring.stream import Request, begin
 from distill.progress import note, warn
 from distill.recipe import (
@@ -43,11 +45,14 @@ from distill.recipe import (
     resolve_model,
 )
 from distill.recipe.measuring import fixed_length
+from distill.report.page import section
+from distill.report.plots import acceptance_by_position, speeds
 from distill.sampler import Sampler
 from distill.surgery.cutter import cut_folder
 from distill.surgery.results import Change
 from distill.surgery.vocabulary import folders_of
 from distill.surgery.vocabulary import transplant as transplanted
+from distill.tables import Plot
 
 __all__ = [
     "Change",
@@ -277,3 +282,17 @@ def import_gguf(file: str | Path, out: str | Path, dtype: Dtype | None = None) -
 
 def _reference(model: str | Path) -> str:
     return resolve_model(str(model), Path.cwd())
+
+
+# ── In a notebook: a measurement shows its picture and tables ──
+
+
+def _html(report: SpeedupReport | EvaluationReport) -> str:
+    if isinstance(report, SpeedupReport):
+        return section([report.verdict, Plot(partial(speeds, report), ""), *speedup_blocks(report)])
+    drawn = [Plot(partial(acceptance_by_position, report), "")] if report.positions else []
+    return section([*drawn, *evaluation_blocks(report)])
+
+
+for _kind in (SpeedupReport, EvaluationReport):
+    setattr(_kind, "_repr_html_", _html)  # noqa: B010

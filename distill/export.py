@@ -16,10 +16,10 @@ from torch import Tensor
 from distill.data.samples import first_difference
 from distill.divergences import forward_kl
 from distill.engines.llama_cpp.model import GgufModel
-from distill.engines.torch.hugging_face import encode_text, load_model, load_tokenizer, local_folder
+from distill.engines.torch.hugging_face import encode_text, load_model, load_tokenizer, local_folder, text_folder
 from distill.engines.torch.model import model_name
 from distill.errors import DataError, DistillError
-from distill.files import read_json, read_utf8, write_result
+from distill.files import is_gguf, read_json, read_utf8, write_result
 from distill.folders import Floats
 from distill.gguf.fields import Origin, Shape, read_shape
 from distill.gguf.head import open_head
@@ -238,21 +238,22 @@ def origins(recipe: Recipe, run: Run) -> dict[str, Origin]:
         name=f"{recipe.name} draft",
         recipe=recipe.name,
         base_model=None if is_path(donor) else donor,
-        licence=_licence(donor, run),
+        licence=licence_of(donor, run),
         datasets=tuple(source.path for source in recipe.corpus.sources if source.kind == "hub"),
     )
     return {"draft": draft, "target": Origin(f"{recipe.name} target")}
 
 
-def _licence(donor: str, run: Run) -> str | None:
-    """The licence in the donor's model card; a line in the log where the card cannot be read."""
+def licence_of(model: str, run: Run) -> str | None:
+    """The licence in a model's card or GGUF file; a line in the log where the card cannot be read."""
     import yaml
     from gguf import Metadata
 
     try:
-        licence = Metadata.load_model_card(local_folder(donor)).get("license")
+        card = open_head(Path(model)).values if is_gguf(model) else Metadata.load_model_card(text_folder(model))
+        licence = card.get("general.license" if is_gguf(model) else "license")
     except (DistillError, OSError, ValueError, AttributeError, yaml.YAMLError) as error:
-        run.say(f"  the licence of {donor} is not known: {str(error).split(chr(10), 1)[0]}")
+        run.say(f"  the licence of {model} is not known: {str(error).split(chr(10), 1)[0]}")
         return None
     return licence if isinstance(licence, str) else None
 

@@ -161,9 +161,9 @@ def plan(
     drafted = sorted(set(shared.numbers(lengths, "--lengths", int, "1,2,4", 1, 63)))
     given = {} if acceptance is None else {"--acceptance": _rates(acceptance)}
     from distill.decoding.costs import load_cost_curve
-    from distill.engines.server_commands import shipped_heads
     from distill.engines.torch.hugging_face import settled_target
     from distill.planning.cases import PlanRequest, curve_case, llama_settings, measured_cases
+    from distill.planning.order import decide
     from distill.planning.plan import SpeedupPlan, by_position, forecast, plan_blocks
 
     first, *others = words
@@ -211,8 +211,8 @@ def plan(
         costs = found[0][0].timings[0]
         rates = by_position(next(iter(given.values())), max(drafted))
         settings = llama_settings(curve, rates, costs.draft / costs.target[0], depth)
-    heads = shipped_heads(request.target.model) if curve is None or _is_model(first) else []
-    result = SpeedupPlan(command_line(sys.argv), machine(), [one for _, one in found], settings, heads)
+    decision = decide(request.target.model, found[0][0]) if curve is None or _is_model(first) else []
+    result = SpeedupPlan(command_line(sys.argv), machine(), [one for _, one in found], settings, decision)
     shared.print_blocks(plan_blocks(result), result, output)
 
 

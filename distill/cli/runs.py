@@ -20,7 +20,7 @@ import typer
 from distill.cli import shared
 from distill.devices import is_main
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
-from distill.files import CacheKind, cache_folder, read_result, read_utf8, write_text
+from distill.files import CacheKind, cache_folder, copy_file, read_result, read_utf8, require_new_folder, write_text
 from distill.pipeline.stages import NAMES, find_stage
 from distill.progress import announce, note, warn
 from distill.recipe import Recipe, load_recipe
@@ -193,6 +193,10 @@ def _check(recipe: Recipe, run: Run, until: str | None) -> None:
     stages = ["teacher", *(HELD_OUT if not recipe.target.load else [])]  # those that read the teacher's source
     unread = any(run.done(name) is None for name in stages)
     found = preflight(recipe, run.done("corpus") is None, until=until, teacher=unread, folder=run.folder)
+    if run.done("train") is None:
+        from distill.planning.order import decide
+
+        note("\n".join(decide(recipe.target.model, None)))
     for line in found.warnings:
         print(line, file=sys.stderr)
     for line in expected_lines(recipe, run.folder):
@@ -366,6 +370,8 @@ def report(
     names: Annotated[
         list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs; by default the newest. Several give a table.")
     ] = None,
+    show: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
+    to: Annotated[Path | None, typer.Option(help="New folder for copies of page, card, tables and commands.")] = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
 ) -> None:
@@ -393,7 +399,15 @@ def report(
                 f"`{found.again()}` makes them again"
             )
         write_report(recipe, found)
-    print(page)
+    if to is not None:
+        require_new_folder(to)
+        to.mkdir(parents=True, exist_ok=True)
+        for name in ("report.html", "draft/README.md", "eval.md", "speedup.md"):  # the card has the commands
+            if found.path(name).is_file():
+                copy_file(found.path(name), to / Path(name).name)
+    print(page if to is None else to)
+    if show:
+        typer.launch(str(page.resolve()))
 
 
 def _beside(opened: Sequence[tuple[Recipe, Run]], output: str) -> None:

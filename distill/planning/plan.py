@@ -81,14 +81,14 @@ class SpeedupForecast:
 class SpeedupPlan:
     """All forecasts, each by its own costs, and llama.cpp's settings where a curve and an acceptance were given.
 
-    `heads` are lines about what the target ships to draft with.
+    `decision` says what to try first (`order.decide`).
     """
 
     command: str
     machine: dict[str, Any]
     forecasts: list[SpeedupForecast]
     settings: list[str] = field(default_factory=list)
-    heads: list[str] = field(default_factory=list)
+    decision: list[str] = field(default_factory=list)
     version: Literal[1] = 1
 
 
@@ -236,7 +236,8 @@ def plan_blocks(plan: SpeedupPlan) -> list[Block]:
         blocks.append(
             Table(["conditional acceptance", *(one.title for one in plan.forecasts)], rows, title="best speedups")
         )
-    return [*blocks, "\n".join([*plan.heads, *plan.settings])]
+    first: list[Block] = ["What to try first:", plan.decision] if plan.decision else []
+    return [*blocks, *first, "\n".join(plan.settings)]
 
 
 def _forecast_blocks(one: SpeedupForecast) -> list[Block]:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import yaml
 
 from distill.data.samples import AnswerTexts, CorpusTexts, QuestionTexts
-from distill.export import ExportReport
+from distill.export import ExportReport, licence_of
 from distill.files import read_json, read_result, write_text
 from distill.folders import ModelSizes
 from distill.machine import machine
@@ -55,7 +55,15 @@ def _front_matter(results: RunResults) -> str:
     }
     donor = clean(results.donor.path) if results.donor else ""
     if HUB_NAME.fullmatch(donor):  # the hub refuses a base_model that is a path of this machine
-        head["base_model"] = donor
+        head |= {"base_model": donor, "base_model_relation": "finetune"}
+    licences = {role: licence for role, licence in results.licences.items() if licence}
+    if len(set(licences.values())) == 1:
+        head["license"] = next(iter(licences.values()))
+    elif licences:
+        head |= {"license": "other", "license_name": ", ".join(f"{role}: {one}" for role, one in licences.items())}
+    sources = results.config.get("corpus", {}).get("sources", [])
+    if sets := sorted({one["path"] for one in sources if one.get("kind") == "hub"}):
+        head["datasets"] = sets
     return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---"
 
 
@@ -105,6 +113,7 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         evaluation=found(EvaluationReport, "eval.json", stage="eval"),
         export=export,
         speedup=timed,
+        licences={"donor": licence_of(recipe.donor_model, run), "target": licence_of(recipe.target.model, run)},
         left_out=not_run(recipe) | ({} if recipe.train.steps else {"train": "train.steps is 0"}),
     )
 

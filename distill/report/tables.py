@@ -48,6 +48,7 @@ class RunResults:
     export: ExportReport | None = None
     speedup: SpeedupReport | None = None
     left_out: dict[str, str] = field(default_factory=dict)
+    licences: dict[str, str | None] = field(default_factory=dict)
 
     def absence(self, stage: str) -> str:
         """Why there are no results of a stage."""

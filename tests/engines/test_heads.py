@@ -89,4 +89,4 @@ def test_check_and_plan_say_it(world: Path, target: Path, capsys: pytest.Capture
     assert "this copy lost it" in tiny.shown(capsys, "check", target, world / "target")
     planned = ("plan", target, "0.1", "--lengths", "1", "--depth", "8")
     assert "this copy lost it" in tiny.shown(capsys, *planned)
-    assert json.loads(tiny.shown(capsys, *planned, "-o", "json"))["heads"]
+    assert json.loads(tiny.shown(capsys, *planned, "-o", "json"))["decision"]

@@ -6,6 +6,7 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,15 @@ from typing import Any
 import pytest
 import tiny
 from test_cost import enumerated
-from tiny import Capture, Patch
+from tiny import Capture, Patch, edit
+from toys import save_toy, toy, toy_tokenizer
 
 from distill.decoding.costs import CostCurve, load_cost_curve, save_cost_curve
 from distill.errors import DataError
 from distill.files import write_result
 from distill.measuring.evaluation_results import EvaluationReport, PositionAcceptance
 from distill.planning.cases import planned_config
+from distill.planning.order import decide, siblings
 from distill.planning.plan import ALL, RATES, Case, by_position, forecast, step_costs
 from distill.recipe import load_recipe
 from distill.tables import UNKNOWN, Interval
@@ -205,3 +208,32 @@ def test_curves_that_do_not_go_together(tmp_path: Path, capsys: Capture) -> None
     assert "the draft's in seconds" in tiny.refused(capsys, "plan", target, draft)
     short = saved(tmp_path / "s.json", [1.0])
     assert "ends at m = 1" in tiny.refused(capsys, "plan", short)
+
+
+def test_the_order_of_decision(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Each line is the last one where it suffices: by hand, of a target with and without what comes first."""
+    tokenizer = toy_tokenizer()
+    for name, layers, hidden in (("big", 6, 48), ("small", 1, 16)):
+        model = toy(vocabulary=len(tokenizer), layers=layers, hidden_size=hidden, intermediate_size=2 * hidden)
+        save_toy(model, tokenizer, tmp_path / name)
+    (tmp_path / "broken").mkdir()
+    (tmp_path / "broken" / "config.json").write_text("{")
+    ((name, share, trimmed),) = siblings(str(tmp_path / "big"))
+    sizes = [(tmp_path / one / "model.safetensors").stat().st_size for one in ("small", "big")]
+    assert name == str(tmp_path / "small") and share == sizes[0] / sizes[1] and trimmed == share  # 300 tokens
+
+    def decided(slope: float) -> list[str]:
+        return decide(str(tmp_path / "big"), straight(slope, 0.3))
+
+    flat = decided(0.01)
+    assert [line[:2] for line in flat] == ["1.", "2.", "3.", "Me"] and f"a lookup {1.61 / 1.0123:.2f} and" in flat[1]
+    assert decided(1.1)[-1].startswith("No draft gains more. Plain decoding is the fastest")
+    assert decide(str(tmp_path / "big"), None)[0].startswith(f"3. {name} has its tokens and {share:.2f}")
+    (tmp_path / "small" / "config.json").unlink()
+    alone, case = decided(0.01), straight(0.01, 0.3)
+    needed = min(case.needed(case.timings[0], length) for length in LENGTHS)
+    assert "3. No sibling" in alone[2] and f"pays from {needed:.2f}" in alone[3]
+    assert decide(str(tmp_path / "big"), None)[0].startswith("5. Training")
+    edit(tmp_path / "big" / "config.json", mtp_num_hidden_layers=1)
+    monkeypatch.setattr("distill.engines.server_commands.HEAD_TENSORS", re.compile("embed"))
+    assert decided(0.01)[0].startswith("1. A head ships with the target")

@@ -199,7 +199,7 @@ def test_page_and_card_hold_the_numbers(results: dict[str, Any]) -> None:
     assert card.startswith("---\n")
     head = yaml.safe_load(card.split("---\n")[1])
     assert head["library_name"] == "transformers" and head["base_model"] == "example/donor-30m"
-    assert "speculative-decoding" in head["tags"]
+    assert "speculative-decoding" in head["tags"] and head["base_model_relation"] == "finetune"
 
 
 @pytest.mark.usefixtures("without_pictures")

@@ -1,0 +1,122 @@
+"""What to try first for a target, as docs/choosing.md asks: a head, a lookup, a sibling, a smaller head, training.
+
+Each line has the number that it rests on: costs of this machine, and acceptance of the nearest pair that was measured.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from distill.decoding.costs import Costs
+from distill.engines.pairs import compare_pair
+from distill.engines.server_commands import MORE, MOST_BESIDE, shipped_heads
+from distill.engines.torch.hugging_face import load_config, local_snapshot
+from distill.errors import DistillError
+from distill.files import is_gguf
+from distill.folders import present_files
+from distill.gguf.head import open_head
+from distill.planning.plan import Case
+from distill.recipe import is_path
+
+# docs/benchmarks.md: tokens a round and tokens drafted of SmolLM2's lookup and table (the demo, PyTorch).
+LOOKED_UP = {"a lookup": (1.61, 1.23), "a table": (2.05, 3.98)}
+SIBLING = 0.78  # conditional acceptance of Qwen2.5-Coder's 0.5B, chat: 3.37 tokens a round of four drafted
+TRIMMED = 8192  # tokens of a smaller head
+# Acceptance of SmolLM2, cut to 5 layers, after so many positions of answers, and what twice as many add.
+POSITIONS, REACHED, DOUBLING = 1.15e6, 0.39, 0.055
+
+
+def decide(target: str, case: Case | None) -> list[str]:
+    """A line for each answer up to the first that suffices; without the costs of a `case`, that alone."""
+    heads = [line for line in shipped_heads(target) if line != MORE]
+    if usable := [line for line in heads if "this copy lost it" not in line]:
+        return ["1. A head ships with the target, so measure it first.", *usable, MORE]
+    if case is None:
+        for name, share, _ in siblings(target):
+            return [f"3. {name} has its tokens and {share:.2f} of its bytes: measure it first (`distill plan`)."]
+        return [
+            f"5. Training: a draft of SmolLM2 reached {REACHED} after {POSITIONS / 1e6:.2f} M positions of answers."
+        ]
+    costs, lines = case.timings[0], ["1. No head ships with the target.", *heads]
+    gains = {name: tokens / _relative(costs, 1 + drafted) for name, (tokens, drafted) in LOOKED_UP.items()}
+    bound = max(case.speedup(costs, length, [1.0]) for length in case.lengths)
+    words = " and ".join(f"{name} {gain:.2f}" for name, gain in gains.items())
+    lines.append(f"2. At this target's costs SmolLM2's rounds give {words}; a draft that is always right {bound:.2f}.")
+    if max(gains.values()) >= bound or bound <= 1:
+        fastest = "Take the faster of them" if max(gains.values()) > 1 else "Plain decoding is the fastest"
+        return [
+            *lines,
+            f"No draft gains more. {fastest} (`distill speedup TARGET -C drafter=lookup,rule=expected-value`).",
+        ]
+    found = list(siblings(target))
+    for name, share, trimmed in sorted(found, key=lambda one: one[1]):
+        for what, step in ((f"3. {name}", share), (f"4. {name} with a head of {TRIMMED} tokens", trimmed)):
+            needed = _needed(case, step)
+            lines.append(f"{what}: a step of {step:.2f} T(1) pays from {needed:.2f}; siblings have {SIBLING}.")
+            if needed < SIBLING:
+                if what.startswith("3"):
+                    return [*lines, f"Measure it: `distill speedup {target} {name} --prompts FILE`."]
+                return [*lines, f"Make it: `distill train RECIPE cut.donor={name} cut.trim={TRIMMED} train.steps=0`."]
+    if not found:
+        lines.append("3. No sibling of its tokens is beside it or in the cache.")
+    needed = _needed(case, costs.draft / costs.target[0])
+    if math.isinf(needed):
+        return [*lines, "5. Training cannot make this draft pay: cut it further."]
+    positions = POSITIONS * 2 ** max((needed - REACHED) / DOUBLING, -8.0)
+    return [
+        *lines,
+        f"5. Training: this draft pays from {needed:.2f}, by SmolLM2's slope (+{DOUBLING} a doubling, {REACHED} after "
+        f"{POSITIONS / 1e6:.2f} M) after {positions / 1e6:.2g} M positions of answers.",
+    ]
+
+
+def _relative(costs: Costs, tokens: float) -> float:
+    """T(m) in T(1) for a number of tokens between two that were timed; the last one's beyond."""
+    whole = min(int(tokens), len(costs.undrafted))
+    low, high = costs.undrafted[whole - 1], costs.undrafted[min(whole, len(costs.undrafted) - 1)]
+    return (low + (high - low) * (tokens - int(tokens))) / costs.target[0]
+
+
+def _needed(case: Case, step: float) -> float:
+    """The least conditional acceptance from which a draft whose step costs so many T(1) pays; else infinite."""
+    costs = replace(case.timings[0], draft=step * case.timings[0].target[0], draft_two=step * case.timings[0].target[0])
+    return min(case.needed(costs, length) for length in case.lengths)
+
+
+def siblings(target: str) -> Iterator[tuple[str, float, float]]:
+    """Smaller models with the target's tokens, beside its file or folder or in the hub's cache: each with its share of
+    the target's bytes, and that with a smaller head."""
+    with contextlib.suppress(DistillError, OSError):
+        whole = _bytes(target)[0]
+        for name in list(_beside(target))[:MOST_BESIDE]:
+            with contextlib.suppress(DistillError, OSError):
+                size, head, rows = _bytes(name)
+                if size < 0.75 * whole and compare_pair(target, name).distill is None:
+                    yield name, size / whole, (size - head * max(0.0, 1 - TRIMMED / rows)) / whole
+
+
+def _beside(target: str) -> Iterator[str]:
+    if is_gguf(target):
+        yield from map(str, sorted(set(Path(target).parent.glob("*.gguf")) - {Path(target)}))
+    elif is_path(target):
+        yield from (str(one.parent) for one in sorted(Path(target).parent.glob("*/config.json")))
+    else:
+        from huggingface_hub import CacheNotFound, scan_cache_dir
+
+        with contextlib.suppress(CacheNotFound):
+            yield from sorted(one.repo_id for one in scan_cache_dir().repos if one.repo_type == "model")
+
+
+def _bytes(reference: str) -> tuple[int, float, int]:
+    """The bytes of a model's weights and of its head, and the head's rows."""
+    if is_gguf(reference):
+        head = open_head(Path(reference))
+        name = "output.weight" if "output.weight" in head.sizes else "token_embd.weight"
+        return sum(head.sizes.values()), head.sizes[name], head.shapes[name][-1]
+    config, folder = load_config(reference).get_text_config(), local_snapshot(reference)
+    size = sum(path.stat().st_size for path in present_files(folder)) if folder else 0
+    return size, 2.0 * config.vocab_size * config.hidden_size, config.vocab_size
