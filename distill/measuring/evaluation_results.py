@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from distill.data.repetition import REPEATED
-from distill.engines.server_commands import SAMPLING
 from distill.files import Figure
 from distill.tables import Block, Cell, Columns, Interval, Row, Table, counted, table_of
 
@@ -212,19 +211,6 @@ class EvaluationReport:
         ]
         words = f"{AGREEMENT.capitalize()} with the target on its own text (repeated: tokens that end {REPEATED} which "
         return [f"{words}stood before, prompt included): {'; '.join(pairs)}."] if pairs else []
-
-    @property
-    def probabilistic(self) -> str | None:
-        """What llama-server gains from drawing its drafts, in words; None where that was not measured."""
-        answers = self.domains.get("answers", {})
-        found = answers.get("after", next(iter(answers.values()), None))
-        if found is None or math.isnan(found.acceptance_drawn.mean):
-            return None
-        return (
-            "Under the served sampler llama-server compares the target's draw with the draft's best tokens, of which "
-            f"{found.acceptance_match.mean:.1%} are expected to be accepted; builds since October 2026 can draw the "
-            f"drafts instead ({SAMPLING} probabilistic): {found.acceptance_drawn.mean:.1%}."
-        )
 
 
 def shown_measures(drafts: Collection[Divergences]) -> list[str]:

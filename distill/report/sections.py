@@ -224,8 +224,7 @@ def usage(results: RunResults) -> list[Block]:
     commands["ik_llama.cpp"] = "sh", serving("ik", "draft", big, small or "draft.gguf", length)
     blocks: list[Block] = [block for name, (kind, text) in commands.items() for block in (f"{name}:", Code(text, kind))]
     untimed = "" if timed else "No draft length was timed; the one shown is only a starting point."
-    words = [untimed, (evaluation and evaluation.probabilistic) or "", "" if small else NO_FILE]
-    return [*blocks, *words, "" if same or is_gguf(target) else OTHER_ROWS, PLACES]
+    return [*blocks, untimed, "" if small else NO_FILE, "" if same or is_gguf(target) else OTHER_ROWS, PLACES]
 
 
 def _file(results: RunResults, model: str, kind: str) -> str:
@@ -236,8 +235,6 @@ def _file(results: RunResults, model: str, kind: str) -> str:
 
 
 # ── The limits of a run's figures, in sentences for the report page and the model card ──
-
-WIDE = 1.5  # an interval's upper end over its lower one, from which on the figure between them says little
 
 
 def limits(results: RunResults) -> list[str]:
@@ -257,16 +254,8 @@ def limits(results: RunResults) -> list[str]:
 
 def _speedup_limits(speedup: SpeedupReport) -> list[str]:
     sentences = [
-        f"Speedups come from {number(speedup.prompts)} prompts of up to {number(speedup.new_tokens)} new tokens each. "
-        "The best draft length of a pair is read off the same runs, and its interval does not cover that choice."
+        "The best draft length of a pair is read off the runs that measure it: its interval does not cover that choice."
     ]
-    for best in speedup.best:
-        if best.speedup_high > WIDE * best.speedup_low:
-            sentences.append(
-                f"{best.configuration} ({best.pair}, {best.backend}) lies between {best.speedup_low:.2f}× and "
-                f"{best.speedup_high:.2f}×, which is wide: other programs took part of the machine, or "
-                f"{number(speedup.prompts)} prompts are too few (speedup.prompts)."
-            )
     different = sum(one.different or 0 for one in speedup.measurements if one.lossy is None)
     if different:
         sentences.append(

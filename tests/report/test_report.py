@@ -185,7 +185,7 @@ def test_page_and_card_hold_the_numbers(results: dict[str, Any]) -> None:
         *(f"{answers['after']['tokens']:,}", f"{file['bytes']:,}", in_words(file["parity"]["top1_agreement"], "%")),
         *(machine["cpu"], machine["torch"], "temperature 1", "distill train recipe.yaml"),
         *("assistant_model=draft", "-md gguf/draft-f16.gguf --spec-type draft-simple --spec-draft-n-max 3"),
-        *('"num_speculative_tokens": 3', '"method": "draft_model"', "(--spec-draft-sampling probabilistic)"),
+        *('"num_speculative_tokens": 3', '"method": "draft_model"'),
     ):
         assert figure in words and figure in card, figure
     first, *folded = re.split(r"\n<details>", page.partition("<main>")[2])
@@ -283,16 +283,12 @@ def test_a_repeated_step_counts_once_and_long_runs_are_averaged(results: dict[st
 
 @pytest.mark.usefixtures("without_pictures")
 def test_limits_and_doubts_follow_the_results(results: dict[str, Any]) -> None:
-    page, measurements = build_page(results), results["speedup"]["parts"][0]["measurements"]
     doubts = ("not shown to be lossless", "3 outputs differ from the plain")
-    assert not any(words in page for words in (*doubts, "which is wide"))
+    page, measurements = build_page(results), results["speedup"]["parts"][0]["measurements"]
+    assert not any(words in page for words in doubts)
     measurements[1] |= {"different": 3}
-    results["machine"]["gpu"] = "NVIDIA H100"
-    measurements[2] |= {"speedup_low": 1.17, "speedup_high": 1.75}
-    assert "which is wide" not in build_page(results)  # not yet: 1.4957 times its lower end
-    measurements[2]["speedup_high"] = 3.14
     page = build_page(results)
-    assert all(words in page for words in (*doubts, "lies between 1.17× and 3.14×, which is wide"))
+    assert all(words in page for words in doubts)
 
 
 @pytest.mark.usefixtures("without_pictures")
