@@ -424,7 +424,7 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
     settings = recipe.answers.traffic
     if settings is None:
         raise RecipeError("--refresh needs answers.traffic, a file with new lines", "see docs/recipes.md")
-    if recipe.train.sparsity is not None:
+    if recipe.train.sparsity is not None and recipe.train.sparsity.mlp_width is not None:
         raise RecipeError("--refresh makes no cuts, but train.sparsity does", "add train.sparsity=null")
     record = run.done("train")
     if record is None or run.damaged_artifacts(record):

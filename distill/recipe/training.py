@@ -28,10 +28,24 @@ class Adapter(Section):
 
 
 class Sparsity(Section):
-    """An L1 penalty during training drives MLP neurons to zero; they are removed and the rest is debiased."""
+    """An L1 penalty during training drives neurons or weights to zero; they are removed and the rest is debiased."""
 
-    mlp_width: int = Field(ge=32, description="MLP neurons left per layer; the others are removed at the end")
+    mlp_width: int | None = Field(
+        None, ge=32, description="MLP neurons left per layer; the others are removed at the end"
+    )
+    share: float | None = Field(
+        None,
+        gt=0,
+        lt=1,
+        description="instead of mlp_width: share of single weights that become zero, which makes nothing faster",
+    )
     ramp: float = Field(0.2, gt=0, le=1, description="share of the steps over which the penalty grows")
+
+    @model_validator(mode="after")
+    def _wants_one_goal(self) -> Sparsity:
+        if (self.mlp_width is None) == (self.share is None):
+            raise ValueError("give mlp_width or share")
+        return self
 
 
 LossName = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "nla", "lk_hybrid", "cross_entropy"]

@@ -1,4 +1,4 @@
-"""L1 while fine-tuning: MLP neurons shrink to exactly zero (group lasso), stay zero, and are cut out.
+"""L1 while fine-tuning: MLP neurons (group lasso) or single weights shrink to exactly zero and then stay zero.
 
 Legend: L layers, F neurons of an MLP, H hidden, |g| elements of a group.
 """
@@ -6,6 +6,7 @@ Legend: L layers, F neurons of an MLP, H hidden, |g| elements of a group.
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from typing import Any
 
 import numpy
@@ -19,7 +20,7 @@ from distill.surgery.layers import NEURON_MULTIPLE, cut_parts, gate_and_up, laye
 # A run has three phases: dense (the first `start` of the steps), ramp (a proximal step after every optimizer step),
 # debias (λ = 0, zeros stay zero, the rest learns on). The proximal step is decoupled from the gradient as weight
 # decay is in AdamW, so its threshold is rate·λ·√|g|, in units of what Adam moves a group in a step.
-# Schedule of λ, one per layer. Let d be the norm of the largest group that is still to
+# Schedule of λ, one per layer (one for all single weights). Let d be the norm of the largest group that is still to
 # be removed, and r the ramp steps that remain, this one included: λ = d / (r·rate·√|g|). The threshold is then d/r:
 # undisturbed, d falls to zero in a straight line; where the loss holds neurons back, d stays above that line and λ
 # rises until d is zero. λ depends on the weights and the step alone, so a resume changes nothing, and no learning
@@ -52,6 +53,67 @@ def require_fewer(width: int, neurons: int) -> None:
             f"train.sparsity.mlp_width is {width}; training starts with {neurons} neurons a layer",
             f"ask for a multiple of {NEURON_MULTIPLE} below that, such as {half}",
         )
+
+
+class Penalty(ABC):
+    """The phases of a penalty over the steps of a training; `start` and `ramp` are shares of them.
+
+    Raises RecipeError for a ramp of too few steps, or one that ends after the training.
+    """
+
+    def __init__(self, steps: int, start: float, ramp: float) -> None:
+        require_ramp(steps, round(start * steps), ramp)
+        self.ramp = round(ramp * steps)  # steps
+        self.dense = min(round(start * steps), steps - self.ramp)  # steps
+        self.step = 0
+        self.frozen = False
+
+    @torch.no_grad()
+    def after_step(self, step: int, rate: float) -> dict[str, Any]:
+        """The proximal step that follows optimizer step `step` (from 0), taken at `rate`; figures for the log.
+
+        phase: dense, ramp or debias; lambda: the mean over layers; and those of `_zero_shares`.
+        """
+        assert step == self.step, f"step {step} after {self.step} steps"
+        self.step += 1
+        left = 0 if self.step <= self.dense else max(0, self.dense + self.ramp + 1 - self.step)  # with this one
+        strength = 0.0
+        if self.frozen:
+            self._hold()
+        elif left:
+            strength = self._press(left, rate)
+        shares, reached = self._zero_shares()
+        if left and not self.frozen and (left == 1 or reached):
+            self._freeze()
+        return {"phase": "debias" if self.frozen else "ramp" if left else "dense", "lambda": strength, **shares}
+
+    @abstractmethod
+    def state_dict(self) -> dict[str, Any]:
+        """The state beyond the model, for JSON."""
+
+    @abstractmethod
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """Go on from `state_dict()`, after the model's weights."""
+
+    @abstractmethod
+    def finish(self, model: Any) -> tuple[str, dict[str, Any]]:
+        """Cut what is zero out of `model`, the one this was built on, as far as that can be; a sentence and details."""
+
+    @abstractmethod
+    def _press(self, left: int, rate: float) -> float:
+        """One proximal step, with `left` steps of the ramp to go; λ, the mean over layers."""
+
+    @abstractmethod
+    def _zero_shares(self) -> tuple[dict[str, float], bool]:
+        """How much is zero, for the log, and whether that is all that is to go."""
+
+    @abstractmethod
+    def _freeze(self) -> None:
+        """Fix what is removed."""
+
+    @abstractmethod
+    def _hold(self) -> None:
+        """Put back to zero what the optimizer's moments have moved, although its gradient is zero."""
 
 
 # ── Group lasso: MLP neurons shrink to exactly zero and are cut out ──
@@ -96,7 +158,7 @@ def balance(model: Any) -> None:
         down.div_(scale)
 
 
-class GroupLasso:
+class GroupLasso(Penalty):
     """Group lasso over MLP neurons, to `width` neurons in every layer; group j = gate row, up row, down column j.
 
     Building it balances the model, so build it before the optimizer, and restore a checkpoint's weights afterwards.
@@ -111,11 +173,7 @@ class GroupLasso:
         self.layers = list(layers_of(model))
         self.neurons = int(self.layers[0].mlp.down_proj.in_features)
         require_fewer(width, self.neurons)
-        require_ramp(steps, round(start * steps), ramp)
-        self.ramp = round(ramp * steps)  # steps
-        self.dense = min(round(start * steps), steps - self.ramp)  # steps
-        self.step = 0
-        self.frozen = False
+        super().__init__(steps, start, ramp)
         self.width = width
         self.to_remove = self.neurons - width
         self.root = math.sqrt(sum(part.shape[1] for part in group_parts(self.layers[0])))  # of a group's elements
@@ -124,27 +182,7 @@ class GroupLasso:
         self.missing: list[int] = []  # groups per layer that had to be removed and were not zero
         balance(model)
 
-    @torch.no_grad()
-    def after_step(self, step: int, rate: float) -> dict[str, Any]:
-        """The proximal step that follows optimizer step `step` (from 0), taken at `rate`; figures for the log.
-
-        phase: dense, ramp or debias; lambda: the mean over layers; and those of `_zero_shares`.
-        """
-        assert step == self.step, f"step {step} after {self.step} steps"
-        self.step += 1
-        left = 0 if self.step <= self.dense else max(0, self.dense + self.ramp + 1 - self.step)  # with this one
-        strength = 0.0
-        if self.frozen:
-            self._hold()
-        elif left:
-            strength = self._press(left, rate)
-        shares, reached = self._zero_shares()
-        if left and not self.frozen and (left == 1 or reached):
-            self._freeze()
-        return {"phase": "debias" if self.frozen else "ramp" if left else "dense", "lambda": strength, **shares}
-
     def _press(self, left: int, rate: float) -> float:
-        """One proximal step, with `left` steps of the ramp to go; λ, the mean over layers."""
         strengths = []
         for layer in self.layers:
             norms = group_norms(layer)
@@ -179,14 +217,13 @@ class GroupLasso:
         self._hold()
 
     def _hold(self) -> None:
-        """Put back to zero what the optimizer's moments have moved, although its gradient is zero."""
         for layer, kept in zip(self.layers, self.kept, strict=True):
             removed = (~kept).nonzero().view(-1)
             for part in group_parts(layer):
                 part.index_fill_(0, removed.to(part.device), 0.0)
 
     def state_dict(self) -> dict[str, Any]:
-        """The state beyond the model, for JSON."""
+        """See `Penalty`."""
         return {
             "step": self.step,
             "width": self.width,
@@ -196,7 +233,7 @@ class GroupLasso:
         }
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Go on from `state_dict()`, after the model's weights."""
+        """See `Penalty`."""
         bits = [numpy.frombuffer(bytes.fromhex(text), dtype=numpy.uint8) for text in state["kept"]]
         self.kept = [torch.from_numpy(numpy.unpackbits(row, count=self.neurons).astype(bool)) for row in bits]
         self.frozen = state["frozen_at"] is not None
@@ -205,7 +242,7 @@ class GroupLasso:
 
     @torch.no_grad()
     def finish(self, model: Any) -> tuple[str, dict[str, Any]]:
-        """Remove the zero neurons of `model`, the one this was built on; the logits stay. A sentence and details.
+        """See `Penalty`: zero neurons are removed, and the logits stay.
 
         Details: `removed_zero_share` by layer, the share of the removed groups that the lasso had brought to exactly
         zero. A ramp that has not ended is cut off here, which it shows.
@@ -223,3 +260,77 @@ class GroupLasso:
             "frozen_at_step": self.frozen_at,
             "removed_zero_share": zeros,
         }
+
+
+# ── L1 on single weights ──
+
+
+class UnstructuredL1(Penalty):
+    """L1 on every single weight of the blocks' matrices (not embeddings, norms, biases, head): w ← soft(w, rate·λ).
+
+    It makes nothing faster in GGUF or on common hardware: zeros are stored and multiplied like any number. It is here
+    for measurements. `sparsity` is the zero share asked for; one λ for all matrices follows the schedule of `ramp`,
+    with single weights as groups, so that the spread over layers is left to the training. Only the weights that rank
+    among those to go are shrunk, as in GroupLasso. Raises RecipeError for an impossible schedule, DataError for an
+    unknown architecture.
+    """
+
+    def __init__(self, model: Any, steps: int, *, sparsity: float, start: float = 0.0, ramp: float = 0.2) -> None:
+        self.matrices = block_matrices(model)
+        super().__init__(steps, start, ramp)
+        self.weights = sum(weight.numel() for weight in self.matrices.values())
+        self.to_remove = max(1, round(sparsity * self.weights))
+        self.removed: list[Tensor] = []  # boolean, as the matrices, once frozen
+
+    def zeros(self) -> int:
+        """Weights that are exactly zero."""
+        return self.weights - sum(int(weight.count_nonzero()) for weight in self.matrices.values())
+
+    def _press(self, left: int, rate: float) -> float:
+        magnitudes = torch.cat([weight.abs().flatten() for weight in self.matrices.values()])
+        distance = float(magnitudes.kthvalue(self.to_remove).values)
+        strength = ROUNDING_MARGIN * distance / (left * rate) if rate > 0 else 0.0
+        for weight in self.matrices.values():
+            shrunk = torch.nn.functional.softshrink(weight, rate * strength)
+            weight.copy_(torch.where(weight.abs() <= distance, shrunk, weight))
+        return strength
+
+    def _zero_shares(self) -> tuple[dict[str, float], bool]:
+        """zero_share is the share of all these weights."""
+        zeros = self.zeros()
+        return {"zero_share": zeros / self.weights}, zeros >= self.to_remove
+
+    def _freeze(self) -> None:
+        self.frozen = True
+        self.removed = [weight == 0 for weight in self.matrices.values()]
+
+    def _hold(self) -> None:
+        for weight, removed in zip(self.matrices.values(), self.removed, strict=True):
+            weight.masked_fill_(removed, 0.0)
+            removed.logical_or_(weight == 0)  # so that the mask is the zeros of the weights, as a resume reads it
+
+    def state_dict(self) -> dict[str, Any]:
+        """See `Penalty`; the mask is the zeros of the weights."""
+        return {"step": self.step, "frozen": self.frozen, "zeros": self.zeros()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        """See `Penalty`."""
+        assert self.zeros() == state["zeros"], "the weights are not those of the checkpoint"
+        self.step = state["step"]
+        if state["frozen"]:
+            self._freeze()
+
+    def finish(self, model: Any) -> tuple[str, dict[str, Any]]:
+        """See `Penalty`: nothing can be cut."""
+        share = self.zeros() / self.weights
+        return f"{share:.1%} of the blocks' weights are zero, which makes no step faster", {"zero_share": share}
+
+
+def block_matrices(model: Any) -> dict[str, torch.nn.Parameter]:
+    """The weights of all linear layers of the blocks by name, `layers.0.mlp.up_proj` and so on."""
+    return {
+        f"layers.{index}.{name.removesuffix('.weight')}": parameter
+        for index, layer in enumerate(layers_of(model))
+        for name, parameter in layer.named_parameters()
+        if parameter.ndim == 2
+    }

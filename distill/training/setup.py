@@ -28,7 +28,7 @@ from distill.errors import RecipeError, RunError
 from distill.recipe import Adapter, Recipe, Train
 from distill.run import Run
 from distill.surgery.cutter import kept_share
-from distill.surgery.sparsity import GroupLasso
+from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
 from distill.teacher.store import TeacherSource, open_teacher, read_manifest, require_fit
 from distill.training.losses import LossSettings
 from distill.training.saved import plain, present_weights, set_weights
@@ -178,7 +178,7 @@ class Training:
     source: TeacherSource
     learner: Any
     optimizer: Any
-    penalty: GroupLasso | None
+    penalty: Penalty | None
     kept: list[int] | None
     outer: float = 1.0  # the rate of embeddings and head, as a share of that of the rest
     spare: Learner | None = None  # of a sharded draft, in the main process: it takes the whole weights
@@ -342,13 +342,16 @@ def recompute_activations(model: Any) -> None:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
 
 
-def penalty_of(model: Any, settings: Train) -> GroupLasso | None:
+def penalty_of(model: Any, settings: Train) -> Penalty | None:
     """The penalty that a recipe asks for; None without one."""
     sparsity = settings.sparsity
     if sparsity is None:
         return None
     start = settings.embedding_steps / settings.steps  # frozen neurons cannot adapt to a penalty
-    return GroupLasso(model, sparsity.mlp_width, settings.steps, start=start, ramp=sparsity.ramp)
+    if sparsity.mlp_width is not None:
+        return GroupLasso(model, sparsity.mlp_width, settings.steps, start=start, ramp=sparsity.ramp)
+    assert sparsity.share is not None
+    return UnstructuredL1(model, settings.steps, sparsity=sparsity.share, start=start, ramp=sparsity.ramp)
 
 
 def shard(learner: Learner, device: torch.device) -> None:

@@ -137,11 +137,13 @@ def test_group_lasso_narrows_the_draft(begun: Path, world: Path, tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_sparsity_is_in_the_report(begun: Path, world: Path, tmp_path: Path) -> None:
-    train = {"steps": 30, "sparsity": {"mlp_width": 32, "ramp": 0.5}}
+def test_unstructured_sparsity_is_in_the_report(begun: Path, world: Path, tmp_path: Path) -> None:
+    train = {"steps": 30, "sparsity": {"share": 0.4, "ramp": 0.5}}
     run = run_with(begun, world, tmp_path, "report", train=train, speedup={"prompts": 2, "lengths": [2]})
+    report = read(run / "draft" / "sparsity.json")["details"]
+    assert report["zero_share"] == pytest.approx(0.4, abs=0.01)
     page = (run / "report.html").read_text()
-    assert "Sparsity" in page and "MLP 64 -&gt; 32" in page and "From donor to draft" in page
+    assert "Sparsity" in page and "weights are zero" in page and "From donor to draft" in page
 
 
 def test_cuts_are_compared_on_other_answers_than_they_are_made_from(begun: Path, world: Path, tmp_path: Path) -> None:

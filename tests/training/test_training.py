@@ -689,7 +689,7 @@ def test_trackers_get_the_figures_too(train: Trainer, tmp_path: Path, monkeypatc
 
     watch(TensorBoardTracker, "start"), watch(TensorBoardTracker, "finish"), watch(loop, "write_draft")
     tracked = "train.trackers=[tensorboard]"
-    run = train(tracked, "train.sparsity={mlp_width: 32, ramp: 0.01}", status=2, folder=tmp_path / "refused")
+    run = train(tracked, "train.sparsity={share: 0.4, ramp: 0.01}", status=2, folder=tmp_path / "refused")
     assert not done and not (run / "trackers").exists()  # a mistake leaves no empty run behind
     run = train(tracked, "train.steps=2")
     assert done == ["start", "finish", "write_draft"]  # closed, so that no later stage keeps it open
