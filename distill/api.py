@@ -151,19 +151,18 @@ def evaluate(
     kl: bool = True,
     acceptance: bool = True,
     types: Sequence[str] = (),
-    caches: Sequence[str] = (),
     threads: int | None = None,
     gguf: Gguf | None = None,
     command: str = "",
 ) -> EvaluationReport:
     """Divergences and acceptance of a pair, with intervals, on text files or folders of them; None: temperature 1.
 
-    Several drafts, or the draft in several GGUF `types` and types of its cache, are compared with the first. DataError
+    Several drafts, or the draft in several GGUF `types`, are compared with the first. DataError
     for files that are not there and for texts of fewer than 4 prompts; PairError as `load_pair`.
     """
     corpus = Corpus(sources=sources_of([Path(path) for path in texts]))
     drafts = [_reference(one) for one in ([draft] if isinstance(draft, (str, Path)) else draft)]
-    grid = Grid(_reference(target), drafts, corpus.block, types, caches, threads=threads, gguf=gguf)
+    grid = Grid(_reference(target), drafts, corpus.block, types, threads=threads, gguf=gguf)
     served = sampler or Sampler(1.0)
     options = EvaluationOptions(served, Evaluate(), command, kl, acceptance=acceptance)
     return evaluate_grid(grid, prompts_of(corpus, prompts), options)

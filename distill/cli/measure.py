@@ -4,7 +4,6 @@ any two models."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
@@ -17,7 +16,7 @@ from distill.files import is_gguf, read_result
 from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
 from distill.progress import command_line
 from distill.recipe import Configuration, Gguf, PyTorch, Recipe
-from distill.recipe.measuring import CACHE_TYPES, OUTTYPES
+from distill.recipe.measuring import OUTTYPES
 from distill.run import Run
 
 # ── `distill eval` ──
@@ -37,9 +36,6 @@ def evaluate(
         str | None,
         typer.Option(help=f"Compare the draft in these GGUF types, with commas: {shared.FILE_TYPES}."),
     ] = None,
-    cache_types: Annotated[
-        str | None, typer.Option(help=f"Types of the draft's cache; f16 if left out: {shared.CACHED_TYPES}.")
-    ] = None,
     prompts: shared.PromptsOption = None,
     temperature: Annotated[
         float | None, shared.number_option(min=0, max=100, help="Models: of the sampler; by default 1.")
@@ -57,9 +53,9 @@ def evaluate(
     command = command_line(sys.argv)
     from distill.measuring.evaluation import evaluate_types
 
-    kinds, caches = _listed("--types", types, OUTTYPES), _listed("--cache-types", cache_types, CACHE_TYPES)
-    typed = bool(kinds or caches)
-    alone = not typed and len(models) < 3
+    kinds = () if types is None else tuple(part.strip() for part in types.split(","))
+    shared.require_known("--types", kinds, OUTTYPES)
+    alone = not kinds and len(models) < 3
     kl, acceptance = (kl, acceptance) if kl or acceptance else (True, alone)
     if models:
         if len(models) < 2 or not prompts:
@@ -79,9 +75,8 @@ def evaluate(
             kl=kl,
             acceptance=acceptance,
             types=kinds,
-            caches=caches,
             threads=threads,
-            gguf=shared.gguf_of([] if typed else models[:2], llama, llama_draft),
+            gguf=shared.gguf_of([] if kinds else models[:2], llama, llama_draft),
             command=command,
         )
     else:
@@ -91,21 +86,15 @@ def evaluate(
                 "give the run's models: TARGET RUN/draft --prompts FILE",
             )
         gguf = shared.gguf_of([], llama, llama_draft)
-        if gguf is not None and not typed:
+        if gguf is not None and not kinds:
             raise RecipeError("a run is evaluated in PyTorch", "leave llama.cpp's options out, or give GGUF files")
         recipe, own_run = shared.find_run(words[0] if words else None, runs)
-        shared.run_until(recipe, own_run, "train" if typed else "eval", threads=threads)
-        if typed:
-            report = evaluate_types(recipe, own_run, kinds, caches, threads, gguf, command, kl, acceptance)
+        shared.run_until(recipe, own_run, "train" if kinds else "eval", threads=threads)
+        if kinds:
+            report = evaluate_types(recipe, own_run, kinds, threads, gguf, command, kl, acceptance)
         else:
             report = read_result(own_run.path("eval.json"), EvaluationReport)
     _print_report(report, kl, acceptance, output)
-
-
-def _listed(option: str, text: str | None, known: Sequence[str]) -> tuple[str, ...]:
-    found = () if text is None else tuple(part.strip() for part in text.split(","))
-    shared.require_known(option, found, known)
-    return found
 
 
 def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, output: str) -> None:
@@ -114,7 +103,7 @@ def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, output: 
         stored = None if report.stored is None else replace(report.stored, bounds={})
         report = replace(report, domains={}, differences={}, stored=stored)
     if not acceptance:
-        report = replace(report, positions={}, tokens_per_round={}, calibration_error={})
+        report = replace(report, positions={}, tokens_per_round={})
     shared.print_blocks(evaluation_blocks(report), report, output)
 
 

@@ -30,7 +30,7 @@ from distill.recipe import (
     resolve_model,
 )
 from distill.recipe.configuration import DrafterName, RuleName, VerifierName
-from distill.recipe.measuring import CACHE_TYPES, OUTTYPES, SHORT
+from distill.recipe.measuring import OUTTYPES, SHORT
 from distill.recipe.recipe import read_yaml
 from distill.run import Run
 from distill.tables import Block, records, rendered
@@ -45,7 +45,7 @@ CONFIGURED = (
     f"drafter ({values(DrafterName)}), rule ({values(RuleName)}), verifier ({values(VerifierName)}), length, nodes and "
     "others (docs/recipes.md)."
 )
-FILE_TYPES, CACHED_TYPES = values(OUTTYPES), values(CACHE_TYPES)
+FILE_TYPES = values(OUTTYPES)
 
 RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
 RunArgument = Annotated[str | None, typer.Argument(metavar="RUN", help="Name or folder; by default the newest.")]

@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy
 from numpy.typing import NDArray
@@ -19,7 +18,6 @@ from distill.errors import DataError
 
 Array = NDArray[numpy.float64]
 LEAST = 1e-6  # no probability is closer than this to 0 or 1: a single surprise must not cost infinite log loss
-BINS = 10  # of equal width, by which promised probabilities are compared with outcomes
 STEPS = 50  # of Newton's method, at most
 MOST_MARGIN = 20.0  # of the logit margin: the second best may have probability 0 after top-k or at temperature 0
 
@@ -224,13 +222,3 @@ def log_loss(probabilities: Sequence[float] | Array, outcomes: Sequence[bool]) -
     """Mean −ln of the probability of the actual outcome, in nats."""
     p = numpy.clip(numpy.asarray(probabilities), LEAST, 1 - LEAST)
     return float(-numpy.where(numpy.asarray(outcomes), numpy.log(p), numpy.log1p(-p)).mean())
-
-
-def expected_calibration_error(
-    probabilities: Sequence[float] | Array, outcomes: Sequence[bool] | NDArray[Any]
-) -> float:
-    """Mean |predicted − observed rate| over BINS of equal width, weighted by their counts (Guo et al. 2017, eq. 3)."""
-    p, y = numpy.asarray(probabilities), numpy.asarray(outcomes, float)
-    index = numpy.minimum((p * BINS).astype(int), BINS - 1)
-    gaps = [abs(float((p[index == b] - y[index == b]).sum())) for b in range(BINS)]
-    return sum(gaps) / len(p)

@@ -26,7 +26,7 @@ from distill import divergences
 from distill.data.packing import Packed, pack, scored_documents, scored_states
 from distill.data.prompts import UserPrompts, open_tokenizer, read_user_prompts
 from distill.data.samples import Sample, prompt_seed, read_prompts
-from distill.decoding.calibration import Recorded, expected_calibration_error
+from distill.decoding.calibration import Recorded
 from distill.decoding.rules import GREEDY, Rules
 from distill.devices import pick_device
 from distill.engines.loaded import LoadedPair, load_pair, pair_of_models
@@ -44,7 +44,6 @@ from distill.files import is_gguf, write_result, write_text
 from distill.gguf.importing import file_type, folder_of
 from distill.measuring.evaluation_results import (
     Bounds,
-    CalibrationError,
     EvaluationReport,
     Group,
     StoredMeasures,
@@ -64,8 +63,7 @@ from distill.measuring.measure import (
     tokens_per_round,
     write_texts,
 )
-from distill.recipe import Chat, Corpus, Evaluate, Gguf, GgufOptions, PyTorch, Recipe, Target, is_path
-from distill.recipe.measuring import UNQUANTISED
+from distill.recipe import Chat, Corpus, Evaluate, Gguf, PyTorch, Recipe, Target, is_path
 from distill.recipe.recipe import REASON
 from distill.run import Run
 from distill.sampler import Sampler
@@ -166,9 +164,6 @@ def as_report(
         },
         positions={name: position_acceptance(own, options.settings.length) for name, own in rounds.items()},
         tokens_per_round={name: tokens_per_round(own) for name, own in rounds.items()},
-        calibration_error={
-            name: error for name, own in rounds.items() if (error := calibration_error(own)) is not None
-        },
         stored=stored,
     )
     answers, measure = measured.get("answers", {}), report.acceptance_measure
@@ -213,29 +208,6 @@ def by_class(
         decoded = {draft: tokens_per_round([one[units[row]] for row in rows]) for draft, one in rounds.items()}
         found.append(Group("class", name, len(rows), tokens, accepted, decoded))
     return found
-
-
-SIMULATED = 200  # outcomes drawn to see what calibration error chance alone makes
-
-
-def calibration_error(rounds: Sequence[Sequence[Recorded]]) -> CalibrationError | None:
-    """Of the drafted tokens that were judged, in the rounds of each prompt; None where no token was drafted.
-
-    Length rules that stop at a probability (llama.cpp's p_min) take the draft's probabilities at their word.
-    """
-    rows = [[(seen.top, accepted) for one in own for _, seen, accepted in one.judged()] for own in rounds]
-    if not any(rows):
-        return None
-    promised = numpy.array([p for own in rows for p, _ in own])
-    true = numpy.array([y for own in rows for _, y in own], dtype=float)
-    draws = numpy.random.default_rng(0).random((SIMULATED, len(promised))) < promised
-    return CalibrationError(
-        tokens=len(promised),
-        promised=float(promised.mean()),
-        accepted=ratio_interval([sum(y for _, y in own) for own in rows], [len(own) for own in rows]),
-        error=expected_calibration_error(promised, true),
-        error_of_chance=float(numpy.mean([expected_calibration_error(promised, drawn) for drawn in draws])),
-    )
 
 
 # ── Stage `eval` ──
@@ -425,44 +397,32 @@ Prompts = Callable[[str, int], UserPrompts]  # of a target, with room for this m
 
 @dataclass(frozen=True)
 class Grid:
-    """A target with every draft; where `types` of the draft or of its cache are given, as GGUF files. `block` is the
+    """A target with every draft; where `types` of the draft are given, as GGUF files. `block` is the
     most tokens of a text, `written` holds files that a run has exported."""
 
     target: str
     drafts: Sequence[str]
     block: int
     types: Sequence[str] = ()
-    caches: Sequence[str] = ()
     written: Path | None = None
     threads: int | None = None
     gguf: Gguf | None = None
 
 
-DraftFile = tuple[str, str | None]  # a draft, and the type of its cache where that was named
-
-
 def evaluate_grid(grid: Grid, prompts: Prompts, options: EvaluationOptions) -> EvaluationReport:
     """The report of every draft of the grid.
 
-    Raises RecipeError for a cache type that the build or the draft's sizes do not allow, PairError for models that do
-    not fit, DataError for fewer than 4 prompts.
+    Raises PairError for models that do not fit, DataError for fewer than 4 prompts.
     """
     for draft in grid.drafts:
         require_pair(grid.target, draft)
     with tempfile.TemporaryDirectory() as scratch, ExitStack() as stack:
         (target,) = _files([grid.target], (), grid, Path(scratch, "target")).values()
-        files = _files(grid.drafts, grid.types, grid, Path(scratch, "draft"))
-        drafts: dict[str, DraftFile] = {
-            f"{label}, cache {cache}" if len(grid.caches) > 1 else label: (path, cache)
-            for label, path in files.items()
-            for cache in dict.fromkeys(grid.caches) or [None]
-        }
-        if not all(map(is_gguf, (target, *files.values()))):  # one engine for all
+        drafts = _files(grid.drafts, grid.types, grid, Path(scratch, "draft"))
+        if not all(map(is_gguf, (target, *drafts.values()))):  # one engine for all
             target = str(folder_of(target)) if is_gguf(target) else target
-            drafts = {
-                name: (str(folder_of(path)) if is_gguf(path) else path, None) for name, (path, _) in drafts.items()
-            }
-        if len(drafts) == 1 and not _typed(grid):
+            drafts = {name: str(folder_of(path)) if is_gguf(path) else path for name, path in drafts.items()}
+        if len(drafts) == 1 and not grid.types:
             drafts = dict(zip(["draft"], drafts.values(), strict=True))
         pairs = _load(target, drafts, grid, grid.block, stack)
         block = min(grid.block, *(model.capacity for one in pairs.values() for model in (one.target, one.draft)))
@@ -473,17 +433,13 @@ def evaluate_grid(grid: Grid, prompts: Prompts, options: EvaluationOptions) -> E
         return evaluate_pairs(TargetWithDrafts(pairs, found.measured, block, found.classes(), given, decoded), options)
 
 
-def _typed(grid: Grid) -> bool:
-    return bool(grid.types or grid.caches)
-
-
 def _files(models: Sequence[str], types: Sequence[str], grid: Grid, scratch: Path) -> dict[str, str]:
     """Each model, or its file of each type, by a name for tables; files are written to `scratch`, a role's folder."""
     found = {}
     short = [Path(model).name if is_path(model) else model for model in models]
     names = short if len(set(short)) == len(short) else models
     for number, (name, model) in enumerate(dict(zip(names, models, strict=True)).items()):
-        if not _typed(grid):
+        if not grid.types:
             found[name] = model
             continue
         folder = scratch / str(number)
@@ -499,34 +455,23 @@ def _files(models: Sequence[str], types: Sequence[str], grid: Grid, scratch: Pat
     return found
 
 
-def _load(
-    target: str, drafts: Mapping[str, DraftFile], grid: Grid, tokens: int, stack: ExitStack
-) -> dict[str, LoadedPair]:
+def _load(target: str, drafts: Mapping[str, str], grid: Grid, tokens: int, stack: ExitStack) -> dict[str, LoadedPair]:
     """A target with each of its drafts; the layers of models that decode are laid out later."""
     gguf = grid.gguf or Gguf()
     if not is_gguf(target):
         device = pick_device("auto")
         big = stack.enter_context(load_pair(Target(model=target), pytorch=PyTorch(prepack=False, draft_weights=None)))
         assert big.hugging_face is not None
-        models = {name: load_model(draft, Target(model=target).dtype, device) for name, (draft, _) in drafts.items()}
+        models = {name: load_model(draft, Target(model=target).dtype, device) for name, draft in drafts.items()}
         parts = big.reference, big.hugging_face[0]
         return {name: pair_of_models(*parts, model, big.tokenizer, big.pytorch) for name, model in models.items()}
     small = {}
-    for name, (draft, cache) in drafts.items():
-        own = gguf.of("draft")
-        options = Gguf(target=own if cache is None else with_cache(own, cache))
+    for name, draft in drafts.items():
+        options = Gguf(target=gguf.of("draft"))
         alone = load_pair(Target(model=draft), tokens=tokens, threads=grid.threads, gguf=options)
         small[name] = stack.enter_context(alone).target
     big = stack.enter_context(load_pair(Target(model=target), tokens=tokens, threads=grid.threads, gguf=gguf))
     return {name: replace(big, draft=draft) for name, draft in small.items()}
-
-
-def with_cache(options: GgufOptions, cache: str) -> GgufOptions:
-    """The options with keys and values cached in a type; llama.cpp quantises values with flash attention alone."""
-    changed = {"cache_type_k": cache, "cache_type_v": cache}
-    if cache not in UNQUANTISED and options.flash_attn == "off":
-        changed["flash_attn"] = "on"
-    return GgufOptions.model_validate(options.model_dump() | changed)
 
 
 def _given(pair: LoadedPair, texts: Sequence[str], block: int, blocks: int) -> Packed | None:
@@ -556,7 +501,6 @@ def evaluate_types(
     recipe: Recipe,
     run: Run,
     types: Sequence[str],
-    caches: Sequence[str],
     threads: int | None,
     gguf: Gguf | None,
     command: str,
@@ -567,7 +511,7 @@ def evaluate_types(
     found = UserPrompts([*read_prompts(run, "test")[: recipe.eval.prompts]], [], {}, [])
     written = None if run.outdated("export") else run.path("gguf")
     models = recipe.target.model, [str(run.path("draft"))]
-    grid = Grid(*models, recipe.corpus.block, types, caches, written, threads, gguf)
+    grid = Grid(*models, recipe.corpus.block, types, written, threads, gguf)
     sampler, seed = Sampler.of(recipe.sampler), recipe.seed
     options = EvaluationOptions(sampler, recipe.eval, command, kl, seed=seed, acceptance=acceptance)
     return evaluate_grid(grid, lambda *_: found, options)

@@ -89,21 +89,6 @@ class Group:
 
 
 @dataclass(frozen=True)
-class CalibrationError:
-    """How a draft's probabilities of its drafted tokens compare with what was accepted, on greedily decoded rounds.
-
-    `promised` is their mean; `error` is the expected calibration error, `error_of_chance` what it would be on average
-    if every probability were right: so few tokens give it by chance alone.
-    """
-
-    tokens: int
-    promised: Figure
-    accepted: Interval
-    error: Figure
-    error_of_chance: Figure
-
-
-@dataclass(frozen=True)
 class Bounds:
     """The least and the largest mean that a compact store allows; NaN where it gives no bound."""
 
@@ -182,7 +167,6 @@ class EvaluationReport:
     tokens_per_round: dict[str, Interval]
     stored: StoredMeasures | None = None
     groups: list[Group] = field(default_factory=list)
-    calibration_error: dict[str, CalibrationError] = field(default_factory=dict)
     differences: dict[str, Interval] = field(default_factory=dict)
     agreement: dict[str, dict[str, Interval]] = field(default_factory=dict)
     version: Literal[1] = 1
@@ -292,19 +276,12 @@ def _positions(report: EvaluationReport) -> Table:
 
 
 def _rounds(report: EvaluationReport) -> Table:
-    """What a round gives, and what a draft's probabilities promise beside what was accepted."""
-    errors = report.calibration_error
+    """What a round gives."""
     columns: Columns[str] = {
         "draft": lambda name: name,
         "tokens per round": lambda name: report.tokens_per_round[name],
-        "tokens judged": lambda name: errors[name].tokens if name in errors else None,
-        "promised": lambda name: Cell(errors[name].promised if name in errors else None, "%"),
-        "accepted": lambda name: Cell(errors[name].accepted if name in errors else None, "%"),
-        "calibration error": lambda name: Cell(errors[name].error if name in errors else None, ".3f"),
-        "by chance alone": lambda name: Cell(errors[name].error_of_chance if name in errors else None, ".3f"),
     }
-    note = "Promised: the draft's own probabilities of its tokens, on which rules such as p_min stop."
-    return table_of(report.tokens_per_round, columns, report.command, "rounds", note)
+    return table_of(report.tokens_per_round, columns, report.command, "rounds")
 
 
 def evaluation_blocks(report: EvaluationReport) -> list[Block]:

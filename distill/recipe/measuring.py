@@ -20,7 +20,6 @@ OutType = Literal[
 DIRECT: tuple[str, ...] = get_args(Direct)
 OUTTYPES: tuple[str, ...] = get_args(OutType)
 CacheType = Literal["f32", "f16", "bf16", "q8_0", "q5_1", "q5_0", "q4_1", "q4_0", "iq4_nl"]
-CACHE_TYPES: tuple[str, ...] = get_args(CacheType)
 UNQUANTISED = ("f32", "f16", "bf16")  # types of a cache; llama.cpp quantises values with flash attention alone
 NO_DEVICE = "none"
 MOST_KL = 0.01  # mean nats to a target's own distributions, up to which an engine or a type counts as the target

@@ -56,19 +56,17 @@ def test_a_target_as_its_own_draft(finished: Path, world: Path, capsys: Capture)
 
 
 def test_a_pair_in_several_types(world: Path, tmp_path: Path, capsys: Capture) -> None:
-    """The target as its own draft differs by its type and cache alone: not at all in f32, more in q4_0 than in q8_0."""
+    """The target as its own draft differs by its type alone: not at all in f32, more in q4_0 than in q8_0."""
     assert tiny.call("export-gguf", world / "target", "--outtype", "f32", "--to", tmp_path) == 0
     (target,) = tmp_path.glob("*.gguf")
-    kinds = ("--types", "f32,q8_0,q4_0", "--cache-types", "f32,f16")
     pair = [target, world / "target", "--prompts", world / "corpus", "--count", 4]
-    report = measured(capsys, *pair, *kinds)
-    assert len(report["differences"]) == 5
+    report = measured(capsys, *pair, "--types", "f32,q8_0,q4_0")
+    assert len(report["differences"]) == 2
     kl = {name: one["forward_kl"]["mean"] for name, one in report["domains"]["answers"].items()}
     accepted = acceptance(report)
-    assert kl["f32, cache f16"] == 0  # the target's cache is of f16, too
-    assert 0 < kl["f32, cache f32"] < 1e-5 < kl["q8_0, cache f16"] < kl["q4_0, cache f16"]
-    assert accepted["f32, cache f16"] == pytest.approx(1, abs=1e-6)
-    assert accepted["q4_0, cache f16"] < accepted["q8_0, cache f16"] < 1
+    assert kl["f32"] == 0 < kl["q8_0"] < kl["q4_0"]
+    assert accepted["f32"] == pytest.approx(1, abs=1e-6)
+    assert accepted["q4_0"] < accepted["q8_0"] < 1
 
 
 def test_types_agree_with_the_evaluation_of_the_files(
@@ -83,7 +81,7 @@ def test_types_agree_with_the_evaluation_of_the_files(
     folders = [world / "target", finished / "draft", *text]
     own = measured(capsys, *pair, "--kl")["domains"]["answers"]["draft"]
     for form in (pair, folders):
-        found = measured(capsys, *form, "--cache-types", "f16")["domains"]["answers"]["f16"]
+        found = measured(capsys, *form, "--types", "f16")["domains"]["answers"]["f16"]
         assert found["tokens"] == own["tokens"]
         for name in ("forward_kl", "acceptance_sampling"):
             assert found[name]["mean"] == pytest.approx(own[name]["mean"], rel=1e-3)
@@ -98,7 +96,6 @@ def test_types_agree_with_the_evaluation_of_the_files(
     [
         (["a", "b"], "models need TARGET, DRAFT and --prompts FILE"),
         (["--types", "q9"], "--types q9 is unknown"),
-        (["--types", "f16", "--cache-types", "q2_k"], "--cache-types q2_k is unknown"),
     ],
 )
 def test_mistakes(arguments: list[str], words: str, capsys: Capture) -> None:
