@@ -6,6 +6,8 @@ Legend: T(m) seconds of a step of m tokens.
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import importlib.util
 import tempfile
 import time
@@ -13,6 +15,8 @@ from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
+import psutil
 import torch
 from torch import Tensor
 
@@ -20,12 +24,16 @@ from distill.data.samples import first_difference
 from distill.decoding.costs import ENOUGH, measure_steps
 from distill.divergences import forward_kl
 from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.loaded import growing_decoder
 from distill.engines.model import ROOT, Model
 from distill.engines.torch.hugging_face import local_folder
+from distill.engines.torch.model import TorchModel
+from distill.engines.torch.packed import load_packed
 from distill.errors import DataError
 from distill.files import is_gguf
 from distill.gguf.importing import file_type
 from distill.gguf.writer import export_files
+from distill.machine import thread_count
 from distill.progress import Progress, note
 from distill.recipe import Configuration, GgufOptions, Target
 from distill.tables import Cell, Row, Table
@@ -214,6 +222,8 @@ class OwnDistributions:
 # ── Which library and type of file run a target fastest on this machine ──
 
 SIZES = (1, 2, 3, 4, 6, 8)
+ACCEPTED, DRAFT = (0.6, 0.7, 0.8, 0.9), 0.2  # of drafted tokens; what one costs, in T(1)
+PYTORCH = "PyTorch"  # with the file's own bits
 DEPTH, PROMPT, NEW = 128, 128, 128  # tokens in the cache; of the request that is priced
 CONTEXT = 512
 TEXTS = (
@@ -234,6 +244,16 @@ class TypeFigures:
     kl: float
     prompt_seconds: float
     steps: dict[int, float]
+    memory: int = 0  # bytes that the process has more than before
+
+    def best_length(self, accepted: float) -> int:
+        """The draft length that is fastest where drafted tokens are accepted so often and cost DRAFT of T(1)."""
+        times = np.interp(range(1, max(SIZES) + 1), SIZES, [self.steps[size] for size in SIZES])
+        rates = [
+            sum(accepted**i for i in range(length + 1)) / (seconds + length * DRAFT * times[0])
+            for length, seconds in enumerate(times)
+        ]
+        return int(np.argmax(rates))
 
     @property
     def request_rate(self) -> float:
@@ -260,7 +280,7 @@ def compare_types(model: str, types: Sequence[str], threads: int | None, repeats
     Files are written to a temporary folder and removed. A library that does not open one, or computes batches of it
     wrongly, is left out with a message; DataError where llama.cpp does not open the first.
     """
-    libraries = ["llama.cpp", *(["ik"] if importlib.util.find_spec("ik_llama_cpp") else [])]
+    libraries = ["llama.cpp", *(["ik"] if importlib.util.find_spec("ik_llama_cpp") else []), PYTORCH]
     figures = list[TypeFigures]()
     reference: OwnDistributions | None = None
     own = [file_type(Path(model))] if is_gguf(model) else []
@@ -270,27 +290,41 @@ def compare_types(model: str, types: Sequence[str], threads: int | None, repeats
         with tempfile.TemporaryDirectory() as scratch:
             ((title, place),) = files_in_types(model, [kind], lambda kind: Path(scratch, f"{kind}.gguf")).items()
             for library in libraries:
-                options = GgufOptions.model_validate({"library": library})
+                before = psutil.Process().memory_info().rss
                 try:
-                    opened = GgufModel(place, context=CONTEXT, threads=threads, options=options)
+                    opened = _opened(place, library, threads)
                 except DataError as error:
                     if not figures:
                         raise
                     note(f"{library}, {kind}: left out: {error.what}")
                     progress.step()
                     continue
-                with opened as decoder:
-                    texts = [[*decoder.file.opening, *decoder.file.tokenize(text)] for text in TEXTS]
-                    reference = reference or OwnDistributions(decoder, texts)
+                with contextlib.closing(opened) as decoder:
+                    if reference is None:
+                        assert isinstance(decoder, GgufModel)
+                        texts = [[*decoder.file.opening, *decoder.file.tokenize(text)] for text in TEXTS]
+                        reference = OwnDistributions(decoder, texts)
                     kl = reference.kl(decoder) if figures else 0.0
                     steps = measure_steps(decoder, SIZES, DEPTH, repeats, until_steady=True)
                     seconds = _prompt_seconds(decoder, min(repeats, ENOUGH))
-                    figures.append(TypeFigures(library, title, kl, seconds, steps))
+                    memory = max(0, psutil.Process().memory_info().rss - before)
+                    figures.append(TypeFigures(library, title, kl, seconds, steps, memory))
+                del opened, decoder
+                gc.collect()
                 progress.step(note=f"{library}, {kind}")
     return figures
 
 
-def _prompt_seconds(model: GgufModel, repeats: int) -> float:
+def _opened(place: Path, library: str, threads: int | None) -> GgufModel | TorchModel:
+    """A file in llama.cpp or ik_llama.cpp, or in its own bits in PyTorch; DataError where that is not possible."""
+    if library == PYTORCH:
+        torch.set_num_threads(thread_count(threads))
+        return growing_decoder(load_packed(str(place)))
+    options = GgufOptions.model_validate({"library": library})
+    return GgufModel(place, context=CONTEXT, threads=threads, options=options)
+
+
+def _prompt_seconds(model: Model, repeats: int) -> float:
     """The least seconds that a prompt of 128 tokens took."""
     ids = [7 * index % model.vocabulary_size for index in range(PROMPT)]
     taken = []
@@ -313,14 +347,18 @@ def types_table(figures: Sequence[TypeFigures], command: str) -> Table:
             1 / one.steps[1],
             *(Cell(one.steps[m] / one.steps[1], ".2f") for m in SIZES[1:]),
             one.request_rate,
+            one.memory / 1e9,
+            "/".join(str(one.best_length(accepted)) for accepted in ACCEPTED),
         ]
         for one in figures
     ]
     heads = ["library", "type", "KL", "prompt tokens/s", "plain tokens/s", *(f"T({m})/T(1)" for m in SIZES[1:])]
     text = (
-        f"KL: mean nats from the first row's distributions. Request: {PROMPT} tokens of prompt, {NEW} new ones, plain."
+        f"KL: mean nats from the first row's distributions. Request: {PROMPT} tokens of prompt, {NEW} new ones, plain. "
+        f"Length: the fastest where {', '.join(map(str, ACCEPTED))} of the drafted tokens are accepted and each costs "
+        f"{DRAFT} T(1)."
     )
-    return Table([*heads, "request tokens/s"], rows, command, "libraries and types", text)
+    return Table([*heads, "request tokens/s", "GB", "length"], rows, command, "libraries and types", text)
 
 
 def recommend(figures: Sequence[TypeFigures], most_kl: float) -> str:

@@ -325,6 +325,9 @@ def test_profile_of_types(gguf_toys: tuple[Path, Path], capsys: Capture) -> None
     assert [row["type"] for row in rows] == ["f32", "q8_0 (from f32)", "f16 (from f32)"]
     assert rows[0]["KL"] == 0 < rows[2]["KL"] < rows[1]["KL"] < 0.1
     assert all(row[f"T({m})/T(1)"] > 0 for row in rows for m in (2, 3, 4, 6, 8))
+    own = [row for row in report if row["library"] == "PyTorch"]  # where there is a kernel, and a type it multiplies by
+    assert all(row["type"] == "q8_0 (from f32)" and abs(row["KL"] - rows[1]["KL"]) < 0.02 for row in own)
+    assert [len(row["length"].split("/")) for row in report] == [4] * len(report)
     table = tiny.shown(capsys, "profile", gguf_toys[0], *options[:-2])
     assert table.startswith("Fastest at a KL of at most 0.01: ") and table.count("(from f32)") >= 2
 

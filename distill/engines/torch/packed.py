@@ -280,6 +280,8 @@ def load_packed(reference: str) -> Any:
         progress.step()
 
     packed = [name for name, one in tensors.items() if one.kind.name in BITS and _is_linear(places, name)]
+    if not packed:
+        raise NoKernel(f"there are kernels for {', '.join(KINDS)}, and none of its weights has such a type")
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(fill, tensors))
     dense = [source for name, source in tensors.items() if len(source.shape) > 1 and source.kind.name not in BITS]
