@@ -3,7 +3,6 @@ and answers, recorded by a proxy in front of it."""
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import ipaddress
 import math
@@ -114,36 +113,31 @@ def room_of(files: PairFiles, behind: int) -> int:
     return room
 
 
-Prompts = tuple["list[Sample]", "list[Sample]", dict[str, int]]  # measured, for choosing settings; left out, by reason
+Prompts = tuple["list[Sample]", dict[str, int]]  # and those left out, by reason
 
 
-def prompts_of_files(files: PairFiles, paths: list[Path], count: int, size: int, spare: int, room: int) -> Prompts:
+def prompts_of_files(files: PairFiles, paths: list[Path], count: int, size: int, room: int) -> Prompts:
     """Up to `count` prompts of files; texts are cut into prompts of `size` tokens."""
     from distill.data.prompts import read_user_prompts, sources_of
 
     if files.target is None:
         raise RecipeError("--prompts are encoded with the target's tokenizer", "give its GGUF file: TARGET DRAFT")
-    read = read_user_prompts(str(files.target), Corpus(sources=sources_of(paths)), Chat(), count, spare, size, room)
-    return read.measured, read.others, read.dropped
+    read = read_user_prompts(str(files.target), Corpus(sources=sources_of(paths)), Chat(), count, 0, size, room)
+    return read.measured, read.dropped
 
 
-def prompts_of_run(files: PairFiles, count: int, spare: int, room: int) -> Prompts:
-    """Up to `count` of the run's test prompts, and `spare` of its validation prompts."""
+def prompts_of_run(files: PairFiles, count: int, room: int) -> Prompts:
+    """Up to `count` of the run's test prompts."""
     from distill.data.samples import read_prompts
 
     assert files.run is not None
-    fitting, left_out = {}, {}
-    for split in ("test", "validation"):
-        own = read_prompts(files.run, split)
-        fitting[split] = [prompt for prompt in own if 1 < len(prompt.prompt) <= room]
-        if missing := len(own) - len(fitting[split]):
-            left_out[f"{split} prompts of more than {room} tokens, which the context has no room for"] = missing
-    measured, choosing = fitting["test"][:count], fitting["validation"][:spare]
-    if len(measured) < LEAST:
-        raise DataError(f"{len(measured)} of the run's test prompts fit into {room} tokens of the context")
-    if spare and len(choosing) < LEAST:
-        raise DataError(f"the run has {len(choosing)} validation prompts to choose settings on", "give --no-choose")
-    return measured, choosing, left_out
+    own = read_prompts(files.run, "test")
+    fitting = [prompt for prompt in own if 1 < len(prompt.prompt) <= room]
+    if len(fitting) < LEAST:
+        raise DataError(f"{len(fitting)} of the run's test prompts fit into {room} tokens of the context")
+    missing = len(own) - len(fitting)
+    reason = f"test prompts of more than {room} tokens, which the context has no room for"
+    return fitting[:count], {reason: missing} if missing else {}
 
 
 def predicted_acceptance(run: Run | None, length: int | None) -> float:
@@ -165,7 +159,6 @@ def predicted_acceptance(run: Run | None, length: int | None) -> float:
 USUAL_LENGTH = 4
 DRAWN = "Best tokens, or drawn: the default with --sampler if the server can. --url: as it was started."
 ENDED_EARLY = "the check ended before its last measurement: what is missing here was not measured"
-MAX_CHOOSING = 12  # validation prompts, on which settings are chosen
 # Options of llama-server that are options or arguments of this command.
 RENAMED = {"--spec-draft-n-max": "--n-max", "--spec-draft-p-min": "--p-min", "--draft-p-min": "--p-min"}
 RENAMED |= {"--spec-draft-sampling": "--draft-sampling", "-np": "--concurrency", "--parallel": "--concurrency"}
@@ -201,7 +194,6 @@ def serve_check(
         float | None,
         shared.number_option(min=0, max=1, help="Least probability of a draft token.", rich_help_panel=STARTED),
     ] = None,
-    choose: Annotated[bool, start_option(help="Find the fastest settings on validation prompts.")] = True,
     url: Annotated[str | None, served_option(help="With the draft, such as http://127.0.0.1:8080.")] = None,
     plain_url: Annotated[str | None, served_option(help="The same without the draft.")] = None,
     key: Annotated[str | None, served_option(help="Environment variable that holds the servers' key.")] = None,
@@ -228,18 +220,16 @@ def serve_check(
 
     with ExitStack() as stack, _kept(output) as kept:
         room = room_of(files, tokens + 2 * length + 2)
-        spare = MAX_CHOOSING if choose and url is None else 0
         if prompts:
-            measured, choosing, left_out = prompts_of_files(files, prompts, count, prompt_tokens, spare, room)
+            measured, left_out = prompts_of_files(files, prompts, count, prompt_tokens, room)
         else:
-            measured, choosing, left_out = prompts_of_run(files, count, spare, room)
+            measured, left_out = prompts_of_run(files, count, room)
         settings = CheckSettings(
             prompts=measured,
             limit=tokens,
             repeats=repeats,
             sampler=drawn,
             concurrency=tuple(counts),
-            choosing=[one.prompt for one in choosing],
             made=files.made,
             predicted=predicted_acceptance(files.run, n_max if url is not None else length),
             template=template_of(files.target, stack),
@@ -254,7 +244,7 @@ def serve_check(
             report = check_addresses(settings, places, kept.append)
         else:
             assert server is not None and files.target is not None
-            longest = max(len(prompt.prompt) for prompt in (*measured, *choosing))
+            longest = max(len(prompt.prompt) for prompt in measured)
             started = LlamaServer(
                 binary=require_binary(server),
                 target=files.target,
@@ -305,8 +295,7 @@ def _check_options(further: Sequence[str], url: str | None, draft_sampling: str 
 
 # ── `distill record` ──
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-AF = {4: socket.AF_INET, 6: socket.AF_INET6}
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def record(
@@ -365,31 +354,14 @@ def _address(upstream: str) -> tuple[str, int]:
 
 
 def _reaches(upstream: tuple[str, int], listen: tuple[str, int]) -> bool:
-    """Whether requests to an address, however it is spelt, arrive at one that is listened at."""
-    if upstream[1] != listen[1]:
-        return False
-    there, here = _addresses(upstream[0]), _addresses(listen[0])
-    if any(one.is_unspecified for one in there):  # which is taken for loopback
-        there |= _addresses("localhost") | _addresses("127.0.0.1")
-    return bool(there & here) or (any(one.is_unspecified for one in here) and any(map(_is_own, there)))
-
-
-def _addresses(host: str) -> set[Address]:
-    """The addresses of a host; none of one that is not known."""
+    """Whether requests to an address arrive at one that is listened at; all of loopback is taken for one."""
+    hosts = [host or "0.0.0.0" for host, _ in (upstream, listen)]
     try:
-        found = {str(one[4][0]).partition("%")[0] for one in socket.getaddrinfo(host or "0.0.0.0", None)}
-    except (OSError, UnicodeError):
-        return set()
-    every = map(ipaddress.ip_address, found)
-    return {one.ipv4_mapped or one if one.version == 6 else one for one in every}
-
-
-def _is_own(address: Address) -> bool:
-    """Whether an address is this machine's: nobody else's can be bound to."""
-    with contextlib.suppress(OSError), socket.socket(AF[address.version], socket.SOCK_DGRAM) as one:
-        one.bind((str(address), 0))
-        return True
-    return False
+        there, here = (ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0]) for host in hosts)
+    except (OSError, UnicodeError, ValueError):
+        return False
+    own = [one.is_loopback or one.is_unspecified for one in (there, here)]
+    return upstream[1] == listen[1] and (there == here or all(own))
 
 
 def _require_pattern(pattern: str) -> None:
@@ -413,6 +385,6 @@ def _consent(settings: Recording) -> list[str]:
         "  never written: headers, keys, other requests, and those with the header X-Distill-Record: no",
         f"  redacted: {removed}",
     ]
-    if settings.listen[0] not in ("127.0.0.1", "localhost", "::1"):
+    if settings.listen[0] not in LOOPBACK:
         lines.append(f"  {settings.listen[0]} can be reached from outside: requests are neither encrypted nor checked")
     return lines

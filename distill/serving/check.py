@@ -21,7 +21,6 @@ from distill.progress import note
 from distill.recipe import SamplerSettings
 from distill.sampler import Sampler
 from distill.serving import findings
-from distill.serving.choosing import Trials, choose, grid
 from distill.serving.clients import (
     DRAFT,
     GREEDY,
@@ -53,9 +52,8 @@ class CheckSettings:
     """What is checked: the prompts, up to `limit` new tokens after each, `repeats` times.
 
     Under a sampler that is not greedy, each repeat of a prompt is a text of its own. `made` are the run's own target
-    and draft, where there is a run; `predicted` is its greedy acceptance rate at this draft length. Settings are chosen
-    on the validation prompts `choosing`; without any, none are chosen. `template` is the pair's own. `seconds` limit a
-    server's start and a reply.
+    and draft, where there is a run; `predicted` is its greedy acceptance rate at this draft length. `template` is the
+    pair's own. `seconds` limit a server's start and a reply.
     """
 
     prompts: Sequence[Sample]
@@ -63,7 +61,6 @@ class CheckSettings:
     repeats: int = 3
     sampler: SamplerSettings = GREEDY
     concurrency: tuple[int, ...] = (1, 4, 16)
-    choosing: Sequence[Sequence[int]] = ()
     made: tuple[Path, Path] | None = None
     predicted: float = math.nan
     template: ChatTemplate | None = None
@@ -125,14 +122,6 @@ def check_started(settings: CheckSettings, server: LlamaServer, begun: Begun = l
         note(f"without a difference: {' '.join(without.further)}")
         loss = rise_of_tokens(check.texts, _counts_on(settings, without))
         check.report.differences.append(replace(difference, loss=loss))
-    if settings.choosing:
-        check.report.choice = choose(
-            server,
-            Trials(settings.choosing, settings.limit),
-            Trials(settings.ids, settings.limit, settings.samples),
-            lambda one: opened(one, settings.seconds, settings.sampler),
-            grid(settings.sampler.temperature > 0 and server.has(SAMPLING)),
-        )
     return check.report
 
 

@@ -17,7 +17,6 @@ from distill.serving.results import (
     ServedAcceptance,
     ServedSpeed,
     ServeReport,
-    SettingsSpeed,
 )
 from distill.serving.server import LlamaServer
 from distill.tables import Block, Cell, Columns, Row, Table, known, listed, shown, table_of
@@ -139,8 +138,7 @@ def sentences(report: ServeReport) -> list[str]:
             f"With the draft, {report.texts - report.same_texts} of {report.texts} texts differ from the plain "
             "server's, as happens between nearly equal tokens: steps of several tokens round otherwise than of one."
         )
-    found.append(_speed(report))
-    return [*found, *([report.choice.sentence] if report.choice else [])]
+    return [*found, _speed(report)]
 
 
 def _beside(report: ServeReport, own: ServedAcceptance) -> str:
@@ -186,7 +184,7 @@ def _speed(report: ServeReport) -> str:
 
 
 def serving_blocks(report: ServeReport) -> list[Block]:
-    """The sentences, and tables of acceptance rates, speed, classes and settings."""
+    """The sentences, and tables of acceptance rates, speed and differences."""
     blocks: list[Block] = [
         f"{report.server}, build {report.build}: `{report.served}`. {_sampled(report)}, {report.prompts} prompts × "
         f"up to {report.new_tokens} tokens, cold caches, servers in turn; intervals resample prompts.",
@@ -202,18 +200,6 @@ def serving_blocks(report: ServeReport) -> list[Block]:
             "tokens per round lost": lambda one: one.loss,
         }
         blocks.append(table_of(report.differences, of_differences, report.command, "differences"))
-    if report.choice is not None:
-        choice = report.choice
-        of_settings: Columns[SettingsSpeed] = {
-            "settings": lambda one: one.settings.title,
-            "tokens/s": lambda one: one.tokens_per_second,
-            "speed of the chosen ones over these": lambda one: Cell(one.against, "×"),
-        }
-        blocks += [
-            f"{len(choice.tried)} settings were tried on validation prompts in {choice.seconds:.0f} s.",
-            table_of(choice.confirmed, of_settings, report.command, "settings on held-out prompts"),
-            f"```sh\n{choice.command}\n```",
-        ]
     if report.left_out:
         blocks.append(f"Left out: {listed(report.left_out)}.")
     return [*blocks, *(f"Note: {line}." for line in report.notes)]

@@ -75,48 +75,6 @@ class Difference:
         return self.loss.low > LEAST_LOSS
 
 
-@dataclass(frozen=True)
-class DraftSettings:
-    """What a server drafts: at most `n_max` tokens (0: plain decoding) of at least `p_min`, `probabilistic` ones drawn
-    from the draft."""
-
-    n_max: int
-    p_min: float
-    probabilistic: bool = False
-
-    @property
-    def title(self) -> str:
-        """In words."""
-        if not self.n_max:
-            return "plain decoding"
-        floor = f", p_min {self.p_min:g}" if self.p_min else ""
-        return f"n_max {self.n_max}{floor}{', probabilistic' if self.probabilistic else ''}"
-
-
-@dataclass(frozen=True)
-class SettingsSpeed:
-    """Settings with their speed in the last round that they took part in.
-
-    `against` is the speed of the chosen settings over theirs; NaN on validation prompts.
-    """
-
-    settings: DraftSettings
-    tokens_per_second: float
-    against: Interval = UNKNOWN
-
-
-@dataclass(frozen=True)
-class ChosenSettings:
-    """The fastest settings on validation prompts, and how they do on others."""
-
-    settings: DraftSettings
-    tried: list[SettingsSpeed]
-    confirmed: list[SettingsSpeed]
-    sentence: str
-    command: str
-    seconds: float
-
-
 @dataclass
 class ServeReport:
     """A pair on the user's server, with and without its draft, under `sampler` and from cold caches.
@@ -145,7 +103,6 @@ class ServeReport:
     differences: list[Difference] = field(default_factory=list)
     reference: ServedAcceptance | None = None
     short: Interval = UNKNOWN
-    choice: ChosenSettings | None = None
     notes: list[str] = field(default_factory=list)
 
 

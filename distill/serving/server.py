@@ -27,7 +27,6 @@ from distill.engines.server_commands import pair_arguments
 from distill.errors import RecipeError, ServingError
 from distill.http import KEYLESS, Form, HttpClient, Received, Unanswered
 from distill.recipe.measuring import SHORT
-from distill.serving.results import DraftSettings
 
 # ── Requests ──
 
@@ -199,8 +198,10 @@ class LlamaServer:
     @property
     def title(self) -> str:
         """What it is called in tables."""
-        drafting = DraftSettings(self.n_max, self.p_min or 0.0, self.probabilistic)
-        return "plain" if self.draft is None else drafting.title
+        if self.draft is None:
+            return "plain"
+        floor = f", p_min {self.p_min:g}" if self.p_min else ""
+        return f"n_max {self.n_max}{floor}{', probabilistic' if self.probabilistic else ''}"
 
     def has(self, option: str) -> bool:
         """Whether this build has an option, by its own list of them."""

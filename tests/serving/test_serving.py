@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import math
 import os
@@ -10,7 +9,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -33,11 +31,9 @@ from distill.progress import Interrupted
 from distill.recipe import SamplerSettings
 from distill.serving import check, load
 from distill.serving.check import CheckSettings, check_addresses, check_started
-from distill.serving.choosing import PLAIN_SETTINGS, Trials, choose, grid
 from distill.serving.clients import (
     Addresses,
     LlamaClient,
-    Reply,
     ServerRules,
     VllmClient,
     kind_of_server,
@@ -46,7 +42,6 @@ from distill.serving.clients import (
 from distill.serving.findings import OURS, option_differences, sentences, serving_blocks
 from distill.serving.results import (
     Counts,
-    DraftSettings,
     ServeReport,
     Text,
     acceptance,
@@ -380,70 +375,6 @@ def test_a_template_without_conversations_is_not_measured(settings: LlamaServer)
     assert math.isnan(difference.loss.mean) and "was not measured" in found.notes[0]
 
 
-# Settings.
-
-
-class Paced:
-    """A server whose speed is a function of its settings."""
-
-    kind, url = "paced", "http://paced"
-
-    def __init__(self, rate: float) -> None:
-        self.rate = rate
-
-    def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
-        return Reply([1] * limit, Counts.of_text(limit), limit, 0.001, limit / self.rate)
-
-    def totals(self) -> None:
-        return None
-
-    def close(self) -> None: ...
-
-
-@pytest.mark.parametrize(
-    "best",
-    [
-        DraftSettings(3, 0.0),
-        DraftSettings(8, 0.75),
-        DraftSettings(1, 0.5),
-        PLAIN_SETTINGS,
-        DraftSettings(3, 0.0, True),
-        DraftSettings(6, 0.5),
-    ],
-)
-@pytest.mark.parametrize("draws", [False, True])
-def test_the_fastest_settings_are_found(settings: LlamaServer, best: DraftSettings, draws: bool) -> None:
-    if best.probabilistic and not draws:
-        return
-    visited: list[LlamaServer] = []
-
-    @contextlib.contextmanager
-    def paced(one: LlamaServer) -> Iterator[Paced]:
-        visited.append(one)
-        own = PLAIN_SETTINGS if one.draft is None else DraftSettings(one.n_max, one.p_min or 0.0, one.probabilistic)
-        far = 3 * abs(own.n_max - best.n_max) + 4 * abs(own.p_min - best.p_min)
-        yield Paced(100.0 - far - 8 * (own.probabilistic != best.probabilistic))
-
-    further = ("--spec-draft-n-max", "5", "-ub", "64", "--draft-p-min", "0.3", "-ctkd", "q8_0")
-    server = replace(settings, further=further)
-    found = choose(server, Trials(PROMPTS, 8), Trials(PROMPTS[::-1], 8, 2), paced, grid(draws))  # type: ignore[arg-type]
-    size = 49 if draws else 25
-    assert found.settings == best and len(found.tried) == len(grid(draws)) == size
-    assert len(found.confirmed) == len({one.settings for one in found.confirmed})
-    if draws:  # the fastest that drafts the other way is always judged
-        assert {one.settings.probabilistic for one in found.confirmed if one.settings.n_max} == {False, True}
-        assert ("probabilistic" in found.command) == best.probabilistic
-    assert found.confirmed[0].against.mean == 1.0
-    assert all(one.against.mean >= 1.0 for one in found.confirmed)
-    assert all("--draft-p-min" not in one.served and one.parallel == 1 for one in visited)
-    if best == PLAIN_SETTINGS:
-        assert "without the draft" in found.sentence and "-ub 64" in found.command
-        assert "-md" not in found.command and "-ctkd" not in found.command, "no option of a draft that is not there"
-    else:
-        assert f"--spec-draft-n-max {best.n_max}" in found.command and "-ub 64" in found.command
-        assert ("--spec-draft-p-min" in found.command) == (best.p_min > 0)
-
-
 # Servers that run already.
 
 
@@ -596,7 +527,7 @@ def test_the_whole_command(
     settings: LlamaServer, files: tuple[Path, Path], tmp_path: Path, capsys: Capture, monkeypatch: Patch
 ) -> None:
     monkeypatch.setenv("FAKE", "paced")
-    small = ("--count", 3, "--tokens", 12, "--prompt-tokens", 8, "--repeats", 1, "--concurrency", "1,2", "--no-choose")
+    small = ("--count", 3, "--tokens", 12, "--prompt-tokens", 8, "--repeats", 1, "--concurrency", "1,2")
     of_server = ("--", "-ctkd", "q4_0")
     command = ("serve-check", *asked(settings, files, tmp_path), *small)
     out = tiny.shown(capsys, *command, *of_server)
@@ -622,7 +553,7 @@ def test_what_was_measured_before_an_end_is_shown(
 
     monkeypatch.setattr(load, "send", ends)
     pair = asked(settings, files, tmp_path)
-    small = ("--count", 3, "--tokens", 12, "--prompt-tokens", 8, "--repeats", 1, "--no-choose")
+    small = ("--count", 3, "--tokens", 12, "--prompt-tokens", 8, "--repeats", 1)
     status = tiny.call("serve-check", *pair, *small)
     out, err = capsys.readouterr()
     assert status == (130 if isinstance(end, Interrupted) else 2)
