@@ -59,7 +59,7 @@ from distill.teacher.likeliest import check_teacher
 from distill.teacher.questions import check_questions
 from distill.teacher.store import planned_bytes
 from distill.training.saved import MOST_EPOCHS, freshness
-from distill.training.setup import require_processes, require_quantisation, require_trackers
+from distill.training.setup import require_processes, require_quantisation
 from distill.training.step import check_training
 from distill.vocabulary.vocabulary import Vocabulary
 
@@ -108,8 +108,6 @@ def preflight(
             lines, unasked = check_writer(recipe, offline)
             found.lines += lines
             found.skipped += unasked
-    if "train" in ahead:
-        require_trackers(recipe.train.trackers)
     found.lines += check_device(recipe)
     if not recipe.target.load:
         found.lines += [
@@ -418,7 +416,6 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
         "train.save_every": steps,
         "train.acceptance.every": steps,
         "train.acceptance.patience": None,
-        "train.trackers": (),
         "eval.prompts": PROMPTS,
         "eval.file_blocks": min(PROMPTS, recipe.eval.file_blocks),
         "speedup.prompts": 2,

@@ -78,7 +78,7 @@ def _keys(section: str, names: str) -> str:
 
 CONNECTION = " ".join(CONNECTION_KEYS)
 # Settings of a training that change rounding, speed and kept checkpoints, but nothing else.
-ROUNDING = _keys("train", "micro_batch save_every checkpointing compile trackers")
+ROUNDING = _keys("train", "micro_batch save_every checkpointing compile")
 # How servers are reached changes none of their numbers; a GGUF file's content is part of the key.
 OF_TEACHER = _keys("teacher.server", CONNECTION)
 OF_WRITER = _keys("answers.writer", f"gguf missing {CONNECTION}")

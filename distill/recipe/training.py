@@ -48,10 +48,8 @@ class Sparsity(Section):
         return self
 
 
-LossName = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "nla", "lk_hybrid", "cross_entropy"]
+LossName = Literal["forward_kl", "jsd", "total_variation", "nla", "lk_hybrid", "cross_entropy"]
 Loss = dict[LossName, float]
-# As accelerate's log_with.
-Tracker = Literal["aim", "clearml", "comet_ml", "dvclive", "mlflow", "swanlab", "tensorboard", "trackio", "wandb"]
 Protocol = Literal["auto", "sampling", "match", "greedy"]
 
 
@@ -106,8 +104,7 @@ class Train(Section):
         1.0,
         gt=0,
         le=100,
-        description="of both distributions in forward_kl, reverse_kl and jsd; these losses are multiplied by its "
-        "square",
+        description="of both distributions in forward_kl and jsd; these losses are multiplied by its square",
     )
     save_every: int = Field(100, ge=1, description="steps between checkpoints, of which two are kept")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
@@ -123,11 +120,6 @@ class Train(Section):
     )
     adapter: Adapter | None = Field(None, description="train LoRA adapters instead of all weights")
     sparsity: Sparsity | None = Field(None, description="L1 penalty during training")
-    trackers: tuple[Tracker, ...] = Field(
-        (),
-        description="also send metrics to these, through accelerate; files in trackers/ of the run directory, or "
-        "where the tracker's own settings say",
-    )
 
     _loss = field_validator("loss")(_weighs_something)
 

@@ -33,12 +33,10 @@ from distill.training.saved import (
     save_checkpoint,
     whole_of,
 )
-from distill.training.setup import Training, merge, set_up, tracked
+from distill.training.setup import Training, merge, set_up
 from distill.training.step import CLIP, body_share, rate_share, set_rates
 from distill.training.validation import (
-    advice_loading,
-    advice_stepping,
-    advice_writing,
+    advice,
     ended,
     evaluate_weights,
     evaluation_due,
@@ -56,7 +54,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     """
     if not recipe.train.steps:
         return leave_untrained(run)
-    with memory_explained(advice_loading, recipe):
+    with memory_explained(advice, recipe, "while the draft was loaded"):
         work = set_up(recipe, run)
         resumed = resume(work)
     if is_main() and not resumed:
@@ -69,7 +67,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
         evaluate_weights(work)  # the untrained draft is a candidate too, so that nothing worse is ever taken
     clock = Clock(state["step"])
     signals: list[int] = []  # the first one, which ends the command after the step
-    with noting(signals.append, STOPPING), memory_explained(advice_stepping, work), tracked(work.accelerator):
+    with noting(signals.append, STOPPING), memory_explained(advice, recipe, "in a step", state):
         while state["step"] < work.settings.steps:
             step = state["step"]
             # For a draft with dropout, so that a resumed training draws the same.
@@ -94,7 +92,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
                 save(work)
             if stopping:
                 end_stopped(work, signals)
-    with memory_explained(advice_writing, work):
+    with memory_explained(advice, recipe, "while the draft was written", state):
         take_best(work)
         return write_draft(work)
 
@@ -197,14 +195,12 @@ class Clock:
 
 
 def report_step(work: Training, rate: float, figures: dict[str, Any], clock: Clock) -> None:
-    """One line of metrics.jsonl (and of the trackers) for every step, one on the screen every few seconds."""
+    """One line of metrics.jsonl for every step, one on the screen every few seconds."""
     step = work.state["step"]
     pace, left = clock.count(step, work.settings.steps, figures["tokens"])
     memory = peak_memory_bytes(work.accelerator.device)
     timing = {"tokens_per_second": pace, "memory_bytes": memory, "eta_seconds": left}
     work.run.record("train", step=step, rate=rate, **figures, **timing)
-    sent = {name: value for name, value in {**figures, **timing, "rate": rate}.items() if name != "losses"}
-    work.accelerator.log(sent | {f"loss/{name}": value for name, value in figures["losses"].items()}, step=step)
     if time.monotonic() - clock.shown > 5 or step == work.settings.steps:
         clock.shown = time.monotonic()
         work.run.say(

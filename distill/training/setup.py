@@ -248,18 +248,17 @@ def require_processes(recipe: Recipe, device: torch.device) -> None:
         )
 
 
-def make_accelerator(recipe: Recipe, run: Run) -> Any:
-    """The Accelerator of this process and the others, with the trackers that the recipe asks for.
+def make_accelerator(recipe: Recipe) -> Any:
+    """The Accelerator of this process and the others.
 
-    Raises RecipeError for a tracker whose package is missing, RunError for a device that cannot be used, is not the
-    one that accelerate takes, or is one GPU for several processes.
+    Raises RunError for a device that cannot be used, is not the one that accelerate takes, or is one GPU for several
+    processes.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
     from accelerate.utils import patch_environment
 
     settings = recipe.train
-    require_trackers(settings.trackers)
     device, processes = pick_device(recipe.device), process_count()
     require_processes(recipe, device)
     # Undo an earlier training's choices in this process; a process group stays.
@@ -270,8 +269,6 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
         accelerator = Accelerator(
             cpu=device.type == CPU if processes == 1 else None,
             mixed_precision="bf16" if settings.dtype == "bfloat16" else "no",
-            log_with=list(settings.trackers) or None,
-            project_dir=run.path("trackers"),
         )
     if recipe.device != "auto" and accelerator.device.type != device.type:
         raise RunError(
@@ -279,45 +276,6 @@ def make_accelerator(recipe: Recipe, run: Run) -> Any:
             "set device=auto, or start them for that device",
         )
     return accelerator
-
-
-def require_trackers(names: tuple[str, ...]) -> None:
-    """Raise RecipeError for a tracker whose package is missing."""
-    missing = [name for name in names if importlib.util.find_spec(name) is None]
-    if missing:
-        raise RecipeError(
-            f"train.trackers names {missing[0]}, which is not installed",
-            f"`pip install {missing[0]}`, or leave it out; metrics.jsonl is written in any case",
-        )
-
-
-def start_trackers(accelerator: Any, recipe: Recipe) -> None:
-    """Open a run of the trackers, in a project of the recipe's name.
-
-    Called last, when no check is left to fail, so that a mistake in the recipe leaves no empty run behind.
-    """
-    settings = recipe.train.model_dump(mode="json").items()
-    try:
-        accelerator.init_trackers(
-            recipe.name, {name: value for name, value in settings if not isinstance(value, (dict, list))}
-        )
-    except Exception as error:  # of each tracker's own kind, as where it has no key
-        hint = "mend that, or leave the tracker out; metrics.jsonl is written in any case"
-        raise RecipeError(f"train.trackers: {error}", hint) from error
-
-
-@contextlib.contextmanager
-def tracked(accelerator: Any) -> Iterator[None]:
-    """Close the trackers' runs at the end of a block: they record only the training, no later stage.
-
-    accelerate's end_training would also dissolve the process group, which later stages still need.
-    """
-    try:
-        yield
-    finally:
-        for tracker in accelerator.trackers:
-            tracker.finish()
-        accelerator.trackers.clear()
 
 
 def load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
@@ -382,7 +340,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
         settings = settings.model_copy(update={"embedding_steps": 0})
         run.say(f"  goes on from a trained draft: at up to {settings.rate:g}, all weights from the first step")
     recipe = recipe.model_copy(update={"train": settings})
-    accelerator = make_accelerator(recipe, run)
+    accelerator = make_accelerator(recipe)
     device = accelerator.device
     loss = loss_settings(settings, recipe.sampler.temperature)
     trim = read_kept(run.path("cut"))
@@ -402,5 +360,4 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     else:
         learner, optimizer = accelerator.prepare(learner, make_optimizer(draft, settings))
     learner.train()
-    start_trackers(accelerator, recipe)
     return Training(recipe, run, accelerator, loss, source, learner, optimizer, penalty, kept, outer, spare, target)

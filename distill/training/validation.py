@@ -50,54 +50,23 @@ from distill.training.step import CHUNK, Verifying, protocol_of
 # ── The message when memory runs out: during which work, and which settings to lower ──
 
 LENGTH = 4  # tokens drafted where weights are judged
-RESUMES = "the same command then goes on from the last checkpoint"
+FREE = "free memory that other programs hold, and the same command goes on from the last checkpoint"
 
 
-def advice_loading(recipe: Recipe) -> tuple[str, str]:
-    """While draft and teacher are loaded, before the first step."""
-    if recipe.teacher.kind == "online":
-        hint = smaller_target(recipe)
-        return "while draft and target were loaded", f"{hint}; teacher.kind=compact trains without a target"
-    smaller = "a smaller draft (cut.layers, cut.mlp_width)"
-    if recipe.train.adapter is None:
-        smaller += ", or an adapter over quantised weights (train.adapter={base: int4})"
-    return "while the draft was loaded", f"free memory that other programs hold, or choose {smaller}"
-
-
-def advice_stepping(work: Training) -> tuple[str, str]:
-    """In a step: the settings named first change nothing but rounding."""
-    settings = work.settings
-    blocks = settings.micro_batch or settings.batch // work.accelerator.num_processes
-    hints = [f"lower train.micro_batch (now {blocks})"] if blocks > 1 else []
-    hints += [] if settings.checkpointing else ["set train.checkpointing=true"]
-    hint = f"{', or '.join(hints)}; {RESUMES}" if hints else "free memory that other programs hold"
-    if blocks == 1:
-        hint += f"; a lower corpus.block (now {work.recipe.corpus.block}) needs less, in a run of its own (name=…)"
-    return f"at step {work.state['step']} on {work.accelerator.device}", hint
-
-
-def advice_evaluating(work: Training) -> tuple[str, str]:
-    """While weights are evaluated on the validation split."""
-    settings = work.settings.acceptance
-    assert settings is not None
-    if not work.recipe.target.load:
-        return (
-            f"while validation answers were measured after step {work.state['step']} on {work.accelerator.device}",
-            f"free memory that other programs hold; {RESUMES}",
-        )
-    return (
-        f"while target and draft decoded after step {work.state['step']} on {work.accelerator.device}",
-        f"lower train.acceptance.prompts (now {settings.prompts}) or train.acceptance.new_tokens (now "
-        f"{settings.new_tokens}) and train again (--redo train), or {smaller_target(work.recipe)}",
-    )
-
-
-def advice_writing(work: Training) -> tuple[str, str]:
-    """While the trained draft is assembled and written."""
-    return (
-        f"while the draft was written, after step {work.state['step']}",
-        f"free memory that other programs hold; {RESUMES}, which is the end of the training",
-    )
+def advice(recipe: Recipe, doing: str, state: dict[str, Any] | None = None) -> tuple[str, str]:
+    """What was done when memory ran out, behind which step of `state`, and what to do now."""
+    place = doing if state is None else f"{doing}, after step {state['step']}"
+    settings = recipe.train
+    if doing == "in a step":  # what changes nothing but rounding
+        blocks = f"lower train.micro_batch (now {settings.micro_batch or settings.batch})"
+        return place, f"{blocks}, or set train.checkpointing=true; {FREE}"
+    if doing == "while weights were evaluated" and settings.acceptance is not None and recipe.target.load:
+        lengths = f"train.acceptance.prompts (now {settings.acceptance.prompts}) or train.acceptance.new_tokens"
+        return place, f"lower {lengths} and train again (--redo train), or {smaller_target(recipe)}"
+    if doing == "while the draft was loaded":
+        draft = "choose a smaller draft (cut.layers, cut.mlp_width) or train.adapter={base: int4}"
+        return place, f"{draft}; {smaller_target(recipe)}" if recipe.teacher.kind == "online" else draft
+    return place, FREE
 
 
 def smaller_target(recipe: Recipe) -> str:
@@ -291,14 +260,12 @@ def evaluation_due(work: Training) -> bool:
 def evaluate_weights(work: Training) -> None:
     """Measure the present weights and keep them if they are the best so far."""
     state, step, began = work.state, work.state["step"], time.monotonic()
-    with memory_explained(advice_evaluating, work):
+    with memory_explained(advice, work.recipe, "while weights were evaluated", state):
         measured = measure_acceptance(work)
     figures = {name: value for name, value in measured.items() if not isinstance(value, list)}
     seconds = time.monotonic() - began
     work.run.record(ACCEPTANCE_STAGE, step=step, **measured, tokens=state["tokens"], seconds=seconds)
     work.run.redraw()
-    sent = {f"validation/{name}": value for name, value in figures.items() if isinstance(value, (int, float))}
-    work.accelerator.log(sent, step=step)
     found = from_json({"step": step, **figures}, EvaluatedWeights, "the evaluation")
     if math.isnan(found.score):
         work.run.say(f"  step {step}: {found.words}; nothing is chosen by it", warning=True)

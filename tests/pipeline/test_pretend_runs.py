@@ -106,7 +106,7 @@ def test_a_target_spread_over_two_devices(pretend: Any, world: Path, finished: P
     [
         (520_000, ("answers.batch=12",), "in stage answers: pretend out of memory|lower answers.batch (now 12)"),
         (800_000, ("answers.batch=1",), "in stage teacher: pretend out of memory|lower teacher.batch (now 8)"),
-        (4_000_000, (), "at step 0 on pretend: pretend out of memory|lower train.micro_batch (now 4)"),
+        (4_000_000, (), "in a step, after step 0: pretend out of memory|lower train.micro_batch (now 4)"),
     ],
     ids=["answers", "teacher", "train"],
 )

@@ -565,7 +565,6 @@ def test_other_errors_are_not_of_memory() -> None:
     ("override", "words"),
     [
         ("train.temperature=2", "a compact teacher keeps distributions at 1 alone"),
-        ("train.trackers=[wandb]", "not installed"),
         ("train.adapter={rank: 2, base: int4}", "bitsandbytes"),
     ],
 )
@@ -674,35 +673,6 @@ def test_fsdp_from_the_first_question_on_killed_and_resumed(tmp_path: Path, kind
         assert tiny.contents(run / name) == tiny.contents(whole / name), name
     assert [line["step"] for line in metrics(run)] == list(range(1, 9))
     same_up_to_rounding(run, whole)
-
-
-def test_trackers_get_the_figures_too(train: Trainer, tmp_path: Path, monkeypatch: Patch) -> None:
-    pytest.importorskip("tensorboard")
-    from accelerate.tracking import TensorBoardTracker
-    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-
-    done: list[str] = []
-
-    def watch(place: Any, name: str) -> None:
-        function = getattr(place, name)
-        monkeypatch.setattr(place, name, lambda *args: (done.append(name), function(*args))[1])
-
-    watch(TensorBoardTracker, "start"), watch(TensorBoardTracker, "finish"), watch(loop, "write_draft")
-    tracked = "train.trackers=[tensorboard]"
-    run = train(tracked, "train.sparsity={share: 0.4, ramp: 0.01}", status=2, folder=tmp_path / "refused")
-    assert not done and not (run / "trackers").exists()  # a mistake leaves no empty run behind
-    run = train(tracked, "train.steps=2")
-    assert done == ["start", "finish", "write_draft"]  # closed, so that no later stage keeps it open
-    (folder,) = {path.parent for path in (run / "trackers").rglob("events.out.*") if path.parent.name == "tiny"}
-    events = EventAccumulator(str(folder))
-    events.Reload()
-    assert [event.step for event in events.Scalars("loss")] == [1, 2]
-    assert events.Scalars("loss")[0].value == pytest.approx(metrics(run)[0]["loss"], rel=1e-6)
-    assert events.Scalars("loss/jsd")[0].value == pytest.approx(metrics(run)[0]["losses"]["jsd"], rel=1e-6)
-    told = metrics(run, "acceptance")
-    chosen = events.Scalars("validation/acceptance")
-    assert [event.step for event in chosen] == [line["step"] for line in told] == [0, 2]
-    assert [event.value for event in chosen] == pytest.approx([line["acceptance"] for line in told], rel=1e-6)
 
 
 def test_bfloat16_products_keep_float32_weights(train: Trainer, whole: Path) -> None:
