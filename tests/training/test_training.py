@@ -583,20 +583,19 @@ def test_settings_that_cannot_work_are_refused_before_the_first_step(
 def test_training_runs_on_the_named_device(pretend: Any, monkeypatch: Patch, tmp_path: Path) -> None:
     """One that accelerate does not know."""
     recipe: Any = SimpleNamespace(device="auto", train=Train(steps=1))
-    run: Any = SimpleNamespace(path=tmp_path.joinpath)
-    assert make_accelerator(recipe, run).device == torch.device("pretend")
+    assert make_accelerator(recipe).device == torch.device("pretend")
     recipe.device = "pretend:1"
-    assert make_accelerator(recipe, run).device == torch.device("pretend:1")
+    assert make_accelerator(recipe).device == torch.device("pretend:1")
     assert torch.accelerator.current_device_index() == 1
     recipe.device = "cpu"
-    assert make_accelerator(recipe, run).device == torch.device("cpu")
+    assert make_accelerator(recipe).device == torch.device("cpu")
     monkeypatch.setattr("distill.training.setup.process_count", lambda: 2)
     monkeypatch.setattr("accelerate.Accelerator", lambda **_: SimpleNamespace(device=torch.device("pretend")))
     with pytest.raises(RunError, match="device is cpu, and the processes were started for pretend"):
-        make_accelerator(recipe, run)
+        make_accelerator(recipe)
     recipe.device = "pretend:1"
     with pytest.raises(RunError, match="2 processes were started, each of which takes its own"):
-        make_accelerator(recipe, run)
+        make_accelerator(recipe)
 
 
 # ── adapters ──
