@@ -8,8 +8,6 @@ puts a key, a header or a URL's secrets into a message.
 from __future__ import annotations
 
 import contextlib
-import datetime
-import email.utils
 import ipaddress
 import json
 import os
@@ -216,18 +214,8 @@ def delay_seconds(attempt: int, asked: float | None) -> float:
 
 
 def retry_after(value: str | None) -> float | None:
-    """The seconds that a Retry-After header asks for, as a number or as a date; None for no header or another text."""
-    if value is None:
-        return None
-    if value.strip().isdecimal():
-        return float(value)
-    try:
-        moment = email.utils.parsedate_to_datetime(value)
-    except ValueError:
-        return None
-    if moment.tzinfo is None:
-        moment = moment.replace(tzinfo=datetime.UTC)
-    return max(0.0, (moment - datetime.datetime.now(datetime.UTC)).total_seconds())
+    """The seconds that a Retry-After header asks for; None for no header, a date or another text."""
+    return float(value) if value is not None and value.strip().isdecimal() else None
 
 
 def at_once(

@@ -244,21 +244,26 @@ class Run:
             for source, pattern, value in read
         )
 
-    def damaged_artifacts(self, record: dict[str, Any]) -> dict[str, str]:
-        """The faults of a record's artifacts that are missing or of another size, by name; with `whole`, of another
-        checksum.
+    def damaged_artifacts(self, record: dict[str, Any], pattern: str = "*", read: bool = False) -> dict[str, str]:
+        """The faults of a record's artifacts whose names match, by name: missing, or of another size; to `read` them
+        also of another checksum, where the time of change is not that of the record (a copy may have new ones).
 
-        Else `verify` compares what a stage or command reads.
+        With `whole`, the checksum of every one is compared.
         """
         faults = {}
         for name, entry in record["artifacts"].items():
+            if not fnmatch(name, pattern):
+                continue
             path = self.path(name)
-            if not path.is_file():
+            state = path.stat() if path.is_file() else None
+            if state is None:
                 faults[name] = f"{name} is missing"
-            elif path.stat().st_size != entry["bytes"]:
-                faults[name] = f"{name} has {path.stat().st_size} bytes instead of {entry['bytes']}"
-            elif self.whole and file_digest(path) != entry["sha256"]:
-                faults[name] = f"{name} is not what was written: its checksum differs"
+            elif state.st_size != entry["bytes"]:
+                faults[name] = f"{name} is damaged: it has {state.st_size} bytes instead of {entry['bytes']}"
+            elif (self.whole or (read and state.st_mtime_ns != entry.get("mtime"))) and (
+                file_digest(path) != entry["sha256"]
+            ):
+                faults[name] = f"{name} is damaged: its checksum is not the one recorded when it was written"
         return faults
 
     def finish(self, stage: str, key: str, inputs: dict[str, Any], artifacts: Sequence[Path], started: float) -> None:
@@ -284,26 +289,7 @@ class Run:
         )
 
     def verify(self, stage: str, pattern: str = "*") -> None:
-        """Raise DataError for an artifact of a finished stage that matches `pattern` and is missing or not the one that
-        was recorded.
-
-        A file of the size and time of change that its stage recorded is that; of another (a copy of a run may have new
-        times) the checksum is compared.
-        """
-        for name, entry in (self.done(stage) or {"artifacts": {}})["artifacts"].items():
-            if fnmatch(name, pattern):
-                _verify_file(
-                    self.path(name), entry, f"`{self.again('--verify')}` makes it again, or copy the run again"
-                )
-
-
-def _verify_file(path: Path, entry: dict[str, Any], hint: str) -> None:
-    state = path.stat() if path.is_file() else None
-    if state is not None and (state.st_size, state.st_mtime_ns) == (entry["bytes"], entry.get("mtime")):
-        return
-    if state is None or file_digest(path) != entry["sha256"]:
-        raise DataError(
-            f"{path} is {'missing' if state is None else 'damaged'}: "
-            "its checksum is not the one recorded when it was written",
-            hint,
-        )
+        """Raise DataError for an artifact of a finished stage that matches and is missing or not what was written."""
+        for fault in self.damaged_artifacts(self.done(stage) or {"artifacts": {}}, pattern, read=True).values():
+            hint = f"`{self.again('--verify')}` makes it again, or copy the run again"
+            raise DataError(f"{self.folder}/{fault}", hint)

@@ -10,7 +10,6 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
-from heapq import heappop, heappush
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -210,23 +209,17 @@ def repeated_next(blocks: Packed) -> Tensor:
 def fitted_rows(lengths: Sequence[int], block: int) -> list[list[int]]:
     """Whole sequences in blocks that they fill nearly: the longest first, each into the fullest block that still has
     room, of equal ones the first (best fit decreasing)."""
-    rooms: dict[int, list[int]] = {}  # the blocks begun, by the positions that are left, each list a heap
-    sizes: list[int] = []  # of rooms, ascending
+    rooms: list[tuple[int, int]] = []  # of the blocks begun: positions left, number; ascending
     rows: list[list[int]] = []
     order: list[int] = numpy.argsort(-numpy.asarray(lengths, int), kind="stable").tolist()
     for index in order:
-        length = int(lengths[index])
-        at = bisect_left(sizes, length)
-        room, row = (sizes[at], heappop(rooms[sizes[at]])) if at < len(sizes) else (block, len(rows))
+        at = bisect_left(rooms, (lengths[index], 0))
+        room, row = rooms.pop(at) if at < len(rooms) else (block, len(rows))
         if row == len(rows):
             rows.append([])
-        elif not rooms[room]:
-            del rooms[room], sizes[at]
         rows[row].append(index)
-        if room - length not in rooms:
-            rooms[room - length] = []
-            insort(sizes, room - length)
-        heappush(rooms[room - length], row)
+        if room - lengths[index] >= lengths[order[-1]]:  # else nothing fits any more
+            insort(rooms, (room - lengths[index], row))
     return rows
 
 

@@ -160,7 +160,6 @@ class Samples(Sequence[Sample]):
         self._batches = batches
         self._starts = [0, *accumulate(map(len, batches))]
         self._order = numpy.arange(self._starts[-1]) if order is None else order
-        self._flat: dict[int, list[tuple[Any, Any]]] = {}  # ids by batch: where each row's begin, and all
 
     def _place(self, index: int) -> tuple[int, int]:
         """The batch that holds a row, and its number there."""
@@ -181,11 +180,8 @@ class Samples(Sequence[Sample]):
     def ids(self, index: int) -> tuple[Any, Any]:
         """The ids of a row's prompt and answer, int32 as they lie in the file."""
         part, row = self._place(index)
-        if part not in self._flat:
-            lists = (self._batches[part][name] for name in ("prompt", "answer"))
-            self._flat[part] = [(one.offsets.to_numpy(), one.values.to_numpy()) for one in lists]
-        (a, prompts), (b, answers) = self._flat[part]
-        return prompts[a[row] : a[row + 1]], answers[b[row] : b[row + 1]]
+        prompt, answer = (self._batches[part][name][row].values.to_numpy() for name in ("prompt", "answer"))
+        return prompt, answer
 
     def take(self, index: Any) -> Samples:
         """The rows that `index` numbers, or for which it is true."""
@@ -223,10 +219,11 @@ def read_samples(path: Path, stage: str) -> Samples:
         return Samples(table.to_batches())
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         first = str(error).splitlines()[0][:200]
-        raise DataError(f"{path} is damaged: {first}", _again(stage)) from None
+        raise DataError(f"{path} is damaged: {first}", how_to_redo(stage)) from None
 
 
-def _again(stage: str) -> str:
+def how_to_redo(stage: str) -> str:
+    """The remedy for files of a stage that cannot be used."""
     return f"make it again with `distill train RECIPE --redo {stage}`"
 
 

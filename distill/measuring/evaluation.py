@@ -25,7 +25,7 @@ from torch import Tensor
 from distill import divergences
 from distill.data.packing import Packed, pack, scored_documents, scored_states
 from distill.data.prompts import UserPrompts, open_tokenizer, read_user_prompts
-from distill.data.samples import Sample, prompt_seed, read_prompts
+from distill.data.samples import Sample, how_to_redo, prompt_seed, read_prompts
 from distill.decoding.calibration import Recorded
 from distill.decoding.rules import GREEDY, Rules
 from distill.devices import pick_device
@@ -69,7 +69,7 @@ from distill.run import Run
 from distill.sampler import Sampler
 from distill.tables import document, paired_ratio_interval, ratio_interval
 from distill.teacher.distributions import TeacherChunk, head_logits
-from distill.teacher.store import TeacherStore, held_out, how_to_redo
+from distill.teacher.store import TeacherStore, held_out
 from distill.vocabulary.files import opening_of
 
 # ── Targets with their drafts, measured behind prompts ──

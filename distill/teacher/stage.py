@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from distill.data.packing import Blocks, Deferred, Packed, planned, scored_states
-from distill.data.samples import Sample, Samples, decoded, read_answers
+from distill.data.samples import Sample, Samples, decoded, how_to_redo, read_answers
 from distill.decoding.ngrams import ORDER, Expected, NGramTable, count_ngrams, write_table
 from distill.devices import barrier, doubled, pick_device, process_count, process_index, share_of
 from distill.engines.server_commands import IK_INSERTED, suffix_depth
@@ -38,7 +38,6 @@ from distill.teacher.store import (
     TeacherStore,
     bytes_per_row,
     head_path,
-    how_to_redo,
     read_manifest,
     shard_path,
     target_metadata,

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from distill.data.packing import Blocks, Deferred, Packed, concatenate, pack, scored_states
-from distill.data.samples import TEXT_FAULTS, Samples, joined_samples, listed, read_answers, read_prompts
+from distill.data.samples import TEXT_FAULTS, Samples, how_to_redo, joined_samples, listed, read_answers, read_prompts
 from distill.engines.torch.hugging_face import load_config, load_target, load_tokenizer
 from distill.errors import DataError
 from distill.files import digest, read_json, reference_digest
@@ -36,11 +36,6 @@ from distill.teacher.distributions import EMPTY, CompactTeacher, Head, LogitForm
 FORMAT = 3
 FAINT = 1e-30  # sums of exponentials below this have lost bits in fp32
 PACKED_BYTES = 4 + 2 + 1  # a position's id, document and mask
-
-
-def how_to_redo(stage: str) -> str:
-    """The remedy for a store that cannot be used."""
-    return f"make it again with `distill train RECIPE --redo {stage}`"
 
 
 def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:

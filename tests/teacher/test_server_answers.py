@@ -326,9 +326,7 @@ def test_check_asks_the_servers(world: Path, tokenizer: Any, capsys: Capture) ->
 def test_retry_after_and_delays(monkeypatch: Patch) -> None:
     assert http.retry_after(None) is None and http.retry_after("soon") is None
     assert http.retry_after("7") == 7
-    assert http.retry_after("Wed, 21 Oct 2015 07:28:00 GMT") == 0
-    later = time.strftime("%a, %d %b %Y %H:%M:%S GMT", time.gmtime(time.time() + 60))
-    assert 55 < (http.retry_after(later) or 0) <= 60
+    assert http.retry_after("Wed, 21 Oct 2015 07:28:00 GMT") is None
     monkeypatch.setattr(http, "FIRST_DELAY", 0.5)
     for attempt in range(200):
         full = min(60, 0.5 * 2**attempt)
