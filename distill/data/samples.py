@@ -293,10 +293,6 @@ class AskedQuestions:
     """
 
     file: str
-    header: str
-    temperature: float
-    top_p: float
-    tokens: int
     wanted: int
     asked: int
     usable: int

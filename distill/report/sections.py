@@ -124,8 +124,8 @@ def _texts(results: RunResults) -> list[Block]:
 def _questions(found: QuestionTexts) -> list[str]:
     """The questions that the target wrote itself, some of them, and what was left out."""
     return [
-        f"Questions by {found.writer} ({one.file}, T {one.temperature:g}, top-p {one.top_p:g}): {number(one.asked)} "
-        f"texts written, {number(one.usable)} usable, {number(one.kept)} of {number(one.wanted)} used"
+        f"Questions by {found.writer} ({one.file}): {number(one.asked)} texts written, {number(one.usable)} usable, "
+        f"{number(one.kept)} of {number(one.wanted)} used"
         + (f"; left out: {listed(one.dropped)}" if one.dropped else "")
         + "".join(f"; “{text}”" for text in one.examples)
         for one in found.sources

@@ -316,7 +316,9 @@ def _ask(asking: Asking, run: Run, share: tuple[int, int], name: str) -> tuple[l
             + ("" if asking.plain else ": the target may not be an instruct model"),
         )
     kept = usable[:goal]
-    return kept, _summary(asking, name, len(asked), [one.text for one in kept], dropped)
+    shown = [one.text[:SHOWN_CHARACTERS] for one in kept[:EXAMPLES]]
+    counts = goal, len(asked), len(asked) - dropped.total(), len(kept)
+    return kept, AskedQuestions(name, *counts, dict(sorted(dropped.items())), shown)
 
 
 def _written(
@@ -344,23 +346,6 @@ def _written(
         text = rules.text_of([*begun, *answer.answer]).strip().rstrip("\ufffd" if asking.plain else "")
         reason = fault(asking.template, one.before, answer, text, one.thinking)
         yield one, text, reason or (WORDLESS if not words(rules.text_of(answer.answer)) else "")
-
-
-def _summary(asking: Asking, name: str, asked: int, texts: Sequence[str], dropped: Counter[str]) -> AskedQuestions:
-    source = asking.source
-    return AskedQuestions(
-        file=name,
-        header=asking.first_header().text,
-        temperature=source.temperature,
-        top_p=source.top_p,
-        tokens=source.tokens,
-        wanted=source.questions or 0,
-        asked=asked,
-        usable=asked - dropped.total(),
-        kept=len(texts),
-        dropped=dict(sorted(dropped.items())),
-        examples=[text[:SHOWN_CHARACTERS] for text in texts[:EXAMPLES]],
-    )
 
 
 def _next(batch: int, goal: int, usable: int, asked: int) -> int:
