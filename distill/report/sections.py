@@ -10,7 +10,6 @@ from distill.data.samples import QuestionTexts
 from distill.engines.server_commands import LLAMA_SERVER, VLLM, llama_server, serving, sglang, transformers, vllm
 from distill.files import is_gguf
 from distill.measuring.evaluation_results import evaluation_blocks
-from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.speedup_tables import speedup_blocks
 from distill.measuring.verdict import FALLBACK_LENGTH, engine_of, leader, next_steps
 from distill.recipe.recipe import REASON
@@ -246,20 +245,13 @@ def limits(results: RunResults) -> list[str]:
         "before you rely on these figures."
     ]
     if results.speedup:
-        sentences += _speedup_limits(results.speedup)
-    if results.export:
-        sentences += [f"{fault}." for fault in results.export.faults]
-    return sentences
-
-
-def _speedup_limits(speedup: SpeedupReport) -> list[str]:
-    sentences = [
-        "The best draft length of a pair is read off the runs that measure it: its interval does not cover that choice."
-    ]
-    different = sum(one.different or 0 for one in speedup.measurements if one.lossy is None)
-    if different:
         sentences.append(
-            f"{different} outputs differ from the plain run without a rounding tie that would explain it: treat this "
-            "pair as not shown to be lossless."
+            "The best draft length of a pair is read off the runs that measure it: its interval does not cover that "
+            "choice."
         )
-    return sentences
+        if different := sum(one.different or 0 for one in results.speedup.measurements if one.lossy is None):
+            sentences.append(
+                f"{different} outputs differ from the plain run without a rounding tie that would explain it: treat "
+                "this pair as not shown to be lossless."
+            )
+    return sentences + [f"{fault}." for fault in (results.export.faults if results.export else ())]

@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from distill.data.repetition import NEW, SEEN
-from distill.data.samples import AnswerTexts, CorpusTexts, QuestionTexts, SplitTexts, TextCount
+from distill.data.samples import AnswerTexts, CorpusTexts, QuestionTexts, SplitTexts
 from distill.export import ExportedFile, ExportReport
 from distill.folders import ModelSizes
 from distill.measuring.evaluation_results import AGREEMENT, EvaluationReport
 from distill.measuring.speedup_results import SpeedupReport
 from distill.surgery.results import Change, SparsityReport
-from distill.tables import Cell, Columns, Row, Table, Value, table_of
+from distill.tables import Cell, Columns, Row, Table, table_of
 from distill.training.saved import Evaluation, TrainingStep, TrainingSummary
 
 # ── Everything that a run has measured, gathered for the report page and the model card ──
@@ -109,14 +109,11 @@ def texts(results: RunResults) -> list[Table]:
     splits = [("train", corpus.train), ("validation", corpus.validation), ("test", corpus.test)]
     asked, own = corpus.train.asked, {} if answers is None else answers.by_class
     rows: list[Row] = [
-        [name or "all", *_counted(asked.get(name)), *_counted(own.get(name))] for name in dict.fromkeys([*asked, *own])
+        [name or "all", *(getattr(of.get(name), what, None) for of in (asked, own) for what in ("texts", "tokens"))]
+        for name in dict.fromkeys([*asked, *own])
     ]
     heads = ["train prompts", "prompts", "tokens of prompts", "answers kept", "tokens of answers"]
     return [table_of(splits, columns, results.command), *([Table(heads, rows, results.command)] if rows else [])]
-
-
-def _counted(count: TextCount | None) -> list[Value]:
-    return [None, None] if count is None else [count.texts, count.tokens]
 
 
 def files(export: ExportReport) -> Table:
