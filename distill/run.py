@@ -80,7 +80,6 @@ class Run:
     silent: bool = False  # for all but the main process of a command: writes and prints nothing
     whole: bool = False  # finished artifacts are read whole when the stages are planned
     read_only: bool = False  # the directory cannot be written: what is finished can be shown
-    shares: bool = False  # stages that a run beside has finished are taken over
     command: str = field(default_factory=lambda: command_line(sys.argv))
     redraw: Callable[[], None] = lambda: None  # writes the page that shows how far the run has come
 

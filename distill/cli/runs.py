@@ -143,7 +143,7 @@ def _sweep(
     for ending, own in sweep.combinations(options, None if yes else sweep.MOST).items():
         folder = runs / f"{name}{ending}"
         found = shared.read_recipe(path, [*overrides, *own, f"name={folder.name}"], folder / "config.yaml")
-        every.append(Run(folder, found, silent=not is_main(), shares=True))
+        every.append(Run(folder, found, silent=not is_main()))
     sweep.require_alike(every)
     for run in every if is_main() else ():
         plan = running.plan_run(run.recipe, run, until)

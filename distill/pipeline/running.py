@@ -143,8 +143,9 @@ class Planner:
 
     def _made(self, stage: Stage, kind: Kind, reasons: tuple[str, ...], parts: Parts) -> Action:
         """The action that makes a stage's files anew: taken over where a run beside has finished it with this key, or
-        with another state of what it pins, if this run shares."""
-        for path in sorted(self.run.folder.parent.glob(f"*/stages/{stage.name}.json")) if self.run.shares else ():
+        with another state of what it pins, and one of the two is of a sweep, as names with `=` are."""
+        sweep = "*" if "=" in self.run.folder.name else "*=*"
+        for path in sorted(self.run.folder.parent.glob(f"{sweep}/stages/{stage.name}.json")):
             brother = Run(path.parent.parent, self.recipe)
             with contextlib.suppress(DataError):  # of a damaged record or file
                 record = brother.done(stage.name) or {}

@@ -84,6 +84,9 @@ def test_a_training_is_taken_over_with_its_log_and_damage_is_not(world: Path, co
     steps = [Run(run, load_recipe(copied / "config.yaml")).metrics() for run in (copied, made)]
     assert steps[0] == steps[1] and len(steps[0]) > 8
     assert (made / "draft" / "model.safetensors").stat().st_nlink == 2
+    shutil.rmtree(copied)  # so a run of the recipe itself takes over from the sweep
+    assert tiny.call("train", world / "recipe.yaml", "--runs", copied.parent, *OPTIONS[-2:]) == 0
+    assert capsys.readouterr().err.count("taken over (from tiny-export") == 5
 
 
 def test_a_full_disk_leaves_what_is_whole(
