@@ -14,7 +14,7 @@ import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any, Literal, get_args
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -23,7 +23,7 @@ from distill import __version__, machine
 from distill.cli import shared
 from distill.devices import accelerators, device_name, llama_option, torch_build
 from distill.errors import DataError, DistillError, PairError, RecipeError, RunError
-from distill.files import CacheKind, cache_folder, is_gguf, require_path, write_text
+from distill.files import is_gguf, require_path, write_text
 from distill.progress import note
 from distill.recipe import is_path
 from distill.tables import Columns, table_of
@@ -218,7 +218,7 @@ def doctor(runs: shared.RunsOption = shared.DEFAULT_RUNS, output: shared.FormatO
     Exit status 2 if something that distill needs is missing or too old.
     """
     require_path(runs, "--runs")
-    found = [*_packages(), _torch(), _bfloat16(), _llama(), *_ik(), *_cores(), _memory(), _disk(runs), _cache()]
+    found = [*_packages(), _torch(), _bfloat16(), _llama(), *_ik(), *_cores(), _memory(), _disk(runs)]
     found.append(_smollm2())
     columns: Columns[Finding] = {
         "what": lambda row: row.what,
@@ -347,14 +347,6 @@ def _memory() -> Finding:
     found = f"{memory.available / 2**30:.1f} of {memory.total / 2**30:.1f} GiB are free"
     remedy = "close other programs; `distill train RECIPE --rehearse` measures what a recipe needs"
     return judged("memory", found, memory.available < LITTLE_MEMORY, remedy)
-
-
-def _cache() -> Finding:
-    places = {kind: cache_folder(kind) for kind in get_args(CacheKind)}
-    files = [path.lstat().st_size for place in places.values() for path in place.rglob("*") if path.is_file()]
-    count = sum(path.is_dir() for path in places["imported"].glob("*"))
-    words = f"{places['imported'].parent}: {count} imported GGUF files, {sum(files) / 1e9:.2f} GB in all"
-    return Finding("cache", f"{words}; `distill cache` lists and clears them")
 
 
 def _disk(runs: Path) -> Finding:
