@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from distill.data.samples import first_difference
-from distill.decoding.costs import ENOUGH, measure_steps
+from distill.decoding.costs import ENOUGH, measure_steps, predicted_speedups
 from distill.divergences import forward_kl
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import growing_decoder
@@ -249,11 +249,8 @@ class TypeFigures:
     def best_length(self, accepted: float) -> int:
         """The draft length that is fastest where drafted tokens are accepted so often and cost DRAFT of T(1)."""
         times = np.interp(range(1, max(SIZES) + 1), SIZES, [self.steps[size] for size in SIZES])
-        rates = [
-            sum(accepted**i for i in range(length + 1)) / (seconds + length * DRAFT * times[0])
-            for length, seconds in enumerate(times)
-        ]
-        return int(np.argmax(rates))
+        speeds = predicted_speedups(list(times), DRAFT * times[0], [accepted] * len(times))
+        return speeds.index(max(speeds))
 
     @property
     def request_rate(self) -> float:

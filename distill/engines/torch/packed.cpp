@@ -199,9 +199,9 @@ extern "C" {
 // out [tokens, stride] = x [tokens, columns] · weightᵀ + bias + other, one part's rows after another's; `other` may be
 // null. Where `norm` [columns] is given, x is divided by its root mean square and multiplied by it before. `room` holds
 // tokens · columns · 33 / 32 numbers of 32 bits.
-void distill_products(const Part *parts, int64_t count, const uint16_t *x, int32_t *room, int64_t tokens,
-                      int64_t columns, uint16_t *out, const uint16_t *other, const float *norm, double epsilon,
-                      int64_t stride, int64_t threads) {
+void distill_products(const Part *parts, int64_t count, int64_t tokens, int64_t columns, int64_t stride,
+                      int64_t threads, const uint16_t *x, int32_t *room, uint16_t *out, const uint16_t *other,
+                      const float *norm, double epsilon) {
     int64_t tiles = 0;
     for (int64_t i = 0; i < count; ++i) tiles += (parts[i].rows + ROWS - 1) / ROWS;
     const int64_t groups = columns / 32;

@@ -96,15 +96,7 @@ def kernel() -> Any:
     except OSError as error:
         raise NoKernel(f"{place} cannot be loaded ({error})") from None
     number, address = ctypes.c_int64, ctypes.c_void_p
-    found.distill_products.argtypes = [
-        address,
-        number,
-        *[address] * 2,
-        *[number] * 2,
-        *[address] * 3,
-        ctypes.c_double,
-        *[number] * 2,
-    ]
+    found.distill_products.argtypes = [address, *[number] * 5, *[address] * 5, ctypes.c_double]
     found.distill_pack.argtypes = [number, address, number, number, address, number]
     found.distill_products.restype = found.distill_pack.restype = None
     return found
@@ -203,20 +195,9 @@ class PackedLinear(After):
         out = torch.empty((*x.shape[:-1], rows), dtype=torch.bfloat16)
         room = torch.empty(tokens * columns * (33 if self._norm is not None else 17) // 32, dtype=torch.int32)
         added = None if other is None or how != "add" or self._activation is not None else other.contiguous()
-        self._kernel.distill_products(
-            self._parts,
-            len(self._parts),
-            flat.data_ptr(),
-            room.data_ptr(),
-            tokens,
-            columns,
-            out.data_ptr(),
-            None if added is None else added.data_ptr(),
-            None if self._norm is None else self._norm.data_ptr(),
-            self._epsilon,
-            rows,
-            torch.get_num_threads(),
-        )
+        addresses = [None if one is None else one.data_ptr() for one in (flat, room, out, added, self._norm)]
+        sizes = len(self._parts), tokens, columns, rows, torch.get_num_threads()
+        self._kernel.distill_products(self._parts, *sizes, *addresses, self._epsilon)
         return out if added is not None else self.after(out, other, how)
 
 

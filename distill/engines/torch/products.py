@@ -433,25 +433,27 @@ def _fast(weight: Any, bias: Tensor | None, activation: str | None = None) -> to
 def rounded(model: Any, bits: Bits, name: str) -> Any:
     """A copy of a draft as of `prepacked`, with the weights of its linear layers rounded to `bits`.
 
-    DataError where it cannot be: elsewhere than on a CPU, in a build or a type without such kernels, for weights whose
-    rows they do not take, and for a model without plain linear layers.
+    DataError where it cannot be (`rounding_refusal`).
     """
+    if reason := rounding_refusal(model, bits):
+        raise DataError(f"{name}: draft_weights {bits} is not possible: {reason}", "leave draft_weights out")
+    return _with_products(model, _layers_on_cpu(model)[1], functools.partial(RoundedLinear, bits))
+
+
+def rounding_refusal(model: Any, bits: Bits) -> str:
+    """Why a model cannot be rounded: elsewhere than on a CPU, in a build or a type without such kernels, for weights
+    whose rows they do not take, and without plain linear layers. Empty where it can."""
     dtype, layers = _layers_on_cpu(model)
-    product = functools.partial(RoundedLinear, bits)
     widths = [module.weight.shape[1] for module in layers.values() if module.weight.shape[1] % GROUP]
     if dtype is None:
-        reason = "its weights are not all of one type and on a CPU"
-    elif not layers:
-        reason = "it has no linear layers of plain numbers"
-    elif widths:
-        reason = f"torch's kernels take rows of a multiple of {GROUP} numbers, and some of its have {widths[0]}"
-    elif not works(dtype, product):
-        reason = (
-            f"this build of torch does not multiply {str(dtype).removeprefix('torch.')} by {bits} on this processor"
-        )
-    else:
-        return _with_products(model, layers, product)
-    raise DataError(f"{name}: draft_weights {bits} is not possible: {reason}", "leave draft_weights out")
+        return "its weights are not all of one type and on a CPU"
+    if not layers:
+        return "it has no linear layers of plain numbers"
+    if widths:
+        return f"torch's kernels take rows of a multiple of {GROUP} numbers, and some of its have {widths[0]}"
+    kind = str(dtype).removeprefix("torch.")
+    works_here = works(dtype, functools.partial(RoundedLinear, bits))
+    return "" if works_here else f"this build of torch does not multiply {kind} by {bits} on this processor"
 
 
 def _layers_on_cpu(model: Any) -> tuple[torch.dtype | None, dict[str, Any]]:
