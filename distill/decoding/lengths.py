@@ -200,11 +200,85 @@ class Fixed(LengthRule):
 
 @dataclass
 class ProbabilityFloor(Fixed):
-    """Draft while the draft's largest probability is at least a floor, read before the draw: always lossless."""
+    """Draft while the draft's largest probability is at least a floor, read before the draw: lossless for every draft.
+
+    `later` is the floor after the first position, where it is another than `p_min`.
+    """
 
     p_min: float
+    later: float | None = None
     reads_features = True
 
     def go_on(self, position: int, features: Features) -> bool:
-        """Top probability ≥ the floor."""
-        return features.top >= self.p_min
+        """Top probability ≥ the position's floor."""
+        return features.top >= (self.p_min if not position or self.later is None else self.later)
+
+
+@dataclass
+class AcceptedRatio(Fixed):
+    """One longer while accepted ÷ drafted is at least a floor that rises with the length, else one shorter.
+
+    The ratio is over the last rounds: each new round multiplies the weight of those before by `keep`. The floor is
+    `base + rise·length`, at most 0.95.
+    """
+
+    length: int = 4
+    base: float = 0.4
+    rise: float = 0.03
+    keep: float = 0.9
+    shortest: int = 1
+    longest: int = 16
+    _drafted: float = field(default=0.0, init=False)
+    _accepted: float = field(default=0.0, init=False)
+
+    def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
+        """Update the ratio, then step the length within [shortest, longest]."""
+        if not drafted:
+            return
+        self._drafted = self.keep * self._drafted + drafted
+        self._accepted = self.keep * self._accepted + accepted
+        floor = min(self.base + self.rise * self.length, 0.95)
+        step = 1 if self._accepted >= floor * self._drafted else -1
+        self.length = min(max(self.length + step, self.shortest), self.longest)
+
+
+@dataclass
+class BetaFilter(Fixed):
+    """Acceptance counted per (position, confidence bin); draft while the product of its means is at least `floor`.
+
+    Drafting begins where the first position's mean is at least `start`; None: `floor`, too.
+
+    A cell starts as a Beta prior worth `weight` observations at the bin's middle. Each judged token multiplies the
+    cell's older counts by `keep`. Position j is judged only if it was drafted and reached.
+    """
+
+    floor: float = 0.3
+    bins: int = 8
+    weight: float = 4.0
+    keep: float = 0.98
+    start: float | None = None
+    reads_features = True
+    counts: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, init=False)  # accepted, judged
+    _survival: float = field(default=1.0, init=False)
+
+    def cell(self, position: int, features: Features) -> tuple[int, int]:
+        """Where a position with these features is counted."""
+        return position, min(int(features.top * self.bins), self.bins - 1)
+
+    def accept(self, position: int, features: Features) -> float:
+        """The cell's posterior mean."""
+        cell = self.cell(position, features)
+        accepted, judged = self.counts.get(cell, (0.0, 0.0))
+        return (accepted + self.weight * (cell[1] + 0.5) / self.bins) / (judged + self.weight)
+
+    def go_on(self, position: int, features: Features) -> bool:
+        """Whether this and all before it are expected to be accepted with probability ≥ the position's threshold."""
+        self._survival = (self._survival if position else 1.0) * self.accept(position, features)
+        return self._survival >= (self.floor if position or self.start is None else self.start)
+
+    def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
+        """Count the judged positions."""
+        for position in range(min(drafted, accepted + 1)):
+            cell = self.cell(position, features[position])
+            old, judged = self.counts.get(cell, (0.0, 0.0))
+            self.counts[cell] = (self.keep * old + (position < accepted), self.keep * judged + 1)

@@ -15,20 +15,39 @@ from pydantic import Field, model_validator
 from distill.recipe.target import Section
 
 DrafterName = Literal["none", "draft", "lookup", "lookup+draft", "tree", "lookup+tree", "table", "string"]
-RuleName = Literal["fixed", "p_min", "expected-value"]
+RuleName = Literal["fixed", "p_min", "start-continue", "ratio", "beta", "expected-value"]
 CalibrationName = Literal["none", "features", "context"]
 VerifierName = Literal["greedy", "match", "token", "block", "distinct"]
 
 # Which settings each length rule reads, beside `length`.
-RULES: dict[str, tuple[str, ...]] = {"fixed": (), "p_min": ("p_min",), "expected-value": ("calibration",)}
+RULES: dict[str, tuple[str, ...]] = {
+    "fixed": (),
+    "p_min": ("p_min",),
+    "start-continue": ("start", "more"),
+    "ratio": (),
+    "beta": ("start", "floor"),
+    "expected-value": ("calibration",),
+}
 TREES = ("tree", "lookup+tree")
 DETERMINISTIC = ("lookup", *TREES, "table", "string")  # drafters whose tokens come without a distribution of their own
 # What a setting that is left out means, where something reads it.
-LENGTH, P_MIN = 8, 0.5
+LENGTH, P_MIN, START, MORE, FLOOR = 8, 0.5, 0.5, 0.7, 0.3
 CALIBRATION: CalibrationName = "features"
 NODES, TABLE_NODES = 12, 15  # of the draft's trees, and of a table's
 # Of configurations of one kind: what their names say where they differ in it, and how.
-DISTINGUISHING = ("rule", "length", "widths", "nodes", "p_min", "calibration", "n_min", "verifier")
+DISTINGUISHING = (
+    "rule",
+    "length",
+    "widths",
+    "nodes",
+    "p_min",
+    "start",
+    "more",
+    "floor",
+    "calibration",
+    "n_min",
+    "verifier",
+)
 ADAPTIVE = "adaptive"
 SAID, MOST_WORDS = {"expected-value": ADAPTIVE}, 3
 
@@ -74,6 +93,16 @@ class Configuration(Section):
         description="draft, lookup+draft: drop drafts of fewer tokens, as llama.cpp does; lossy when verified by "
         "token or block; null: 0",
     )
+    start: float | None = Field(
+        None,
+        ge=0,
+        le=1,
+        description=f"threshold at the first position; null: {START} (start-continue), or `floor` (beta)",
+    )
+    more: float | None = Field(
+        None, ge=0, le=1, description=f"start-continue: threshold at later positions; null: {MORE}"
+    )
+    floor: float | None = Field(None, ge=0, le=1, description=f"beta: the threshold; null: {FLOOR}")
     calibration: CalibrationName | None = Field(
         None,
         description="expected-value, tree: maps probabilities to conditional acceptance, fitted on validation text. "
@@ -221,14 +250,15 @@ class Configuration(Section):
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that it reads, the defaults spelled out; different configurations have different ones."""
+        first = (self.floor if self.rule == "beta" else START) if self.start is None else self.start
         spelled = {
             "rule": self.length_rule,
             "length": self.max_length,
             "nodes": self.most_nodes,
             "verifier": self.verified_by,
-            "p_min": self.floor,
-            "calibration": self.calibrated_by,
+            "start": self.setting("floor") if first is None else first,
         }
+        spelled |= {name: self.setting(name) for name in ("p_min", "more", "floor", "calibration")}
         found = {
             name: spelled.get(name, getattr(self, name)) for name in type(self).model_fields if name in self._read()
         }
@@ -239,10 +269,10 @@ class Configuration(Section):
         """Its settings in words, for messages."""
         return described(self.settings)
 
-    @property
-    def floor(self) -> float:
-        """The threshold of rule p_min, the default spelled out."""
-        return P_MIN if self.p_min is None else self.p_min
+    def setting(self, name: str) -> Any:
+        """A setting that the rule reads, the default spelled out."""
+        value, defaults = getattr(self, name), {"p_min": P_MIN, "start": START, "more": MORE, "floor": FLOOR}
+        return {**defaults, "calibration": CALIBRATION}[name] if value is None else value
 
     @property
     def verified_by(self) -> VerifierName:

@@ -22,9 +22,9 @@ from dataclasses import dataclass, replace
 
 from distill.decoding.calibration import FEATURE_TERMS, UNFITTED, Calibration, Recorded, fit_calibration
 from distill.decoding.costs import Costs
-from distill.decoding.lengths import Features, Fixed, LengthRule, ProbabilityFloor
+from distill.decoding.lengths import AcceptedRatio, BetaFilter, Features, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.worth import ExpectedValue, Worth
-from distill.recipe.configuration import P_MIN
+from distill.recipe.configuration import FLOOR, MORE, P_MIN, START
 
 LONGEST = 8
 CURVES = {  # T(1), …, T(9) over T(1) of Qwen2.5-Coder-1.5B on 2 cores
@@ -41,6 +41,9 @@ OTHERS: dict[str, Callable[[], LengthRule]] = {
     "fixed, 4": lambda: Fixed(4),
     "fixed, 8": lambda: Fixed(LONGEST),
     f"p_min {P_MIN}": lambda: ProbabilityFloor(LONGEST, P_MIN),
+    f"start-continue {START}, {MORE}": lambda: ProbabilityFloor(LONGEST, START, MORE),
+    "ratio": lambda: AcceptedRatio(longest=LONGEST),
+    f"beta {FLOOR}": lambda: BetaFilter(LONGEST, FLOOR),
 }
 
 

@@ -17,7 +17,7 @@ from distill.data.samples import first_difference
 from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.drafters import ModelDrafter
-from distill.decoding.lengths import Features, Fixed, LengthRule, ProbabilityFloor
+from distill.decoding.lengths import AcceptedRatio, Features, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.rules import Rules
 from distill.engines.loaded import BatchedTorchModel
 from distill.engines.torch.model import TorchModel
@@ -275,6 +275,7 @@ CASES: dict[str, tuple[str, int | Callable[[], LengthRule], bool]] = {
     "match": ("match", 3, False),
     "match, argmax": ("match", 3, True),
     "token, floor before the draw": ("token", lambda: ProbabilityFloor(5, 0.1), False),
+    "block, a length that learns": ("block", lambda: AcceptedRatio(3), False),
     "match, argmax with a floor": ("match", lambda: ProbabilityFloor(5, 0.3), True),
 }
 
@@ -321,6 +322,7 @@ def test_penalty_and_floors_for_greedy_texts() -> None:
     pair, prompts = (EXACT["llama"], DRAFTS["llama"]), random_prompts(4, V, seed=3)
     check_batch(pair, prompts, 16, Rules(Sampler(0, repetition_penalty=1.3)), 3)
     check_batch(pair, prompts, 16, Rules(), lambda: ProbabilityFloor(6, 0.4))
+    check_batch(pair, prompts, 16, Rules(), lambda: AcceptedRatio(2))
     check_batch(pair, prompts, 16, Rules(Sampler(0), "match"), 3)
     assert all(not r.drafted for result in check_batch(pair, prompts, 9, Rules(), 0) for r in result.rounds)
 

@@ -21,7 +21,7 @@ from distill.decoding.batch import decode_batch
 from distill.decoding.configured import TableDrafter
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter, NoDrafter
-from distill.decoding.lengths import Fixed, ProbabilityFloor, Proposal
+from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor, Proposal
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.engines.loaded import torch_decoder, with_rows
@@ -59,12 +59,14 @@ class Case(NamedTuple):
 CASES: dict[str, Case] = {
     "plain, greedy": Case(None, 0, samples=False),
     "plain, sampled": Case(None, 0, samples=True),
-    "`fixed`: 4 tokens": Case(chain(lambda: Fixed(4)), 4),
+    "`fixed`, `ratio`: 4 tokens": Case(chain(lambda: AcceptedRatio(4, shortest=4, longest=4)), 4),
     "`lookup`: 4 tokens": Case(lambda draft, rules: LookupDrafter(4), 4),
     "`lookup+draft`: 4 tokens of the draft": Case(
         lambda d, r: FallbackDrafter(LookupDrafter(4, shortest=30), chain(lambda: Fixed(4))(d, r)), 4
     ),
-    "`p_min`, `expected-value`: 4 tokens": Case(chain(lambda: ProbabilityFloor(4, 0.0)), 4, looks=True),
+    "`p_min`, `start-continue`, `beta`, `expected-value`: 4 tokens": Case(
+        chain(lambda: ProbabilityFloor(4, 0.0)), 4, looks=True
+    ),
 }
 SHAPE = Shape.of_widths([2, 2, 1])  # 10 nodes
 TREES: dict[str, Case] = {

@@ -33,11 +33,13 @@ COSTS = Costs(tuple(1.0 + 0.05 * m for m in range(17)), 0.05, 0.07)
 CONFIGURATIONS = [
     *(Configuration(rule=rule, length=6) for rule in RULES),
     Configuration(rule="p_min", p_min=0.3, n_min=2, length=6),
+    Configuration(rule="ratio", n_min=5, length=6),
+    Configuration(rule="beta", start=0.5, floor=0.2, length=6),
     Configuration(drafter="lookup"),
     Configuration(drafter="lookup", rule="expected-value"),
     Configuration(drafter="lookup+draft", rule="expected-value", calibration="none"),
     Configuration(drafter="lookup+tree", rule="expected-value", nodes=5, length=6),
-    Configuration(drafter="lookup+draft", rule="p_min", p_min=0.2),
+    Configuration(drafter="lookup+draft", rule="beta", floor=0.2),
     Configuration(drafter="tree", nodes=6, length=4),
     Configuration(drafter="tree", nodes=5, calibration="none"),
     Configuration(drafter="lookup+tree", nodes=4, length=6),
@@ -58,7 +60,7 @@ def settings_with(others: Sequence[Configuration], lengths: Sequence[int] = (2,)
     ("raw", "words"),
     [
         ({"rule": "fixed", "p_min": 0.3}, "p_min is not read by drafter draft with rule fixed"),
-        ({"drafter": "lookup", "rule": "p_min"}, "drafter lookup has none"),
+        ({"drafter": "lookup", "rule": "beta"}, "drafter lookup has none"),
         ({"drafter": "draft", "nodes": 3}, "nodes is not read"),
         ({"drafter": "lookup+tree", "widths": [2]}, "widths is not read"),
         ({"drafter": "tree", "rule": "p_min"}, "drafter tree has none"),

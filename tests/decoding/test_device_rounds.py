@@ -24,7 +24,7 @@ from distill.decoding import decode as decode_module
 from distill.decoding import verify
 from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import FallbackDrafter, LookupDrafter, ModelDrafter
-from distill.decoding.lengths import Fixed, LengthRule, ProbabilityFloor
+from distill.decoding.lengths import AcceptedRatio, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.on_device import RowRound, rounds_on_device
 from distill.decoding.rules import Rules
 from distill.engines.torch.model import TorchModel
@@ -61,8 +61,10 @@ def test_greedy_texts_and_rounds_are_those_of_the_host(kind: str) -> None:
 
 
 RULES: dict[str, Callable[[], LengthRule]] = {
+    "ratio": lambda: AcceptedRatio(3, longest=5),
     "p_min": lambda: ProbabilityFloor(4, 0.2),
     "expected-value": RECIPE["expected-value, fitted"],
+    "beta": RECIPE["beta"],
     "n_min": lambda: ProbabilityFloor(4, 0.1, n_min=3),
 }
 
@@ -98,7 +100,7 @@ def after_lookups(draft: Any, sampler: Sampler, chance: verify.Random) -> Fallba
         (chains("fixed", False), "block", Sampler(1.3), 2, 2),
         (chains("fixed", True), "match", Sampler(0.7), 2, 2),
         (chains("fixed", True), "greedy", Sampler(0.0), 2, 2),
-        (chains("p_min", False), "token", Sampler(top_p=0.8), 2, 2),
+        (chains("ratio", False), "token", Sampler(top_p=0.8), 2, 2),
         (chains("p_min", False), "token", Sampler(), 2, 2),
         (chains("p_min", False), "block", Sampler(), 2, 2),
         (chains("expected-value", True), "match", Sampler(), 2, 2),
@@ -126,12 +128,12 @@ def test_the_first_row_of_a_batch_follows_the_targets_distribution() -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("case", ["greedy", "token", "block, p_min", "match"])
+@pytest.mark.parametrize("case", ["greedy", "token", "block, p_min", "match, ratio"])
 def test_a_row_gets_the_text_that_it_would_get_alone(kind: str, case: str) -> None:
     sampler = Sampler(0.0) if case == "greedy" else Sampler(0.9, top_k=20)
     verifier, argmax = case.split(",")[0], case.startswith("match")
     rule: Callable[[], LengthRule] = lambda: (  # noqa: E731
-        ProbabilityFloor(3, 0.1) if "p_min" in case else Fixed(3)
+        ProbabilityFloor(3, 0.1) if "p_min" in case else AcceptedRatio(2, longest=4) if "ratio" in case else Fixed(3)
     )
     rules = Rules(sampler, verifier, ends=(7,))
     prompts = random_prompts(5, V, seed=3, shortest=1, longest=20)

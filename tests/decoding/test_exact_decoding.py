@@ -30,7 +30,7 @@ from distill.decoding.configured import Fitted, TableDrafter, make_rule
 from distill.decoding.costs import Costs
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
-from distill.decoding.lengths import Fixed, LengthRule
+from distill.decoding.lengths import AcceptedRatio, BetaFilter, Fixed, LengthRule
 from distill.decoding.ngrams import NGramTable, count_ngrams
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
@@ -139,11 +139,17 @@ RECIPE: dict[str, Callable[[], LengthRule]] = {
     "fixed": named("fixed"),
     "p_min": named("p_min", p_min=0.45),
     "p_min, n_min": named("p_min", p_min=0.7, n_min=2),
+    "start-continue": named("start-continue", start=0.4, more=0.5),
+    "ratio": named("ratio"),
+    "beta": named("beta"),
+    "beta, start": named("beta", start=0.6, floor=0.2),
     "expected-value": named("expected-value", calibration="none"),
     "expected-value, fitted": named("expected-value", calibration="features"),
 }
 # Rules that learn so fast that the second round shows it, and what no recipe names.
 EAGER: dict[str, Callable[[], LengthRule]] = {
+    "ratio, forgetting": lambda: AcceptedRatio(2, 0.3, 0.1, 0.1, 1, 3),
+    "beta, forgetting": lambda: BetaFilter(3, 0.35, 4, 0.5, 0.2),
     "expected-value, learning": lambda: ExpectedValue(Worth(COSTS, 2.0), Calibration(-0.5), 3, forget=0.5),
     "expected-value, tired": lambda: ExpectedValue(Worth(COSTS), Calibration(-0.5), 3, allowance=0.5, doubt=0.0),
     "expected-value, context": lambda: ExpectedValue(
@@ -193,7 +199,7 @@ def test_rules(name: str) -> None:
     ("name", "verifier", "argmax", "sampler", "rows"),
     [
         ("fixed", "token", False, Sampler(1.2, repetition_penalty=1.5), 2),
-        ("expected-value", "block", False, Sampler(), 1),
+        ("ratio", "block", False, Sampler(), 2),
         ("p_min", "match", True, Sampler(), 2),
         ("expected-value, fitted", "block", False, Sampler(), 1),
     ],

@@ -24,7 +24,7 @@ from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter, NoDrafter
 from distill.decoding.grammar import Constraint, State, Tokens, constraint, lark
-from distill.decoding.lengths import ROOT, Fixed
+from distill.decoding.lengths import ROOT, AcceptedRatio, Fixed
 from distill.decoding.rules import Constrained, Forced, Rules
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import Random
@@ -347,7 +347,7 @@ def check_ways(target: Any, draft: Any, grammar: Constraint, valid: Callable[[li
     assert whole > len(ways) * seeds / 2
 
 
-class Noting(Fixed):
+class Noting(AcceptedRatio):
     """Remembers what it was told, and decides whether anything is drafted at all."""
 
     def __init__(self, drafts: bool) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from distill.decoding.calibration import Calibration, Recorded, fit_calibration
 from distill.decoding.costs import Costs
-from distill.decoding.lengths import Features, Fixed, LengthRule, ProbabilityFloor
+from distill.decoding.lengths import AcceptedRatio, BetaFilter, Features, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.worth import ExpectedValue, Worth
 
 GLM = (1, 1.027, 0.712, 0.544, 0.459, 0.389, 0.347, 0.315, 0.281, 0.256, 0.233, 0.214, 0.199, 0.186, 0.178, 0.166)
@@ -41,10 +41,51 @@ def tell(rule: LengthRule, drafted: int, accepted: int, seconds: float = 1.0, to
         (ProbabilityFloor(5, 0.6), [0.9, 0.6, 0.59, 0.9], 2),
         (ProbabilityFloor(5, 0.6), [0.5], 0),
         (ProbabilityFloor(5, 0.6), [0.9] * 9, 5),
+        (ProbabilityFloor(5, 0.3, 0.7), [0.3, 0.7, 0.69, 0.9], 2),
+        (ProbabilityFloor(5, 0.3, 0.7), [0.29, 0.9], 0),
     ],
 )
 def test_rules_without_memory(rule: LengthRule, tops: list[float], drafted: int) -> None:
     assert draft(rule, tops) == drafted
+
+
+def test_accepted_ratio_needs_more_for_longer_drafts() -> None:
+    rule = AcceptedRatio(length=4, base=0.2, rise=0.1, keep=0.5, longest=6)
+    tell(rule, 4, 3)  # .75 ≥ .6
+    assert rule.limit() == 5
+    tell(rule, 5, 3)  # (1.5 + 3) / (2 + 5) = .643 < .7
+    assert rule.limit() == 4
+    tell(rule, 4, 4)  # (2.25 + 4) / (3.5 + 4) = .83 ≥ .6
+    tell(rule, 5, 5)  # (3.125 + 5) / (3.75 + 5) = .929 ≥ .7
+    tell(rule, 6, 6)
+    assert rule.limit() == 6  # never above `longest`
+    for _ in range(20):
+        tell(rule, rule.limit(), 0)
+    tell(rule, 0, 0)
+    assert rule.limit() == 1
+
+
+def test_beta_filter_counts_only_judged_positions() -> None:
+    rule = BetaFilter(8, floor=0.3, bins=4, weight=2.0, keep=0.5)
+    seen = [look(0.9), look(0.6), look(0.1), look(0.9)]
+    rule.observe(4, 1, seen, 1.0)
+    assert rule.counts == {(0, 3): (1.0, 1.0), (1, 2): (0.0, 1.0)}  # positions 2 and 3 were never reached
+    rule.observe(1, 1, seen[:1], 1.0)
+    assert rule.counts == {(0, 3): (1.5, 1.5), (1, 2): (0.0, 1.0)}  # position 1 was not drafted
+    assert rule.accept(0, seen[0]) == pytest.approx((1.5 + 2 * 0.875) / 3.5)
+    assert rule.accept(1, seen[1]) == pytest.approx((0.0 + 2 * 0.625) / 3.0)
+    assert rule.accept(2, look(1.0)) == pytest.approx(0.875)  # nothing seen: the bin's middle
+    # .929 · .417 = .387 ≥ .3; · .125 is below
+    assert [rule.go_on(j, f) for j, f in enumerate(seen[:3])] == [True, True, False]
+    assert rule.go_on(0, seen[0])  # a new round starts from 1
+
+
+def test_beta_filter_with_a_threshold_to_begin() -> None:
+    """Bins of the same middle, 7/8: survival is .875, .766, .670, .586 …"""
+    tops = [0.9] * 9
+    assert [draft(BetaFilter(8, 0.6, bins=4, start=start), tops) for start in (0.88, 0.87, 0.1)] == [0, 3, 3]
+    assert draft(BetaFilter(8, 0.88, bins=4, start=0.87), tops) == 1  # begun, and not gone on
+    assert draft(BetaFilter(8, 0.6, bins=4), tops) == 3 and draft(BetaFilter(8, 0.88, bins=4), tops) == 0
 
 
 # ── expected value ──

@@ -20,7 +20,7 @@ from distill.decoding.batch import decode_batch
 from distill.decoding.configured import Fitted, make_drafter
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.grammar import Constraint, constraint
-from distill.decoding.lengths import ProbabilityFloor
+from distill.decoding.lengths import AcceptedRatio
 from distill.decoding.ngrams import NGramTable, count_ngrams, write_table
 from distill.decoding.rules import Constrained, Forced, Rules
 from distill.engines.loaded import BatchedTorchModel, growing_decoder
@@ -163,7 +163,7 @@ def test_batches(pretend: Any, make: Callable[..., Any], temperature: float) -> 
     for device in ("cpu", "pretend"):
         target, draft = (make(placed(role, device), rows=3) for role in ("target", "draft"))
         found = []
-        for length in (0, 2, lambda: ProbabilityFloor(3, 0.2)):
+        for length in (0, 2, lambda: AcceptedRatio(3, longest=4)):
             found += decode_batch(target, draft, PROMPTS, 12, rules, length, streams(3, 2))
         texts[device] = [summary(one) for one in found]
     assert texts["cpu"] == texts["pretend"]

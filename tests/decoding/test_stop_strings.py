@@ -23,7 +23,7 @@ from toys import Scripted
 from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
-from distill.decoding.lengths import Fixed, ProbabilityFloor
+from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor
 from distill.decoding.rules import Rules, Stopped, characters, stop_before, token_bytes
 from distill.decoding.trees import TreeDrafter
 from distill.errors import DataError
@@ -71,6 +71,7 @@ WAYS: dict[str, Make] = {
     **{f"fixed {n}": lambda d, n=n: ModelDrafter(d, Fixed(n), GREEDY, zero) for n in (1, 2, 3, 5, 8)},
     "floor": lambda d: ModelDrafter(d, ProbabilityFloor(8, 0.2), GREEDY, zero),
     "n_min": lambda d: ModelDrafter(d, ProbabilityFloor(8, 0.2, n_min=3), GREEDY, zero),
+    "ratio": lambda d: ModelDrafter(d, AcceptedRatio(3), GREEDY, zero),
     "lookup": lambda d: LookupDrafter(6),
     "lookup, model": lambda d: FallbackDrafter(LookupDrafter(4), ModelDrafter(d, Fixed(4), GREEDY, zero)),
     "tree": lambda d: TreeDrafter(d, GREEDY, zero, 9, branching=3),

@@ -277,7 +277,7 @@ def test_every_drafter_and_rule_outlives_the_drafts_context() -> None:
     costs, fitted = Costs((1.0, 1.1, 1.2, 1.3, 1.4), 0.1, 0.1), {"features": Calibration()}
     target = TableModel(6, 1)
     short = target.near(0.5, 2, capacity=12)
-    rules = ("fixed", "p_min")
+    rules = ("fixed", "p_min", "ratio", "beta", "start-continue")
     configurations = [Configuration(rule=rule, length=4) for rule in rules]
     configurations += [Configuration(rule="expected-value", length=4, calibration="features")]
     configurations += [one.model_copy(update={"drafter": "lookup+draft"}) for one in configurations]
