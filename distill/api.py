@@ -244,13 +244,13 @@ def cut(
 ) -> list[Change]:
     """Write `source` with fewer layers or neurons to a new folder; what was changed.
 
-    `settings` are keys of the recipe's section `cut` (layers, drop_layers, mlp_width);
+    `settings` are keys of the recipe's section `cut` (layers, mlp_width);
     `texts` score the parts. KL is that to `target` (None: the uncut model).
     RecipeError for cuts that are not possible, DataError for too little text and a folder that is not empty.
     """
     cuts = parse_section(Cut, {name: value for name, value in settings.items() if value is not None})
-    if all(size is None for size in (cuts.layers, cuts.drop_layers, cuts.mlp_width)):
-        raise RecipeError("nothing to cut", "give layers, drop_layers or mlp_width")
+    if cuts.layers is None and cuts.mlp_width is None:
+        raise RecipeError("nothing to cut", "give layers or mlp_width")
     compared = None if target is None else _reference(target)
     return cut_folder(_reference(source), Path(out), cuts, texts, compared)
 

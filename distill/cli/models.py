@@ -30,15 +30,13 @@ def cut(
     text: Annotated[list[Path] | None, typer.Option(help="Text to score the cuts on.")] = None,
     target: Annotated[str | None, typer.Option(help="Model to measure KL to; by default the uncut model.")] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers to keep.")] = None,
-    drop_layers: Annotated[str | None, typer.Option(help="Layers to drop, by number, with commas.")] = None,
     mlp_width: Annotated[int | None, typer.Option(min=1, help="Neurons to keep in each MLP.")] = None,
 ) -> None:
     """Remove layers or MLP neurons from a model.
 
     The parts to remove are chosen by scores on text.
     """
-    dropped = None if drop_layers is None else shared.numbers(drop_layers, "--drop-layers", int, "3,1")
-    cuts = {"layers": layers, "drop_layers": dropped, "mlp_width": mlp_width}
+    cuts = {"layers": layers, "mlp_width": mlp_width}
     if not text:
         raise RecipeError("cuts are scored on text", "give --text FILE or --text FOLDER")
     texts = shared.read_texts(text)

@@ -155,9 +155,6 @@ class Cut(Section):
         ge=1,
         description="layers to keep, those that change the stream most ([cuts](surgery.md#cuts)); null: all",
     )
-    drop_layers: str | None = Field(
-        None, description="layers to drop, by number (the first is 0), such as `14-21` or `3,7,9-11`"
-    )
     mlp_width: int | None = Field(
         None, ge=32, description="MLP neurons to keep per layer, those that add most to the residual stream; null: all"
     )
@@ -178,9 +175,7 @@ class Cut(Section):
         return None if self.trim is None or self.trim <= 1 else round(self.trim)
 
     @model_validator(mode="after")
-    def _layers_are_given_once(self) -> Cut:
+    def _trim_is_a_share_or_a_number(self) -> Cut:
         if self.trim is not None and self.trim > 1 and (self.trim < 256 or self.trim != round(self.trim)):
             raise ValueError("trim is a share up to 1, or a number of tokens from 256 on")
-        if self.drop_layers is not None and self.layers is not None:
-            raise ValueError("drop_layers names the layers; leave layers out")
         return self

@@ -49,7 +49,6 @@ from distill.surgery.layers import (
     layer_calls,
     layer_settings,
     layers_of,
-    parse_layers,
     parts_of,
     require_floats,
     require_supported,
@@ -253,7 +252,6 @@ def check_shape(config: Any, settings: Cut) -> None:
     """Raise RecipeError for cuts that a model of this configuration does not allow, with the possible ones."""
     checks: list[tuple[str, Callable[[Any, Any], object], Any]] = [
         ("layers", check_layers, settings.layers),
-        ("drop_layers", lambda config, text: parse_layers(text, config.num_hidden_layers), settings.drop_layers),
         ("mlp_width", check_width, settings.mlp_width),
     ]
     for key, check, value in checks:
@@ -305,18 +303,14 @@ def _shape(config: Any) -> dict[str, int] | None:
 
 def _left(cut: Cut, layers: int, width: int) -> tuple[int, int]:
     """Layers and MLP width that a cut leaves of a donor's."""
-    dropped = 0 if cut.drop_layers is None else len(parse_layers(cut.drop_layers, layers))
-    return (cut.layers or layers) - dropped, cut.mlp_width or width
+    return cut.layers or layers, cut.mlp_width or width
 
 
 def planned_layers(recipe: Recipe) -> dict[str, Any]:
-    """What config.json of the draft that a recipe cuts says of its layers; as of the first ones, where text decides
-    which stay."""
-    cut, config = recipe.cut, load_config(recipe.donor_model)
-    count, kept = config.num_hidden_layers, range(cut.layers or config.num_hidden_layers)
-    if cut.drop_layers is not None:
-        return layer_settings(config, sorted({*range(count)} - {*parse_layers(cut.drop_layers, count)}))
-    return layer_settings(config, kept)
+    """What config.json of the draft that a recipe cuts says of its layers, as of the first ones: text decides which
+    stay."""
+    config = load_config(recipe.donor_model)
+    return layer_settings(config, range(recipe.cut.layers or config.num_hidden_layers))
 
 
 def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | None:
@@ -371,16 +365,16 @@ def cut_model(model: Any, settings: Cut, blocks: Packed, distributions: TargetDi
 
     `own`: the model is the target itself, so that nobody needs to know how near it is before the cut.
     """
-    layered, width = settings.layers is not None or settings.drop_layers is not None, settings.mlp_width
-    names = ["layers"] * layered + ["MLP width"] * (width is not None)
+    width = settings.mlp_width
+    names = ["layers"] * (settings.layers is not None) + ["MLP width"] * (width is not None)
     if not names:
         return []
     size, full = size_of(model), model.config.intermediate_size
     with distributions.products():
         before = None if own else distributions.compare(model)
         kept, details, neurons = [*range(size.layers)], dict[str, Any](), None
-        if layered:
-            kept, details = choose_layers(model, settings.layers, blocks, settings.drop_layers)
+        if settings.layers is not None:
+            kept, details = choose_layers(model, settings.layers, blocks)
         if width is not None and width != full:
             neurons, details["score_kept"] = choose_neurons(model, blocks, width)
         if neurons is None and len(kept) == size.layers:

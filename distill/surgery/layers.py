@@ -281,55 +281,27 @@ def check_layers(config: Any, keep: int) -> None:
         )
 
 
-def parse_layers(text: str, count: int) -> list[int]:
-    """Layers, ascending and counted from 0, given as ranges and single indices: "14-21", "3,7" or "0-2,9".
-
-    Raises RecipeError for an entry that is no layer of `count`, for a layer given twice, and for all layers at once.
-    """
-    layers: list[int] = []
-    for piece in text.split(","):
-        ends = [int(end) if end.strip().isdecimal() else -1 for end in piece.split("-")]
-        if len(ends) > 2 or min(ends) < 0 or ends[0] > ends[-1]:
-            raise RecipeError(f"`{piece}` names no layers", 'write indices and ranges, lower end first: "3,7,14-21"')
-        if ends[-1] >= count:
-            raise RecipeError(f"`{piece}`: there is no layer {ends[-1]}", f"the layers are 0 to {count - 1}")
-        layers += range(ends[0], ends[-1] + 1)
-    twice = sorted({i for i in layers if layers.count(i) > 1})
-    if twice:
-        raise RecipeError(f"layers named twice: {', '.join(map(str, twice))}", "name each layer once")
-    if len(layers) == count:
-        raise RecipeError(f"all {count} layers would be dropped", "leave at least one")
-    return sorted(layers)
-
-
-def choose_layers(
-    model: Any, keep: int | None, blocks: Packed, drop: str | None = None
-) -> tuple[list[int], dict[str, Any]]:
+def choose_layers(model: Any, keep: int, blocks: Packed) -> tuple[list[int], dict[str, Any]]:
     """The layers that stay, ascending, and a report of why; the model is left as it was.
 
-    Those in `drop` (see parse_layers) go; without it all but `keep`, those of least `block_influence` over `blocks`,
-    the first and the last at the end, which read the embeddings and feed the head. Layers of different kinds stay in
-    an order that GGUF can state: of Gemma 3, every n-th without a window.
+    Those of least `block_influence` over `blocks` go, the first and the last at the end, which read the embeddings and
+    feed the head. Layers of different kinds stay in an order that GGUF can state: of Gemma 3, every n-th without a
+    window.
 
-    Raises RecipeError for a number or for layers that are not possible; DataError for an unknown architecture, and
-    where the states are not finite.
+    Raises RecipeError for a number that is not possible; DataError for an unknown architecture, and where the states
+    are not finite.
     """
+    check_layers(model.config, keep)
     count = len(layers_of(model))
-    report: dict[str, Any] = {"layers": count}
-    if drop is not None:
-        dropped = parse_layers(drop, count)
-    else:
-        assert keep is not None
-        check_layers(model.config, keep)
-        possible, dropped = _possible(model.config, keep), []
-        report["influence"] = scores = block_influence(model, blocks) if keep < count else []
-        if not all(map(math.isfinite, scores)):
-            raise DataError("the states of the uncut model are not finite", "check the donor's weights")
-        for layer in [*sorted(range(1, count - 1), key=lambda i: scores[i]), count - 1, 0] if scores else ():
-            if len(dropped) < count - keep and possible([i for i in range(count) if i not in [*dropped, layer]]):
-                dropped = [*dropped, layer]
-    kept = [i for i in range(count) if i not in dropped]
-    return kept, {**report, "kept": kept, "dropped": sorted(dropped)}
+    kept, possible = list(range(count)), _possible(model.config, keep)
+    influence = block_influence(model, blocks) if keep < count else []
+    if not all(map(math.isfinite, influence)):
+        raise DataError("the states of the uncut model are not finite", "check the donor's weights")
+    for layer in [*sorted(range(1, count - 1), key=lambda i: influence[i]), count - 1, 0] if influence else ():
+        left = [i for i in kept if i != layer]
+        if len(kept) > keep and possible(left):
+            kept = left
+    return kept, {"influence": influence, "kept": kept, "dropped": [i for i in range(count) if i not in kept]}
 
 
 def _possible(config: Any, keep: int) -> Callable[[Sequence[int]], bool]:

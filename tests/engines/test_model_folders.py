@@ -446,7 +446,7 @@ def test_offline_opens_no_connection(
         (["cut={}"], True),
         (["cut={}", "cut.allow_full_size=true"], False),
         (["cut={}", "train.sparsity={mlp_width: 64}", "train.steps=50"], False),
-        (["cut={drop_layers: '1'}"], False),
+        (["cut={layers: 1}"], False),
         (["cut={mlp_width: 128}"], True),
     ],
 )

@@ -134,7 +134,7 @@ def test_fresh_moves_the_old_run_aside(world: Path, copied: Path, capsys: Captur
     """After the checks, and also where the recipe is that of the old run."""
     before, own = tiny.contents(copied), copied / "draft"
     fresh = (capsys, "train", copied / "config.yaml", "--runs", copied.parent, "--fresh")
-    assert "drop_layers" in tiny.refused(*fresh, "cut={drop_layers: '90'}")
+    assert "cut.layers" in tiny.refused(*fresh, "cut={layers: 90}")
     assert "which --fresh moves aside" in tiny.refused(*fresh, f"cut.donor={own}", "cut.layers=1")
     assert tiny.contents(copied) == before and [path.name for path in copied.parent.iterdir()] == ["tiny"]
     assert tiny.call(*fresh[1:], "answers.prompts=8", "--until", "corpus") == 0

@@ -126,7 +126,7 @@ def test_a_repair_that_does_not_help_is_not_kept(monkeypatch: pytest.MonkeyPatch
     distributions, plain = compared(model), copy.deepcopy(model)
     monkeypatch.setattr("distill.surgery.cutter.RIDGE", 0.3)
     monkeypatch.setattr("distill.surgery.cutter._ridge", lambda gram, cross, _: torch.full_like(cross, 9.0))
-    cut, settings = copy.deepcopy(model), parse_section(Cut, {"drop_layers": "1-2", "mlp_width": 64})
+    cut, settings = copy.deepcopy(model), parse_section(Cut, {"layers": 2, "mlp_width": 64})
     (change,) = cut_model(cut, settings, BLOCKS, distributions, own=False)
     cut_parts(plain, [0, 3], choose_neurons(plain, BLOCKS, 64)[0])
     assert torch.equal(logits(cut), logits(plain)) and change.operation == "layers, MLP width"

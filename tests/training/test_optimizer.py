@@ -139,8 +139,6 @@ def test_the_rate_follows_what_the_cut_leaves(world: Path, ready: Path, tmp_path
     donor = load_config(recipe.donor_model)
     left = 2 * 64 / (donor.num_hidden_layers * donor.intermediate_size)
     assert kept_share(recipe) == kept_share(recipe, load_config(str(ready / "cut"))) == pytest.approx(left)
-    dropped = load_recipe(world / "recipe.yaml", ["cut.layers=null", "cut.mlp_width=null", 'cut.drop_layers="1"'])
-    assert kept_share(dropped) == pytest.approx(1 - 1 / donor.num_hidden_layers)
     assert f"at up to {peak_rate(left):g}: " in tiny.shown(capsys, "check", world / "recipe.yaml", "train.rate=null")
     changed = ["cut.transplant={}", "train.rate=null"]
     given = load_recipe(world / "recipe.yaml", ["cut.transplant={}", "train.rate=0.1"])
