@@ -230,14 +230,14 @@ def make_rule(
     """The length rule in its first state; only the expected-value rule reads what was `fitted`."""
     rule, longest, n_min = configuration.length_rule, configuration.max_length, configuration.n_min or 0
     if rule == "p_min":
-        return ProbabilityFloor(longest, configuration.setting("p_min"), n_min=n_min)
+        return ProbabilityFloor(longest, configuration.settings["p_min"], n_min=n_min)
     if rule == "start-continue":
-        return ProbabilityFloor(longest, configuration.setting("start"), configuration.setting("more"), n_min=n_min)
+        return ProbabilityFloor(longest, configuration.settings["start"], configuration.settings["more"], n_min=n_min)
     if rule == "ratio":
         length, shortest = min(max(4, n_min), longest), max(1, n_min)
         return AcceptedRatio(length, shortest=shortest, longest=longest, n_min=n_min)
     if rule == "beta":
-        return BetaFilter(longest, configuration.setting("floor"), start=configuration.start, n_min=n_min)
+        return BetaFilter(longest, configuration.settings["floor"], start=configuration.start, n_min=n_min)
     if rule == "expected-value":
         worth = worth or Worth(fitted.costs)
         return ExpectedValue(worth, fitted.calibration(configuration, sampler), longest=longest, n_min=n_min)

@@ -236,43 +236,31 @@ class Configuration(Section):
     @property
     def kind(self) -> str:
         """What it is called where no other is like it."""
+        if not self.drafts:
+            return "plain"
         if self.drafter not in ("draft", "string"):
-            return (
-                "drawn tree"
-                if self.widths is not None
-                else "plain"
-                if not self.drafts
-                else self.drafter.replace("+", " + ")
-            )
+            return self.drafter.replace("+", " + ") if self.widths is None else "drawn tree"
         named = {"fixed": f"{self.max_length}", "expected-value": ADAPTIVE}
         return f"{self.drafter} {named.get(self.length_rule, self.length_rule)}"
 
     @property
     def settings(self) -> dict[str, Any]:
         """Everything that it reads, the defaults spelled out; different configurations have different ones."""
-        first = (self.floor if self.rule == "beta" else START) if self.start is None else self.start
-        spelled = {
+        first = START if self.rule != "beta" else FLOOR if self.floor is None else self.floor
+        usual: dict[str, Any] = {
             "rule": self.length_rule,
             "length": self.max_length,
             "nodes": self.most_nodes,
-            "verifier": self.verified_by,
-            "start": self.setting("floor") if first is None else first,
+            "p_min": P_MIN,
         }
-        spelled |= {name: self.setting(name) for name in ("p_min", "more", "floor", "calibration")}
-        found = {
-            name: spelled.get(name, getattr(self, name)) for name in type(self).model_fields if name in self._read()
-        }
-        return {name: value for name, value in found.items() if value is not None}
+        usual |= {"start": first, "more": MORE, "floor": FLOOR, "calibration": CALIBRATION}
+        found = usual | {"verifier": self.verified_by} | self.model_dump(exclude_none=True)
+        return {name: found[name] for name in type(self).model_fields if name in self._read() and name in found}
 
     @property
     def described(self) -> str:
         """Its settings in words, for messages."""
         return described(self.settings)
-
-    def setting(self, name: str) -> Any:
-        """A setting that the rule reads, the default spelled out."""
-        value, defaults = getattr(self, name), {"p_min": P_MIN, "start": START, "more": MORE, "floor": FLOOR}
-        return {**defaults, "calibration": CALIBRATION}[name] if value is None else value
 
     @property
     def verified_by(self) -> VerifierName:
