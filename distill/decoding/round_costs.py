@@ -122,10 +122,10 @@ class RoundCostMeter:
         self._both: list[float] = []
         self.passes = 0
 
-    def _least(self, known: int | None) -> int:
+    def _least(self, known: int) -> int:
         """How often the length that was timed least was timed; one whose rounds are steady counts as `known` times."""
         rounds = [[seconds for seconds, *_ in own] for own in self._rounds.values()]
-        return min(len(own) if known is None or not steady(own) else known for own in rounds) if self._plain else 0
+        return min(known if steady(own) else len(own) for own in rounds) if self._plain else 0
 
     def text(self) -> None:
         """Time one text; the prompts are taken in turn."""
@@ -153,19 +153,18 @@ class RoundCostMeter:
                 self._steps[kind].append(taken[0])
                 self._steps["later"] += taken[1:]
 
-    def until(self, repeats: int, until_steady: bool = False) -> None:
+    def until(self, repeats: int) -> None:
         """Time texts until each length was timed `repeats` times or, where that is enough, is `steady`; DataError for a
         draft that proposes too little."""
-        known = repeats if until_steady else None
-        progress = Progress("rounds, repeats of every length", repeats, done=self._least(known), brief=True)
-        while self._least(known) < repeats:
+        progress = Progress("rounds, repeats of every length", repeats, done=self._least(repeats), brief=True)
+        while self._least(repeats) < repeats:
             if self.passes > 2 * repeats * len(self._timer.order):  # each text has room for one round at least
                 raise DataError(
                     "the draft proposes fewer tokens than it is asked for: rounds of "
                     f"{self._timer.limit()} could not be timed",
                 )
             self.text()
-            progress.step(max(min(self._least(known), repeats) - progress.done, 0))
+            progress.step(max(min(self._least(repeats), repeats) - progress.done, 0))
 
     def costs(self) -> Costs:
         """The costs measured on all texts so far.
@@ -215,7 +214,7 @@ def measure_costs(
     costs = None
     if draft is not target:
         meter = RoundCostMeter(target, draft, prompts, longest, True, min(tokens, TOKENS))
-        meter.until(repeats, until_steady=True)
+        meter.until(repeats)
         costs = meter.costs()
     longest = min(longest, target.capacity - 2)
     depth = len(prompts[len(prompts) // 2]) + tokens // 2
