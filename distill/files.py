@@ -453,7 +453,7 @@ def _digest_at(path: Path, state: tuple[int, ...]) -> str:
     return found
 
 
-CacheKind = Literal["imported", "batches", "costs", "digests", "kernels"]
+CacheKind = Literal["imported", "batches", "costs", "digests", "weights", "kernels"]
 
 
 def cache_folder(kind: CacheKind) -> Path:

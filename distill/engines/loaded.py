@@ -10,10 +10,10 @@ from __future__ import annotations
 import contextlib
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch import Tensor
 from distill.devices import pick_device
 from distill.engines.llama_cpp.model import GgufModel, ends_of
 from distill.engines.model import Model
+from distill.engines.torch.draft_weights import LEAST, LONGEST, TEXT, Weights, best_weights
 from distill.engines.torch.hugging_face import (
     encode_text,
     end_ids,
@@ -43,10 +44,10 @@ from distill.engines.torch.model import (
     state_refusal,
 )
 from distill.engines.torch.packed import NoKernel, load_packed
-from distill.engines.torch.products import Bits, prepacked, rounded, rounding_refusal
+from distill.engines.torch.products import Bits, prepacked, rounded
 from distill.engines.torch.static import SlotCache, StaticTorchModel, refusal
 from distill.errors import DataError, RecipeError
-from distill.files import digests_of, file_digests, is_gguf
+from distill.files import cache_folder, digest, digests_of, file_digests, is_gguf, read_result, remember
 from distill.gguf.families import FAMILIES
 from distill.gguf.head import open_head
 from distill.gguf.importing import one_engine
@@ -59,7 +60,6 @@ from distill.vocabulary.files import with_opening
 from distill.vocabulary.vocabulary import Vocabulary
 
 GROWING = PyTorch()  # a cache that grows, as transformers makes it
-LEAST = 4_000_000  # weights: the products of a smaller draft are not what its steps take
 BATCH = 512  # tokens that llama.cpp takes at once
 
 
@@ -275,13 +275,13 @@ def pair_of_models(
 ) -> LoadedPair:
     """The pair of two models of transformers that are loaded already; `reference` names the vocabulary's folder.
 
-    Of models that were loaded from files with `options`, the draft has the usual weights where the recipe leaves them
-    open.
+    Models that were loaded from files with `options` have the weights of the draft chosen, where the recipe leaves them
+    open; what was chosen is kept for later commands.
     """
     vocabulary = real_tokens(target.config, tokenizer)
     big = torch_decoder(target, vocabulary, pytorch, tokens)
     if draft is not None and pytorch.draft_weights == "auto":
-        chosen = None if options is None else _usual_weights(draft, pytorch)
+        chosen = None if options is None else _chosen_weights(big, draft, tokenizer, pytorch, options)
         pytorch = pytorch.model_copy(update={"draft_weights": chosen})
     small = big if draft is None else torch_decoder(draft, vocabulary, pytorch, tokens, is_draft=True)
     ends = end_ids(reference, tokenizer)
@@ -290,11 +290,30 @@ def pair_of_models(
     )
 
 
-def _usual_weights(draft: Any, pytorch: PyTorch) -> Bits | None:
-    """8 bits for a draft of some size on a CPU that multiplies by them: what it drafts changes by almost nothing."""
+def _chosen_weights(
+    target: Model, draft: Any, tokenizer: Any, pytorch: PyTorch, options: Mapping[str, Any]
+) -> Bits | None:
+    """The weights of a draft that are worth most, measured once for models, machine and threads."""
     if pytorch.static or draft.device.type != "cpu" or draft.num_parameters() < LEAST:
         return None
-    return None if rounding_refusal(draft, "int8") else "int8"
+    files = [_content(str(options[role])) for role in ("target", "draft")]
+    conditions = [files, version_of("torch"), machine()["cpu"], torch.get_num_threads(), options["dtype"]]
+    place = cache_folder("weights") / f"{digest(conditions)}.json"
+    try:
+        return read_result(place, Weights).chosen
+    except DataError:
+        pass
+    candidates: dict[Bits | None, Model] = {None: growing_decoder(draft, target.vocabulary_size, pytorch.prepack)}
+    for bits in get_args(Bits):
+        with contextlib.suppress(DataError):  # a type, a width or a build without such kernels
+            own = rounded(draft, bits, model_name(draft))
+            candidates[bits] = growing_decoder(own, target.vocabulary_size, prepack=False)
+    room = min(model.capacity for model in (target, *candidates.values())) - LONGEST
+    found = best_weights(target, candidates, encode_text(tokenizer, TEXT)[:room])
+    if found.words:
+        warn(found.words)
+    remember(place, asdict(found))
+    return found.chosen
 
 
 def _load_files(

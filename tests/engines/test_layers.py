@@ -13,14 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from table_model import TableModel
 from toys import speculative, toy
 
 from distill.decoding.decode import plain
 from distill.engines import loaded
 from distill.engines.loaded import BatchedTorchModel, torch_decoder
+from distill.engines.torch import draft_weights
 from distill.engines.torch import products as module
 from distill.engines.torch.described import KeptHead
-from distill.engines.torch.hugging_face import load_config
 from distill.engines.torch.model import TorchModel
 from distill.engines.torch.products import (
     GROUP,
@@ -252,14 +253,54 @@ def _refuses(*_: Any) -> torch.Tensor:
     raise RuntimeError("no such operator")
 
 
-def test_the_usual_weights_of_a_draft(world: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """8 bits, where they can be; a small draft, and one whose rows are no multiple of 32, stay as they are."""
+# ── draft_weights: auto ──
+
+
+def test_the_weights_that_draft_fastest_are_chosen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By measured steps and acceptance: against the best length by hand; a gain below 2 % is none."""
+    target = TableModel(11, seed=1, sharpness=3.0)
+    ids = [3, 1, 4, 1, 5, 9, 2, 6]
+    for steps, unlike, chosen in (
+        ((50.0, 30.0, 25.0), (0.1, 0.1, 0.1), "int4"),
+        ((50.0, 30.0, 25.0), (0.1, 0.1, 4.0), "int8"),  # int4 is accepted too seldom
+        ((50.0, 49.9, 49.9), (0.1, 0.1, 0.1), None),
+        ((5000.0, 3000.0, 2500.0), (0.1, 0.1, 0.1), None),  # none of them is worth drafting
+    ):
+        drafts = [target.near(distance, seed=2) for distance in unlike]
+        costs = {id(target): 100.0} | {id(draft): step for draft, step in zip(drafts, steps, strict=True)}
+        monkeypatch.setattr(draft_weights, "_seconds", lambda model, ids, count, costs=costs: costs[id(model)])
+        found = draft_weights.best_weights(target, dict(zip((None, "int8", "int4"), drafts, strict=True)), ids)
+        assert found.chosen == chosen, found.words
+        accepted = torch.minimum(target.extend(ids).full().softmax(-1), drafts[0].extend(ids).full().softmax(-1))
+        assert f"acceptance {accepted.sum(-1).mean():.2f}" in found.words
+        target.rollback([0])
+    assert draft_weights.best_weights(target, {None: target}, ids) == draft_weights.Weights(None, "")
+    model = target.near(0.1, seed=2)
+    monkeypatch.undo()
+    assert draft_weights._seconds(model, ids, 3) > 0 and model.lengths == [0]
+
+
+def test_chosen_weights_are_kept(tmp_path: Path, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the models' content: a second command measures nothing, another draft does. A small one stays as it is."""
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    asked = list[int]()
+
+    def best(target: Any, candidates: dict[Any, Any], ids: Any) -> draft_weights.Weights:
+        asked.append(len(candidates))
+        return draft_weights.Weights("int8", "told")
+
+    monkeypatch.setattr(loaded, "best_weights", best)
     target, draft = Target(model=str(world / "target")), tmp_path / "draft"
     shutil.copytree(world / "target", draft)
-    for least, width, chosen in ((loaded.LEAST, 64, None), (0, 64, "int8"), (0, 48, None)):
-        monkeypatch.setattr(loaded, "LEAST", least)
-        size = load_config(target.model).vocab_size
-        toy("llama", vocab_size=size, intermediate_size=width).save_pretrained(draft)
+    with loaded.load_pair(target, str(draft)) as pair:
+        assert pair.pytorch.draft_weights is None and not asked
+    monkeypatch.setattr(loaded, "LEAST", 0)
+    model = toy("llama", vocab_size=pair.target.vocabulary_size, intermediate_size=64)
+    for seed, times in ((0, 1), (0, 1), (1, 2)):
+        torch.manual_seed(seed)
+        torch.nn.init.normal_(model.model.embed_tokens.weight)
+        model.save_pretrained(draft)
         with loaded.load_pair(target, str(draft)) as pair:
-            assert pair.pytorch.draft_weights == chosen and pair.options is not None
-            assert pair.options["draft_weights"] == chosen
+            assert pair.pytorch.draft_weights == "int8" and pair.options is not None
+            assert pair.options["draft_weights"] == "int8" and not linear_layers(pair.draft.model)  # type: ignore[attr-defined]
+        assert asked == [3] * times
