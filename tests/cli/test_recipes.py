@@ -14,11 +14,17 @@ import tiny
 from tiny import Capture, Patch
 
 from distill.cli import check
+from distill.pipeline.stages import value_of
 from distill.recipe import Recipe, load_recipe
 
 NAMES = sorted(path.stem for path in (tiny.ROOT / "recipes").glob("*.yaml"))
 SMOLLM2 = {"smollm2", "smollm2-demo"}
-GIVEN = {"gemma-3-270m"}  # the target is a file that the user makes, beside the recipe or named on the command line
+# Keys whose files the user makes or fetches, beside the recipe or named on the command line.
+GIVEN = {
+    "gemma-3-270m": ["target.model"],
+    "qwen-coder-1.5b": ["target.model", "cut.donor"],
+    "qwen-coder-32b": ["teacher.gguf"],
+}
 
 
 def local_paths(recipe: Recipe) -> list[Path]:
@@ -49,7 +55,8 @@ def test_a_copy_is_the_recipe(name: str, tmp_path: Path, model: Path, capsys: Ca
     monkeypatch.chdir(tmp_path)
     assert tiny.shown(capsys, "recipes", name) == f"{name}.yaml\n"
     copy = tmp_path / f"{name}.yaml"
-    overrides = [f"target.model={json.dumps(str(model))}"] if name in SMOLLM2 | GIVEN else []
+    keys = GIVEN.get(name, ["target.model"] if name in SMOLLM2 else [])
+    overrides = [f"{key}={json.dumps(str(model))}" for key in keys]
     copied = load_recipe(copy, overrides if name in GIVEN else [])
     assert copied == load_recipe(tiny.ROOT / "recipes" / f"{name}.yaml", overrides)
     assert all(path.exists() for path in local_paths(copied))
@@ -121,5 +128,6 @@ def test_a_wheel_holds_the_recipes_and_their_data(wheel: Path, tmp_path: Path, m
         copy = tmp_path / f"{name}.yaml"
         copy.write_text(check.recipe_text(name, copy.name), encoding="utf-8")
         recipe = load_recipe(copy)
-        for path in set(local_paths(recipe)) - ({Path(recipe.target.model)} if name in GIVEN else set()):
+        given = {Path(str(value_of(recipe, key))) for key in GIVEN.get(name, [])}
+        for path in set(local_paths(recipe)) - given:
             assert path.exists() and (path.is_relative_to(place) or path == tmp_path), (name, path)

@@ -93,7 +93,7 @@ def test_ik_is_compiled_where_its_wheel_leaves_instructions_unused(demo: Demo, t
 
 def test_an_unknown_option_is_refused(demo: Demo) -> None:
     (line,) = demo("--quick", status=2)
-    assert "no option --quick" in line and "[--toy] [--full]" in line
+    assert "no option --quick" in line and "[--toy | --coder] [--full]" in line
 
 
 def test_the_packages_file_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
