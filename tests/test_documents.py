@@ -95,7 +95,7 @@ def measured(backend: str, speedup: float) -> SpeedupPart:
     unused: Any = None
     row = Measurement(
         *(*where, "draft adaptive", None, "draft", "expected-value", None),
-        *(1.0, 1.0, 1.0, 1.0, speedup, 1.0, 2.0, 3, 1, 0, None, 0.0, 0.1, unused),
+        *(1.0, 1.0, 1.0, 1.0, speedup, 1.0, 2.0, None, 3, 1, 0, None, 0.0, 0.1, unused),
     )
     return SpeedupPart(*where, [row], unused)
 

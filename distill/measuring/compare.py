@@ -18,7 +18,7 @@ import numpy
 
 from distill.data.repetition import SEEN, repetition
 from distill.decoding.configured import Fitted, Session, configured_sampler, make_drafter
-from distill.decoding.costs import measure_steps
+from distill.decoding.costs import accepted_by_position, measure_steps, tokens_per_round
 from distill.decoding.decode import Decoded, Round, room_for
 from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.rules import Rules
@@ -264,6 +264,7 @@ def measurement(
         speedup=ratio.mean,
         speedup_low=ratio.low,
         speedup_high=ratio.high,
+        predicted=predicted_speedup(one, steps),
         lossy=one.lossy,
         repeated=repeated_share((prompts[text.prompt], text.decoded.tokens) for text in one.texts),
         prompt_seconds=prompt_seconds(one),
@@ -276,6 +277,20 @@ def measurement(
 def prompt_seconds(one: TimedConfiguration) -> float:
     """The mean seconds of a prompt and its first token."""
     return statistics.fmean(text.decoded.prefill_seconds for text in one.texts)
+
+
+def predicted_speedup(one: TimedConfiguration, steps: StepFigures) -> float | None:
+    """The speedup of a fixed length that drafts by the model, over whole requests, from T(m), D and the conditional
+    acceptance: behind the prompt, rounds of τ tokens take T(γ + 1) + γ·D (Leviathan et al. 2023, eq. 1)."""
+    length, chain = one.length or 0, one.configuration.drafter == "draft"
+    accepted = accepted_by_position([(r.drafted, r.accepted) for r in one.rounds])
+    if not length or not chain or not steps.draft or length + 1 not in steps.target or not accepted:
+        return None
+    tokens = tokens_per_round(accepted[:length])
+    behind = statistics.fmean(len(text.decoded.tokens) - 1 for text in one.plain.texts)
+    round_seconds = steps.target[length + 1] + length * steps.draft[1]
+    plain_seconds = prompt_seconds(one.plain) + behind * steps.target[1]
+    return plain_seconds / (prompt_seconds(one) + behind / tokens * round_seconds)
 
 
 def by_class(one: TimedConfiguration, classes: Sequence[str]) -> list[GroupFigures]:

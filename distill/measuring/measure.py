@@ -13,7 +13,6 @@ import random
 from collections import deque
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any, Self
 
 import numpy
@@ -97,73 +96,11 @@ def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampl
     )
 
 
-def all_metrics(
-    target_logits: Tensor,
-    draft_logits: Tensor,
-    sampler: Sampler,
-    vocabulary: int,
-    unusual: Callable[[], None] = lambda: None,
-) -> Tensor:
-    """`position_metrics`, on a CPU in pieces that its cache holds, with fewer passes where all logits are finite.
-
-    Where some are not, `unusual` is called first, which may raise.
-    """
-    target, draft = target_logits[:, :vocabulary], draft_logits[:, :vocabulary]
-    rows = max(1, CACHED // target.shape[-1]) if target.device.type == "cpu" else max(1, len(target))
-    found = []
-    for p, q in zip(target.split(rows), draft.split(rows), strict=True):
-        values = _finite_metrics(p.float(), q.float(), sampler) if vocabulary > DRAWN_AMONG else None
-        if values is None:
-            unusual()
-            values = position_metrics(p, q, sampler, vocabulary)
-        found.append(values)
-    return torch.cat(found)
-
-
-def _finite_metrics(target: Tensor, draft: Tensor, sampler: Sampler) -> Tensor | None:
-    """All METRICS of finite logits [N, V] in fp32; None where some are not."""
-    p, q = target.softmax(-1), draft.softmax(-1)
-    ratio = target - draft  # log p − log q but for a constant of each row
-    expected = torch.stack([torch.linalg.vecdot(p, ratio), -torch.linalg.vecdot(q, ratio)], -1)
-    if not bool(expected.isfinite().all()):
-        return None
-    values, ids = draft.topk(DRAWN_AMONG + 1, dim=-1)
-    # A maximum without its place takes a tenth of the time of one with it: places are looked up where that decides.
-    best, proposed = target.amax(-1), ids[:, 0]
-    several = values[:, 0] == values[:, 1]
-    if bool(several.any()):
-        proposed[several] = draft[several].argmax(-1)
-    agreement = target.gather(-1, proposed[:, None])[:, 0] == best
-    if bool(agreement.any()):
-        agreement[agreement.clone()] = target[agreement].argmax(-1) == proposed[agreement]
-    agreement = agreement.float()
-    # The log of a row's sum of exponentials, from its largest logit and that one's probability.
-    constant = best - p.amax(-1).log() - (values[:, 0] - q.amax(-1).log())
-    if sampler == Sampler():
-        served_p, accepted = p, torch.minimum(p, q).sum(-1)
-    else:
-        served_p = sampler.probabilities(target)
-        accepted = divergences.acceptance_sampling(served_p, sampler.probabilities(draft))
-    drawn = torch.full_like(accepted, torch.nan)
-    if sampler.temperature:
-        few = (values[:, :-1] / sampler.temperature).softmax(-1)
-        drawn = torch.minimum(served_p.gather(-1, ids[:, :-1]), few).sum(-1)
-        tied = values[:, -1] == values[:, -2]  # then more tokens are drawn among
-        if bool(tied.any()):
-            among = divergences.likeliest(draft[tied], DRAWN_AMONG)
-            drawn[tied] = torch.minimum(served_p[tied], Sampler(sampler.temperature).probabilities(among)).sum(-1)
-    return torch.stack(
-        [
-            expected[:, 0] - constant,
-            expected[:, 1] + constant,
-            accepted,
-            drawn,
-            served_p.gather(-1, proposed[:, None])[:, 0],
-            agreement,
-            served_p.sum(-1),
-        ],
-        dim=-1,
-    )
+def all_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampler, vocabulary: int) -> Tensor:
+    """`position_metrics`, on a CPU in pieces that its cache holds."""
+    rows = max(1, CACHED // vocabulary) if target_logits.device.type == "cpu" else max(1, len(target_logits))
+    pieces = zip(target_logits.split(rows), draft_logits.split(rows), strict=True)
+    return torch.cat([position_metrics(p, q, sampler, vocabulary) for p, q in pieces])
 
 
 # ── Sums by document ──
@@ -274,9 +211,9 @@ def block_values(
                 for rows in here.nonzero()[:, 0].split(max(1, HELD // vocabulary)):
                     lengths = (positions[block, rows] + 1).tolist()
                     p, q = expected(block, rows), got(block, rows)
-                    check = partial(_require_finite, ((target, p), (draft.model, q)), lengths)
-                    values = all_metrics(p, q.to(p.device), sampler, vocabulary, check)
-                    del p, q, check  # before the next are made
+                    _require_finite(((target, p), (draft.model, q)), lengths)
+                    values = all_metrics(p, q.to(p.device), sampler, vocabulary)
+                    del p, q  # before the next are made
                     yield name, number, values, values, 0
 
 

@@ -88,6 +88,7 @@ class Measurement(PairMeasured):
     drafted. `sampler` is None for greedy.
     `identical`, `excused` and `different` count texts against the plain greedy run; None where texts are sampled.
     `lossy` is the reason why the text does not follow the target's distribution, None where it does.
+    `predicted` is the speedup expected from the costs of steps and the conditional acceptance.
     `repeated` is the share of the tokens that end three tokens which stood before in the prompt or the text: lookups
     profit from these, and a degenerate text is full of them. `prompt_seconds` are the mean seconds until the first
     token. `stopped`: after so many prompts it was clearly slower than the fastest, and took no more; figures are over
@@ -106,6 +107,7 @@ class Measurement(PairMeasured):
     speedup: Figure
     speedup_low: Figure
     speedup_high: Figure
+    predicted: float | None
     identical: int | None
     excused: int | None
     different: int | None

@@ -36,6 +36,7 @@ def measurement_table(rows: Sequence[Measurement], command: str, best: Iterable[
         "tokens per round": lambda one: one.tokens_per_round,
         "acceptance rate": lambda one: Cell(one.acceptance, "%"),
         "speedup": lambda one: Cell(1.0 if one.is_plain else speedup_of(one), "×"),
+        "predicted": lambda one: Cell(one.predicted, "×"),
         "same text": lambda one: Cell(one.same_text, bad=bool(one.different)),
         "distribution": lambda one: Cell(one.distribution, bad=one.lossy is not None),
     }
@@ -151,6 +152,8 @@ def speedup_blocks(report: SpeedupReport) -> list[Block]:
         *([turn_table(report)] if report.in_turns else []),
         measurement_table(report.measurements, report.command, report.best),
     ]
+    if any(row.length and row.predicted is not None for row in report.measurements):
+        blocks.append("Predicted, for fixed lengths: from costs and conditional acceptance (docs/decoding.md).")
     blocks.append(explanations(report))
     for part in report.parts:
         if len(report.parts) > 1:

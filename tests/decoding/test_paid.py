@@ -13,6 +13,7 @@ import pytest
 import torch
 from scipy.optimize import isotonic_regression
 from table_model import TableModel
+from test_configurations import settings_with
 from toys import speculative
 
 from distill.decoding.configured import Fitted, make_drafter
@@ -24,7 +25,9 @@ from distill.decoding.round_costs import RoundCostMeter, measure_costs
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.trees import TreeDrafter
 from distill.decoding.worth import ExpectedValue, Worth
+from distill.engines.model import Watch
 from distill.errors import DataError
+from distill.measuring.compare import predicted_speedup, prepare_all, time_steps, time_texts, totals
 from distill.recipe import Configuration
 
 CLOCKED = [f"decoding.{name}" for name in ("round_costs", "costs", "decode", "drafters")]
@@ -79,6 +82,23 @@ def test_the_prediction_is_what_a_request_takes(pair: tuple[Any, Any], length: i
     reached = [[one for one in rounds if one.accepted >= position] for position in range(length + 1)]
     accepted = [len(after) / len(before) for before, after in itertools.pairwise(reached)]
     assert meter.costs().predicted_speedup(length, accepted, len(prompt), new) == pytest.approx(measured, rel=0.02)
+
+
+def test_fixed_lengths_are_predicted_by_steps_and_acceptance(pair: tuple[Any, Any]) -> None:
+    """What is no chain of the sweep of lengths is not predicted."""
+    watch = Watch()
+    target, draft = watch.models(*pair)
+    lookup = Configuration(drafter="lookup", length=3)
+    settings = settings_with([Configuration(rule="p_min", length=3), lookup], [3])
+    prepared = prepare_all(settings, target, draft, (), Fitted())
+    prompts = [[2, 4, 6, 1, 3, 5], [1, 2, 3, 4, 5, 6], [3, 3, 3, 1, 1, 2]]
+    time_texts(target, draft, prompts, 300, prepared, "prompts", watch)
+    assert all(step.depth >= 6 for text in prepared[0].texts for step in text.target)
+    steps = time_steps(prepared, *pair, 3)
+    assert steps.target[4] == pytest.approx(14.5) and steps.draft[1] == pytest.approx(2)
+    plainly, drafted = (totals(one.texts)[1].sum() for one in prepared[:2])
+    found = [predicted_speedup(one, steps) for one in prepared]
+    assert found == [None, pytest.approx(plainly / drafted, rel=0.02), None, None]
 
 
 def test_acceptance_is_counted_where_a_position_was_reached() -> None:

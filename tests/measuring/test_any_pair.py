@@ -113,7 +113,7 @@ def measured(
     drafter = configuration.drafter if configuration.drafts else None
     return Measurement(
         *("p", "b", *names([configuration]), None, drafter, None, None, 8.0, 8.0, None, acceptance),
-        *(speedup, low, speedup + (speedup - low), 1, 0, 0, None, 0.0),
+        *(speedup, low, speedup + (speedup - low), None, 1, 0, 0, None, 0.0),
         *(0.018 if drafter else 0.010, rounds),
     )
 
@@ -407,6 +407,10 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
     assert ("PyTorch's settings" in text) == bool(engine)
     assert found.pytorch == ("static cache, draft on cpu" if engine else "")
     assert not list(tmp_path.glob("runs")) and found.calibration == ""
+    # Fixed lengths are predicted in both caches.
+    assert [row.predicted is not None for row in found.measurements] == [False, True, True, False]
+    assert all((row.predicted or 1) > 0 for row in found.measurements)
+    assert "Predicted, for fixed lengths" in text
 
 
 @tiny.needs_llama
@@ -420,7 +424,7 @@ def test_a_pair_of_gguf_files(place: Path, capsys: Capture) -> None:
     (found,) = report["parts"]
     assert report["gguf"] == "target: cache-type-k f32; draft: flash-attn on"
     row = found["measurements"][1]
-    assert row["backend"] == "gguf" and row["different"] == 0 and row["tokens_per_round"] >= 1
+    assert row["backend"] == "gguf" and row["different"] == 0 and row["tokens_per_round"] >= 1 and row["predicted"] > 0
 
 
 def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Capture) -> None:
