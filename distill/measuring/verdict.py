@@ -7,6 +7,7 @@ import math
 import shlex
 
 from distill.engines.server_commands import serving
+from distill.files import is_gguf
 from distill.measuring.speedup_results import (
     Measurement,
     PairMeasured,
@@ -89,15 +90,19 @@ def next_steps(report: SpeedupReport) -> str:
     fixed = [one for one in report.rivals if one.key == best.key and one.length]
     length = best.length or max(fixed, key=lambda one: one.speedup, default=best).length or FALLBACK_LENGTH
     asks = best.drafter not in (None, *WITHOUT) and part.draft is not None
-    words = ["distill", "generate", "def fib(n):", part.target, *([part.draft or ""] if asks else [])]
+    words = [part.target, *([part.draft or ""] if asks else [])]
     words += ["--table", report.table] if best.drafter == "table" and report.table else []
     words += ["--llama", "library=ik"] if best.backend.startswith("ik") else []
+    in_bits = best.backend == "pytorch" and is_gguf(part.target)
+    words += ["--pytorch", "target_weights=file"] if in_bits else []
     given = [
         f"{name}={value}" for name, value in best.settings.items() if name not in ("verifier", "sampler", "widths")
     ]
+    words += ["-C", ",".join(given)]
     served = serving(best.backend, best.drafter, part.target, part.draft, length, report.table)
-    tried = shlex.join([*words, "-C", ",".join(given)])
-    return f"# serve it\n{served}\n# try it\n{tried}"
+    if in_bits:  # no other server decodes so
+        served = shlex.join(["distill", "serve", *words])
+    return f"# serve it\n{served}\n# try it\n{shlex.join(['distill', 'generate', 'def fib(n):', *words])}"
 
 
 # ── Why a pair is faster than plain decoding, or not ──

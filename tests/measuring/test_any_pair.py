@@ -191,6 +191,12 @@ def test_one_sentence_says_what_to_use() -> None:
         "llama-server -m 'big it.gguf' --spec-type ngram-mod",
         "distill generate 'def fib(n):' 'big it.gguf' -C drafter=lookup,rule=expected-value,length=8",
     ]
+    # A GGUF file in PyTorch decodes in the file's own bits, which no other server does.
+    options = "'big it.gguf' --pytorch target_weights=file -C drafter=lookup,rule=expected-value,length=8"
+    assert next_steps(asked(part("pytorch", 70, 1.5))).splitlines()[1::2] == [
+        f"distill serve {options}",
+        f"distill generate 'def fib(n):' {options}",
+    ]
     best = asked(part("gguf", 65, 1.2, 1.5))
     assert verdict(best).startswith("Use the draft (draft 4) in llama.cpp: 97.5") and "Without the draft it" in verdict(
         best
