@@ -22,11 +22,11 @@ ENDING = 1.3  # how far the end's logit stands above what its weights give: a te
 RARE = -3.0  # the same of special tokens and of bytes that are no ASCII text
 
 
-def build_instruct(folder: Path, change: Callable[[Any, Any], object] | None = None) -> None:
+def build_instruct(folder: Path, change: Callable[[Any, Any], object] | None = None, layers: int = 3) -> None:
     """plain/ (the tokenizer without template) and target/ (with one), whose model and tokenizer `change` changes."""
     from transformers import AutoModelForCausalLM
 
-    tiny.build_model(folder / "plain")
+    tiny.build_model(folder / "plain", layers)
     tokenizer = chat_templates.dress(load_tokenizer(str(folder / "plain")), "qwen-3")
     model = AutoModelForCausalLM.from_pretrained(folder / "plain")
     model.resize_token_embeddings(len(tokenizer))

@@ -8,11 +8,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import question_worlds
 import tiny
 import yaml
 from typer.main import get_command
 
 from distill.cli.app import app
+from distill.gguf.writer import export_gguf
 from distill.measuring.speedup_results import Measurement, SpeedupPart, SpeedupReport
 from distill.recipe import parse_recipe
 
@@ -52,6 +54,21 @@ def test_recipes_parse(path: Path) -> None:
     for block in blocks(path, "yaml"):
         found = yaml.safe_load(block)
         assert parse_recipe({**SMALLEST, **found}, path.name)
+
+
+@tiny.needs_llama
+@pytest.mark.usefixtures("one_thread")
+def test_the_recipe_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
+    """At most ten lines, with a small chat model's file in its place, and fewer texts and steps."""
+    (recipe,) = blocks(DOCUMENTS[0], "yaml")
+    assert recipe.count("\n") <= 10
+    question_worlds.build_instruct(tmp_path, question_worlds.biased, layers=5)
+    export_gguf(tmp_path / "target", tmp_path / "my-model-q4_k_m.gguf", "q8_0")
+    (tmp_path / "my-draft.yaml").write_text(recipe, encoding="utf-8")
+    small = ("corpus.sources.0.questions=60", "corpus.validation=0.25", "corpus.test=0.25")
+    fewer = ("answers.new_tokens=16", "train.steps=2", "eval.prompts=4", "speedup.prompts=3", "speedup.new_tokens=8")
+    assert tiny.call("train", tmp_path / "my-draft.yaml", "--runs", tmp_path, "threads=1", *small, *fewer) == 0
+    assert (tmp_path / "my-draft" / "report.html").exists()
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
