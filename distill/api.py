@@ -211,13 +211,13 @@ def measure_speedup(
         raise RecipeError(f"`{drawn.described}` is sampled", "give a sampler (--sampler temperature=1)")
     for line in check_configurations(speedup, sampler, "the options"):
         warn(line)
-    big, small = pair_references(
-        _reference(target), None if draft is None else _reference(draft), every, pytorch.in_bits
-    )
+    own, other = _reference(target), None if draft is None else _reference(draft)
+    place, pytorch = loaded.settled_decoding(settled_target(own, dtype, device), other, pytorch, device)
+    big, small = pair_references(own, other, every, pytorch.in_bits)
     if table is None and any(one.counts_ngrams for one in every):
         note("no table of n-grams (--table): drafter table knows those of the text so far alone")
     settings = PairSettings(
-        target=loaded.decoded_target(settled_target(big, dtype, device), pytorch),
+        target=place.model_copy(update={"model": big}),
         draft=small,
         speedup=speedup,
         sampler=sampler,

@@ -169,13 +169,14 @@ def _opening(
     models = shared.models_of(words, runs)
     given = shared.keys_of(Configuration, configuration, "--configuration")
     chosen = _configuration(given, drawn)
+    from distill.engines.loaded import settled_decoding
     from distill.gguf.importing import one_engine
 
     own, device, asked, found = PyTorch(), "auto", Chat(), None
     if models:
-        in_bits = shared.pytorch_of(pytorch, own, ()).in_bits
-        big, small = _standalone_pair(models, chosen, in_bits)
-        place = Target(model=big)
+        decoding = shared.pytorch_of(pytorch, own, models)
+        place, decoding = settled_decoding(Target(model=models[0]), next(iter(models[1:]), None), decoding)
+        big, small = _standalone_pair(models, chosen, decoding.in_bits)
     else:
         recipe, found = shared.find_run(words[0] if words else None, runs)
         shared.require_draft(found)
@@ -183,13 +184,13 @@ def _opening(
         if not given.keys() & {"drafter", "rule", "widths", "length"} and (length := _fastest(found)) is not None:
             chosen = _configuration(given | {"length": length}, drawn)
         device, threads, own, asked = recipe.device, threads or recipe.threads, recipe.pytorch, recipe.chat
-        in_bits = shared.pytorch_of(pytorch, own, ()).in_bits
-        big, small = one_engine(recipe.target.model, str(found.path("draft").resolve()), in_bits)
-        place = recipe.target.model_copy(update={"model": big})
+        draft = str(found.path("draft").resolve())
+        place, decoding = settled_decoding(recipe.target, draft, shared.pytorch_of(pytorch, own, ()), device)
+        big, small = one_engine(recipe.target.model, draft, decoding.in_bits)
     if chosen.counts_ngrams:
         table = shared.place_of_table(table, found)
     loaded = [big, small] if chosen.asks_the_draft else [big]
-    gguf, decoding = shared.gguf_of(loaded, llama, llama_draft), shared.pytorch_of(pytorch, own, loaded)
+    gguf, place = shared.gguf_of(loaded, llama, llama_draft), place.model_copy(update={"model": big})
     shared.prepare(threads)
     from distill.measuring.stream import Opening, Request
     from distill.sampler import Sampler

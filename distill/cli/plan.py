@@ -114,10 +114,11 @@ def measured_curve(
     import torch
 
     from distill.devices import pick_device
-    from distill.engines.loaded import decoded_target, load_big, torch_decoder
+    from distill.engines.loaded import load_big, settled_decoding, torch_decoder
 
     torch.set_num_threads(thread_count(threads))
-    place = decoded_target(place.model_copy(update={"model": shared.local_reference(model)}), pytorch)
+    place = place.model_copy(update={"model": shared.local_reference(model)})
+    place, pytorch = settled_decoding(place, None, pytorch)
     loaded = load_big(place, pick_device("auto"), pytorch)
     decoder = torch_decoder(loaded, None, pytorch, room)
     title = model + pytorch.suffix + ("" if place.dtype == "float32" else f", {place.dtype}")

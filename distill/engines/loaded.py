@@ -8,6 +8,7 @@ cache, H heads of keys and values, D their width, V vocabulary.
 from __future__ import annotations
 
 import contextlib
+import math
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -43,24 +44,25 @@ from distill.engines.torch.model import (
     send,
     state_refusal,
 )
-from distill.engines.torch.packed import NoKernel, load_packed
+from distill.engines.torch.packed import BITS, NoKernel, kernel, load_packed
 from distill.engines.torch.products import Bits, prepacked, rounded
 from distill.engines.torch.static import SlotCache, StaticTorchModel, refusal
 from distill.errors import DataError, RecipeError
 from distill.files import cache_folder, digest, digests_of, file_digests, is_gguf, read_result, remember
 from distill.gguf.families import FAMILIES
-from distill.gguf.head import open_head
+from distill.gguf.head import open_head, type_name
 from distill.gguf.importing import one_engine
 from distill.gguf.library import GgufFile, require_possible
 from distill.gguf.writer import export_gguf, own_file
 from distill.machine import machine, thread_count, version_of
-from distill.progress import warn
+from distill.progress import warn, warn_once
 from distill.recipe import Gguf, GgufOptions, PyTorch, Recipe, Target
 from distill.vocabulary.files import with_opening
 from distill.vocabulary.vocabulary import Vocabulary
 
 GROWING = PyTorch()  # a cache that grows, as transformers makes it
 BATCH = 512  # tokens that llama.cpp takes at once
+MOST_BITS = 0.9  # of a file's weights: with fewer, what is held in bfloat16 takes most of a step
 
 
 @dataclass(frozen=True)
@@ -153,11 +155,11 @@ def load_pair(
     `threads` CPU threads where those name none. Raises RecipeError for options that are not possible, DataError for a
     model that cannot be loaded, or cannot decode as asked.
     """
+    target, pytorch = settled_decoding(target, draft, pytorch, device)
     _require_files(target, draft, pytorch)
     if draft is not None:
         big_reference, draft = one_engine(target.model, draft, pytorch.in_bits)
         target = target.model_copy(update={"model": big_reference})
-    target = decoded_target(target, pytorch)
     if is_gguf(target.model) and not pytorch.in_bits:
         if pytorch != GROWING:
             raise RecipeError(
@@ -180,9 +182,41 @@ def load_pair(
     return replace(pair, options=options | {"draft_weights": pair.pytorch.draft_weights})
 
 
-def decoded_target(target: Target, pytorch: PyTorch) -> Target:
-    """The target in the type in which it decodes: bfloat16 with the bits of its file."""
-    return target.model_copy(update={"dtype": "bfloat16"}) if pytorch.target_weights == "file" else target
+def settled_decoding(
+    target: Target, draft: str | None, pytorch: PyTorch, device: str = "auto"
+) -> tuple[Target, PyTorch]:
+    """The target in the type in which it decodes, bfloat16 with the bits of its file, and the settings with what
+    `target_weights: auto` stands for, which stderr says.
+
+    A file of which the other settings ask PyTorch is decoded in its bits where this CPU has kernels for most of its
+    weights: a step takes as long as they take to arrive. Other models keep `auto`, which then means nothing.
+    """
+    asked = draft is not None and (not is_gguf(draft) or pytorch.draft_weights == "file")
+    if pytorch.target_weights == "auto" and is_gguf(target.model) and asked:
+        head = open_head(Path(target.model))
+        sizes = {name: math.prod(shape) for name, shape in head.shapes.items() if len(shape) > 1}
+        if (total := sum(sizes.values())) >= LEAST:
+            packed = sum(size for name, size in sizes.items() if type_name(head.kinds[name]).upper() in BITS)
+            reason = _no_bits(target, pytorch, device, packed / total)
+            held = f"{target.dtype}: {reason}" if reason else f"its own bits ({packed / total:.0%} have a kernel)"
+            warn_once(f"target_weights auto: {target.model} decodes in {held}")
+            pytorch = pytorch.model_copy(update={} if reason else {"target_weights": "file"})
+    return target.model_copy(update={"dtype": "bfloat16"}) if pytorch.target_weights == "file" else target, pytorch
+
+
+def _no_bits(target: Target, pytorch: PyTorch, device: str, share: float) -> str:
+    """Why a file is not decoded in its own bits by itself; empty where it is."""
+    if target.quantise or target.shard or pytorch.compile:
+        return "quantise, shard and compile take no file's bits"
+    if share < MOST_BITS:
+        return f"{share:.0%} of its weights have a kernel for their bits"
+    if (place := pick_device(device)).type != "cpu":
+        return f"its bits have a kernel for a CPU, and this is {place}"
+    try:
+        kernel()
+    except NoKernel as error:
+        return error.what
+    return ""
 
 
 def _require_files(target: Target, draft: str | None, pytorch: PyTorch) -> None:

@@ -13,7 +13,7 @@ from distill.decoding.configured import check_configurations
 from distill.decoding.other_vocabulary import read_with
 from distill.decoding.round_costs import PROMPTS
 from distill.engines.llama_cpp.model import MOST_LEAVES
-from distill.engines.loaded import LoadedPair, context_of, decoded_target, load_pair
+from distill.engines.loaded import LoadedPair, context_of, load_pair, settled_decoding
 from distill.engines.torch.hugging_face import end_ids, load_tokenizer
 from distill.errors import RecipeError
 from distill.files import read_result, write_result, write_text
@@ -145,11 +145,12 @@ def _read_own(recipe: Recipe, run: Run, backend: str, prompts: list[list[int]]) 
 def _settings(recipe: Recipe, run: Run, backend: str) -> PairSettings:
     """The run's target and trained draft, and how they are measured."""
     counts, draft = recipe.speedup, str(run.path("draft"))
-    target = decoded_target(recipe.target, recipe.pytorch)
-    options = Gguf()
+    pytorch, options = recipe.pytorch, Gguf()
     if backend in counts.files:
         target = Target(model=str(_file_of_target(recipe, run, backend)))
         draft, options = str(run.path("gguf", f"draft-{counts.files[backend]}.gguf")), recipe.gguf_pair(backend)
+    else:
+        target, pytorch = settled_decoding(recipe.target, draft, pytorch, recipe.device)
     return PairSettings(
         target=target,
         draft=draft,
@@ -158,7 +159,7 @@ def _settings(recipe: Recipe, run: Run, backend: str) -> PairSettings:
         seed=recipe.seed,
         device=recipe.device,
         gguf=options,
-        pytorch=recipe.pytorch,
+        pytorch=pytorch,
     )
 
 

@@ -243,9 +243,10 @@ class PyTorch(Section):
         "graphs on CUDA",
     )
     draft_device: str | None = Field(None, description="the draft's device; null: the target's")
-    target_weights: Literal["file"] | None = Field(
-        None,
-        description="file: a GGUF target decodes in its own bits ([decoding](decoding.md#on-a-cpu))",
+    target_weights: Literal["auto", "file"] | None = Field(
+        "auto",
+        description="file: a GGUF target decodes in PyTorch, in its own bits ([decoding](decoding.md#on-a-cpu)); auto: "
+        "where PyTorch decodes it anyway, and this CPU can; null: `dtype`",
     )
     draft_weights: Literal["auto", "file", "int8", "int4"] | None = Field(
         "auto",

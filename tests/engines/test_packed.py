@@ -12,13 +12,15 @@ import torch
 from toys import save_toy, speculative, toy, toy_tokenizer
 
 from distill.decoding.decode import plain
-from distill.engines.loaded import BatchedTorchModel, growing_decoder, load_pair
+from distill.engines import loaded
+from distill.engines.loaded import BatchedTorchModel, growing_decoder, load_pair, settled_decoding
 from distill.engines.torch import packed, products
 from distill.engines.torch.hugging_face import load_model
 from distill.engines.torch.packed import KINDS, FileEmbedding, PackedLinear, PackedWeight, kernel, load_packed
 from distill.errors import DataError, RecipeError
 from distill.gguf.importing import FileTensor
 from distill.gguf.writer import export_gguf
+from distill.progress import warn_once
 from distill.recipe import PyTorch, Target
 from distill.recipe.target import parse_section
 
@@ -172,6 +174,46 @@ def test_without_a_kernel_it_is_bfloat16(
         with load_pair(Target(model=place), pytorch=PyTorch(target_weights="file")) as pair:
             assert torch.equal(pair.target.extend([3, 1, 4]).full(), expected)
         assert f"decoded in bfloat16, not in its own bits: {reason}" in capsys.readouterr().err
+    kernel.cache_clear()
+
+
+@needs_kernel
+def test_auto_takes_the_bits_of_files_that_pytorch_decodes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where most weights have a kernel here; files that llama.cpp decodes, and small ones, are decoded as before."""
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    place, folder = str(saved(tmp_path, "qwen2")), str(tmp_path / "qwen2")
+
+    def said() -> str:
+        warn_once.cache_clear()
+        return capsys.readouterr().err
+
+    small, plainest = Target(model=place), PyTorch(draft_weights=None)
+    big = Target(model=str(export_gguf(tmp_path / "qwen2", tmp_path / "f16.gguf", "f16").path))
+    said()
+    assert settled_decoding(small, folder, plainest) == (small, plainest) and not said()
+    monkeypatch.setattr(loaded, "LEAST", 1)
+    for draft in (None, place):
+        assert settled_decoding(small, draft, plainest) == (small, plainest) and not said()
+    expected = small.model_copy(update={"dtype": "bfloat16"}), plainest.model_copy(update={"target_weights": "file"})
+    assert settled_decoding(small, folder, plainest) == expected and "its own bits (100% have a kernel)" in said()
+    assert settled_decoding(small, place, PyTorch(draft_weights="file"))[1].target_weights == "file"
+    for target, settings, reason in (
+        (big, plainest, "float32: 0% of its weights have a kernel"),
+        (small, PyTorch(static=True, compile=True), "float32: quantise, shard and compile"),
+        (small.model_copy(update={"quantise": "int4"}), plainest, "float32: quantise, shard and compile"),
+    ):
+        said()
+        assert settled_decoding(target, folder, settings) == (target, settings) and reason in said()
+    with load_pair(small, folder, pytorch=plainest) as pair:
+        assert pair.pytorch.suffix == ", target in its file's bits" and pair.options["target_weights"] == "file"
+    said()
+    kernel.cache_clear()
+    monkeypatch.setattr(packed, "cpu_features", lambda: {"avx2"})
+    with load_pair(small, folder, pytorch=plainest) as pair:
+        assert pair.backend == "pytorch" and not pair.pytorch.suffix and pair.target.model.dtype == torch.float32
+    assert "decodes in float32: this processor has no avx512bw" in said()
     kernel.cache_clear()
 
 
