@@ -289,7 +289,7 @@ def _reference(model: str | Path) -> str:
 def _html(report: SpeedupReport | EvaluationReport) -> str:
     if isinstance(report, SpeedupReport):
         return section([report.verdict, Plot(partial(speeds, report), ""), *speedup_blocks(report)])
-    drawn = [Plot(partial(acceptance_by_position, report), "")] if report.positions else []
+    drawn = [Plot(partial(acceptance_by_position, report.by_position), "")] if report.positions else []
     return section([*drawn, *evaluation_blocks(report)])
 
 

@@ -23,7 +23,9 @@ from distill.decoding.decode import Decoded, Round, room_for
 from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.rules import Rules
 from distill.engines.model import Model, Step, Watch
+from distill.measuring.evaluation_results import ByText
 from distill.measuring.identity import Identity, Rounding, judged
+from distill.measuring.measure import judged_positions, positions_by_text
 from distill.measuring.speedup_results import (
     GroupFigures,
     Measurement,
@@ -271,7 +273,15 @@ def measurement(
         rounds=round_figures(one, steps, synchronous),
         by_class=by_class(one, classes),
         stopped=len(one.texts) if len(one.texts) < len(prompts) else None,
+        positions=_positions(one, prompts) if configuration.drafter == "draft" else {},
     )
+
+
+def _positions(one: TimedConfiguration, prompts: Sequence[Sequence[int]]) -> ByText:
+    """Conditional acceptance by drafted position, of new and of repeated text."""
+    texts = [(prompts[text.prompt], text.decoded.tokens) for text in one.texts]
+    judged = judged_positions([text.decoded.rounds for text in one.texts], texts)
+    return positions_by_text(judged, max((r.drafted for r in one.rounds), default=0))
 
 
 def prompt_seconds(one: TimedConfiguration) -> float:

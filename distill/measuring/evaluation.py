@@ -54,9 +54,12 @@ from distill.measuring.measure import (
     METRICS,
     Measured,
     SlicedValues,
+    Text,
     Values,
     block_values,
+    judged_positions,
     position_acceptance,
+    positions_by_text,
     record_rounds,
     sum_by_document,
     text_values,
@@ -122,10 +125,10 @@ def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> Eval
             measured["files"] = sum_by_document(_values(pairs, opened.given, options.sampler, size, "files"))
     if opened.decoded and (options.sampler != GREEDY or not texts):
         texts = write_texts(first.target, ids, options.settings.new_tokens, Rules(ends=first.ends), size)
+    written = [*zip(ids, texts, strict=False)]  # none where nothing is asked for
     for name in opened.decoded:
-        written, length = [*zip(ids, texts, strict=True)], options.settings.length
-        rounds[name] = record_rounds(pairs[name].draft, written, first.ends, length=length)
-    return as_report(measured, rounds, options, len(ids), opened.classes, sliced=sliced)
+        rounds[name] = record_rounds(pairs[name].draft, written, first.ends, length=options.settings.length)
+    return as_report(measured, rounds, options, len(ids), opened.classes, sliced=sliced, texts=written)
 
 
 def _values(pairs: Mapping[str, LoadedPair], blocks: Packed, sampler: Sampler, size: int, domain: str) -> Any:
@@ -149,20 +152,24 @@ def as_report(
     classes: Sequence[str] = (),
     stored: StoredMeasures | None = None,
     sliced: SlicedValues | None = None,
+    texts: Sequence[Text] = (),
 ) -> EvaluationReport:
     """The report of what was measured of each draft in each domain, and of the rounds of each draft.
 
     `classes` names that of each document of domain `answers`, which are the `prompts` of `decoded`; none, where they
-    are not distinguished. `sliced` has seen the values of domain `answers`.
+    are not distinguished. `sliced` has seen the values of domain `answers`; `texts` are those of the rounds.
     """
+    length = options.settings.length
+    judged = {name: judged_positions(found, texts) for name, found in rounds.items()}
     report = EvaluationReport(
         command=options.command,
         sampler=options.sampler.describe(),
-        length=options.settings.length,
+        length=length,
         domains={
             domain: {name: own.divergences() for name, own in drafts.items()} for domain, drafts in measured.items()
         },
-        positions={name: position_acceptance(own, options.settings.length) for name, own in rounds.items()},
+        positions={name: position_acceptance(own, length) for name, own in judged.items()},
+        positions_by_text={name: positions_by_text(own, length) for name, own in judged.items()},
         tokens_per_round={name: tokens_per_round(own) for name, own in rounds.items()},
         stored=stored,
     )

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-from distill.data.repetition import REPEATED
+from distill.data.repetition import NEW, REPEATED, SEEN
 from distill.files import Figure
 from distill.tables import Block, Cell, Columns, Interval, Row, Table, counted, table_of
 
@@ -73,6 +73,9 @@ class PositionAcceptance:
     drafted: int
     accepted: int
     rate: Interval
+
+
+ByText = dict[str, list[PositionAcceptance]]  # of new and of repeated text
 
 
 @dataclass(frozen=True)
@@ -156,7 +159,7 @@ class EvaluationReport:
     `groups` has none where all prompts and positions are alike. `stored` where the target was not loaded; `sampler` is
     then that of the stored distributions. `differences` are of each draft's
     acceptance probability on `answers` to the first draft's, by prompt. `agreement` is, by draft, the top-1 agreement
-    on the target's new and on its repeated text.
+    on the target's new and on its repeated text; `positions_by_text` are the positions in each.
     """
 
     command: str
@@ -169,11 +172,17 @@ class EvaluationReport:
     groups: list[Group] = field(default_factory=list)
     differences: dict[str, Interval] = field(default_factory=dict)
     agreement: dict[str, dict[str, Interval]] = field(default_factory=dict)
+    positions_by_text: dict[str, ByText] = field(default_factory=dict)
     version: Literal[1] = 1
 
     def __post_init__(self) -> None:
         if not all(self.domains.values()):
             raise ValueError("a domain without drafts")
+
+    @property
+    def by_position(self) -> dict[str, ByText]:
+        """The positions of each draft, by kind of text where they were told apart."""
+        return {name: self.positions_by_text.get(name, {"": found}) for name, found in self.positions.items()}
 
     @property
     def sampler_words(self) -> str:
@@ -263,14 +272,20 @@ def _groups(report: EvaluationReport) -> Table:
 
 def _positions(report: EvaluationReport) -> Table:
     """Conditional acceptance by drafted position."""
-    columns: Columns[tuple[str, PositionAcceptance]] = {
+    columns: Columns[tuple[str, PositionAcceptance, dict[str, Interval]]] = {
         "draft": lambda one: one[0],
         "position": lambda one: one[1].position,
         "reached": lambda one: one[1].drafted,
         "accepted": lambda one: one[1].accepted,
         "conditional acceptance": lambda one: Cell(one[1].rate, "%"),
+        "new text": lambda one: Cell(one[2].get(NEW), "%"),
+        "repeated text": lambda one: Cell(one[2].get(SEEN), "%"),
     }
-    rows = [(draft, one) for draft, positions in report.positions.items() for one in positions]
+    rows = [
+        (draft, one, {kind: of[at].rate for kind, of in report.positions_by_text.get(draft, {}).items()})
+        for draft, positions in report.positions.items()
+        for at, one in enumerate(positions)
+    ]
     note = f"Accepted ÷ reached; greedy, up to {report.length} drafted. A token after a rejected one is not reached."
     return table_of(rows, columns, report.command, "conditional acceptance by draft position", note)
 

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.data.packing import Packed, hidden_states, packed_logits, scored_documents
-from distill.data.repetition import repetition
+from distill.data.repetition import NEW, SEEN, repetition
 from distill.data.samples import Request
 from distill.decoding.batch import refill
 from distill.decoding.calibration import Recorded, Recorder
@@ -38,7 +38,7 @@ from distill.engines.model import Model
 from distill.engines.server_commands import DRAWN_AMONG
 from distill.engines.torch.model import model_name
 from distill.errors import DataError
-from distill.measuring.evaluation_results import MEASURES, SLICES, Divergences, Group, PositionAcceptance
+from distill.measuring.evaluation_results import MEASURES, SLICES, ByText, Divergences, Group, PositionAcceptance
 from distill.progress import Progress
 from distill.sampler import Sampler, place_of, require_finite
 from distill.tables import Interval, ratio_interval
@@ -316,19 +316,37 @@ def depth_label(place: int) -> str:
 
 # ── Decoded rounds ──
 
+Text = tuple[Sequence[int], list[int]]  # a prompt, and what the target wrote after it
 
-def position_acceptance(rounds: Sequence[Sequence[Round | Recorded]], length: int) -> list[PositionAcceptance]:
-    """Acceptance at each drafted position 1..γ, given that it was drafted and all positions before it were accepted.
+Judged = list[list[tuple[int, str, bool]]]  # by prompt: position, kind of text, whether the draft's token was accepted
 
-    `rounds` holds the rounds of each prompt; a position after a rejection was never reached and does not count.
-    """
+
+def judged_positions(rounds: Sequence[Sequence[Round | Recorded]], texts: Sequence[Text]) -> Judged:
+    """The positions 1..γ of each text's rounds that were drafted, and before which all were accepted; whether the
+    target's own token there repeats the text before it."""
+    found = Judged()
+    for own, (prompt, new) in zip(rounds, texts, strict=True):
+        kinds, here = iter(repetition([*prompt, *new])[len(prompt) + 1 :]), list[tuple[int, str, bool]]()
+        for one in own:
+            after = zip(range(1, one.accepted + 2), kinds, strict=False)
+            here += [(at, kind, at <= one.accepted) for at, kind in after if at <= one.drafted]
+        found.append(here)
+    return found
+
+
+def position_acceptance(judged: Judged, length: int, of: Collection[str] = (NEW, SEEN)) -> list[PositionAcceptance]:
+    """Acceptance at each drafted position 1..γ in text `of` these kinds."""
     table = []
     for position in range(1, length + 1):
-        reached = [sum(r.drafted >= position and r.accepted >= position - 1 for r in own) for own in rounds]
-        accepted = [sum(r.accepted >= position for r in own) for own in rounds]
-        rate = ratio_interval(accepted, reached)
-        table.append(PositionAcceptance(position, sum(reached), sum(accepted), rate))
+        here = [[hit for at, kind, hit in own if at == position and kind in of] for own in judged]
+        reached, accepted = [*map(len, here)], [*map(sum, here)]
+        table.append(PositionAcceptance(position, sum(reached), sum(accepted), ratio_interval(accepted, reached)))
     return table
+
+
+def positions_by_text(judged: Judged, length: int) -> ByText:
+    """`position_acceptance` of new and of repeated text."""
+    return {kind: position_acceptance(judged, length, {kind}) for kind in (NEW, SEEN)}
 
 
 def tokens_per_round(rounds: Sequence[Sequence[Round | Recorded]]) -> Interval:
@@ -363,7 +381,6 @@ def decode_rounds(
 
 ROWS = 16  # texts that are written at once
 LENGTH = 8  # tokens drafted in every recorded round
-Text = tuple[Sequence[int], list[int]]  # a prompt, and what the target wrote after it
 
 
 def write_texts(

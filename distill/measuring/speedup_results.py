@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from distill.files import Figure
+from distill.measuring.evaluation_results import ByText
 from distill.recipe.measuring import MOST_KL
 from distill.tables import Interval, Value
 
@@ -92,7 +93,7 @@ class Measurement(PairMeasured):
     `repeated` is the share of the tokens that end three tokens which stood before in the prompt or the text: lookups
     profit from these, and a degenerate text is full of them. `prompt_seconds` are the mean seconds until the first
     token. `stopped`: after so many prompts it was clearly slower than the fastest, and took no more; figures are over
-    plain decoding of these.
+    plain decoding of these. `positions` has the conditional acceptance of a draft's chains by drafted position.
     """
 
     configuration: str
@@ -118,6 +119,7 @@ class Measurement(PairMeasured):
     by_class: list[GroupFigures] = field(default_factory=list)
     settings: dict[str, Any] = field(default_factory=dict)
     stopped: int | None = None
+    positions: ByText = field(default_factory=dict)
 
     @property
     def is_plain(self) -> bool:
@@ -170,6 +172,13 @@ class SpeedupPart(PairMeasured):
     def plain(self) -> Measurement:
         """Plain greedy decoding."""
         return self.measurements[0]
+
+    @property
+    def by_position(self) -> dict[str, ByText]:
+        """The positions of the longest greedy chain of a draft; empty where none was drafted."""
+        chains = [one for one in self.measurements if one.positions and one.sampler is None]
+        longest = sorted(chains, key=lambda one: one.length or 0)[-1:]
+        return {one.configuration: one.positions for one in longest}
 
 
 @dataclass(frozen=True)

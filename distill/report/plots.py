@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import io
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from html import escape
@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from distill.data.repetition import SEEN
 from distill.errors import DataError
 from distill.machine import install_extra
-from distill.measuring.evaluation_results import MEASURES, EvaluationReport
+from distill.measuring.evaluation_results import MEASURES, ByText
 from distill.measuring.speedup_results import SpeedupPart, SpeedupReport
 from distill.measuring.verdict import engine_of, leader
 from distill.tables import Interval, clean, known, ratio_interval, shown
@@ -126,17 +126,14 @@ def _rows(axes: Axes, label: str, ticks: dict[int, str]) -> None:
     axes.grid(visible=False, axis="y")
 
 
-def acceptance_by_position(evaluation: EvaluationReport) -> str:
-    """Conditional acceptance at each drafted position, and beside it acceptance on repeated and on new text."""
-    with _figure("plot-positions", "Acceptance by drafted position, and on repeated and new text") as (axes, done):
-        for index, (draft, rows) in enumerate(evaluation.positions.items()):
-            reached = [one for one in rows if one.drafted]
-            _measured(axes, index, draft, [one.position for one in reached], [one.rate for one in reached])
-            for group in evaluation.groups:
-                if group.of == "repetition" and draft in group.acceptance:
-                    style, mean = ("--" if group.label == SEEN else ":"), group.acceptance[draft].mean
-                    label = f"{draft}, {group.label} text"
-                    axes.axhline(mean, color=COLOURS[index % len(COLOURS)], linestyle=style, linewidth=1.4, label=label)
+def acceptance_by_position(drafts: Mapping[str, ByText]) -> str:
+    """Conditional acceptance at each drafted position of each draft, on new and on repeated text."""
+    with _figure("plot-positions", "Acceptance by drafted position, on new and repeated text") as (axes, done):
+        for index, (draft, kind) in enumerate((draft, kind) for draft, kinds in drafts.items() for kind in kinds):
+            reached = [one for one in drafts[draft][kind] if one.drafted]
+            found, label = [one.rate for one in reached], f"{draft}, {kind} text" if kind else draft
+            style = "--" if kind == SEEN else "-"
+            _measured(axes, index, label, [one.position for one in reached], found, linestyle=style)
         axes.set(xlabel="drafted position", ylabel="acceptance", ylim=(0, 1))
         _whole_ticks(axes)
     return done[0]

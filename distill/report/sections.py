@@ -6,10 +6,11 @@ import json
 from collections.abc import Sequence
 from functools import partial
 
+from distill.data.repetition import REPEATED
 from distill.data.samples import QuestionTexts
 from distill.engines.server_commands import LLAMA_SERVER, VLLM, llama_server, serving, sglang, transformers, vllm
 from distill.files import is_gguf
-from distill.measuring.evaluation_results import evaluation_blocks
+from distill.measuring.evaluation_results import ByText, evaluation_blocks
 from distill.measuring.speedup_tables import speedup_blocks
 from distill.measuring.verdict import FALLBACK_LENGTH, engine_of, leader, next_steps
 from distill.recipe.recipe import REASON
@@ -59,7 +60,7 @@ def _short(results: RunResults) -> list[Block]:
     measured, evaluation = results.speedup, results.evaluation
     warning = results.training.warning if results.training else None
     blocks: list[Block] = [f"{warning} What to do: {REMEDY}."] if warning else []
-    why: list[Block] = []
+    why, positions = list[Block](), dict[str, ByText]()
     if measured and measured.plain:
         part, again = leader(measured)[0], f"{next_steps(measured)}\n# measure it again\n{measured.command}"
         dashed = "Dashed: plain decoding in that engine; thin lines: 95 % intervals by prompt."
@@ -67,9 +68,12 @@ def _short(results: RunResults) -> list[Block]:
         speeds = Plot(partial(plots.speeds, measured), dashed)
         blocks += [measured.verdict, speeds, Code(placeless(again), "sh")]
         why.append(Plot(partial(plots.time_of_rounds, part), f"Where a round's time goes, {engine_of(part)}."))
-    if evaluation and evaluation.positions:
-        caption = "Acceptance by drafted position (greedy rounds), and on repeated and new text (as served)."
-        why.insert(0, Plot(partial(plots.acceptance_by_position, evaluation), caption))
+        positions = part.by_position
+    if positions := evaluation.by_position if evaluation and evaluation.positions else positions:
+        caption = (
+            f"Acceptance by drafted position, greedy rounds. Repeated: tokens that end {REPEATED} which stood before."
+        )
+        why.insert(0, Plot(partial(plots.acceptance_by_position, positions), caption))
     missing = [results.absence(name) for name, one in (("speedup", measured), ("eval", evaluation)) if not one]
     agreement = evaluation.agreement_words if evaluation else []
     return [*blocks, *missing, *why, *agreement, _draft(results)]

@@ -6,6 +6,7 @@ import math
 import random
 from collections import Counter
 from functools import partial
+from itertools import accumulate
 from typing import Any
 
 import numpy
@@ -242,6 +243,14 @@ def test_every_configuration_decodes_every_prompt() -> None:
     for t in (text for one in prepared for text in one.texts):
         room = min(9, 30 - len(prompts[t.prompt]))
         assert t.decoded.tokens == [(prompts[t.prompt][-1] + 1 + i) % 10 for i in range(room)] and t.seconds > 0
+        ends = accumulate((r.accepted + 1 for r in t.decoded.rounds), initial=len(prompts[t.prompt]))
+        assert [r.depth for r in t.decoded.rounds] == [*ends][:-1]  # by which positions are found in the text
+    four = measurement(prepared[2], None, NOT_TIMED, PAIR, prompts)
+    rounds = [r.drafted for r in prepared[2].rounds]
+    for position in range(4):  # all that is drafted is accepted
+        found = [four.positions[kind][position] for kind in ("new", "repeated")]
+        assert sum(one.accepted for one in found) == sum(drafted > position for drafted in rounds)
+    assert not measurement(prepared[0], None, NOT_TIMED, PAIR, prompts).positions
 
 
 def test_what_is_clearly_slower_is_stopped() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from dataclasses import astuple
 from types import SimpleNamespace
 
@@ -135,17 +136,33 @@ def rounds_of(*pairs: tuple[int, int]) -> list[Round]:
     )
 )
 def test_position_acceptance_by_walking_the_drafts(pairs: list[list[tuple[int, int]]]) -> None:
-    """A position counts where it was drafted and the one before it was accepted."""
-    walked = {i: [0, 0] for i in range(1, 7)}
-    for drafted, accepted in itertools.chain(*pairs):
-        for position in range(1, drafted + 1):
-            walked[position][0] += 1
-            if position > accepted:
-                break
-            walked[position][1] += 1
+    """A position counts where it was drafted and the one before it was accepted, by whether the target's token there
+    ends three tokens that stood before."""
+    draw, texts = random.Random(str(pairs)), []
+    walked = {kind: {i: [0, 0] for i in range(1, 7)} for kind in ("new", "repeated")}
+    for own in pairs:
+        first = [*draw.choices("ab", k=2), "c"]  # the prompt and the first new token
+        whole = first + draw.choices("ab", k=sum(accepted + 1 for _, accepted in own))
+        texts.append((whole[:2], whole[2:]))
+        at = 3
+        for drafted, accepted in own:
+            for position in range(1, drafted + 1):
+                here, before = whole[: at + position], "".join(whole[: at + position - 1])
+                counts = walked["repeated" if "".join(here[-3:]) in before else "new"][position]
+                counts[0] += 1
+                if position > accepted:
+                    break
+                counts[1] += 1
+            at += accepted + 1
     rounds = [rounds_of(*own) for own in pairs]
-    table = measure.position_acceptance(rounds, 6)
-    assert {r.position: [r.drafted, r.accepted] for r in table} == walked
+    judged = measure.judged_positions(rounds, texts)
+    for kind, found in measure.positions_by_text(judged, 6).items():
+        assert {r.position: [r.drafted, r.accepted] for r in found} == walked[kind]
+    table = measure.position_acceptance(judged, 6)
+    assert {r.position: [r.drafted, r.accepted] for r in table} == {
+        at: [one + other for one, other in zip(walked["new"][at], walked["repeated"][at], strict=True)]
+        for at in range(1, 7)
+    }
     for row in table:
         assert row.rate.mean == pytest.approx(row.accepted / row.drafted if row.drafted else math.nan, nan_ok=True)
         assert not row.drafted or row.rate.low <= row.rate.mean <= row.rate.high

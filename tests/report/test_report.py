@@ -164,6 +164,16 @@ def test_page_is_whole_fetches_nothing_and_changes_no_result(results: dict[str, 
     assert drawn == plots.speeds(whole.speedup) and 'aria-label="Tokens per second: draft 1 in PyTorch ' in drawn
     assert "currentColor" in drawn and plots.INK not in drawn and drawn.startswith("<svg ") and drawn.endswith("</svg>")
     assert checker.tags["h1"] == 1 and checker.tags["h2"] == 10 and checker.tags["summary"] >= 9
+    # Positions by kind of text where it was noted: of eval or, where it counted no rounds, of the longest chain.
+    assert whole.evaluation is not None and {*whole.evaluation.by_position["after"]} == {"new", "repeated"}
+    assert plots.acceptance_by_position(whole.evaluation.by_position).count("after, repeated text") == 1
+    older = replace(whole.evaluation, positions_by_text={})
+    assert "after, repeated" not in plots.acceptance_by_position(older.by_position)
+    counted_none = replace(whole, evaluation=replace(older, positions={}))
+    assert "draft 3, new text" in pages.build_page(counted_none)
+    for part in results["speedup"]["parts"]:
+        part["measurements"] = [one | {"positions": {}} for one in part["measurements"]]
+    assert checked(pages.build_page(replace(counted_none, speedup=as_results(results).speedup))).tags["svg"] == 4
 
 
 @pytest.mark.usefixtures("without_pictures")
