@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import functools
-import random
 from collections import Counter
-from collections.abc import Callable, Sized
+from collections.abc import Callable, Iterable, Sequence, Sized
 from pathlib import Path
 from typing import Any
 
@@ -44,7 +43,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     tokenizer = load_tokenizer(recipe.target.model)
     ends = sorted({tokenizer.eos_token_id, *stated_ends(recipe.target.model)} - {None})  # of a text, not of a turn
     sources = with_questions(recipe.corpus, run.path("questions"))
-    documents, dropped = read_documents(sources)
+    documents, dropped = read_documents(sources, folder=folder)
     to_ids = functools.partial(encode_text, tokenizer)
     chat = chat_prompts(recipe, tokenizer, documents)
     weights = weights_of(sources)
@@ -56,15 +55,14 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     }
     train = recipe.train
     counts = {
-        "train": recipe.answers.count(sum(document.split == "train" for document in documents)),
+        "train": recipe.answers.count(documents.counts()["train"]),
         "validation": train.acceptance.prompts if train.acceptance else 0,  # for the choice of weights
         "test": max(recipe.eval.prompts, recipe.speedup.prompts),
     }
     summary: dict[str, SplitTexts] = {}
     taken: set[bytes] = set()
     for split in reversed(SPLITS):  # what is measured first: train prompts equal to it are left out
-        own = [document for document in documents if document.split == split]
-        random.Random(recipe.seed).shuffle(own)
+        own = documents.shuffled(split, recipe.seed)
         around = opening_of(tokenizer), ends[:1]
         packed, total = pack_given(own, recipe.corpus.block, limits[split], to_ids, around, chat, dropped)
         # Intervals are by document, so the reported text numbers its documents across blocks.
@@ -91,7 +89,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     return [folder]
 
 
-def chat_prompts(recipe: Recipe, tokenizer: Any, documents: list[Document]) -> ChatPrompts | None:
+def chat_prompts(recipe: Recipe, tokenizer: Any, documents: Iterable[Document]) -> ChatPrompts | None:
     """The renderer of conversations as prompts; None where the documents hold none."""
     if all(document.messages is None for document in documents):
         return None
@@ -121,7 +119,7 @@ def _require_prompts(recipe: Recipe, split: Split, prompts: Sized, count: int) -
 
 
 def pack_given(
-    documents: list[Document],
+    documents: Sequence[Document],
     block: int,
     limit: int,
     encode: Callable[[str], list[int]],

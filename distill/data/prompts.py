@@ -13,6 +13,8 @@ from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
+import numpy
+
 from distill.data.chat_template import ChatTemplate
 from distill.data.record_files import holds_records
 from distill.data.records import CLOSING, LISTS, PROMPTS, THINKING
@@ -26,8 +28,6 @@ from distill.gguf.library import GgufFile
 from distill.gguf.tokenizer import chat_templates
 from distill.recipe import Chat, Corpus, Source
 from distill.vocabulary.files import opening_of
-
-Candidate = tuple[int, bytes, Document, int]  # number of the part, its rank by the seed, its document and offset
 
 CHARACTERS_PER_TOKEN = 8  # more than any prompt needs; it bounds the text that is encoded for a prompt
 
@@ -151,7 +151,7 @@ class ChatPrompts:
 
 
 def cut_prompts(
-    documents: list[Document],
+    documents: Sequence[Document],
     encode: Callable[[str], list[int]],
     count: int,
     tokens: int,
@@ -171,25 +171,23 @@ def cut_prompts(
     prompts already cover many documents. A later part starts at a line, at least `stride` characters after the last.
     With `weights`, sources take turns in these proportions as long as each has some left.
     """
-    candidates: list[Candidate] = []
-    for document in documents:
-        if document.messages is not None:
-            candidates.append((0, _rank(seed, document.name, 0), document, 0))
-            continue
-        offset, piece = 0, 0
-        while offset < len(document.text):
-            candidates.append((piece, _rank(seed, document.name, piece), document, offset))
-            line = document.text.find("\n", offset + stride)
-            if line < 0:
-                break
-            offset, piece = line + 1, piece + 1
-    candidates.sort(key=lambda candidate: candidate[:2])
+    # Of each candidate: the number of its part, its document's and its source's, and its offset; its rank by the seed.
+    candidates, ranks = array("q"), bytearray()
+    names: dict[str, int] = {}  # of the sources
+    for number, document in enumerate(documents):
+        source = names.setdefault(document.source, len(names))
+        for part, offset in enumerate(_beginnings(document, stride)):
+            candidates.extend((part, number, source, offset))
+            ranks += _rank(seed, document.name, part)
+    columns = numpy.asarray(candidates).reshape(-1, 4)
+    order = numpy.lexsort((*numpy.frombuffer(ranks, ">u8").reshape(-1, 4).T[::-1], columns[:, 0]))
     if weights is not None:
-        candidates = _mixed(candidates, weights)
+        order = _mixed(order, columns[order, 2], [weights[name] for name in names])
     found, taken = 0, set() if taken is None else taken
-    for _, _, document, offset in candidates:
+    for place in order:
         if found == count:
             break
+        document, offset = documents[int(columns[place, 1])], int(columns[place, 3])
         if document.messages is not None:
             prompt = chat.prompt(document) if chat is not None else None
         else:
@@ -208,16 +206,27 @@ def cut_prompts(
         yield prompt
 
 
-def _mixed(candidates: list[Candidate], weights: Mapping[str, float]) -> list[Candidate]:
-    """Candidates in an order in which each source has its share of every beginning; weight 0 leaves a source out."""
-    taken: Counter[str] = Counter()  # by source, in the order of their first candidates
-    turns = []
-    for candidate in candidates:
-        name = candidate[2].source
-        if weights[name] > 0:
-            taken[name] += 1
-            turns.append((taken[name] / weights[name], [*taken].index(name), candidate))
-    return [candidate for *_, candidate in sorted(turns, key=lambda turn: turn[:2])]
+def _beginnings(document: Document, stride: int) -> Iterator[int]:
+    """The offsets at which prompts may begin: of a conversation one, of a text its lines, `stride` or more apart."""
+    offset = 0
+    while offset < len(document.text) or (not offset and document.messages is not None):
+        yield offset
+        line = document.text.find("\n", offset + stride) if document.messages is None else -1
+        if line < 0:
+            break
+        offset = line + 1
+
+
+def _mixed(order: Any, sources: Any, weights: Sequence[float]) -> Any:
+    """Candidates [N], of these sources each, in an order in which each source has its share of every beginning, by its
+    weight; weight 0 leaves a source out."""
+    first, turns = numpy.zeros(len(order), int), numpy.zeros(len(order))
+    for source, weight in enumerate(weights):
+        own = numpy.flatnonzero(sources == source)
+        if weight > 0 and len(own):
+            first[own], turns[own] = own[0], numpy.arange(1, len(own) + 1) / weight
+    mixed = numpy.lexsort((first, turns))  # of equal turns that source goes first whose first candidate does
+    return order[mixed[turns[mixed] > 0]]
 
 
 # ── Prompts that a user gives for a pair ──

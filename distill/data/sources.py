@@ -4,10 +4,16 @@ from __future__ import annotations
 
 import glob
 import hashlib
+import pickle
+import random
 import re
 import sysconfig
+import tempfile
+import weakref
+from array import array
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import copy
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +21,7 @@ from typing import Any
 from distill.data.record_files import Record, holds_records, read_json_records, read_records
 from distill.data.records import Messages, count_fields, form_of, questions, read_conversation, unread_fields
 from distill.data.samples import SPLITS, Split
-from distill.errors import DataError
+from distill.errors import DataError, faults_explained
 from distill.files import has_halves, names_of, read_utf8
 from distill.recipe import Corpus, Source
 
@@ -49,6 +55,57 @@ class Document:
     def plain_text(self) -> str:
         """Its text without roles and templates."""
         return self.text if self.messages is None else "\n\n".join(one["content"] for one in self.messages)
+
+
+class Documents(Sequence[Document]):
+    """Documents in a file without a name in `folder`, gone when the process ends: some bytes of each are in memory.
+
+    Complete from `sealed` on, which comes before the first is read.
+    """
+
+    def __init__(self, folder: Path | None = None) -> None:
+        self._folder = folder or Path(tempfile.gettempdir())
+        with faults_explained(self._folder):
+            self._folder.mkdir(parents=True, exist_ok=True)
+            self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - closed with the last reference
+        weakref.finalize(self, self._file.close)
+        self._ends, self._splits, self._numbers = array("Q", [0]), bytearray(), array("Q")
+        self._of: Documents | None = None
+
+    def append(self, document: Document) -> None:
+        """One more, behind all others."""
+        with faults_explained(self._folder):
+            self._ends.append(self._ends[-1] + self._file.write(pickle.dumps(document)))
+        self._splits.append(SPLITS.index(document.split))
+        self._numbers.append(len(self._numbers))
+
+    def sealed(self) -> Documents:
+        """These, of which all are on disk."""
+        with faults_explained(self._folder):
+            self._file.flush()
+        return self
+
+    def __len__(self) -> int:
+        return len(self._numbers)
+
+    def __getitem__(self, index: Any) -> Any:
+        if isinstance(index, slice):
+            return [self[one] for one in range(len(self))[index]]
+        number = self._numbers[index]
+        self._file.seek(self._ends[number])
+        return pickle.loads(self._file.read(self._ends[number + 1] - self._ends[number]))
+
+    def counts(self) -> dict[str, int]:
+        """The documents of each split."""
+        return {split: self._splits.count(number) for number, split in enumerate(SPLITS)}
+
+    def shuffled(self, split: Split, seed: int) -> Documents:
+        """Those of a split, in an order that the seed draws."""
+        found, number = copy(self), SPLITS.index(split)
+        found._of = self  # whose file is open as long as one of both is used
+        found._numbers = array("Q", (one for one in self._numbers if self._splits[one] == number))
+        random.Random(seed).shuffle(found._numbers)
+        return found
 
 
 def fingerprint(text: str) -> str:
@@ -260,12 +317,15 @@ def _read_source(corpus: Corpus, source: Source, dropped: Counter[str]) -> Itera
 UNREAD = "beyond corpus.max_documents (rest of a source unread)"  # a reason for dropped documents
 
 
-def read_documents(corpus: Corpus, needed: tuple[Split, ...] = SPLITS) -> tuple[list[Document], Counter[str]]:
-    """All documents of a corpus in a fixed order, and the number of dropped ones by reason.
+def read_documents(
+    corpus: Corpus, needed: tuple[Split, ...] = SPLITS, folder: Path | None = None
+) -> tuple[Documents, Counter[str]]:
+    """All documents of a corpus in a fixed order, on the disk of `folder`, and the number of dropped ones by reason.
 
-    Raises DataError for a missing or unreadable source and for a corpus without a needed split.
+    Raises DataError for a missing or unreadable source and for a corpus without a needed split, RunError for a full
+    disk.
     """
-    documents: list[Document] = []
+    documents = Documents(folder)
     dropped: Counter[str] = Counter()
     names: set[str] = set()
     texts: set[bytes] = set()
@@ -287,11 +347,11 @@ def read_documents(corpus: Corpus, needed: tuple[Split, ...] = SPLITS) -> tuple[
                 names.add(one.name)
                 texts.add(content)
                 documents.append(one)
-    require_splits(documents, dropped, needed)
+    require_splits(documents.sealed(), dropped, needed)
     return documents, dropped
 
 
-def require_splits(documents: list[Document], dropped: Counter[str], needed: tuple[Split, ...] = SPLITS) -> None:
+def require_splits(documents: Sequence[Document], dropped: Counter[str], needed: tuple[Split, ...] = SPLITS) -> None:
     """Raise DataError for a corpus without a document of a needed split."""
     for split in needed:
         if not any(document.split == split for document in documents):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import datetime
 import hashlib
 import json
 import random
@@ -34,8 +35,9 @@ from distill.data.packing import (
     separation,
 )
 from distill.data.prompts import cut_prompts
-from distill.data.sources import Document, read_documents, split_of
-from distill.errors import DataError
+from distill.data.samples import SPLITS
+from distill.data.sources import Document, Documents, read_documents, split_of
+from distill.errors import DataError, RunError
 from distill.recipe import Corpus, Source
 from distill.training.setup import recompute_activations
 
@@ -228,7 +230,8 @@ def test_what_a_tree_drops(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="no validation document"):
         read_documents(corpus)
     only = Corpus(sources=(tree(other, split="test", keep=("train",)),))
-    assert read_documents(only, needed=()) == ([], {"of split test, not kept": 2})
+    none, left = read_documents(only, needed=())
+    assert not none and left == {"of split test, not kept": 2}
     few = Corpus(sources=(tree(root, split="train"), tree(other, split="train")), max_documents=1)
     documents, dropped = read_documents(few, needed=("train",))
     assert [d.name for d in documents] == ["a.py", "b.py"] and sum(dropped.values()) == 2
@@ -252,6 +255,24 @@ def test_text_and_jsonl(tmp_path: Path) -> None:
     ):
         with pytest.raises(DataError, match=message):
             read_documents(Corpus(sources=(Source(kind=kind, path=str(path)),)), needed=())
+
+
+def test_documents_are_on_the_disk_as_they_were_given(tmp_path: Path, monkeypatch: Patch) -> None:
+    messages = ({"role": "user", "content": "q \ud800"}, {"role": "assistant", "content": "a", "weight": 0})
+    more = {"messages": messages, "label": "l", "own": True, "arguments": {"day": datetime.date(2026, 1, 2)}}
+    texts = [Document(f"d{i} \udcff", SPLITS[i % 3], "é" * i, "s", **(more if i % 2 else {})) for i in range(40)]
+    kept = Documents(tmp_path)
+    for document in texts:
+        kept.append(document)
+    assert [*kept.sealed()] == texts and kept[-2:] == texts[-2:] and not [*tmp_path.iterdir()]
+    assert kept.counts() == {"train": 14, "validation": 13, "test": 13}
+    own = [document for document in texts if document.split == "test"]
+    random.Random(7).shuffle(own)
+    assert [*kept.shuffled("test", 7)] == own  # whose file stays open
+    with open("/dev/full", "wb", buffering=0) as full:
+        monkeypatch.setattr(kept, "_file", full)
+        with pytest.raises(RunError, match="disk is full: cannot write"):
+            kept.append(texts[0])
 
 
 def by_character(text: str) -> list[int]:
