@@ -38,7 +38,8 @@ from distill.vocabulary.files import tokenizer_content, with_opening
 
 @dataclass(frozen=True)
 class Parity:
-    """Hugging Face fp32 against GGUF on the same ids; log-probabilities in nats, of the token that really follows.
+    """Hugging Face fp32 against GGUF on the same ids; log-probabilities in nats, of the token that really follows two
+    others or more.
 
     `tokenizer_mismatches` holds (index of the text, first differing position). Texts that the Hugging Face normaliser
     changes are compared after it, because llama.cpp never normalises. `kl` is the mean divergence of the GGUF file's
@@ -58,8 +59,8 @@ class Parity:
         """In one line."""
         return (
             f"top-1 {self.top1_agreement:.1%}, KL {self.kl:.2g}, mean |d log p| {self.mean_abs_dlogprob:.5f} over "
-            f"{self.positions} positions, {len(self.tokenizer_mismatches)} of {self.tokenizer_texts} texts with other "
-            "ids"
+            f"{self.positions} positions behind first ones, {len(self.tokenizer_mismatches)} of "
+            f"{self.tokenizer_texts} texts with other ids"
         )
 
 
@@ -138,6 +139,9 @@ class Original:
 def compare(source: Original, gguf: Path, texts: list[str], positions: int) -> Parity:
     """Compare ids on all `texts` and logits on the first `positions` positions, in windows of at most 256 tokens.
 
+    The first position of a window is left out. A token alone, where the tokenizer has no bos, is what models are not
+    trained on and where rounding tells most: Qwen2.5-Coder's Q4_K_M file has 6 nats of KL there, .002 elsewhere.
+
     Raises DataError when the file cannot be loaded, the vocabularies differ in size, or the texts hold no position.
     """
     window = min(WINDOW, source.shape.context)
@@ -151,12 +155,12 @@ def compare(source: Original, gguf: Path, texts: list[str], positions: int) -> P
         same_top, differences, divergences = 0, list[float](), list[float]()
         for part in _parts(source.tokenizer, texts, positions, window):
             reference, actual = _log_probabilities(source.model, quantised, part)
-            following = torch.tensor(part[1:])[:, None]
+            following = torch.tensor(part[2:])[:, None]
             differences += (reference.gather(1, following) - actual.gather(1, following)).abs()[:, 0].tolist()
             divergences += forward_kl(reference, actual).tolist()
             same_top += int((reference.argmax(-1) == actual.argmax(-1)).sum())
     if not differences:
-        raise DataError("the texts hold no two consecutive tokens to compare", hint="give longer texts")
+        raise DataError("the texts hold no three consecutive tokens to compare", hint="give longer texts")
     return Parity(
         positions=len(differences),
         top1_agreement=same_top / len(differences),
@@ -201,22 +205,22 @@ def _parts(tokenizer: Any, texts: list[str], positions: int, window: int) -> Ite
     """Parts of the texts of at most `window` tokens, in which at most this many positions are predicted."""
     for text in texts:
         ids = encode_text(tokenizer, text)
-        for start in range(0, len(ids) - 1, window - 1):
-            # One token of overlap, so that every token but the first is predicted once.
-            part = ids[start : start + window][: positions + 1]
-            if len(part) < 2:
+        for start in range(0, len(ids) - 2, max(1, window - 2)):
+            # Two tokens of overlap, so that every token but the first two is predicted once.
+            part = ids[start : start + window][: positions + 2]
+            if len(part) < 3:
                 return
-            positions -= len(part) - 1
+            positions -= len(part) - 2
             yield part
 
 
 def _log_probabilities(model: Any, quantised: GgufModel, part: list[int]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [positions, V] of both models after each token of a part but its last."""
+    """Log-probabilities [positions, V] of both models after each token of a part but its first and last."""
     with torch.inference_mode():
-        logits = model(torch.tensor([part])).logits[0, :-1, : quantised.vocabulary_size]
-    require_finite(logits.amax(-1).tolist(), place_of(model_name(model), range(1, len(part))))
+        logits = model(torch.tensor([part])).logits[0, 1:-1, : quantised.vocabulary_size]
+    require_finite(logits.amax(-1).tolist(), place_of(model_name(model), range(2, len(part))))
     quantised.rollback([0])
-    output = quantised.extend(part, want=range(len(part) - 1))
+    output = quantised.extend(part, want=range(1, len(part) - 1))
     actual = output.full().log_softmax(-1)
     require_finite(actual.amax(-1).tolist(), output.place)
     return logits.float().log_softmax(-1), actual

@@ -6,6 +6,8 @@
 #   --coder    a draft for Qwen2.5-Coder-1.5B-Instruct, cut from its 0.5B sibling, beside the sibling as it is: packages of
 #              1.6 GB, 7 GB of memory, an hour (recipes/qwen-coder-1.5b.yaml)
 #   --full     more text, more training and more prompts: an hour or more
+#
+# What needs no training is measured and printed first. The same command goes on after a kill.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -22,6 +24,10 @@ done
 
 [[ -z "$coder" || -z "$toy$full" ]] || { echo "demo: --coder goes with neither --toy nor --full" >&2; exit 2; }
 
+name=smollm2-demo
+[[ -z "$coder" ]] || name=qwen-coder-1.5b
+for word in "$@"; do [[ "$word" != name=* ]] || name="${word#name=}"; done
+
 bash scripts/setup.sh
 if [[ -n "$coder" ]]; then
     files="$(.venv/bin/python scripts/qwen_coder.py)"
@@ -34,10 +40,11 @@ if [[ -n "$coder" ]]; then
         settings+=('speedup.backends=[pytorch, gguf]')
         echo "demo: ik-llama-cpp-python is not installed: ik_llama.cpp is not measured"
     fi
-    # The sibling untrained, for the first table; then the cut. The second run takes over what both share.
-    .venv/bin/distill train "$recipe" "${settings[@]}" cut.mlp_width=null cut.trim=null cut.allow_full_size=true "$@" --sweep train.steps=0
-    .venv/bin/distill train "$recipe" "${settings[@]}" "$@" --sweep cut.mlp_width=1216
-    exec .venv/bin/distill report qwen-coder-1.5b-train.steps=0 qwen-coder-1.5b-cut.mlp_width=1216
+    # The first table needs no training: the sibling as it is, with few answers, which give a table of n-grams. Then the cut.
+    .venv/bin/distill train "$recipe" "${settings[@]}" cut.mlp_width=null cut.trim=null cut.allow_full_size=true speedup.turns=0 \
+        corpus.sources.0.questions=12 corpus.sources.1.questions=36 corpus.validation=0.25 "$@" train.steps=0 "name=$name-sibling"
+    .venv/bin/distill train "$recipe" "${settings[@]}" "$@"
+    exec .venv/bin/distill report "$name" "$name-sibling"
 fi
 settings=()
 if [[ -z "$toy" ]]; then
@@ -58,12 +65,15 @@ elif [[ -n "$full" ]]; then
     settings+=(corpus.sources.0.questions=400 corpus.sources.1.questions=800 answers.prompts=1000 train.steps=600 eval.prompts=104 speedup.prompts=32
         'speedup.lengths=[1,2,4,6,8]')
 fi
+engines=(llama.cpp ik pytorch)
 if ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llama_cpp") is None)'; then
     settings+=('speedup.backends=[pytorch]' 'export.outtypes=[]')
+    engines=(pytorch)
     without_llama="demo: llama-cpp-python is not installed: PyTorch alone. Not checked: GGUF files and llama.cpp's speed."
     echo "$without_llama"
 elif [[ -z "$toy" ]] && ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("ik_llama_cpp") is None)'; then
     settings+=('speedup.backends=[pytorch, gguf]')
+    engines=(llama.cpp pytorch)
     echo "demo: ik-llama-cpp-python is not installed: ik_llama.cpp is not measured"
 elif [[ -z "$toy" ]] && grep -qsw avx512f "${CPUINFO:-/proc/cpuinfo}"; then
     echo "demo: compiling ik_llama.cpp for this processor, because its wheel knows no AVX-512 (5 minutes on 2 cores, once)"
@@ -71,6 +81,21 @@ elif [[ -z "$toy" ]] && grep -qsw avx512f "${CPUINFO:-/proc/cpuinfo}"; then
     bash scripts/build_ik_llama_cpp.sh 2>build/ik_llama.cpp.log ||
         echo "demo: ik_llama.cpp could not be compiled (build/ik_llama.cpp.log): the wheel serves"
 fi
-[[ -n "$toy$full" ]] || echo "demo: on 2 quiet cores the first table comes after about 15 minutes, all after about 26; the first after about 40 on a CPU without bfloat16 instructions"
+if [[ -z "$toy" ]]; then
+    # What needs no draft comes first: plain decoding, lookup, and a table of n-grams of the target's own answers.
+    .venv/bin/distill train "$recipe" "${settings[@]}" "$@" --until table
+    ways=(--lengths 0 -C drafter=lookup,rule=expected-value -C drafter=table,rule=expected-value --count 12 --tokens 64)
+    for engine in "${engines[@]}"; do
+        run="runs/$name" options=(--pytorch target_weights=file)
+        [[ "$engine" == pytorch ]] || options=(--llama "library=$engine")
+        page="$run/first-$engine.md"
+        [[ -d "$run/table" ]] || continue  # with --runs or --dry-run
+        if [[ ! "$page" -nt "$run/stages/table.json" ]]; then
+            .venv/bin/distill speedup "$model" --prompts data/questions.jsonl --table "$run" "${ways[@]}" "${options[@]}" >"$page.part"
+            mv "$page.part" "$page"
+        fi
+        sed '/^\*\*a round\*\*$/,$d' "$page"  # its verdict and speeds
+    done
+fi
 .venv/bin/distill train "$recipe" ${settings[@]+"${settings[@]}"} "$@"
 [[ -z "${without_llama:-}" ]] || echo "$without_llama"

@@ -28,14 +28,14 @@ from distill.measuring.calibrate import (
 )
 from distill.measuring.compare import PairSettings, TimedText, totals
 from distill.measuring.identity import OwnDistributions, files_in_types
-from distill.measuring.speedup_results import InTurns, PairMeasured, SpeedupPart, SpeedupReport
+from distill.measuring.speedup_results import InTurns, PairMeasured, SpeedupPart, SpeedupReport, speedup_of
 from distill.measuring.speedup_tables import speedup_blocks
 from distill.measuring.timing import PairTexts, measure_pair, time_again
 from distill.measuring.verdict import explain, verdict
 from distill.recipe import Chat, Corpus, Gguf, Recipe, Target
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.tables import document, speed_ratio
+from distill.tables import document, shown, speed_ratio
 from distill.teacher.stage import open_table
 
 # ── Stage `speedup`: plain against speculative decoding of the run's target and draft, by each backend ──
@@ -71,6 +71,9 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
                 label = _label(recipe, pair, backend)
                 run.say(f"  {label.pair}, {backend}")
                 part = measure_pair(how, pair, label, given)
+                for one in part.measurements:  # the other engines take minutes
+                    gain = "" if one.speedup is None else f", {shown(speedup_of(one), '×')}"
+                    run.say(f"    {one.configuration}: {one.tokens_per_second:.1f} tokens/s{gain}")
                 run.say(f"    {explain(part)}")
                 if reference is not None:
                     part = replace(part, kl=reference.kl(pair.target))

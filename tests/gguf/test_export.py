@@ -6,6 +6,7 @@ import dataclasses
 import json
 import random
 import shutil
+import statistics
 import struct
 from functools import partial
 from pathlib import Path
@@ -21,10 +22,12 @@ from test_gguf_reference import script
 from test_hostile_files import with_number
 from tiny import Capture, Patch, edit, needs_llama
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+from torch import Tensor
 from toys import write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.torch.hugging_face import encode_text
 from distill.errors import DataError
 from distill.export import Original, compare, faults_of, importance_of
 from distill.gguf.fields import read_shape
@@ -184,6 +187,7 @@ def test_parity_of_a_file_and_of_a_wrong_one(exported: Path, tmp_path: Path) -> 
     assert (parity.positions, parity.tokenizer_texts, parity.tokenizer_mismatches) == (400, 2, [])
     assert parity.max_abs_dlogprob < 0.02 and parity.mean_abs_dlogprob < 0.0025 and parity.top1_agreement > 0.93
     assert json.loads(json.dumps(dataclasses.asdict(parity)))["positions"] == 400
+    assert "over 400 positions behind first ones" in parity.words
     other = Path(shutil.copytree(exported, tmp_path / "other"))
     content = json.loads((other / "tokenizer.json").read_text())
     content["model"]["merges"] = content["model"]["merges"][::-1]
@@ -196,6 +200,41 @@ def test_parity_of_a_file_and_of_a_wrong_one(exported: Path, tmp_path: Path) -> 
     assert [index for index, _ in parity.tokenizer_mismatches] == [0]
     assert parity.max_abs_dlogprob > 0.1
     assert parity.top1_agreement < 0.9
+
+
+@needs_llama
+def test_parity_leaves_out_first_positions(exported: Path, monkeypatch: Patch) -> None:
+    """Of each window, against a plain mean over the others; a model that is wrong only there has the same figures."""
+    text, window = held_out_texts()[0][:1500], 64
+    monkeypatch.setattr("distill.export.WINDOW", window)
+    source = Original.open(exported)
+    found = compare(source, exported.parent / "q8_0.gguf", [text], 200)
+    ids = encode_text(source.tokenizer, text)
+    expected, ends = list[float](), list[int]()
+    with GgufModel(exported.parent / "q8_0.gguf", context=window) as quantised:
+        for start in range(0, len(ids), window - 2):
+            part = ids[start : start + window]
+            quantised.rollback([0])
+            q = quantised.extend(part).full()[:, : quantised.vocabulary_size].double().log_softmax(-1)
+            with torch.inference_mode():
+                p = source.model(torch.tensor([part])).logits[0, :, : q.shape[1]].double().log_softmax(-1)
+            expected += (p.exp() * (p - q)).sum(-1)[1:-1].tolist()
+            ends += range(start + 2, start + len(part))
+    assert ends[:200] == [*range(2, 202)]  # each token but the first two, once
+    assert found.positions == 200 and found.kl == pytest.approx(statistics.fmean(expected[:200]), rel=1e-4)
+
+    class Elsewhere(torch.nn.Module):
+        config = source.model.config
+
+        def forward(self, ids: Tensor) -> Any:
+            output = source.model(ids)
+            output.logits[:, 0] *= -9
+            return output
+
+    again = compare(dataclasses.replace(source, model=Elsewhere()), exported.parent / "q8_0.gguf", [text], 200)
+    assert again == found
+    with pytest.raises(DataError, match="no three consecutive tokens"):
+        compare(source, exported.parent / "q8_0.gguf", ["ab"[:1]], 200)
 
 
 @pytest.fixture

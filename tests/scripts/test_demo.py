@@ -54,11 +54,47 @@ def demo(tmp_path: Path) -> Demo:
 
 
 def test_smollm2_is_the_target(demo: Demo) -> None:
-    found = demo.with_smollm2()("train.steps=3")
-    assert "first table comes after" in found[0]
-    assert found[1:] == ["train", "recipes/smollm2-demo.yaml", f"target.model={MODEL}", "train.steps=3"]
+    found, words = demo.with_smollm2()("train.steps=3"), ["train", "recipes/smollm2-demo.yaml", f"target.model={MODEL}"]
+    assert found == [*words, "train.steps=3", "--until", "table", *words, "train.steps=3"]
     longer = demo("--full", "train.steps=3")
     assert longer[1] == "recipes/smollm2-demo.yaml" and len(longer) > len(found) and longer[-1] == "train.steps=3"
+
+
+def test_what_needs_no_draft_is_printed_before_the_training_and_once(demo: Demo) -> None:
+    """A page of each engine, kept while the table is the same; a call that was killed left a part of one."""
+    run = demo.with_smollm2().folder / "runs" / "a"
+    (run / "stages").mkdir(parents=True)
+    (run / "table").mkdir()
+    (run / "stages" / "table.json").write_text("{}")
+    (run / "first-ik.md.part").write_text("half")
+    program = 'if [[ $1 == speedup ]]; then echo "$@" >>asked; printf "speeds\n**a round**\nmore\n"; else echo "$1"; fi'
+    (demo.folder / ".venv" / "bin" / "distill").write_text(f"#!/bin/bash\n{program}\n")
+    for _ in range(2):
+        assert demo("name=a") == ["train", "speeds", "speeds", "speeds", "train"]
+    asked = (demo.folder / "asked").read_text().splitlines()
+    assert [line.split("--tokens 64 ")[1] for line in asked] == [
+        *("--llama library=llama.cpp", "--llama library=ik", "--pytorch target_weights=file")
+    ]
+    assert all(
+        f"speedup {MODEL} --prompts data/questions.jsonl --table runs/a --lengths 0 -C " in line for line in asked
+    )
+    os.utime(run / "stages" / "table.json", (2e9, 2e9))  # another table
+    demo("name=a", NO_LLAMA="1")
+    assert len((demo.folder / "asked").read_text().splitlines()) == 4
+
+
+def test_the_coder_pair_begins_with_the_sibling_untrained(demo: Demo) -> None:
+    (demo.folder / "scripts" / "qwen_coder.py").write_text("print('big.gguf\\nsmall.gguf')\n")
+    found = demo("--coder", "train.steps=3", "name=a")
+    first, second = (at for at, word in enumerate(found) if word == "train")
+    assert found[second - 2 : second] == ["train.steps=0", "name=a-sibling"] and "cut.mlp_width=null" in found[:second]
+    assert found[second:] == [
+        *("train", "recipes/qwen-coder-1.5b.yaml", "target.model=big.gguf", "cut.donor=small.gguf", "train.steps=3"),
+        *("name=a", "report", "a", "a-sibling"),
+    ]
+    from distill.recipe import load_recipe
+
+    load_recipe(tiny.ROOT / "recipes" / "qwen-coder-1.5b.yaml", found[first + 2 : second])
 
 
 def test_without_smollm2_the_toy_serves_and_says_why(demo: Demo) -> None:
