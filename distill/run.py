@@ -81,7 +81,7 @@ class Run:
     whole: bool = False  # finished artifacts are read whole when the stages are planned
     read_only: bool = False  # the directory cannot be written: what is finished can be shown
     command: str = field(default_factory=lambda: command_line(sys.argv))
-    redraw: Callable[[], None] = lambda: None  # writes the page that shows how far the run has come
+    redraw: Callable[[], str] = lambda: ""  # writes the page on how far the run has come; returns what is left
 
     def path(self, *parts: str) -> Path:
         """A path inside the run directory."""

@@ -485,20 +485,23 @@ def rehearse(recipe: Recipe, short: Recipe, run: Run) -> str:
     return table
 
 
-def expected_lines(recipe: Recipe, folder: Path) -> list[str]:
-    """A line for each stage on the time, memory and disk it will take, by the recipe's rehearsal beside the run's
-    `folder`; none where there is none of this recipe."""
+def expected_stages(recipe: Recipe, folder: Path) -> list[StageEstimate]:
+    """What each stage will take, by the recipe's rehearsal beside the run's `folder`; none where there is none of this
+    recipe."""
     short = shortened(recipe, folder.parent)
     try:
         found = read_result(folder.parent / short.name / RESULT, Rehearsal)
     except DataError:
         return []
-    if found.config != dump_recipe(short):
-        return []
+    return found.expected if found.config == dump_recipe(short) else []
+
+
+def expected_lines(recipe: Recipe, folder: Path) -> list[str]:
+    """A line for each of `expected_stages` on time, memory and disk."""
     return [
         f"{one.stage}: {bounds(one)}, {size(one.device_bytes or one.memory_bytes)} of memory, "
         f"{size(one.disk_bytes)} on disk, by the rehearsal"
-        for one in found.expected
+        for one in expected_stages(recipe, folder)
     ]
 
 

@@ -235,9 +235,11 @@ def run_pipeline(
             "make the folder writable, or copy it to a disk that is, and name that one",
         )
     if not run.silent:
+        from distill.pipeline.preflight import expected_stages
         from distill.report.card import draw_progress
 
-        run.redraw = partial(draw_progress, run, [action.stage.name for action in actions if action.kind != "leave"])
+        names = [action.stage.name for action in actions if action.kind != "leave"]
+        run.redraw = partial(draw_progress, run, names, expected_stages(recipe, run.folder))
     waiting = process_count() > 1  # the other processes are in follow_main
     for action in actions:
         if waiting and NAMES.index(action.stage.name) > NAMES.index(LAST_TOGETHER):
@@ -299,8 +301,8 @@ def _carry_out(action: Action, planner: Planner) -> None:
         planner.started.append(stage.name)
         write_json(run.path("stages", "redo.json"), {"asked": planner.asked, "started": planner.started})
     write_json(begun_path(run, stage), parts)
-    if stage.name != NAMES[-1]:  # which writes the page of the finished run
-        run.redraw()
+    if stage.name != NAMES[-1] and (left := run.redraw()):  # the last writes the page of the finished run
+        run.say(f"  the whole run: {left}")
     started = time.time()
     for name, pattern in stage.inputs:
         if name != "teacher":  # whose shards are compared one at a time, when they are read

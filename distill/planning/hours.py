@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import fmean
@@ -77,6 +77,26 @@ def bounds(one: StageEstimate) -> str:
     """The time of a stage in words."""
     low, high = duration(one.low), duration(one.high)
     return low if low == high else f"{low} to {high}"
+
+
+DOUBT = 60.0  # seconds: stages that took less say little of the pace
+
+
+def time_left(expected: Sequence[StageEstimate], took: Mapping[str, float | None], running: float | None = None) -> str:
+    """What the stages of a run that are not done have left, in words: by their estimates, at the pace of the stages
+    that are done, of which `took` has the seconds. `running`: what the first of them has left, where its steps tell."""
+    known = {one.stage: one for one in expected}
+    past = [(seconds, known[name]) for name, seconds in took.items() if seconds is not None and name in known]
+    pace = (DOUBT + sum(seconds for seconds, _ in past)) / (DOUBT + sum(one.low + one.high for _, one in past) / 2)
+    due = [name for name, seconds in took.items() if seconds is None]
+    found = [] if running is None else [(running, running)]
+    later = due[len(found) :]
+    found += [(pace * known[name].low, pace * known[name].high) for name in later if name in known]
+    low, high = (duration(sum(side)) for side in zip(*found, strict=True)) if found else ("", "")
+    unknown = ", ".join(name for name in later if name not in known)
+    said = f"{low if low == high else f'{low} to {high}'} left" if found else ""
+    more = f"the time of {unknown} is not known without a rehearsal (--rehearse)" if unknown else ""
+    return "; ".join(filter(None, (said, more)))
 
 
 # ── By a rehearsal, from what it measured ──

@@ -17,6 +17,7 @@ from distill.folders import ModelSizes
 from distill.machine import machine
 from distill.measuring.evaluation_results import EvaluationReport
 from distill.measuring.speedup_results import SpeedupReport
+from distill.planning.hours import StageEstimate, time_left
 from distill.progress import command_line, duration
 from distill.recipe import Recipe
 from distill.recipe.recipe import not_run
@@ -128,16 +129,19 @@ def _target_sizes(recipe: Recipe, cut: CutReport) -> ModelSizes:
     return describe_model(recipe.target.model, empty_model(load_config(recipe.target.model)))
 
 
-def draw_progress(run: Run, stages: Sequence[str]) -> None:
-    """Write report.html of a run that goes on: which of its stages are done, the curves so far and the time left."""
+def draw_progress(run: Run, stages: Sequence[str], expected: Sequence[StageEstimate]) -> str:
+    """Write report.html of a run that goes on: which of its stages are done, the curves so far and the time left, by
+    what is `expected`; returns that time in words, none where nothing is."""
     records, lines = {name: run.done(name) for name in stages}, run.metrics()
     steps = training_steps(lines)
     running = next((name for name, record in records.items() if record is None), "")
-    said = f"Stage `{running}` is running." if running else "Ended on request."
-    said += " This page is written anew with every stage and every validation."
+    said, left = f"Stage `{running}` is running." if running else "Ended on request.", None
     if running == "train" and steps:
         left = next(line["eta_seconds"] for line in reversed(lines) if "eta_seconds" in line)
-        said = f"Stage `train` is at step {steps[-1].step}, {duration(left)} left. " + said
+        said = f"Stage `train` is at step {steps[-1].step}, {duration(left)} left."
+    whole = time_left(expected, {name: record["seconds"] if record else None for name, record in records.items()}, left)
+    said += f" The whole run: {whole}." if whole else ""
+    said += " This page is written anew with every stage and every validation."
     rows: list[Row] = [
         [
             name,
@@ -149,6 +153,7 @@ def draw_progress(run: Run, stages: Sequence[str]) -> None:
     curves = training_plots(steps, evaluated_weights(lines)) if steps else []
     body = section([said, *curves, Table(["stage", "state", "took"], rows, run.again())])
     write_text(run.path("report.html"), whole_page(run.recipe.name, now(), body))
+    return whole if expected else ""
 
 
 def report(recipe: Recipe, run: Run) -> list[Path]:

@@ -6,6 +6,8 @@ import contextlib
 import json
 import math
 import mmap
+import re
+import shutil
 import time
 from pathlib import Path
 from unittest import mock
@@ -19,7 +21,7 @@ from distill.files import read_result
 from distill.pipeline.preflight import RESULT, MemoryWatch, Rehearsal, expected_lines, rehearse, shortened
 from distill.pipeline.running import forget_begun
 from distill.pipeline.stages import begun_path, find_stage
-from distill.planning.hours import Rehearsed, rehearsed_hours
+from distill.planning.hours import Rehearsed, StageEstimate, rehearsed_hours, time_left
 from distill.progress import Progress, duration, watched
 from distill.recipe import load_recipe
 from distill.run import Run
@@ -142,6 +144,28 @@ def test_check_and_train_show_it_for_its_own_recipe(
     other = load_recipe(world / "recipe.yaml", ["cut.layers=1"])
     assert expected_lines(other, rehearsed[0].with_name("tiny")) == []
     assert "recipe.yaml --rehearse`" in tiny.shown(capsys, "check", world / "recipe.yaml", "cut.layers=1")
+    # A run says what is left of the whole at each stage, another recipe's run knows nothing of it.
+    corpus = ("train", world / "recipe.yaml", "--runs", rehearsed[0].parent, "--until", "corpus")
+    told = tiny.told(capsys, *corpus)
+    assert re.search(r"corpus: runs\n  the whole run: \d+s( to \d+s)? left\n", told)
+    told = tiny.told(capsys, *corpus, "cut.layers=1", "name=other")
+    page = (rehearsed[0].with_name("other") / "report.html").read_text(encoding="utf-8")
+    assert "the whole run: " not in told and "Ended on request" in page
+    for name in ("tiny", "other"):
+        shutil.rmtree(rehearsed[0].with_name(name))
+
+
+def test_the_time_left_follows_the_stages_that_are_done() -> None:
+    """By hand: stages took 120 s instead of 60, with a minute of doubt 1.5 times the estimates."""
+    known = {"answers": (50, 70), "train": (600, 600), "eval": (20, 40)}
+    expected = [StageEstimate(name, low, high, 0, 0, 0) for name, (low, high) in known.items()]
+    begun: dict[str, float | None] = {"answers": 120, "train": None, "eval": None}
+    assert time_left(expected, begun) == "15m30s to 16m00s left"
+    assert time_left(expected, begun, 100) == "2m10s to 2m40s left"  # by the steps of the training itself
+    assert time_left(expected, begun | {"train": 1.0, "eval": 1.0}) == ""
+    unknown = "the time of export is not known without a rehearsal (--rehearse)"
+    assert time_left(expected, begun | {"export": None}, 100) == f"2m10s to 2m40s left; {unknown}"
+    assert time_left([], {"cut": 3.0, "export": None}) == unknown
 
 
 @pytest.mark.slow

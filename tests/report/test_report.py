@@ -22,6 +22,7 @@ from distill.cli.runs import say_outcome
 from distill.errors import DataError
 from distill.files import from_json, write_result
 from distill.measuring.verdict import verdict
+from distill.planning.hours import StageEstimate
 from distill.recipe import Recipe, load_recipe
 from distill.report import card as cards
 from distill.report import page as pages
@@ -435,16 +436,18 @@ def test_a_run_that_goes_on_has_a_page(copied: Path, capsys: pytest.CaptureFixtu
     page, stages = copied / "report.html", ("answers", "cut", "train", "eval")
     for name, told in (
         ("eval", "Stage <code>eval</code> is running."),
-        ("train", " left. Stage <code>train</code> is"),
+        ("train", " left. The whole run: "),
     ):
         run.done_path(name).unlink()
-        cards.draw_progress(run, stages)
+        left = cards.draw_progress(run, stages, [StageEstimate("eval", 60, 90, 0, 0, 0)])
+        assert left and f"The whole run: {left}." in page.read_text(encoding="utf-8")
         words = " ".join(checked(page.read_text(encoding="utf-8")).words)
         assert told in page.read_text(encoding="utf-8") and "مسودة <b> & " in words and "&amp;amp;" not in words
         assert words.count("done") == 3 - (name == "train") and words.count("step") >= 2
     (copied / "metrics.jsonl").unlink()
     run.done_path("cut").unlink()
-    cards.draw_progress(run, stages)  # before the first step
+    assert not cards.draw_progress(run, stages, [])  # before the first step
+    assert "The whole run: the time of cut, train, eval is not known without a" in page.read_text(encoding="utf-8")
     assert checked(page.read_text(encoding="utf-8")).tags["svg"] == 0
     # The command writes it at each stage, also where it ends before the last.
     shutil.copytree(copied, copied.parent / "again", ignore=shutil.ignore_patterns("stages", "report.html"))
