@@ -114,7 +114,7 @@ def measured_curve(
     import torch
 
     from distill.devices import pick_device
-    from distill.engines.loaded import load_big, settled_decoding, torch_decoder
+    from distill.engines.loaded import growing_decoder, load_big, settled_decoding, torch_decoder
 
     torch.set_num_threads(thread_count(threads))
     place = place.model_copy(update={"model": shared.local_reference(model)})
@@ -122,7 +122,13 @@ def measured_curve(
     loaded = load_big(place, pick_device("auto"), pytorch)
     decoder = torch_decoder(loaded, None, pytorch, room)
     title = model + pytorch.suffix + ("" if place.dtype == "float32" else f", {place.dtype}")
-    return measure_curve(decoder, title, "pytorch", depths, max_tokens, repeats)
+    curve = measure_curve(decoder, title, "pytorch", depths, max_tokens, repeats)
+    if pytorch.target_weights != "file":
+        return curve
+    from distill.measuring.identity import kl_of_bits
+
+    words = kl_of_bits(place.model, growing_decoder(loaded)).words
+    return replace(curve, note="; ".join(filter(None, (curve.note, words))))
 
 
 # ── `distill plan`: whether a draft will pay, how much and why not, from costs alone, before hours are spent ──

@@ -29,7 +29,7 @@ from distill.data.samples import Sample, how_to_redo, prompt_seed, read_prompts
 from distill.decoding.calibration import Recorded
 from distill.decoding.rules import GREEDY, Rules
 from distill.devices import pick_device
-from distill.engines.loaded import LoadedPair, load_pair, pair_of_models
+from distill.engines.loaded import LoadedPair, load_pair, pair_of_models, settled_decoding
 from distill.engines.pairs import require_pair
 from distill.engines.server_commands import DRAWN_AMONG
 from distill.engines.torch.described import read_kept
@@ -49,7 +49,7 @@ from distill.measuring.evaluation_results import (
     StoredMeasures,
     evaluation_blocks,
 )
-from distill.measuring.identity import files_in_types
+from distill.measuring.identity import files_in_types, kl_of_bits
 from distill.measuring.measure import (
     METRICS,
     Measured,
@@ -236,7 +236,11 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         run.command,
         seed=recipe.seed,
     )
-    return _written(run, evaluate_pairs(opened, options))
+    report, pytorch = evaluate_pairs(opened, options), recipe.pytorch
+    if "pytorch" in recipe.speedup.backends:  # where the target decodes
+        _, pytorch = settled_decoding(recipe.target, str(run.path("draft")), pytorch, recipe.device)
+    words = kl_of_bits(recipe.target.model).words if pytorch.target_weights == "file" else ""
+    return _written(run, replace(report, bits=words))
 
 
 def open_run(recipe: Recipe, run: Run) -> TargetWithDrafts:

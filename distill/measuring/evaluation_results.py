@@ -159,7 +159,8 @@ class EvaluationReport:
     `groups` has none where all prompts and positions are alike. `stored` where the target was not loaded; `sampler` is
     then that of the stored distributions. `differences` are of each draft's
     acceptance probability on `answers` to the first draft's, by prompt. `agreement` is, by draft, the top-1 agreement
-    on the target's new and on its repeated text; `positions_by_text` are the positions in each.
+    on the target's new and on its repeated text; `positions_by_text` are the positions in each. `bits` is what decoding
+    the target in its file's bits changes.
     """
 
     command: str
@@ -173,6 +174,7 @@ class EvaluationReport:
     differences: dict[str, Interval] = field(default_factory=dict)
     agreement: dict[str, dict[str, Interval]] = field(default_factory=dict)
     positions_by_text: dict[str, ByText] = field(default_factory=dict)
+    bits: str = ""
     version: Literal[1] = 1
 
     def __post_init__(self) -> None:
@@ -304,6 +306,7 @@ def evaluation_blocks(report: EvaluationReport) -> list[Block]:
     return [
         f"Sampler: {report.sampler_words}. Intervals resample prompts or documents.",
         *report.agreement_words,
+        *([f"Decoding takes the target in its file's bits: {report.bits}."] if report.bits else []),
         *([report.stored.sentences] if report.stored is not None else []),
         *(_divergences(domain, report) for domain in report.domains),
         *([_groups(report)] if report.groups else []),

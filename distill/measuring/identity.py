@@ -12,7 +12,7 @@ import importlib.util
 import tempfile
 import time
 from collections.abc import Callable, Collection, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import numpy as np
@@ -24,16 +24,17 @@ from distill.data.samples import first_difference
 from distill.decoding.costs import ENOUGH, measure_steps, predicted_speedups
 from distill.divergences import forward_kl
 from distill.engines.llama_cpp.model import GgufModel
-from distill.engines.loaded import growing_decoder
+from distill.engines.loaded import growing_decoder, load_in_bits
 from distill.engines.model import ROOT, Model
-from distill.engines.torch.hugging_face import local_folder
+from distill.engines.torch.exact import exact_logits
+from distill.engines.torch.hugging_face import encode_text, load_tokenizer, local_folder
 from distill.engines.torch.model import TorchModel
-from distill.engines.torch.packed import load_packed
+from distill.engines.torch.packed import SOURCE, load_packed
 from distill.errors import DataError
-from distill.files import is_gguf
+from distill.files import cache_folder, digest, file_digests, is_gguf, read_result, remember
 from distill.gguf.importing import file_type
 from distill.gguf.writer import export_files
-from distill.machine import thread_count
+from distill.machine import machine, thread_count, version_of
 from distill.progress import Progress, note
 from distill.recipe import Configuration, GgufOptions, Target
 from distill.tables import Cell, Row, Table
@@ -197,7 +198,7 @@ class OwnDistributions:
 
     def __init__(self, target: Model, prompts: Sequence[Sequence[int]]) -> None:
         count, tokens = COMPARED
-        self._texts: list[tuple[list[int], list[int], Tensor]] = []
+        self.texts: list[tuple[list[int], list[int], Tensor]] = []
         for prompt in prompts[:count]:
             target.rollback([0])
             ids, rows = list(prompt), list[Tensor]()
@@ -205,18 +206,58 @@ class OwnDistributions:
                 logits = target.extend(ids[target.lengths[0] :], want=[len(ids) - target.lengths[0] - 1])
                 ids += logits.argmax()
                 rows.append(logits.full()[0])
-            self._texts.append((list(prompt), ids[len(prompt) :], torch.stack(rows)))
+            self.texts.append((list(prompt), ids[len(prompt) :], torch.stack(rows)))
 
     def kl(self, model: Model) -> float:
         """Mean KL in nats (the target's own ‖ `model`'s) of all positions, READ of which `model` reads at once."""
         apart = []
-        for prompt, new, own in self._texts:
+        for prompt, new, own in self.texts:
             chosen = min(len(new), model.capacity - len(prompt) + 1)
             rows_by_place = _logits_along(model, prompt, new[: chosen - 1], READ, range(chosen), False)
             other = torch.stack([*rows_by_place.values()])
             count, size = len(other), min(own.shape[1], other.shape[1])  # rows beyond are padding
             apart.append(forward_kl(*(rows[:count, :size].double().log_softmax(-1) for rows in (own, other))))
         return float(torch.cat(apart).mean())
+
+
+@dataclass(frozen=True)
+class FileKl:
+    """Mean KL in nats of a file's own distributions, in float32, to those in its bits; of so many positions."""
+
+    kl: float
+    positions: int
+
+    @property
+    def words(self) -> str:
+        """In a line."""
+        return f"KL {self.kl:.2g} nats from the file in float32, {self.positions} positions"
+
+
+def kl_of_bits(reference: str, decoder: Model | None = None) -> FileKl:
+    """How far a GGUF file that PyTorch decodes in its own bits is from the same file in float32, on the greedy texts
+    that it continues TEXTS with; measured once for file, code and processor, and kept.
+
+    `decoder` is the file in its bits where it is loaded, with room for these texts.
+    """
+    versions = [version_of(name) for name in ("torch", "transformers")]
+    conditions = [file_digests(reference) or {}, versions, machine()["cpu"], SOURCE.read_text(encoding="utf-8"), TEXTS]
+    place = cache_folder("weights") / f"bits-{digest([*conditions, COMPARED])}.json"
+    with contextlib.suppress(DataError):
+        return read_result(place, FileKl)
+    note(f"{reference}: its bits are compared with its values in float32, once")
+    tokenizer = load_tokenizer(reference)
+    decoder = decoder or growing_decoder(load_in_bits(reference, torch.device("cpu")))
+    texts = OwnDistributions(decoder, [encode_text(tokenizer, text) for text in TEXTS]).texts
+    rows = [torch.tensor([*prompt, *new[:-1]]) for prompt, new, _ in texts]
+    logits = exact_logits(reference, torch.nn.utils.rnn.pad_sequence(rows, batch_first=True))
+    apart = []
+    for own, (prompt, new, found) in zip(logits, texts, strict=True):
+        exact = own[len(prompt) - 1 :][: len(new), : found.shape[1]]  # rows beyond are padding
+        apart.append(forward_kl(*(one.double().log_softmax(-1) for one in (exact, found.cpu()))))
+    kl = torch.cat(apart)
+    result = FileKl(float(kl.mean()), len(kl))
+    remember(place, asdict(result))
+    return result
 
 
 # ── Which library and type of file run a target fastest on this machine ──
@@ -245,6 +286,7 @@ class TypeFigures:
     prompt_seconds: float
     steps: dict[int, float]
     memory: int = 0  # bytes that the process has more than before
+    exact: FileKl | None = None  # of PyTorch: to the same file in float32
 
     def best_length(self, accepted: float) -> int:
         """The draft length that is fastest where drafted tokens are accepted so often and cost DRAFT of T(1)."""
@@ -305,7 +347,8 @@ def compare_types(model: str, types: Sequence[str], threads: int | None, repeats
                     steps = measure_steps(decoder, SIZES, DEPTH, repeats, until_steady=True)
                     seconds = _prompt_seconds(decoder, min(repeats, ENOUGH))
                     memory = max(0, psutil.Process().memory_info().rss - before)
-                    figures.append(TypeFigures(library, title, kl, seconds, steps, memory))
+                    exact = kl_of_bits(str(place), decoder) if library == PYTORCH else None
+                    figures.append(TypeFigures(library, title, kl, seconds, steps, memory, exact))
                 del opened, decoder
                 gc.collect()
                 progress.step(note=f"{library}, {kind}")
@@ -355,6 +398,7 @@ def types_table(figures: Sequence[TypeFigures], command: str) -> Table:
         f"Length: the fastest where {', '.join(map(str, ACCEPTED))} of the drafted tokens are accepted and each costs "
         f"{DRAFT} T(1)."
     )
+    text += "".join(f" {one.library}, {one.type}: {one.exact.words}." for one in figures if one.exact)
     return Table([*heads, "request tokens/s", "GB", "length"], rows, command, "libraries and types", text)
 
 

@@ -13,7 +13,7 @@ from distill.decoding.configured import check_configurations
 from distill.decoding.other_vocabulary import read_with
 from distill.decoding.round_costs import PROMPTS
 from distill.engines.llama_cpp.model import MOST_LEAVES
-from distill.engines.loaded import LoadedPair, context_of, load_pair, settled_decoding
+from distill.engines.loaded import LoadedPair, context_of, growing_decoder, load_pair, settled_decoding
 from distill.engines.torch.hugging_face import end_ids, load_tokenizer
 from distill.errors import RecipeError
 from distill.files import read_result, write_result, write_text
@@ -27,7 +27,7 @@ from distill.measuring.calibrate import (
     validation_prompts,
 )
 from distill.measuring.compare import PairSettings, TimedText, totals
-from distill.measuring.identity import OwnDistributions, files_in_types
+from distill.measuring.identity import OwnDistributions, files_in_types, kl_of_bits
 from distill.measuring.speedup_results import InTurns, PairMeasured, SpeedupPart, SpeedupReport, speedup_of
 from distill.measuring.speedup_tables import speedup_blocks
 from distill.measuring.timing import PairTexts, measure_pair, time_again
@@ -70,7 +70,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
             with _load(recipe, how, backend) as pair:
                 label = _label(recipe, pair, backend)
                 run.say(f"  {label.pair}, {backend}")
-                part = measure_pair(how, pair, label, given)
+                part = replace(measure_pair(how, pair, label, given), pytorch=_settings_of(pair))
                 for one in part.measurements:  # the other engines take minutes
                     gain = "" if one.speedup is None else f", {shown(speedup_of(one), '×')}"
                     run.say(f"    {one.configuration}: {one.tokens_per_second:.1f} tokens/s{gain}")
@@ -91,6 +91,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         parts=[parts[backend] for backend in settings.backends],
         calibration="" if calibration is None else calibration.words,
         gguf=recipe.gguf.described() if settings.files else "",
+        pytorch="; ".join(part.pytorch for part in parts.values() if part.pytorch),
         texts="the run's test split",
         table=str(run.folder) if table else "",
     )
@@ -250,6 +251,7 @@ def measure_any_pair(
         fits = {} if calibration is None else calibration.fits
         given = PairTexts(measured, spare or measured, fits, classes=prompts.classes(), table=counted)
         part = measure_pair(settings, pair, PairMeasured("draft + target", pair.backend), given, reader)
+        part = replace(part, pytorch=_settings_of(pair))
         report = SpeedupReport(
             command=command,
             machine=machine(),
@@ -259,7 +261,7 @@ def measure_any_pair(
             parts=[replace(part, target=names[0], draft=names[1])],
             calibration="" if calibration is None else calibration.words,
             gguf=settings.gguf.described() if pair.backend != "pytorch" else "",
-            pytorch=pair.pytorch.suffix.removeprefix(", "),
+            pytorch=part.pytorch,
             target=names[0],
             draft=names[1],
             dropped=prompts.dropped,
@@ -267,6 +269,14 @@ def measure_any_pair(
             table="" if table is None else str(table),
         )
         return replace(report, verdict=verdict(report))
+
+
+def _settings_of(pair: LoadedPair) -> str:
+    """PyTorch's settings that are not the defaults, with what the bits of a target's file change."""
+    said = pair.pytorch.suffix.removeprefix(", ")
+    if pair.pytorch.target_weights != "file" or pair.hugging_face is None:
+        return said
+    return f"{said} ({kl_of_bits(pair.reference, growing_decoder(pair.hugging_face[0])).words})"
 
 
 def _read_prompts(

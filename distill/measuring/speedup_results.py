@@ -159,7 +159,7 @@ class SpeedupPart(PairMeasured):
     """All that was measured of one pair by one backend.
 
     `kl` is the mean KL in nats of the target's own distributions to those of this backend, None where this is its own,
-    or nothing was compared. `target` and `draft` are the models or files that were decoded.
+    or nothing was compared. `target` and `draft` are the models or files that were decoded, `pytorch` as in the report.
     """
 
     measurements: list[Measurement]
@@ -167,6 +167,7 @@ class SpeedupPart(PairMeasured):
     kl: float | None = None
     target: str = ""
     draft: str | None = None
+    pytorch: str = ""
 
     @property
     def plain(self) -> Measurement:

@@ -13,13 +13,15 @@ from toys import save_toy, speculative, toy, toy_tokenizer
 
 from distill.decoding.decode import plain
 from distill.engines import loaded
-from distill.engines.loaded import BatchedTorchModel, growing_decoder, load_pair, settled_decoding
+from distill.engines.loaded import BatchedTorchModel, growing_decoder, load_in_bits, load_pair, settled_decoding
 from distill.engines.torch import packed, products
-from distill.engines.torch.hugging_face import load_model
-from distill.engines.torch.packed import KINDS, FileEmbedding, PackedLinear, PackedWeight, kernel, load_packed
+from distill.engines.torch.exact import exact_logits
+from distill.engines.torch.hugging_face import encode_text, load_model, load_tokenizer
+from distill.engines.torch.packed import KINDS, FileEmbedding, NoKernel, PackedLinear, PackedWeight, kernel, load_packed
 from distill.errors import DataError, RecipeError
-from distill.gguf.importing import FileTensor
+from distill.gguf.importing import FileTensor, read_import, write_import
 from distill.gguf.writer import export_gguf
+from distill.measuring import identity
 from distill.progress import warn_once
 from distill.recipe import PyTorch, Target
 from distill.recipe.target import parse_section
@@ -158,25 +160,6 @@ def test_pairs_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
         assert plain(pair.target, [3, 1, 4], 24).tokens == text
 
 
-def test_without_a_kernel_it_is_bfloat16(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
-    place = str(saved(tmp_path, "qwen2"))
-    expected = growing_decoder(load_model(place, "bfloat16", CPU)).extend([3, 1, 4]).full()
-    for reason in ("this processor has no avx512bw", "there is no C++ compiler"):
-        kernel.cache_clear()
-        if "compiler" in reason:
-            monkeypatch.setattr(packed, "cpu_features", lambda: {*packed.NEEDED})
-            monkeypatch.setattr(packed.shutil, "which", lambda _: None)
-        else:
-            monkeypatch.setattr(packed, "cpu_features", lambda: {"avx2"})
-        with load_pair(Target(model=place), pytorch=PyTorch(target_weights="file")) as pair:
-            assert torch.equal(pair.target.extend([3, 1, 4]).full(), expected)
-        assert f"decoded in bfloat16, not in its own bits: {reason}" in capsys.readouterr().err
-    kernel.cache_clear()
-
-
 @needs_kernel
 def test_auto_takes_the_bits_of_files_that_pytorch_decodes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -209,11 +192,60 @@ def test_auto_takes_the_bits_of_files_that_pytorch_decodes(
     with load_pair(small, folder, pytorch=plainest) as pair:
         assert pair.pytorch.suffix == ", target in its file's bits" and pair.options["target_weights"] == "file"
     said()
-    kernel.cache_clear()
-    monkeypatch.setattr(packed, "cpu_features", lambda: {"avx2"})
+
+    def none() -> None:
+        raise NoKernel("this processor has no avx512bw")
+
+    monkeypatch.setattr(loaded, "kernel", none)
     with load_pair(small, folder, pytorch=plainest) as pair:
         assert pair.backend == "pytorch" and not pair.pytorch.suffix and pair.target.model.dtype == torch.float32
     assert "decodes in float32: this processor has no avx512bw" in said()
+
+
+@pytest.mark.parametrize("kind", ["qwen2", "gemma3"])
+def test_the_kl_of_bits_is_that_to_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+    """Of the file's own values: those that an import writes in float32; measured once, without a folder of weights."""
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    changes = {"query_pre_attn_scalar": 8, "tie_word_embeddings": True} if kind == "gemma3" else {}
+    place = saved(tmp_path, kind, "q4_1", **changes)
+    write_import(read_import(place), tmp_path / "float32")
+    folder = load_model(str(tmp_path / "float32"), "float32", CPU)
+    ids = torch.tensor([[3, 1, 4, 1, 5, 9, 2, 6], [8, 9, 7, 9, 3, 0, 0, 0]])
+    with torch.inference_mode():
+        torch.testing.assert_close(exact_logits(str(place), ids), folder(ids).logits, atol=1e-5, rtol=1e-5)
+    apart = []
+    decoder = growing_decoder(load_in_bits(str(place), CPU))
+    for text in identity.TEXTS:
+        prompt = encode_text(load_tokenizer(str(place)), text)
+        new = plain(decoder, prompt, identity.COMPARED[1]).tokens
+        read = [growing_decoder(folder), decoder]
+        for one in read:
+            one.rollback([0])
+        rows = [one.extend([*prompt, *new[:-1]]).full()[len(prompt) - 1 :] for one in read]
+        apart += [kl(exact, bits) for exact, bits in zip(*rows, strict=True)]
+    found = identity.kl_of_bits(str(place))
+    assert found.positions == len(apart) == 256 and found.kl == pytest.approx(np.mean(apart), rel=0.05)
+    assert f"KL {found.kl:.2g} nats from the file in float32, 256 positions" == found.words
+    monkeypatch.setattr(identity, "growing_decoder", None)
+    assert identity.kl_of_bits(str(place)) == found and not [*tmp_path.glob("cache/imported/*/*.safetensors")]
+
+
+def test_without_a_kernel_it_is_bfloat16(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    place = str(saved(tmp_path, "qwen2"))
+    expected = growing_decoder(load_model(place, "bfloat16", CPU)).extend([3, 1, 4]).full()
+    for reason in ("this processor has no avx512bw", "there is no C++ compiler"):
+        kernel.cache_clear()
+        if "compiler" in reason:
+            monkeypatch.setattr(packed, "cpu_features", lambda: {*packed.NEEDED})
+            monkeypatch.setattr(packed.shutil, "which", lambda _: None)
+        else:
+            monkeypatch.setattr(packed, "cpu_features", lambda: {"avx2"})
+        with load_pair(Target(model=place), pytorch=PyTorch(target_weights="file")) as pair:
+            assert torch.equal(pair.target.extend([3, 1, 4]).full(), expected)
+        assert f"decoded in bfloat16, not in its own bits: {reason}" in capsys.readouterr().err
     kernel.cache_clear()
 
 
