@@ -10,6 +10,7 @@ from bisect import bisect_left, insort
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
+from importlib.util import find_spec
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -299,14 +300,16 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
 
 
 # ── The forward pass, in which documents do not attend to each other ──
-# A mask costs S × S cells, and torch keeps a copy in fp32 per layer for the backward pass. On a CPU, and in long
-# blocks elsewhere, the place of the mask is taken by a list of segments, and each document attends to itself alone:
-# memory and work grow with S. transformers hands the list to its attention function as it hands over a mask; under
-# the name `sdpa` stands ours, which takes both. Any other attention function refuses a mask of integers, so that no
-# model can read it as a mask by mistake.
+# A mask costs S × S cells, and torch keeps a copy in fp32 per layer for the backward pass. On a GPU, where a kernel can
+# be compiled for it, its place is taken by a block mask of FlexAttention, which skips what is masked whole; on a CPU,
+# and in long blocks elsewhere, by a list of segments, and each document attends to itself alone: memory and work grow
+# with S. transformers hands both to its attention function as it hands over a mask; under the name `sdpa` stands ours,
+# which takes all three. Any other attention function refuses a mask of integers, so that no model can read it as a mask
+# by mistake.
 # Legend: n blocks, S positions per block, H hidden, h heads, d their size, W positions of a window.
 
-LONG = 2048  # positions of a block from which on documents attend one by one on an accelerator
+LONG = 2048  # positions of a block from which on documents attend one by one on an accelerator without a kernel
+NARROWEST = 16  # numbers of a head that FlexAttention's kernels take
 
 
 def packed_inputs(model: Any, blocks: Packed) -> dict[str, Any]:
@@ -322,20 +325,43 @@ def packed_inputs(model: Any, blocks: Packed) -> dict[str, Any]:
 
 
 def separation(model: Any, documents: Tensor, device: torch.device) -> Any:
-    """What keeps the documents [n, S] apart, in the place of an attention mask: masks, or in long blocks lists of
+    """What keeps the documents [n, S] apart, in the place of an attention mask: masks, block masks or lists of
     segments; a dict where kinds of layers differ."""
-    config = model.config.get_text_config()
-    kinds = layer_kinds(config)
-    compiled = getattr(model.base_model, "_compiled_call_impl", None) is not None  # lists of segments break its graphs
-    plain = config._attn_implementation == "sdpa" and not compiled
-    if documents.shape[1] < masked_below(device) or not plain:
+    config, blocked = model.config.get_text_config(), takes_block_masks(model, device)
+    unmasked = blocked or documents.shape[1] >= masked_below(device)
+    if not unmasked or config._attn_implementation != "sdpa":
         return document_masks(model, documents.to(device))
-    register()
-    segments = {
-        kind: document_segments(documents, config.sliding_window if kind == "sliding_attention" else None)
-        for kind in sorted(kinds)
-    }
-    return segments if len(segments) > 1 else next(iter(segments.values()))
+    register(getattr(model.base_model, "_compiled_call_impl", None) is not None)
+    found = {}
+    for kind in sorted(layer_kinds(config)):
+        window = config.sliding_window if kind == "sliding_attention" else None
+        found[kind] = block_mask(documents.to(device), window) if blocked else document_segments(documents, window)
+    return found if len(found) > 1 else next(iter(found.values()))
+
+
+def takes_block_masks(model: Any, device: torch.device) -> bool:
+    """Whether torch compiles FlexAttention's kernels for this model: on one GPU with Triton, in 16 bits, without
+    dropout and with heads that are not too narrow."""
+    if device.type != "cuda" or find_spec("triton") is None:
+        return False
+    config = model.config.get_text_config()
+    size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    short = torch.is_autocast_enabled(device.type) or model.dtype.itemsize == 2
+    alone = len(set(getattr(model, "hf_device_map", {}).values())) < 2
+    return short and alone and size >= NARROWEST and not getattr(config, "attention_dropout", 0)
+
+
+def block_mask(documents: Tensor, window: int | None) -> Any:
+    """FlexAttention's mask of documents [n, S], on their device: of windows where one is given, else causal."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    width = documents.shape[1]
+
+    def visible(block: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
+        near = (key <= query) & (query - key < (window or width))
+        return near & (documents[block, query] == documents[block, key])
+
+    return create_block_mask(visible, len(documents), None, width, width, documents.device)
 
 
 def masked_below(device: torch.device) -> int:
@@ -413,15 +439,21 @@ def document_segments(documents: Tensor, window: int | None) -> Tensor:
 
 
 @cache
-def register() -> None:
-    """Let the attention function that transformers calls `sdpa` take segments in the place of a mask."""
+def register(compiled: bool) -> None:
+    """Let the attention function that transformers calls `sdpa` take block masks, and segments in the place of a mask;
+    those end the graphs of `compiled` models, which are quicker so than with masks."""
     from transformers import AttentionInterface
+    from transformers.integrations.flex_attention import flex_attention_forward
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+    within: Any = torch.compiler.disable(attend_within) if compiled else attend_within
+
     def attention(module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any) -> Any:
+        scaling = options.get("scaling")
         if isinstance(attention_mask, Tensor) and attention_mask.dtype == torch.int32:
-            scaling, dropout = options.get("scaling"), options.get("dropout", 0.0)
-            return attend_within(query, key, value, attention_mask, scaling, dropout), None
+            return within(query, key, value, attention_mask, scaling, options.get("dropout", 0.0)), None
+        if attention_mask is not None and not isinstance(attention_mask, Tensor):
+            return flex_attention_forward(module, query, key, value, attention_mask, scaling)
         return sdpa_attention_forward(module, query, key, value, attention_mask, **options)
 
     AttentionInterface.register("sdpa", attention)
