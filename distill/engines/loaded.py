@@ -44,8 +44,8 @@ from distill.engines.torch.model import (
     send,
     state_refusal,
 )
-from distill.engines.torch.packed import BITS, NoKernel, kernel, load_packed
-from distill.engines.torch.products import Bits, prepacked, rounded
+from distill.engines.torch.packed import BITS, NoKernel, kernel, load_packed, rounded_draft
+from distill.engines.torch.products import Bits, prepacked
 from distill.engines.torch.static import SlotCache, StaticTorchModel, refusal
 from distill.errors import DataError, RecipeError
 from distill.files import cache_folder, digest, digests_of, file_digests, is_gguf, read_result, remember
@@ -260,7 +260,8 @@ def torch_decoder(
     Ids from `vocabulary` on are padding. `tokens` are those that a text is expected to hold.
     """
     if is_draft and pytorch.draft_weights in ("int8", "int4"):
-        return growing_decoder(rounded(model, pytorch.draft_weights, model_name(model)), vocabulary, prepack=False)
+        own = rounded_draft(model, pytorch.draft_weights, model_name(model))
+        return growing_decoder(own, vocabulary, prepack=False)
     if not pytorch.static:
         return growing_decoder(model, vocabulary, pytorch.prepack)
     own = model if pytorch.compile else _packed(model, pytorch.prepack)  # compiled steps choose their own layouts
@@ -271,7 +272,10 @@ def growing_decoder(model: Any, vocabulary: int | None = None, prepack: bool = T
     """`torch_decoder` with a growing cache, whatever the recipe says: to count or time steps, nothing is compiled."""
     if state_refusal(type(model), model.config) is not None:
         return RecurrentTorchModel(_packed(model, prepack), vocabulary)
-    decoder = TorchModel(_packed(model, prepack), vocabulary)
+    own = _packed(model, prepack)
+    if getattr(own.base_model, "in_one_call", None) is not None:  # which writes to slots
+        return StaticTorchModel(own, vocabulary, on_device=False)
+    decoder = TorchModel(own, vocabulary)
     if model.config.model_type not in FAMILIES:  # those that are tested here
         decoder.require_equal()
     return decoder
@@ -280,7 +284,7 @@ def growing_decoder(model: Any, vocabulary: int | None = None, prepack: bool = T
 def with_rows(model: Model, rows: int) -> Model | None:
     """A model of `rows` texts with the weights of a PyTorch model of one, prepacked where they are; None where there is
     none of texts of different lengths."""
-    if isinstance(model, StaticTorchModel):
+    if isinstance(model, StaticTorchModel) and model.steps_on_device:
         return StaticTorchModel(model.model, model.vocabulary_size, rows, model.size)
     if isinstance(model, TorchModel) and model.steps_on_device and refusal(model.model) is None:
         return StaticTorchModel(model.model, model.vocabulary_size, rows)
@@ -340,7 +344,7 @@ def _chosen_weights(
     candidates: dict[Bits | None, Model] = {None: growing_decoder(draft, target.vocabulary_size, pytorch.prepack)}
     for bits in get_args(Bits):
         with contextlib.suppress(DataError):  # a type, a width or a build without such kernels
-            own = rounded(draft, bits, model_name(draft))
+            own = rounded_draft(draft, bits, model_name(draft))
             candidates[bits] = growing_decoder(own, target.vocabulary_size, prepack=False)
     room = min(model.capacity for model in (target, *candidates.values())) - LONGEST
     found = best_weights(target, candidates, encode_text(tokenizer, TEXT)[:room])

@@ -18,6 +18,7 @@ from distill.engines.torch import packed, products
 from distill.engines.torch.exact import exact_logits
 from distill.engines.torch.hugging_face import encode_text, load_model, load_tokenizer
 from distill.engines.torch.packed import KINDS, FileEmbedding, NoKernel, PackedLinear, PackedWeight, kernel, load_packed
+from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError, RecipeError
 from distill.gguf.importing import FileTensor, read_import, write_import
 from distill.gguf.writer import export_gguf
@@ -95,12 +96,25 @@ def test_products_of_every_number_of_tokens(tmp_path: Path, kind: str) -> None:
     assert torch.equal(activated[0], torch.nn.functional.silu(product(x)))
 
 
+@needs_kernel
+@pytest.mark.parametrize("bits", [4, 8])
+def test_rounding_is_within_half_a_level(bits: int) -> None:
+    """Of the range of each 32 values, and of the half precision of their scale and zero; constant groups, too."""
+    weight = torch.randn(37, 96, generator=torch.Generator().manual_seed(2)).bfloat16()
+    weight[3, :32], weight[4, 32:64] = 0, -0.75
+    groups = weight.double().unflatten(1, (-1, 32))
+    reach = groups.abs().amax(-1) / 127 if bits == 8 else (groups.amax(-1) - groups.amin(-1)) / 15
+    allowed = (reach / 2 + groups.abs().amax(-1) / 256 + 1e-7).repeat_interleave(32, 1)
+    found = PackedLinear(PackedWeight.rounded(weight, bits), None)(torch.eye(96, dtype=torch.bfloat16)).T.double()
+    assert found.shape == weight.shape and ((found - weight.double()).abs() <= allowed).all()
+
+
 # ── models ──
 
 
 def saved(folder: Path, kind: str, outtype: str = "q8_0", **changes: Any) -> Path:
     tokenizer = toy_tokenizer()
-    model = toy(kind, len(tokenizer), hidden_size=64, intermediate_size=96, **changes)
+    model = toy(kind, len(tokenizer), **{"hidden_size": 64, "intermediate_size": 96} | changes)
     return export_gguf(save_toy(model, tokenizer, folder / kind), folder / f"{kind}.gguf", outtype).path
 
 
@@ -139,6 +153,41 @@ def test_models_of_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kin
         assert kl(own[4:6], tree[1:]) <= 4 * kl(logits, own) + 1e-4
         model.keep([[1, 2]])
         assert kl(own[6:], model.extend(ids[6:]).full()) <= 4 * kl(logits, own) + 1e-4
+
+
+@needs_kernel
+@pytest.mark.parametrize(("kind", "width"), [("llama", 32), ("qwen2", 64), ("qwen3", 96)])
+def test_layers_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, width: int) -> None:
+    """Heads that share keys, biases, norms of heads; chains, trees, roll-backs, a cache that grows, rows of a batch."""
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setattr(products, "MIN_VALUES", 1)
+    own = {"hidden_size": 4 * width} if kind == "qwen2" else {"head_dim": width}
+    place = str(saved(tmp_path, kind, max_position_embeddings=400, **own))
+    model = growing_decoder(load_packed(place))
+    step = model.model.model.in_one_call
+    calls, inner = list[int](), type(step).__call__
+    monkeypatch.setattr(
+        type(step), "__call__", lambda self, x, *rest: calls.append(x.shape[1]) or inner(self, x, *rest)
+    )
+    numbers = torch.Generator().manual_seed(4)
+    ids = torch.randint(3, 50, (300,), generator=numbers).tolist()
+    with torch.inference_mode():
+        exact = load_model(place, "float32", CPU).double()(input_ids=torch.tensor([ids])).logits[0]
+    near = kl(exact[:64], growing_decoder(load_model(place, "bfloat16", CPU)).extend(ids[:64]).full()) * 4 + 1e-5
+    found = [model.extend(ids[:8]).full()]
+    for first, last in ((8, 9), (9, 11), (11, 20), (20, 64), (64, 128), (128, 290)):
+        found.append(model.extend(ids[first:last]).full())
+    assert calls == [1, 2, 9, 44, 64] and model.size > 256  # longer steps are prompts
+    assert kl(exact[:290], torch.cat(found)) <= near
+    model.rollback([100])
+    tree = model.extend([9, ids[100], ids[101], 7], parents=[-1, -1, 1, 1]).full()
+    model.keep([[1, 2]])
+    again = torch.cat([tree[1:3], model.extend(ids[102:104]).full()])
+    assert kl(exact[100:104], again) <= near
+    rows = StaticTorchModel(model.model, rows=2)
+    rows.extend([*ids[:5], *ids[:9]], [5, 9])
+    assert kl(exact[[5, 6, 9, 10]], rows.extend([*ids[5:7], *ids[9:11]], [2, 2]).full()) <= near
+    assert calls[-1] == 2
 
 
 @needs_kernel

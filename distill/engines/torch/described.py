@@ -207,7 +207,7 @@ class KeptHead(torch.nn.Module):
     """A head that multiplies only the kept rows [K, H] and spreads the result over V columns, −inf elsewhere."""
 
     kept: Tensor
-    weight: Tensor
+    weight: Any  # a tensor, or what other bits hold
 
     def __init__(self, head: torch.nn.Linear, kept: Tensor, cap: float | None = None) -> None:
         super().__init__()

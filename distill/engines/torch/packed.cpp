@@ -53,6 +53,24 @@ inline float widened(uint16_t value) {
     return it.number;
 }
 
+INLINE __m512 wide(__m256i bfloat16s) { return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(bfloat16s), 16)); }
+
+INLINE __m512 wide(const uint16_t *at) { return wide(_mm256_loadu_si256((const __m256i *)at)); }
+
+INLINE __m256i narrow(__m512 values) {  // to the nearest bfloat16, ties to even
+#ifdef __AVX512BF16__
+    return (__m256i)_mm512_cvtneps_pbh(values);
+#else
+    const __m512i bits = _mm512_castps_si512(values);
+    const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
+    const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
+    const __mmask16 none = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);  // NaN stays one
+    return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(up, none, _mm512_set1_epi32(0x7fc00000)), 16));
+#endif
+}
+
+INLINE void store(uint16_t *at, __m512 values) { _mm256_storeu_si256((__m256i *)at, narrow(values)); }
+
 // The bfloat16 numbers of levels 0 to 31 less `centre`, from level `first` on.
 inline __m512i table(int first, int centre) {
     alignas(64) uint16_t numbers[32];
@@ -113,7 +131,7 @@ INLINE void pairs(const Levels<BITS> &of, const uint8_t *at, const int32_t *x, _
 template <int BITS, int GROUP, bool BYTES, bool SIGNED, bool ZERO, int M>
 void tile(const Part &part, int64_t number, const Levels<BITS> &of, const int32_t *x, const float *totals,
           int64_t columns, __m512 (&out)[WIDE]) {
-    constexpr int CHAINS = M == 1 ? 4 : M <= 3 ? 2 : 1;  // sums that do not wait for each other
+    constexpr int CHAINS = M == 1 ? 4 : M <= 8 ? 2 : 1;  // sums that do not wait for each other
     const int64_t groups = columns / 32, halves = BYTES ? columns / 256 : groups, bytes = columns / GROUP;
     const uint8_t *levels = part.levels + number * groups * Levels<BITS>::bytes;
     const uint16_t *scales = part.scale + number * halves * ROWS, *zeros = part.zero + number * halves * ROWS;
@@ -170,26 +188,103 @@ template <int BITS, int GROUP, bool BYTES, bool SIGNED, bool ZERO>
 void all_tokens(const Part &part, int64_t number, int centre, const int32_t *x, const float *totals, int64_t columns,
                 int64_t tokens, uint16_t *out, const uint16_t *other, int64_t stride) {
     const Levels<BITS> of(centre);
-    const int64_t rows = part.rows - number * ROWS < ROWS ? part.rows - number * ROWS : ROWS;
+    const int64_t rows = part.rows - number * ROWS;
+    const __mmask16 some = (__mmask16)(rows < ROWS ? (1 << rows) - 1 : 0xffff);
     for (int64_t first = 0; first < tokens; first += WIDE) {
         __m512 sums[WIDE];
         const int count = tokens - first < WIDE ? (int)(tokens - first) : WIDE;
-        const int32_t *some = x + first * (columns / 2);
+        const int32_t *these = x + first * (columns / 2);
         const float *own = totals + first * (columns / 32);
-#define CASE(M) case M: tile<BITS, GROUP, BYTES, SIGNED, ZERO, M>(part, number, of, some, own, columns, sums); break;
+#define CASE(M) case M: tile<BITS, GROUP, BYTES, SIGNED, ZERO, M>(part, number, of, these, own, columns, sums); break;
         switch (count) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) }
 #undef CASE
         for (int m = 0; m < count; ++m) {
-            alignas(64) float values[ROWS];
-            _mm512_store_ps(values, sums[m]);
-            uint16_t *at = out + (first + m) * stride + number * ROWS;
-            for (int64_t row = 0; part.bias && row < rows; ++row)
-                values[row] += widened(part.bias[number * ROWS + row]);
-            for (int64_t row = 0; other && row < rows; ++row)
-                values[row] += widened(other[(first + m) * stride + number * ROWS + row]);
-            for (int64_t row = 0; row < rows; ++row) at[row] = bfloat16(values[row]);
+            const int64_t place = (first + m) * stride + number * ROWS;
+            __m512 sum = sums[m];
+            if (part.bias) sum = _mm512_add_ps(sum, wide(_mm256_maskz_loadu_epi16(some, part.bias + number * ROWS)));
+            if (other) sum = _mm512_add_ps(sum, wide(_mm256_maskz_loadu_epi16(some, other + place)));
+            _mm256_mask_storeu_epi16(out + place, some, narrow(sum));
         }
     }
+}
+
+INLINE __m512 exponential(__m512 x) {  // e^x within 2e-7 of it, of x from -87 to 88
+    x = _mm512_min_ps(_mm512_max_ps(x, _mm512_set1_ps(-87)), _mm512_set1_ps(88));
+    const __m512 power = _mm512_roundscale_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269504f)), 8);
+    const __m512 rest = _mm512_fnmadd_ps(power, _mm512_set1_ps(-2.12194440e-4f),
+                                         _mm512_fnmadd_ps(power, _mm512_set1_ps(0.693359375f), x));
+    __m512 sum = _mm512_set1_ps(1 / 720.f);  // Taylor's series, whose next term is 6e-7 of the least rest at most
+    constexpr float factors[] = {1 / 120.f, 1 / 24.f, 1 / 6.f, .5f, 1.f, 1.f};
+    for (const float factor : factors) sum = _mm512_fmadd_ps(sum, rest, _mm512_set1_ps(factor));
+    return _mm512_scalef_ps(sum, power);
+}
+
+// The sums of four registers.
+INLINE __m128 sums_of(const __m512 (&four)[4]) {
+    __m256 half[4];
+    for (int i = 0; i < 4; ++i)
+        half[i] = _mm256_add_ps(_mm512_castps512_ps256(four[i]), _mm512_extractf32x8_ps(four[i], 1));
+    const __m256 all = _mm256_hadd_ps(_mm256_hadd_ps(half[0], half[1]), _mm256_hadd_ps(half[2], half[3]));
+    return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
+}
+
+constexpr int WIDEST = 256;  // numbers of a head
+
+// What a head's query reads from `shown` keys and values [shown, width]; `scores` holds so many floats, up to 16 more.
+void attend(const uint16_t *query, const uint16_t *keys, const uint16_t *values, const uint16_t *mask, int64_t shown,
+            int64_t width, float scaling, float *scores, uint16_t *out) {
+    __m512i own[WIDEST / 32];
+    for (int64_t part = 0; part < width / 32; ++part) own[part] = _mm512_loadu_si512(query + 32 * part);
+    for (int64_t slot = 0; slot < shown; slot += 4) {
+        __m512 four[4];
+        for (int64_t i = 0; i < 4; ++i) {
+            const uint16_t *key = keys + (slot + i < shown ? slot + i : shown - 1) * width;
+            four[i] = _mm512_setzero_ps();
+            for (int64_t part = 0; part < width / 32; ++part)
+                four[i] = dot(four[i], own[part], _mm512_loadu_si512(key + 32 * part));
+        }
+        _mm_storeu_ps(scores + slot, sums_of(four));
+    }
+    const auto some = [&](int64_t slot) { return (__mmask16)(shown - slot >= 16 ? 0xffff : (1 << (shown - slot)) - 1); };
+    __m512 largest = _mm512_set1_ps(-3.4e38f), total = _mm512_setzero_ps();
+    for (int64_t slot = 0; slot < shown; slot += 16) {
+        const __m512 added = wide(_mm256_maskz_loadu_epi16(some(slot), mask + slot));
+        const __m512 score = _mm512_fmadd_ps(_mm512_loadu_ps(scores + slot), _mm512_set1_ps(scaling), added);
+        _mm512_storeu_ps(scores + slot, score);
+        largest = _mm512_mask_max_ps(largest, some(slot), largest, score);
+    }
+    largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
+    for (int64_t slot = 0; slot < shown; slot += 16) {
+        const __m512 share = _mm512_maskz_mov_ps(some(slot), exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + slot), largest)));
+        _mm512_storeu_ps(scores + slot, share);
+        total = _mm512_add_ps(total, share);
+    }
+    const float whole = _mm512_reduce_add_ps(total);
+    __m512 read[WIDEST / 16];
+    for (int64_t part = 0; part < width / 16; ++part) read[part] = _mm512_setzero_ps();
+    for (int64_t slot = 0; slot < shown; ++slot) {
+        if (scores[slot] < 1e-9f * whole) continue;  // what a mask hides, too
+        const __m512 share = _mm512_set1_ps(scores[slot]);
+        for (int64_t part = 0; part < width / 16; ++part)
+            read[part] = _mm512_fmadd_ps(share, wide(values + slot * width + 16 * part), read[part]);
+    }
+    for (int64_t part = 0; part < width / 16; ++part)
+        store(out + 16 * part, _mm512_div_ps(read[part], _mm512_set1_ps(whole)));
+}
+
+// A head [width], normed if it is said, and turned: each number times its cosine, and that of the other half its sine.
+void turn(uint16_t *head, const uint16_t *cosines, const uint16_t *sines, const float *norm, int64_t width, float epsilon) {
+    alignas(64) uint16_t from[WIDEST];
+    for (int64_t c = 0; c < width; ++c) from[c] = head[c];
+    if (norm) {
+        float squares = 0;
+        for (int64_t c = 0; c < width; ++c) squares += widened(from[c]) * widened(from[c]);
+        const float scale = 1 / sqrtf(squares / width + epsilon);
+        for (int64_t c = 0; c < width; ++c) from[c] = bfloat16(widened(from[c]) * scale * norm[c]);
+    }
+    for (int64_t c = 0; c < width; c += 16)
+        store(head + c, _mm512_fmadd_ps(wide(from + c), wide(cosines + c),
+                                        _mm512_mul_ps(wide(from + (c + width / 2) % width), wide(sines + c))));
 }
 
 }  // namespace
@@ -215,7 +310,9 @@ void distill_products(const Part *parts, int64_t count, int64_t tokens, int64_t 
             for (int64_t c = 0; c < columns; c += 32)
                 squares = dot(squares, _mm512_loadu_si512(from + c), _mm512_loadu_si512(from + c));
             const float scale = 1 / sqrtf(_mm512_reduce_add_ps(squares) / columns + (float)epsilon);
-            for (int64_t c = 0; c < columns; ++c) to[token * columns + c] = bfloat16(widened(from[c]) * scale * norm[c]);
+            for (int64_t c = 0; c < columns; c += 16)
+                store(to + token * columns + c,
+                      _mm512_mul_ps(_mm512_mul_ps(wide(from + c), _mm512_set1_ps(scale)), _mm512_loadu_ps(norm + c)));
         }
         x = to;
     }
@@ -256,6 +353,67 @@ void distill_products(const Part *parts, int64_t count, int64_t tokens, int64_t 
             KIND(7, 6, 16, true, true, false, 32)    // Q6_K
         }
 #undef KIND
+    }
+}
+
+struct Layer {  // mirrored in packed.py; of q, k and v; of o; of gate and up; of down
+    const Part *parts[4];
+    int64_t counts[4];
+    const float *norm, *mlp_norm, *query_norm, *key_norm;  // before attention and MLP [hidden]; of heads, or null
+    uint16_t *keys, *values;                               // [batch, pairs, slots, width]
+};
+
+struct Step {  // mirrored in packed.py
+    int64_t layers, batch, columns, hidden, inner, pairs, groups, width, slots, shown, threads;
+    double epsilon, scaling;
+};
+
+// Hidden states x [batch, columns, hidden] through decoder layers with silu: attention over a cache, whose slots `at`
+// [batch, columns] take the keys and values, and a gated MLP. Cosines and sines (negative in the first half) are
+// [batch, columns, width], `mask` [batch, columns, shown] is added to scores; `room`, `states` and `scores` are space.
+void distill_step(const Layer *layers, const Step *step, uint16_t *x, const uint16_t *cosines, const uint16_t *sines,
+                  const int64_t *at, const uint16_t *mask, int32_t *room, uint16_t *states, float *scores) {
+    const int64_t tokens = step->batch * step->columns, width = step->width, pairs = step->pairs;
+    const int64_t heads = pairs * step->groups, stride = (heads + 2 * pairs) * width, inner = step->inner;
+    uint16_t *read = states + tokens * (stride > 2 * inner ? stride : 2 * inner);  // what heads read; the MLP's inside
+    for (int64_t number = 0; number < step->layers; ++number) {
+        const Layer &layer = layers[number];
+        const auto product = [&](int which, int64_t from, int64_t to, const uint16_t *of, uint16_t *out,
+                                 const uint16_t *other, const float *norm) {
+            distill_products(layer.parts[which], layer.counts[which], tokens, from, to, step->threads, of, room, out,
+                             other, norm, step->epsilon);
+        };
+        product(0, step->hidden, stride, x, states, nullptr, layer.norm);
+        for (int64_t token = 0; token < tokens; ++token) {
+            uint16_t *own = states + token * stride;
+            const int64_t row = token / step->columns;
+            for (int64_t head = 0; head < heads + pairs; ++head)
+                turn(own + head * width, cosines + token * width, sines + token * width,
+                     head < heads ? layer.query_norm : layer.key_norm, width, (float)step->epsilon);
+            for (int64_t pair = 0; pair < pairs; ++pair) {
+                const int64_t place = ((row * pairs + pair) * step->slots + at[token]) * width;
+                __builtin_memcpy(layer.keys + place, own + (heads + pair) * width, 2 * width);
+                __builtin_memcpy(layer.values + place, own + (heads + pairs + pair) * width, 2 * width);
+            }
+        }
+#pragma omp parallel for num_threads(step->threads) schedule(static)
+        for (int64_t all = 0; all < tokens * heads; ++all) {
+            const int64_t token = all / heads, head = all % heads, row = token / step->columns;
+            const int64_t place = (row * pairs + head / step->groups) * step->slots * width;
+            attend(states + token * stride + head * width, layer.keys + place, layer.values + place,
+                   mask + token * step->shown, step->shown, width, (float)step->scaling, scores + all * (step->shown + 16),
+                   read + all * width);
+        }
+        product(1, heads * width, step->hidden, read, x, x, nullptr);
+        product(2, step->hidden, 2 * inner, x, states, nullptr, layer.mlp_norm);
+#pragma omp parallel for num_threads(step->threads) schedule(static)
+        for (int64_t all = 0; all < tokens * inner / 16; ++all) {
+            const uint16_t *gate = states + all * 16 / inner * 2 * inner + all * 16 % inner;
+            const __m512 z = wide(gate), one = _mm512_set1_ps(1);
+            const __m512 silu = _mm512_div_ps(z, _mm512_add_ps(one, exponential(_mm512_sub_ps(_mm512_setzero_ps(), z))));
+            store(read + 16 * all, _mm512_mul_ps(silu, wide(gate + inner)));
+        }
+        product(3, inner, step->hidden, read, x, x, nullptr);
     }
 }
 

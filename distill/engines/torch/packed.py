@@ -26,9 +26,18 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.engines.torch.described import quiet
+from distill.engines.torch.described import KeptHead, quiet
 from distill.engines.torch.hugging_face import load_config
-from distill.engines.torch.products import After, Norm
+from distill.engines.torch.products import (
+    After,
+    Bits,
+    Norm,
+    copy_of,
+    plain_layers,
+    prepacked,
+    rounded,
+    rounding_refusal,
+)
 from distill.errors import DataError
 from distill.files import cache_folder, digest, write_atomically
 from distill.gguf.fields import configuration
@@ -43,10 +52,12 @@ BITS = {"Q4_0": 4, "Q4_1": 4, "Q5_0": 5, "Q5_1": 5, "Q8_0": 8, "Q4_K": 4, "Q5_K"
 GROUP_BYTES = {4: 256, 5: 320, 6: 384, 8: 512}  # of 32 columns of a tile
 TILE = 16  # rows
 PART_VALUES = 2**20  # unpacked at a time
+WIDEST_HEAD = 256  # numbers
+LONGEST_STEP = 64  # tokens that the layers take in one call; torch's attention reads prompts
 
 # ── The kernel ──
 
-NEEDED = {"avx512f": "-mavx512f", "avx512bw": "-mavx512bw", "fma": "-mfma", "f16c": "-mf16c"}
+NEEDED = {name: f"-m{name}" for name in ("avx512f", "avx512bw", "avx512dq", "avx512vl", "fma", "f16c")}
 FASTER = {"avx512_bf16": "-mavx512bf16"}
 SOURCE = Path(__file__).with_name("packed.cpp")
 COMPILE_SECONDS = 300
@@ -64,6 +75,25 @@ class _Part(ctypes.Structure):
         ("rows", ctypes.c_int64),
         *((name, ctypes.c_void_p) for name in ("levels", "scale", "zero", "scale_byte", "zero_byte", "bias")),
     ]
+
+
+class _Layer(ctypes.Structure):
+    """packed.cpp's Layer."""
+
+    _fields_ = [
+        ("parts", ctypes.c_void_p * 4),
+        ("counts", ctypes.c_int64 * 4),
+        *((name, ctypes.c_void_p) for name in ("norm", "mlp_norm", "query_norm", "key_norm", "keys", "values")),
+    ]
+
+
+SIZES = ("layers", "batch", "columns", "hidden", "inner", "pairs", "groups", "width", "slots", "shown", "threads")
+
+
+class _Step(ctypes.Structure):
+    """packed.cpp's Step."""
+
+    _fields_ = [(name, ctypes.c_int64) for name in SIZES] + [(name, ctypes.c_double) for name in ("epsilon", "scaling")]
 
 
 @functools.cache
@@ -98,7 +128,8 @@ def kernel() -> Any:
     number, address = ctypes.c_int64, ctypes.c_void_p
     found.distill_products.argtypes = [address, *[number] * 5, *[address] * 5, ctypes.c_double]
     found.distill_pack.argtypes = [number, address, number, number, address, number]
-    found.distill_products.restype = found.distill_pack.restype = None
+    found.distill_step.argtypes = [address] * 10
+    found.distill_products.restype = found.distill_pack.restype = found.distill_step.restype = None
     return found
 
 
@@ -138,19 +169,40 @@ class PackedWeight:
         return sum(part.nbytes for one in self.tiles for part in one.tensors if part is not None)
 
     @classmethod
+    def rounded(cls, weight: Tensor, bits: int) -> PackedWeight:
+        """A weight [R, C] rounded to 8 bits, or to 4 with a zero, by groups of 32 columns: as Q8_0 and Q4_1."""
+        groups = weight.detach().float().unflatten(1, (-1, 32))
+        low, high = groups.aminmax(dim=-1)
+        reach = torch.maximum(high, -low) / 127 if bits == 8 else (high - low) / 15
+        scale, zero = reach.half(), None if bits == 8 else low.half()
+        tiny = torch.finfo(torch.float16).tiny
+        levels = (groups if zero is None else groups - zero.float()[..., None]) / scale.float().clamp(min=tiny)[
+            ..., None
+        ]
+        numbers = levels.round().clamp(-127 if bits == 8 else 0, 2 ** (bits - bits // 8) - 1).flatten(1)
+        whole = Levels(
+            numbers.to(torch.int8).numpy().view(np.uint8), scale.numpy(), None if zero is None else zero.numpy()
+        )
+        return cls._packed("Q8_0" if bits == 8 else "Q4_1", whole)
+
+    @classmethod
     def read(cls, source: FileTensor) -> PackedWeight:
         """A tensor of a file, its rows in Hugging Face's order. DataError for NaN or infinity among its scales."""
         rows, columns = source.shape
         kind, blocks = source.kind.name, source.blocks()
-        bits, step = BITS[kind], max(1, PART_VALUES // columns)
+        step = max(1, PART_VALUES // columns)
         parts = [levels_of(kind, np.asarray(blocks[first : first + step])) for first in range(0, rows, step)]
         whole = Levels._make(None if one[0] is None else np.concatenate(one) for one in zip(*parts, strict=True))
         if not all(np.isfinite(one).all() for one in (whole.scale, whole.zero) if one is not None):
             raise DataError(f"{source.path}: {source.name} holds NaN or infinity", "copy or convert the file again")
         if source.heads:
             whole = Levels._make(None if one is None else unpermuted(one, source.heads) for one in whole)
-        count = -(-rows // TILE)
-        numbers = np.ascontiguousarray(whole.numbers)
+        return cls._packed(kind, whole)
+
+    @classmethod
+    def _packed(cls, kind: str, whole: Levels) -> PackedWeight:
+        numbers, bits = np.ascontiguousarray(whole.numbers), BITS[kind]
+        (rows, columns), count = numbers.shape, -(-len(numbers) // TILE)
         packed = np.zeros(count * (columns // 32) * GROUP_BYTES[bits] + 64, np.uint8)
         packed = packed[-packed.ctypes.data % 64 :][:-64]  # a register a line
         kernel().distill_pack(bits, numbers.ctypes.data, rows, columns, packed.ctypes.data, 1)
@@ -185,6 +237,10 @@ class PackedLinear(After):
             first += one.rows
         self._parts = (_Part * len(parts))(*parts)
 
+    def step(self, layers: Sequence[Any]) -> PackedStep | None:
+        """The whole of `Layer`s, of which this is the first product, in one call; None where that cannot be."""
+        return PackedStep.of(layers)
+
     def __deepcopy__(self, _: Any) -> PackedLinear:
         return self  # its parts are addresses
 
@@ -199,6 +255,68 @@ class PackedLinear(After):
         sizes = len(self._parts), tokens, columns, rows, torch.get_num_threads()
         self._kernel.distill_products(self._parts, *sizes, *addresses, self._epsilon)
         return out if added is not None else self.after(out, other, how)
+
+
+class PackedStep:
+    """The decoder layers of a model for a step of few tokens, in one call: around its products, torch's own operators
+    take as long as half of them.
+
+    The layers are `Layer`s of packed products alone.
+    """
+
+    def __init__(self, layers: Sequence[Any]) -> None:
+        first = layers[0]
+        self._products = [layer.products for layer in layers]
+        self._norms = [
+            [None if one is None else one.weight.float().contiguous() for one in layer.norms] for layer in layers
+        ]
+        self._layers = (_Layer * len(layers))()
+        for own, products, norms in zip(self._layers, self._products, self._norms, strict=True):
+            for place, product in enumerate(products):
+                own.parts[place], own.counts[place] = ctypes.addressof(product._parts), len(product._parts)
+            own.norm, own.mlp_norm, own.query_norm, own.key_norm = (None if n is None else n.data_ptr() for n in norms)
+        inputs, output, _, down = self._products[0]
+        self._inner, self._hidden, self._read = down.in_features, output.out_features, output.in_features
+        self._states = max(inputs.out_features, 2 * self._inner)
+        self._epsilon, self._scaling = first.norms[0].epsilon, first.scaling
+        self._pairs, self._groups, self._width = first.pairs, first.groups, first.width
+        self._kernel = kernel()
+
+    @classmethod
+    def of(cls, layers: Sequence[Any]) -> PackedStep | None:
+        """The step of `Layer`s; None for those that it does not compute."""
+        width = layers[0].width
+        whole = all(layer.products and all(type(one) is PackedLinear for one in layer.products) for layer in layers)
+        return cls(layers) if whole and width % 32 == 0 and width <= WIDEST_HEAD else None
+
+    def __deepcopy__(self, _: Any) -> PackedStep:
+        return self
+
+    def takes(self, hidden: Tensor, mask: Tensor | None, cache: Any) -> bool:
+        """Whether it computes this call: few tokens, after others, in a cache of slots."""
+        few = hidden.shape[0] * hidden.shape[1] <= LONGEST_STEP and hidden.dtype == torch.bfloat16
+        slots = getattr(cache, "slots", None)
+        return few and mask is not None and slots is not None and all(one.is_initialized for one in cache.layers)
+
+    def __call__(self, hidden: Tensor, mask: Tensor, cache: Any, cosines: Tensor, sines: Tensor) -> Tensor:
+        """Hidden states [B, m, H] of hidden states; see `Layer.forward`."""
+        (batch, columns, _), shown = hidden.shape, mask.shape[-1]
+        tokens, heads = batch * columns, self._pairs * self._groups
+        out, at = hidden.clone(memory_format=torch.contiguous_format), cache.slots.contiguous()
+        cosines, sines, mask = (one.expand(batch, *one.shape[1:]).contiguous() for one in (cosines, sines, mask))
+        for own, layer in zip(self._layers, cache.layers, strict=True):
+            own.keys, own.values = layer.keys.data_ptr(), layer.values.data_ptr()
+        slots = cache.layers[0].keys.shape[2]
+        sizes = batch, columns, self._hidden, self._inner, self._pairs, self._groups, self._width, slots, shown
+        step = _Step(len(self._layers), *sizes, torch.get_num_threads(), self._epsilon, self._scaling)
+        widest = max(self._hidden, self._inner, self._read)
+        room = torch.empty(tokens * widest * 33 // 32, dtype=torch.int32)
+        states = torch.empty(tokens * (self._states + max(self._read, self._inner)), dtype=torch.bfloat16)
+        scores = torch.empty(tokens * heads * (shown + 16))
+        tensors = out, cosines, sines, at, mask, room, states, scores
+        addresses = (one.data_ptr() for one in tensors)
+        self._kernel.distill_step(self._layers, ctypes.byref(step), *addresses)
+        return out
 
 
 class FileEmbedding(torch.nn.Module):
@@ -271,6 +389,26 @@ def load_packed(reference: str) -> Any:
         kinds = ", ".join(sorted({one.kind.name for one in dense}))
         warn(f"{reference}: {share:.0%} of the weights ({kinds}) have no kernel in the file's bits and are bfloat16")
     return model.eval()
+
+
+def rounded_draft(model: Any, bits: Bits, name: str) -> Any:
+    """A copy of a draft with its linear layers rounded to `bits`, in the kernel's layout where there is one, and else
+    in that of torch's own; DataError where it cannot be (`rounding_refusal`)."""
+    try:
+        kernel()
+    except NoKernel:
+        return rounded(model, bits, name)
+    if model.dtype != torch.bfloat16 or rounding_refusal(model, bits):
+        return rounded(model, bits, name)
+    prepared = copy_of(model)
+    for place, module in plain_layers(model).items():
+        weight, own = PackedWeight.rounded(module.weight, 8 if bits == "int8" else 4), prepared.get_submodule(place)
+        if isinstance(own, KeptHead):
+            del own.weight  # of the tensors that a module saves and moves
+            own.weight = weight
+        else:
+            prepared.set_submodule(place, PackedLinear(weight, module.bias))
+    return prepacked(prepared)[0]
 
 
 def _is_linear(places: Mapping[str, Any], name: str) -> bool:

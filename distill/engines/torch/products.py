@@ -111,6 +111,8 @@ def with_layers(copied: Any, model: Any, product: Product) -> Any:
     """The copy of a model of FAMILIES, which from now on computes by `Layer`s."""
     base = model.model
     copied.model.layers = torch.nn.ModuleList(Layer(layer, product) for layer in base.layers)
+    products = copied.model.layers[0].products
+    copied.model.in_one_call = products[0].step(copied.model.layers) if products else None
     copied.model.norm, copied.model.rotary_emb = Norm(base.norm), Rotary(base.rotary_emb)
     copied.forward = functools.partial(_forward, copied, shortest_window(model.config))
     return copied
@@ -180,18 +182,20 @@ class Layer(torch.nn.Module):
         in_bits = not any(isinstance(one, Tensor) for one in weights)  # of a file: products that take the norm, too
         before = Norm(layer.input_layernorm)
         self.before = (lambda x: x) if in_bits else before.forward
+        joined: list[Any] = []  # products of a file's bits
         if in_bits:
-            self.inputs = weights[0].joined(weights[1:3]).product(bias, norm=before).forward
+            joined.append(weights[0].joined(weights[1:3]).product(bias, norm=before))
+            self.inputs = joined[0].forward
         elif product is Linear or not all(isinstance(one, Tensor) for one in weights[:3]):
             # It keeps no weights of its own, so that one for all three would take memory; or they are of two kinds.
             parts = [product(one.weight, one.bias).forward for one in three]
             self.inputs = lambda x: torch.cat([part(x) for part in parts], -1)
         else:
             self.inputs = product(torch.cat(weights[:3]), bias).forward
-        self.output = product(attention.o_proj.weight, attention.o_proj.bias).forward
+        output, down = (product(one.weight, one.bias) for one in (attention.o_proj, mlp.down_proj))
+        self.output, self.down = output.forward, down.forward
         self.gate = product(mlp.gate_proj.weight, mlp.gate_proj.bias, _activation(attention.config)).forward
         self.up = product(mlp.up_proj.weight, mlp.up_proj.bias).forward
-        self.down = product(mlp.down_proj.weight, mlp.down_proj.bias).forward
         self.after = self.after_mlp = self.gated = None
         if hasattr(layer, "pre_feedforward_layernorm"):
             self.after = Norm(layer.post_attention_layernorm).forward
@@ -200,12 +204,17 @@ class Layer(torch.nn.Module):
         else:
             self.before_mlp = Norm(layer.post_attention_layernorm).forward
             if in_bits and mlp.gate_proj.bias is None:
-                norm = Norm(layer.post_attention_layernorm)
-                self.gated = weights[3].joined(weights[4:]).product(None, norm=norm).forward
-                self.activation = ACTIVATIONS[_activation(attention.config)]
+                mlp_norm = Norm(layer.post_attention_layernorm)
+                joined.append(weights[3].joined(weights[4:]).product(None, norm=mlp_norm))
+                self.gated, self.activation = joined[1].forward, ACTIVATIONS[_activation(attention.config)]
         self.of_heads = None
+        norms: list[Any] = [None, None]
         if hasattr(attention, "q_norm"):
-            self.of_heads = Norm(attention.q_norm).forward, Norm(attention.k_norm).forward
+            norms = [Norm(attention.q_norm), Norm(attention.k_norm)]
+            self.of_heads = norms[0].forward, norms[1].forward
+        self.products: tuple[Any, ...] = ()  # all of the layer, where they can be one call
+        if len(joined) == 2 and _activation(attention.config) == "silu":
+            self.products, self.norms = (joined[0], output, joined[1], down), (before, mlp_norm, *norms)
 
     def forward(
         self,
@@ -292,13 +301,18 @@ def _forward(
         mask = mask.triu_(committed + 1)[None, None]
     kinds = getattr(self.config, "layer_types", None) or [""] * len(base.layers)
     masks = mask if isinstance(mask, dict) else dict.fromkeys(kinds, mask)
-    masks = {kind: _folded(masks[kind], columns, base.layers[0].groups) for kind in dict.fromkeys(kinds)}
+    masks = {kind: masks[kind] for kind in dict.fromkeys(kinds)}
     if base.rotary_emb.by_kind:
         tables = {kind: base.rotary_emb(hidden, position_ids, kind) for kind in masks}
     else:
         tables = dict.fromkeys(kinds, base.rotary_emb(hidden, position_ids))
-    for layer, kind in zip(base.layers, kinds, strict=True):
-        hidden = layer.forward(hidden, masks[kind], past_key_values, tables[kind])
+    whole, only = base.in_one_call, masks[kinds[0]]
+    if whole is not None and len(masks) == 1 and whole.takes(hidden, only, past_key_values):
+        hidden = whole(hidden, only, past_key_values, *tables[kinds[0]])
+    else:
+        masks = {kind: _folded(one, columns, base.layers[0].groups) for kind, one in masks.items()}
+        for layer, kind in zip(base.layers, kinds, strict=True):
+            hidden = layer.forward(hidden, masks[kind], past_key_values, tables[kind])
     if isinstance(logits_to_keep, Tensor):
         hidden = hidden[:, logits_to_keep]
     elif logits_to_keep:
@@ -437,7 +451,7 @@ def rounded(model: Any, bits: Bits, name: str) -> Any:
     """
     if reason := rounding_refusal(model, bits):
         raise DataError(f"{name}: draft_weights {bits} is not possible: {reason}", "leave draft_weights out")
-    return _with_products(model, _layers_on_cpu(model)[1], functools.partial(RoundedLinear, bits))
+    return _with_products(model, plain_layers(model), functools.partial(RoundedLinear, bits))
 
 
 def rounding_refusal(model: Any, bits: Bits) -> str:
@@ -454,6 +468,11 @@ def rounding_refusal(model: Any, bits: Bits) -> str:
     kind = str(dtype).removeprefix("torch.")
     works_here = works(dtype, functools.partial(RoundedLinear, bits))
     return "" if works_here else f"this build of torch does not multiply {kind} by {bits} on this processor"
+
+
+def plain_layers(model: Any) -> dict[str, Any]:
+    """The linear layers of a model on a CPU whose products may be replaced, by name."""
+    return _layers_on_cpu(model)[1]
 
 
 def _layers_on_cpu(model: Any) -> tuple[torch.dtype | None, dict[str, Any]]:

@@ -270,12 +270,13 @@ class StaticTorchModel(TorchModel):
         rows: int = 1,
         size: int | None = None,
         compiled: bool = False,
+        on_device: bool = True,
     ) -> None:
         if rows < 1:
             raise ValueError(f"a batch has at least one row, got {rows}")
         self._require_layers(model)
         super().__init__(model, vocabulary)
-        self.rows, self.steps_on_device = rows, True
+        self.rows, self.steps_on_device = rows, on_device
         self.max_leaves = sys.maxsize if rows == 1 else 0
         expected = min(size or FIRST_SIZE, self.capacity)
         self._cache = self.cache_kind(model.config.num_hidden_layers, _rounded(expected + SPARE_NODES))
