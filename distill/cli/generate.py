@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial, wraps
+from inspect import Signature, signature
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
@@ -21,152 +23,37 @@ from distill.recipe.configuration import TREES
 from distill.recipe.target import HOTTEST
 from distill.run import Run
 
-if TYPE_CHECKING:
-    from distill.measuring.stream import Opening, Request
-
 LENGTH = 4  # tokens drafted a round where no option says
+Opened = tuple[Any, Any, Chat]  # of distill.measuring.stream, which is heavy: an Opening, and a Request
+Opener = Callable[..., Opened]
 
 
-ConfigurationOption = Annotated[
-    str | None,
-    typer.Option(
-        "--configuration", "-C", metavar="K=V,...", help=f"Such as drafter=lookup or length=0: {shared.CONFIGURED}"
-    ),
-]
 TokensOption = Annotated[int, shared.number_option(min=1, help="New tokens at most.")]
 ContextOption = Annotated[
     int, typer.Option(min=16, max=2**24, help="Tokens of a conversation, where the target was made for more.")
 ]
 
 
-def generate(
-    words: Annotated[
-        list[str],
-        typer.Argument(
-            metavar="PROMPT [RUN | TARGET [DRAFT]]",
-            help="The text to continue (- reads it from standard input); a run (by default the newest), or models.",
-        ),
-    ],
-    configuration: ConfigurationOption = None,
-    tokens: TokensOption = 128,
-    temperature: Annotated[
-        float | None, shared.number_option(min=0, max=HOTTEST, help="Of the sampler; greedy if left out.")
-    ] = None,
-    sampler: shared.SamplerOption = None,
-    repetition_penalty: Annotated[float, shared.number_option(min=0.01, max=100, help="1: off.")] = 1.0,
-    seed: Annotated[int, shared.number_option(min=0, help="Seed of the sampler.")] = 0,
-    table: shared.TableOption = None,
-    allow_lossy: shared.LossyOption = False,
-    chat: Annotated[
-        bool | None, typer.Option(help="Ask as a message; the default where there is a chat template.")
-    ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
-    regex: Annotated[str | None, typer.Option(help="The whole new text must match this.")] = None,
-    grammar: Annotated[
-        Path | None, typer.Option(help="The new text follows this file: a JSON schema (.json), or a grammar in GBNF.")
-    ] = None,
-    pytorch: shared.PyTorchOption = None,
-    threads: shared.ThreadsOption = None,
-    runs: shared.RunsOption = shared.DEFAULT_RUNS,
-    llama: shared.LlamaOption = None,
-    llama_draft: shared.LlamaDraftOption = None,
-) -> None:
-    """Answer a question or continue a text, streamed, with the draft's accepted tokens marked (green on a terminal).
-
-    Without a temperature the text is that of plain decoding, up to tokens that tie within the rounding of the type.
-    """
-    prompt, *named = words
-    text = utf8_text(sys.stdin.buffer.read(), "standard input") if prompt == "-" else prompt
-    drawn, constraint = shared.sampler_of(sampler, temperature), _grammar(regex, grammar)
-    engines = pytorch, threads, llama, llama_draft
-    opening, request, asked = _opening(named, runs, configuration, drawn, table, allow_lossy, engines)
-    from distill.data.prompts import user_message
-    from distill.measuring.stream import stream
-
-    own = replace(request.sampler, repetition_penalty=repetition_penalty)
-    request = replace(request, sampler=own, seed=seed, stop=tuple(stop or ()), grammar=constraint)
-    message = None
-    if chat is not False and text:
-        message = user_message(opening.target.model, text, asked, required=bool(chat))
-        if message is not None and chat is None:
-            note("asked as a user's message; --no-chat continues the text as it is")
-    stream(opening, text, tokens, request, message)
-
-
-def chat(
-    words: shared.PairArgument = None,
-    configuration: ConfigurationOption = None,
-    tokens: TokensOption = 1024,
-    context: ContextOption = 8192,
-    sampler: shared.SamplerOption = None,
-    table: shared.TableOption = None,
-    allow_lossy: shared.LossyOption = False,
-    pytorch: shared.PyTorchOption = None,
-    threads: shared.ThreadsOption = None,
-    runs: shared.RunsOption = shared.DEFAULT_RUNS,
-    llama: shared.LlamaOption = None,
-    llama_draft: shared.LlamaDraftOption = None,
-) -> None:
-    """A conversation: accepted tokens are green or in ‹›; beneath each answer stand its speed and the share drafted.
-
-    /plain decodes the last answer again without drafting, /save FILE keeps the conversation for a corpus, /new begins
-    another one. Without a terminal, each line of standard input is a message.
-    """
-    drawn, engines = shared.sampler_of(sampler), (pytorch, threads, llama, llama_draft)
-    opening, request, asked = _opening(words or [], runs, configuration, drawn, table, allow_lossy, engines)
-    from distill.measuring.chat import converse
-
-    converse(opening, asked, request, context, tokens)
-
-
-def serve(
-    words: shared.PairArgument = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")] = 8080,
-    queue: Annotated[int, typer.Option(min=0, max=2**16, help="Requests that may wait; others get status 503.")] = 8,
-    configuration: ConfigurationOption = None,
-    context: ContextOption = 8192,
-    sampler: shared.SamplerOption = None,
-    table: shared.TableOption = None,
-    allow_lossy: shared.LossyOption = False,
-    pytorch: shared.PyTorchOption = None,
-    threads: shared.ThreadsOption = None,
-    runs: shared.RunsOption = shared.DEFAULT_RUNS,
-    llama: shared.LlamaOption = None,
-    llama_draft: shared.LlamaDraftOption = None,
-) -> None:
-    """Serve a pair in OpenAI's form, one request at a time: /v1/chat/completions, /v1/completions, streamed or whole.
-
-    --sampler holds where a request names no sampler. For many users serve with llama-server, vLLM or SGLang (the
-    report's commands).
-    """
-    drawn, engines = shared.sampler_of(sampler), (pytorch, threads, llama, llama_draft)
-    require_server()
-    opening, request, asked = _opening(words or [], runs, configuration, drawn, table, allow_lossy, engines)
-    from distill.serving.completions import serve as run
-
-    run(opening, asked, request, context, (host, port), queue)
-
-
-def require_server() -> None:
-    """Raise RunError where the packages of the extra `serve` are missing."""
-    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
-        raise RunError("`distill serve` needs starlette and uvicorn", install_extra("serve"))
-
-
 def _opening(
     words: Sequence[str],
-    runs: Path,
-    configuration: str | None,
-    drawn: SamplerSettings,
-    table: Path | None,
-    lossy: bool,
-    engines: tuple[str | None, int | None, list[str] | None, list[str] | None],
-) -> tuple[Opening, Request, Chat]:
-    """The pair that a command names, how it decodes, and the settings of its chat template; `engines` are the values of
-    --pytorch, --threads, --llama and --llama-draft."""
-    pytorch, threads, llama, llama_draft = engines
-    models = shared.models_of(words, runs)
+    temperature: float | None = None,
+    configuration: Annotated[
+        str | None,
+        typer.Option(
+            "--configuration", "-C", metavar="K=V,...", help=f"Such as drafter=lookup or length=0: {shared.CONFIGURED}"
+        ),
+    ] = None,
+    sampler: shared.SamplerOption = None,
+    table: shared.TableOption = None,
+    allow_lossy: shared.LossyOption = False,
+    pytorch: shared.PyTorchOption = None,
+    threads: shared.ThreadsOption = None,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+    llama: shared.LlamaOption = None,
+    llama_draft: shared.LlamaDraftOption = None,
+) -> Opened:
+    """The pair that a command names, how it decodes, and the settings of its chat template."""
+    drawn, models = shared.sampler_of(sampler, temperature), shared.models_of(words, runs)
     given = shared.keys_of(Configuration, configuration, "--configuration")
     chosen = _configuration(given, drawn)
     from distill.engines.loaded import settled_decoding
@@ -196,8 +83,112 @@ def _opening(
     from distill.sampler import Sampler
 
     fitted = {} if found is None or not chosen.needs_calibration else _calibrations(found)
-    request = Request(chosen, Sampler.of(drawn), fitted=fitted, lossy=lossy, table=table)
+    request = Request(chosen, Sampler.of(drawn), fitted=fitted, lossy=allow_lossy, table=table)
     return Opening(place, small, device, threads, gguf, decoding), request, asked
+
+
+def of_pair(command: Callable[..., None]) -> Callable[..., None]:
+    """The command with the options of `_opening` after its own; `opened` is that function with their values."""
+    own, options = (signature(one, eval_str=True).parameters.values() for one in (command, _opening))
+    added = [*options][2:]
+
+    @wraps(command)
+    def run(**given: Any) -> None:
+        command(partial(_opening, **{one.name: given.pop(one.name) for one in added}), **given)
+
+    run.__signature__ = Signature([*[*own][1:], *added])  # type: ignore[attr-defined]  # which typer reads
+    return run
+
+
+@of_pair
+def generate(
+    opened: Opener,
+    words: Annotated[
+        list[str],
+        typer.Argument(
+            metavar="PROMPT [RUN | TARGET [DRAFT]]",
+            help="The text to continue (- reads it from standard input); a run (by default the newest), or models.",
+        ),
+    ],
+    tokens: TokensOption = 128,
+    temperature: Annotated[
+        float | None, shared.number_option(min=0, max=HOTTEST, help="Of the sampler; greedy if left out.")
+    ] = None,
+    repetition_penalty: Annotated[float, shared.number_option(min=0.01, max=100, help="1: off.")] = 1.0,
+    seed: Annotated[int, shared.number_option(min=0, help="Seed of the sampler.")] = 0,
+    chat: Annotated[
+        bool | None, typer.Option(help="Ask as a message; the default where there is a chat template.")
+    ] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
+    regex: Annotated[str | None, typer.Option(help="The whole new text must match this.")] = None,
+    grammar: Annotated[
+        Path | None, typer.Option(help="The new text follows this file: a JSON schema (.json), or a grammar in GBNF.")
+    ] = None,
+) -> None:
+    """Answer a question or continue a text, streamed, with the draft's accepted tokens marked (green on a terminal).
+
+    Without a temperature the text is that of plain decoding, up to tokens that tie within the rounding of the type.
+    """
+    prompt, *named = words
+    text = utf8_text(sys.stdin.buffer.read(), "standard input") if prompt == "-" else prompt
+    constraint = _grammar(regex, grammar)
+    opening, request, asked = opened(named, temperature)
+    from distill.data.prompts import user_message
+    from distill.measuring.stream import stream
+
+    own = replace(request.sampler, repetition_penalty=repetition_penalty)
+    request = replace(request, sampler=own, seed=seed, stop=tuple(stop or ()), grammar=constraint)
+    message = None
+    if chat is not False and text:
+        message = user_message(opening.target.model, text, asked, required=bool(chat))
+        if message is not None and chat is None:
+            note("asked as a user's message; --no-chat continues the text as it is")
+    stream(opening, text, tokens, request, message)
+
+
+@of_pair
+def chat(
+    opened: Opener,
+    words: shared.PairArgument = None,
+    tokens: TokensOption = 1024,
+    context: ContextOption = 8192,
+) -> None:
+    """A conversation: accepted tokens are green or in ‹›; beneath each answer stand its speed and the share drafted.
+
+    /plain decodes the last answer again without drafting, /save FILE keeps the conversation for a corpus, /new begins
+    another one. Without a terminal, each line of standard input is a message.
+    """
+    opening, request, asked = opened(words or [])
+    from distill.measuring.chat import converse
+
+    converse(opening, asked, request, context, tokens)
+
+
+@of_pair
+def serve(
+    opened: Opener,
+    words: shared.PairArgument = None,
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")] = 8080,
+    queue: Annotated[int, typer.Option(min=0, max=2**16, help="Requests that may wait; others get status 503.")] = 8,
+    context: ContextOption = 8192,
+) -> None:
+    """Serve a pair in OpenAI's form, one request at a time: /v1/chat/completions, /v1/completions, streamed or whole.
+
+    --sampler holds where a request names no sampler. For many users serve with llama-server, vLLM or SGLang (the
+    report's commands).
+    """
+    require_server()
+    opening, request, asked = opened(words or [])
+    from distill.serving.completions import serve as run
+
+    run(opening, asked, request, context, (host, port), queue)
+
+
+def require_server() -> None:
+    """Raise RunError where the packages of the extra `serve` are missing."""
+    if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
+        raise RunError("`distill serve` needs starlette and uvicorn", install_extra("serve"))
 
 
 def _configuration(given: Mapping[str, Any], sampler: SamplerSettings) -> Configuration:

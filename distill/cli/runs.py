@@ -122,13 +122,15 @@ def _require_reached(until: str | None, redo: Sequence[str]) -> None:
 def _make(run: Run, text: str, until: str | None, redo: Sequence[str] = ()) -> None:
     """Carry a run out up to a stage, printing its tables as they come; in all processes but the main one, take part."""
     from distill.pipeline import running
+    from distill.pipeline.preflight import expected_stages
 
     shared.prepare(run.recipe.threads)
     if not is_main():  # one of several that `accelerate launch` started
         return running.follow_main(run.recipe, run)
     with closing(run):
         run.open(text)
-        running.run_pipeline(run.recipe, run, until, redo, partial(_print_stage, run.folder))
+        expected = expected_stages(run.recipe, run.folder)
+        running.run_pipeline(run.recipe, run, until, redo, partial(_print_stage, run.folder), expected)
         say_outcome(run)
         require_passed(run, until)
 

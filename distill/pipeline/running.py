@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 from distill.data.traffic import PIN, begins_with, pin_of, read_lines
 from distill.devices import agree, memory_explained, process_count
@@ -38,6 +38,9 @@ from distill.progress import duration
 from distill.recipe import Recipe, load_recipe
 from distill.recipe.recipe import left_out, not_run
 from distill.run import BEGIN, READ, Run
+
+if TYPE_CHECKING:
+    from distill.planning.hours import StageEstimate  # which loads torch
 
 Kind = Literal["skip", "take", "run", "resume", "redo", "mend", "wait", "refuse", "leave"]
 WORDS: dict[Kind, tuple[str, str]] = {  # of an action in a plan, and as it begins
@@ -218,12 +221,13 @@ def run_pipeline(
     until: str | None = None,
     redo: Sequence[str] = (),
     show: Callable[[str], None] = lambda stage: None,
+    expected: Sequence[StageEstimate] = (),
 ) -> None:
     """Run every stage up to `until` that is not done; `redo` names stages to run again with their consumers.
 
     `show` is called with the name of each stage as soon as its artifacts are there, so that its tables need not wait
-    for the stages after it. Raises RunError, before touching anything, when finished or begun work of a precious stage
-    would be superseded.
+    for the stages after it. By what is `expected` the run says how long it has left. Raises RunError, before touching
+    anything, when finished or begun work of a precious stage would be superseded.
     """
     planner = Planner(recipe, run, redo)
     actions = planner.plan(until)
@@ -235,11 +239,10 @@ def run_pipeline(
             "make the folder writable, or copy it to a disk that is, and name that one",
         )
     if not run.silent:
-        from distill.pipeline.preflight import expected_stages
         from distill.report.card import draw_progress
 
         names = [action.stage.name for action in actions if action.kind != "leave"]
-        run.redraw = partial(draw_progress, run, names, expected_stages(recipe, run.folder))
+        run.redraw = partial(draw_progress, run, names, expected)
     waiting = process_count() > 1  # the other processes are in follow_main
     for action in actions:
         if waiting and NAMES.index(action.stage.name) > NAMES.index(LAST_TOGETHER):
