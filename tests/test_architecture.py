@@ -131,7 +131,7 @@ def test_imports_run_downward() -> None:
         ("files", "distill.errors", True),
         ("recipe", "distill.__version__", True),
         ("training", "torch", True),
-        ("planning", "distill.serving.load", False),
+        ("planning", "distill.serving.check", False),
         ("teacher", "distill.training.loop", False),
         ("engines", "distill.decoding", False),
         ("pipeline", "distill.cli.app", False),

@@ -32,7 +32,7 @@ from distill.recipe import load_recipe
 from distill.report.card import gather
 from distill.run import Run
 from distill.surgery.results import read_changes
-from distill.surgery.subtokens import check_transplant
+from distill.surgery.vocabulary import check_transplant
 from distill.tables import document
 from distill.teacher.store import read_manifest
 from distill.training.saved import checkpoints, load_checkpoint, training_steps

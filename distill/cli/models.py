@@ -220,8 +220,8 @@ def export_lookup(
         raise DataError(f"there is no folder {to.resolve().parent}", "make it, or correct --to")
     recipe, run = shared.find_run(name, runs)
     from distill.engines.server_commands import drafting_from_texts
-    from distill.teacher.stage import FORMS
-    from distill.teacher.stage import export_lookup as export
+    from distill.teacher.store import FORMS
+    from distill.teacher.store import export_lookup as export
 
     path = to or run.path("lookup", FORMS[server][0])
     if path.exists() and not overwrite:

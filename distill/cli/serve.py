@@ -26,12 +26,12 @@ from distill.machine import thread_count
 from distill.progress import command_line, note, warn
 from distill.recipe import Chat, Corpus
 from distill.run import Run
-from distill.serving.results import ServeReport
 
 if TYPE_CHECKING:
     from distill.data.chat_template import ChatTemplate
     from distill.data.recorder import Recording
     from distill.data.samples import Sample
+    from distill.serving.results import ServeReport
 
 # ── The pair, the prompts and the load that `distill serve-check` takes ──
 
@@ -264,7 +264,7 @@ def serve_check(
 
 
 def _show(report: ServeReport, output: str) -> None:
-    from distill.serving.findings import serving_blocks
+    from distill.serving.results import serving_blocks
 
     shared.print_blocks(serving_blocks(report), report, output)
 

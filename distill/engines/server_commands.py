@@ -160,7 +160,7 @@ def suffix_depth(tokens: int) -> int:
 def drafting_from_texts(
     server: str, target: str, file: str, texts: int, tokens: int, sampling: Sampling | None = None
 ) -> str:
-    """The command of a server that drafts from a file of so many texts and tokens (teacher/stage.py), without a draft
+    """The command of a server that drafts from a file of so many texts and tokens (teacher/store.py), without a draft
     model, with this sampler where a request names none (SGLang takes none)."""
     model, sampled = shlex.quote(target), "".join(f" {word}" for word in _llama_sampling(sampling))
     if server == "llama.cpp":

@@ -26,17 +26,16 @@ from distill.measuring.calibrate import (
     need_calibration,
     validation_prompts,
 )
-from distill.measuring.compare import PairSettings, TimedText, totals
+from distill.measuring.compare import PairSettings, PairTexts, TimedText, measure_pair, time_again, totals
 from distill.measuring.identity import OwnDistributions, files_in_types, kl_of_bits
 from distill.measuring.speedup_results import InTurns, PairMeasured, SpeedupPart, SpeedupReport, speedup_of
 from distill.measuring.speedup_tables import speedup_blocks
-from distill.measuring.timing import PairTexts, measure_pair, time_again
 from distill.measuring.verdict import explain, verdict
 from distill.recipe import Chat, Corpus, Gguf, Recipe, Target
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.tables import document, shown, speed_ratio
-from distill.teacher.stage import open_table
+from distill.teacher.store import open_table
 
 # ── Stage `speedup`: plain against speculative decoding of the run's target and draft, by each backend ──
 

@@ -26,7 +26,7 @@ from distill.files import is_gguf
 from distill.progress import note
 from distill.recipe import Configuration, Gguf, PyTorch, Target
 from distill.sampler import Sampler
-from distill.teacher.stage import open_table
+from distill.teacher.store import open_table
 
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 

@@ -139,7 +139,7 @@ STAGES = (
     ),
     _stage(
         "teacher",
-        "teacher.stage:teacher",
+        "teacher.store:teacher",
         f"teacher corpus.block {TYPES}",
         "answers:answers/train-* corpus:corpus/text-train.safetensors",
         "teacher",
@@ -150,7 +150,7 @@ STAGES = (
         version=2,
     ),
     _stage(
-        "table", "teacher.stage:table", "corpus.block", "answers:answers/train-* teacher:teacher/*", "table", "target"
+        "table", "teacher.store:table", "corpus.block", "answers:answers/train-* teacher:teacher/*", "table", "target"
     ),
     _held_out("validation", "train.acceptance.prompts train.acceptance.new_tokens cut.score_blocks"),
     _held_out("test", "eval.prompts eval.new_tokens eval.file_blocks"),

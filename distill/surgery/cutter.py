@@ -58,10 +58,9 @@ from distill.surgery.layers import (
 )
 from distill.surgery.results import Change, Closeness, read_changes, record_change, size_of
 from distill.surgery.sparsity import require_fewer
-from distill.surgery.subtokens import check_transplant
-from distill.surgery.vocabulary import always_kept, check_size
-from distill.teacher.distributions import TeacherChunk, head_logits
-from distill.teacher.store import TeacherStore, compress
+from distill.surgery.vocabulary import always_kept, check_size, check_transplant
+from distill.teacher.distributions import TeacherChunk, compress, head_logits
+from distill.teacher.store import TeacherStore
 from distill.vocabulary.files import opening_of
 from distill.vocabulary.vocabulary import Vocabulary
 

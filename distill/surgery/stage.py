@@ -42,8 +42,7 @@ from distill.surgery.vocabulary import (
     smallest_size,
     transplant,
 )
-from distill.teacher.stage import answer_blocks
-from distill.teacher.store import TeacherStore
+from distill.teacher.store import TeacherStore, answer_blocks
 from distill.vocabulary.vocabulary import Vocabulary
 
 

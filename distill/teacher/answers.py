@@ -48,8 +48,7 @@ from distill.recipe import Recipe, is_path
 from distill.recipe.target import WriterSettings
 from distill.run import Run
 from distill.teacher.endpoint import Endpoint
-from distill.teacher.stage import write_store
-from distill.teacher.store import ANSWERS, Split, held_out, served_answers, sizes, target_metadata
+from distill.teacher.store import ANSWERS, Split, held_out, served_answers, sizes, target_metadata, write_store
 from distill.teacher.writers import MAX_FAULTS, GgufWriter, ServerWriter, TorchWriter, require_gguf
 
 # ── Groups of prompts: a file of answers each, and the journal of a group that is being written ──

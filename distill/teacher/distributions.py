@@ -41,6 +41,33 @@ class TeacherChunk:
     log_tail: Tensor
 
 
+FAINT = 1e-30  # sums of exponentials below this have lost bits in fp32
+
+
+def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
+    """The compact form of distributions given as logits [N, V], at temperature 1, its ids int32.
+
+    Columns from `vocabulary` on are padding and hold no mass. The tail is summed over the tokens outside the top K,
+    never as one minus the sum of the others. DataError for logits that are not finite.
+    """
+    logits = logits.float()
+    if vocabulary < logits.shape[-1]:
+        logits = logits.clone()
+        logits[:, vocabulary:] = -math.inf
+    values, ids = logits.topk(k, dim=-1)
+    if not bool(values[:, 0].isfinite().all()):
+        require_finite(values[:, 0].tolist(), lambda row: f"the target at scored position {row} of a batch")
+    shares = (logits - values[:, :1]).exp_()  # once for both sums: exponentials are most of the work
+    total = shares.sum(-1, keepdim=True)
+    outside = shares.scatter_(-1, ids, 0).sum(-1, keepdim=True)
+    tail = (outside / total).log().squeeze(-1)
+    deep = (outside.squeeze(-1) < FAINT).nonzero().squeeze(-1)
+    if len(deep):  # too small for fp32 beside the largest: summed by itself
+        left = logits[deep].scatter(-1, ids[deep], -torch.inf).logsumexp(-1)
+        tail[deep] = left - values[deep, 0] - total[deep, 0].log()
+    return TeacherChunk(ids.to(torch.int32), values - values[:, :1] - total.log(), tail.clamp(min=EMPTY))
+
+
 @dataclass(frozen=True)
 class CompactTeacher:
     """Distributions from a compact store, at temperature 1: ids [N, K], log p [N, K], log of the others' mass [N].

@@ -29,8 +29,8 @@ from distill.http import Refused, Unanswered
 from distill.recipe import GgufOptions, Recipe
 from distill.recipe.measuring import CHANGES_LOGITS
 from distill.run import Run
+from distill.teacher.distributions import compress
 from distill.teacher.endpoint import Endpoint, FromModel
-from distill.teacher.store import compress
 from distill.teacher.writers import require_gguf
 
 ROWS = 512  # positions whose logits are read at once

@@ -28,8 +28,7 @@ from torch import Tensor
 from torch.nn.functional import kl_div
 
 from distill.tables import Cell, Row, Table, document
-from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head
-from distill.teacher.store import compress
+from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, compress
 from distill.training.losses import LossSettings, head_loss
 
 Step = Callable[[], Tensor]  # a loss to take back

@@ -22,8 +22,7 @@ from torch import Tensor
 
 from distill.engines.torch.hugging_face import load_model, load_tokenizer, local_folder
 from distill.machine import thread_count
-from distill.surgery.subtokens import Mixture, map_subtokens
-from distill.surgery.vocabulary import mixed_rows
+from distill.surgery.vocabulary import Mixture, map_subtokens, mixed_rows
 from distill.vocabulary.vocabulary import Vocabulary
 
 BLOCK = 256  # tokens of a block

@@ -495,7 +495,7 @@ def read_configuration(world: World, found: bytes) -> Readers:
     from distill.engines.torch.hugging_face import load_config
     from distill.gguf.fields import add_model_fields, read_shape, rope_tensors
     from distill.gguf.head import write_head
-    from distill.surgery.subtokens import check_transplant
+    from distill.surgery.vocabulary import check_transplant
 
     def export() -> None:
         import gguf

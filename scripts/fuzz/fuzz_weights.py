@@ -140,7 +140,7 @@ def readers_of(folder: Path, target: Path) -> list[Callable[[], Any]]:
     from distill.gguf.fields import read_shape
     from distill.gguf.writer import read_tensors
     from distill.progress import warn_once
-    from distill.surgery.subtokens import check_transplant
+    from distill.surgery.vocabulary import check_transplant
 
     found: dict[str, Tensors] = {}
     rope: dict[str, Any] = {}

@@ -18,10 +18,9 @@ from distill.decoding.decode import decode_text, plain
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import Fixed
 from distill.decoding.rules import Rules
-from distill.engines.llama_cpp import batches
-from distill.engines.llama_cpp.batches import BatchCheck
+from distill.engines.llama_cpp import model as decoder
 from distill.engines.llama_cpp.context import GgufContext
-from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.llama_cpp.model import BatchCheck, GgufModel
 from distill.engines.loaded import load_pair
 from distill.errors import DataError, RecipeError
 from distill.files import write_result
@@ -137,14 +136,14 @@ def test_a_wrong_kernel_is_found_kept_in_mind_and_worked_around(
     files: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setenv("DISTILL_CACHE", str(tmp_path))
-    rows, wrong_from, calls = batches._rows, 32, []
+    rows, wrong_from, calls = decoder._rows, 32, []
 
     def kernel(context: object, ids: np.ndarray, start: int) -> np.ndarray:
         calls.append(len(ids))
         logits = rows(context, ids, start)  # type: ignore[arg-type]
         return logits[:, ::-1].copy() if len(ids) >= wrong_from else logits
 
-    monkeypatch.setattr(batches, "_rows", kernel)
+    monkeypatch.setattr(decoder, "_rows", kernel)
     with GgufModel(files["f32"], context=256, options=IK) as model:
         assert model.batches is not None
         assert model.batches.largest == 31

@@ -32,7 +32,7 @@ from distill.gguf.writer import read_tensors
 from distill.pipeline.preflight import check_decoding, check_stages, preflight
 from distill.recipe import Cut, load_recipe, resolve_model
 from distill.surgery.cutter import cut_folder
-from distill.surgery.subtokens import check_transplant
+from distill.surgery.vocabulary import check_transplant
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 

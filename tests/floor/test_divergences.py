@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from distill import divergences
-from distill.teacher.store import compress
+from distill.teacher.distributions import compress
 
 torch.set_num_threads(1)
 

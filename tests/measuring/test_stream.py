@@ -32,10 +32,9 @@ from distill.engines.torch.hugging_face import encode
 from distill.engines.torch.model import TorchLogits, TorchModel
 from distill.errors import DataError, RecipeError
 from distill.gguf.writer import export_gguf
-from distill.measuring.compare import PairSettings
+from distill.measuring.compare import PairSettings, PairTexts, measure_pair
 from distill.measuring.speedup_results import PairMeasured
 from distill.measuring.stream import Opening, Request, begin, stream
-from distill.measuring.timing import PairTexts, measure_pair
 from distill.recipe import Configuration, Speedup, Target, load_recipe
 from distill.recipe.configuration import TREES
 from distill.sampler import Sampler

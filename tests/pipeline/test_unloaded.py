@@ -28,8 +28,8 @@ from distill.pipeline.stages import STAGES, key_parts
 from distill.recipe import Recipe, Target, load_recipe, parse_recipe
 from distill.run import Run
 from distill.sampler import Sampler
-from distill.teacher.distributions import TeacherChunk
-from distill.teacher.store import TeacherStore, compress, held_out
+from distill.teacher.distributions import TeacherChunk, compress
+from distill.teacher.store import TeacherStore, held_out
 from distill.training.validation import stored_chances
 
 torch.set_num_threads(1)

@@ -40,8 +40,7 @@ from distill.recipe import SamplerSettings
 from distill.sampler import Sampler
 from distill.serving.check import CheckSettings, check_started
 from distill.serving.clients import LlamaClient, ServerRules, opened
-from distill.serving.findings import sentences, serving_blocks
-from distill.serving.results import acceptance, counts_of
+from distill.serving.results import acceptance, counts_of, sentences, serving_blocks
 from distill.serving.server import Http, LlamaServer, started
 from distill.tables import document
 

@@ -29,7 +29,7 @@ from distill.errors import EndpointError, RecipeError, ServingError
 from distill.files import read_result
 from distill.progress import Interrupted
 from distill.recipe import SamplerSettings
-from distill.serving import check, load
+from distill.serving import check
 from distill.serving.check import CheckSettings, check_addresses, check_started
 from distill.serving.clients import (
     Addresses,
@@ -39,13 +39,16 @@ from distill.serving.clients import (
     kind_of_server,
     vllm_text,
 )
-from distill.serving.findings import OURS, option_differences, sentences, serving_blocks
 from distill.serving.results import (
+    OURS,
     Counts,
     ServeReport,
     Text,
     acceptance,
+    option_differences,
     rise_of_tokens,
+    sentences,
+    serving_blocks,
     totals_of,
 )
 from distill.serving.server import Http, LlamaServer, Running, _options, free_port, require_binary, started
@@ -551,7 +554,7 @@ def test_what_was_measured_before_an_end_is_shown(
     def ends(*_: object) -> NoReturn:
         raise end
 
-    monkeypatch.setattr(load, "send", ends)
+    monkeypatch.setattr(check, "send", ends)
     pair = asked(settings, files, tmp_path)
     small = ("--count", 3, "--tokens", 12, "--prompt-tokens", 8, "--repeats", 1)
     status = tiny.call("serve-check", *pair, *small)

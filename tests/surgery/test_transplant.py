@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from distill.errors import DataError
 from distill.surgery.layers import FAMILIES
 from distill.surgery.results import read_changes, size_of
-from distill.surgery.subtokens import (
+from distill.surgery.vocabulary import (
     COPY,
     EMBEDDING,
     HEAD,
@@ -34,8 +34,8 @@ from distill.surgery.subtokens import (
     check_transplant,
     describe_subtokens,
     map_subtokens,
+    transplant,
 )
-from distill.surgery.vocabulary import transplant
 from distill.vocabulary.vocabulary import NEVER_IN_UTF8, Vocabulary
 
 torch.set_num_threads(1)

@@ -32,8 +32,7 @@ from distill.surgery.vocabulary import (
     rank_tokens,
     smallest_size,
 )
-from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head
-from distill.teacher.store import compress
+from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, compress
 from distill.training.losses import LossSettings, head_loss
 from distill.training.step import Columns
 from distill.vocabulary.vocabulary import Vocabulary

@@ -18,8 +18,7 @@ from tiny import Capture
 from distill.data.samples import read_samples
 from distill.decoding.ngrams import LEAST, ORDER, NGramTable
 from distill.engines.torch.hugging_face import load_model
-from distill.teacher.stage import LIKELIEST, TABLE_FILE
-from distill.teacher.store import tokenizer_digest
+from distill.teacher.store import LIKELIEST, TABLE_FILE, tokenizer_digest
 
 PRICED = "{drafter: table, rule: expected-value, nodes: 4, length: 4}"
 

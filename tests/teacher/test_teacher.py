@@ -27,8 +27,17 @@ from distill.run import Run
 from distill.teacher.answers import answers
 from distill.teacher.distributions import Head, LogitForm, TeacherChunk, logit_form, require_head
 from distill.teacher.likeliest import ModelReader, mean_masses
-from distill.teacher.stage import exact_distributions, teacher, training_blocks
-from distill.teacher.store import PACKED_BYTES, OnlineTarget, TeacherStore, bytes_per_row, open_teacher, require_fit
+from distill.teacher.store import (
+    PACKED_BYTES,
+    OnlineTarget,
+    TeacherStore,
+    bytes_per_row,
+    exact_distributions,
+    open_teacher,
+    require_fit,
+    teacher,
+    training_blocks,
+)
 
 torch.set_num_threads(1)
 
@@ -225,7 +234,7 @@ def test_hidden_states_that_their_type_cannot_hold(folders: dict[str, Path], tmp
 def test_an_online_teacher_stores_no_distributions_and_loads_no_target(
     folders: dict[str, Path], tmp_path: Path, monkeypatch: Patch
 ) -> None:
-    import distill.teacher.stage as stage
+    import distill.teacher.store as stage
 
     monkeypatch.setattr(stage, "load_target", lambda *_: pytest.fail("the target was loaded"))
     recipe, run = made(tmp_path, folders["qwen2"], kind="online")

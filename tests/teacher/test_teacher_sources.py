@@ -26,8 +26,7 @@ from distill.gguf.writer import export_gguf
 from distill.recipe import GgufOptions, Recipe
 from distill.run import Run
 from distill.teacher.likeliest import MAX_PADDING, GgufReader, listed_documents, log_tails
-from distill.teacher.stage import teacher
-from distill.teacher.store import TeacherStore
+from distill.teacher.store import TeacherStore, teacher
 
 torch.set_num_threads(1)
 

@@ -28,7 +28,7 @@ from distill.gguf.writer import export_gguf
 from distill.recipe import parse_recipe
 from distill.sampler import Sampler
 from distill.teacher.answers import AnswerRules, answers
-from distill.teacher.store import EMPTY, compress
+from distill.teacher.distributions import EMPTY, compress
 from distill.teacher.writers import GgufWriter, TorchWriter
 
 torch.set_num_threads(1)

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 
 from distill import divergences
 from distill.errors import DataError
-from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, LogitForm, Teacher
-from distill.teacher.store import compress
+from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, LogitForm, Teacher, compress
 from distill.training import losses as bucket
 from distill.training.losses import LOSSES, LossSettings, head_loss
 

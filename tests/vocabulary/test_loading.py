@@ -24,7 +24,7 @@ from distill.errors import DataError
 from distill.folders import copy_tokenizer
 from distill.gguf.tokenizer import read_tokenizer
 from distill.recipe import Chat
-from distill.surgery.subtokens import check_transplant
+from distill.surgery.vocabulary import check_transplant
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.files import opening_of
 from distill.vocabulary.vocabulary import Vocabulary
