@@ -31,7 +31,7 @@ from distill.recipe.recipe import REASON, is_path
 from distill.run import Run
 from distill.sampler import place_of, require_finite
 from distill.surgery.layers import watching
-from distill.vocabulary.files import tokenizer_content, with_opening
+from distill.vocabulary.vocabulary import tokenizer_content, with_opening
 
 # ── What was written and compared: gguf/export.json as dataclasses ──
 

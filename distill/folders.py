@@ -17,7 +17,7 @@ from distill.errors import DataError
 from distill.files import LARGEST, copy_file, has_form, kind_of, parse_json, read_object, write_json, write_text
 from distill.progress import warn_once
 from distill.vocabulary.encoding import QWEN2
-from distill.vocabulary.files import tokenizer_content, tokenizer_settings
+from distill.vocabulary.vocabulary import tokenizer_content, tokenizer_settings
 
 HINT = "correct config.json, or copy the folder again"
 FORMS: dict[str, tuple[Any, str]] = {

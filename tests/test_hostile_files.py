@@ -17,16 +17,15 @@ import torch
 from distill.decoding import grammar
 from distill.engines.loaded import context_of
 from distill.engines.pairs import VocabularyMetadata
-from distill.engines.torch.described import read_kept
-from distill.engines.torch.hugging_face import load_config, load_model, load_tokenizer
+from distill.engines.torch.hugging_face import load_config, load_model, load_tokenizer, read_kept
 from distill.errors import DataError
 from distill.files import parse_json, read_json, read_object, read_result
 from distill.folders import pin_tokenizer, stored_tensors, weight_files
 from distill.gguf.fields import read_shape
 from distill.gguf.library import GgufFile
 from distill.gguf.tokenizer import read_tokenizer
-from distill.measuring.calibrate import load_calibrations
 from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
+from distill.measuring.speedup import load_calibrations
 from distill.pipeline.running import plan_refresh
 from distill.recipe import load_recipe
 from distill.report.card import gather
@@ -36,8 +35,7 @@ from distill.surgery.vocabulary import check_transplant
 from distill.tables import document
 from distill.teacher.store import read_manifest
 from distill.training.saved import checkpoints, load_checkpoint, training_steps
-from distill.vocabulary.files import added_around, open_tokenizer
-from distill.vocabulary.vocabulary import Vocabulary
+from distill.vocabulary.vocabulary import Vocabulary, added_around, open_tokenizer
 
 CPU = torch.device("cpu")
 

@@ -159,7 +159,7 @@ def chat(
     another one. Without a terminal, each line of standard input is a message.
     """
     opening, request, asked = opened(words or [])
-    from distill.measuring.chat import converse
+    from distill.measuring.stream import converse
 
     converse(opening, asked, request, context, tokens)
 

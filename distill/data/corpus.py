@@ -30,7 +30,7 @@ from distill.files import write_atomically, write_json, write_result
 from distill.progress import Caution
 from distill.recipe import Corpus, Recipe
 from distill.run import Run
-from distill.vocabulary.files import opening_of
+from distill.vocabulary.vocabulary import opening_of
 
 CUT = "beginnings of given answers' prompts, to fit corpus.block"
 MOST_DOCUMENTS, MOST_RECORDS = 1000, 20  # that a check reads of a local source and of a hub data set

@@ -16,10 +16,9 @@ from typing import Any
 import numpy
 
 from distill.data.chat_template import ChatTemplate
-from distill.data.record_files import holds_records
 from distill.data.records import CLOSING, LISTS, PROMPTS, THINKING
 from distill.data.samples import Sample, last_tokens
-from distill.data.sources import Document, read_documents
+from distill.data.sources import Document, holds_records, read_documents
 from distill.engines.torch.hugging_face import encode_behind, encode_text, load_tokenizer
 from distill.errors import DataError
 from distill.files import is_gguf, require_path
@@ -27,7 +26,7 @@ from distill.gguf.head import open_head
 from distill.gguf.library import GgufFile
 from distill.gguf.tokenizer import chat_templates
 from distill.recipe import Chat, Corpus, Source
-from distill.vocabulary.files import opening_of
+from distill.vocabulary.vocabulary import opening_of
 
 CHARACTERS_PER_TOKEN = 8  # more than any prompt needs; it bounds the text that is encoded for a prompt
 

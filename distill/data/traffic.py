@@ -279,7 +279,7 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> S
     out that leaves less than answers.new_tokens.
     """
     from distill.data.chat_template import ChatTemplate
-    from distill.vocabulary.files import opening_of
+    from distill.vocabulary.vocabulary import opening_of
 
     found, opening = Sorted(), opening_of(tokenizer)
     template = ChatTemplate(tokenizer, recipe.chat) if tokenizer.chat_template else None

@@ -57,8 +57,7 @@ from distill.gguf.writer import export_gguf, own_file
 from distill.machine import machine, thread_count, version_of
 from distill.progress import warn, warn_once
 from distill.recipe import Gguf, GgufOptions, PyTorch, Recipe, Target
-from distill.vocabulary.files import with_opening
-from distill.vocabulary.vocabulary import Vocabulary
+from distill.vocabulary.vocabulary import Vocabulary, with_opening
 
 GROWING = PyTorch()  # a cache that grows, as transformers makes it
 BATCH = 512  # tokens that llama.cpp takes at once

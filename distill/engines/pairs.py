@@ -7,16 +7,22 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distill.engines.torch.described import read_kept
-from distill.engines.torch.hugging_face import load_config, load_tokenizer, text_folder
+from distill.engines.torch.hugging_face import load_config, load_tokenizer, read_kept, text_folder
 from distill.errors import DataError, PairError, RecipeError
 from distill.files import is_gguf, is_utf8
 from distill.folders import read_config
 from distill.gguf.head import ALWAYS_ADDS_BOS, DEFAULTS, Defaults, FileHead, open_head, stated_ends, token_key
 from distill.gguf.importing import one_engine
 from distill.recipe import Configuration
-from distill.vocabulary.files import added_around, open_tokenizer, tokenizer_settings, tokens_without_row
-from distill.vocabulary.vocabulary import SPACE, from_mapped, named_id
+from distill.vocabulary.vocabulary import (
+    SPACE,
+    added_around,
+    from_mapped,
+    named_id,
+    open_tokenizer,
+    tokenizer_settings,
+    tokens_without_row,
+)
 
 # ── A model's vocabulary and context as the rules compare them, read from a folder or a GGUF file; no weights ──
 # Legend: V rows of the model's vocabulary, padding included.

@@ -25,7 +25,7 @@ from distill.machine import COMPILE_LLAMA, WITHOUT_AMX, install_extra, thread_co
 from distill.progress import is_verbose
 from distill.recipe import GgufOptions
 from distill.recipe.measuring import NO_DEVICE, ON_CPU
-from distill.vocabulary.files import ids_around
+from distill.vocabulary.vocabulary import ids_around
 
 # ── ik_llama.cpp, a fork of llama.cpp with faster kernels for CPUs, under the names of llama.cpp's functions ──
 # Its library computes; a file's tokenizer, and grammars over it, stay llama.cpp's. The structures come from the package

@@ -41,15 +41,17 @@ from distill.gguf.head import (
     write_head,
 )
 from distill.vocabulary.encoding import IGNORE_MERGES, PRE_STEPS, STEPS, pre_tokenizer_of
-from distill.vocabulary.files import (
+from distill.vocabulary.vocabulary import (
+    NAMED_ROLES,
+    SPACE,
     added_around,
     merge_pairs,
+    named_id,
     open_tokenizer,
     tokenizer_content,
     tokenizer_settings,
     tokens_without_row,
 )
-from distill.vocabulary.vocabulary import NAMED_ROLES, SPACE, named_id
 
 # ── The keys, and whether llama.cpp then reads texts as the tokenizer does ──
 

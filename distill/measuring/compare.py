@@ -28,9 +28,9 @@ from distill.decoding.round_costs import PROMPTS, pair_costs
 from distill.decoding.rules import Rules
 from distill.engines.loaded import LoadedPair
 from distill.engines.model import Model, Step, Watch
+from distill.measuring.evaluation import judged_positions, positions_by_text
 from distill.measuring.evaluation_results import ByText
 from distill.measuring.identity import Identity, Rounding, judged, measured_rounding
-from distill.measuring.measure import judged_positions, positions_by_text
 from distill.measuring.speedup_results import (
     GroupFigures,
     Measurement,

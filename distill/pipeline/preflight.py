@@ -32,8 +32,16 @@ from distill.devices import pick_device, process_count, take_peaks
 from distill.engines.loaded import context_of, growing_decoder
 from distill.engines.pairs import compare_pair
 from distill.engines.server_commands import other_sampling, shipped_heads
-from distill.engines.torch.described import empty_model, quiet, require_language_model
-from distill.engines.torch.hugging_face import check_placement, check_weights, load_config, local_snapshot, text_folder
+from distill.engines.torch.hugging_face import (
+    check_placement,
+    check_weights,
+    empty_model,
+    load_config,
+    local_snapshot,
+    quiet,
+    require_language_model,
+    text_folder,
+)
 from distill.engines.torch.model import UNDECODABLE, growing_cache, mask_refusal, state_refusal
 from distill.engines.torch.static import require_static
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained

@@ -156,7 +156,7 @@ STAGES = (
     _held_out("test", "eval.prompts eval.new_tokens eval.file_blocks"),
     _stage(
         "cut",
-        "surgery.stage:cut",
+        "surgery.cutter:cut",
         "cut target.dtype",
         "corpus:corpus/text-validation.safetensors answers:answers/train-* teacher:teacher/* validation:validation/*",
         "cut",

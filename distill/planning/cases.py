@@ -15,8 +15,7 @@ from distill.decoding.round_costs import RoundCostMeter
 from distill.engines.loaded import LoadedPair, load_pair, target_file
 from distill.engines.pairs import require_drafts
 from distill.engines.server_commands import N_MAX, P_MIN, SPEC_TYPE
-from distill.engines.torch.described import write_kept
-from distill.engines.torch.hugging_face import load_config, text_folder
+from distill.engines.torch.hugging_face import load_config, text_folder, write_kept
 from distill.errors import DataError, RecipeError
 from distill.folders import copy_tokenizer
 from distill.gguf.writer import export_gguf

@@ -13,7 +13,7 @@ from distill.data.samples import CorpusTexts, read_answers
 from distill.data.traffic import SOURCE, pin_of
 from distill.engines.torch.hugging_face import load_config
 from distill.files import read_result
-from distill.measuring.measure import ROWS
+from distill.measuring.evaluation import ROWS
 from distill.progress import duration
 from distill.recipe import Recipe
 from distill.recipe.target import TYPE_BYTES

@@ -123,8 +123,7 @@ def _target_sizes(recipe: Recipe, cut: CutReport) -> ModelSizes:
     """Sizes of the target, read from its configuration on an empty model, so that no weights are loaded."""
     if cut.donor.path == recipe.target.model:
         return cut.donor
-    from distill.engines.torch.described import empty_model
-    from distill.engines.torch.hugging_face import describe_model, load_config
+    from distill.engines.torch.hugging_face import describe_model, empty_model, load_config
 
     return describe_model(recipe.target.model, empty_model(load_config(recipe.target.model)))
 

@@ -29,8 +29,7 @@ from distill.data.records import normal
 from distill.decoding.decode import Decoded
 from distill.errors import DistillError, RecipeError, RunError
 from distill.files import parse_object
-from distill.measuring.chat import Answerer, answering
-from distill.measuring.stream import Opening, Request
+from distill.measuring.stream import Answerer, Opening, Request, answering
 from distill.progress import note, noting, warn
 from distill.recipe import Chat
 

@@ -39,8 +39,7 @@ from distill.data.samples import (
 )
 from distill.data.traffic import SOURCE, write_traffic
 from distill.devices import barrier, process_count, process_index, share_of
-from distill.engines.torch.described import empty_model
-from distill.engines.torch.hugging_face import end_ids, load_config, load_tokenizer, local_snapshot
+from distill.engines.torch.hugging_face import empty_model, end_ids, load_config, load_tokenizer, local_snapshot
 from distill.errors import DataError, EndpointError, faults_explained
 from distill.files import has_form, parse_object, write_json, write_result
 from distill.progress import Caution, Progress

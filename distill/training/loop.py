@@ -17,7 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from distill.devices import any_process, barrier, is_main, memory_explained, peak_memory_bytes, synchronise
-from distill.engines.torch.described import FILE as KEPT_FILE
+from distill.engines.torch.hugging_face import FILE as KEPT_FILE
 from distill.errors import DataError
 from distill.files import copy_file, from_json, link_file, write_folder, write_json, write_result
 from distill.folders import copy_tokenizer

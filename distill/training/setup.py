@@ -22,8 +22,14 @@ from torch import Tensor
 
 from distill.data.packing import token_ids
 from distill.devices import CPU, is_main, make_current, pick_device, process_count, shards
-from distill.engines.torch.described import read_kept
-from distill.engines.torch.hugging_face import check_folder, load_config, load_model, load_target, load_weights
+from distill.engines.torch.hugging_face import (
+    check_folder,
+    load_config,
+    load_model,
+    load_target,
+    load_weights,
+    read_kept,
+)
 from distill.errors import RecipeError, RunError
 from distill.recipe import Adapter, Recipe, Train
 from distill.run import Run

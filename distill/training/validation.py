@@ -27,8 +27,7 @@ from distill.decoding.decode import Decoded
 from distill.decoding.rules import Rules
 from distill.devices import agree, doubled, is_main, memory_explained
 from distill.engines.loaded import BatchedTorchModel, growing_decoder
-from distill.engines.torch.described import trimmed_head
-from distill.engines.torch.hugging_face import end_ids, load_tokenizer
+from distill.engines.torch.hugging_face import end_ids, load_tokenizer, trimmed_head
 from distill.files import from_json
 from distill.recipe import Recipe
 from distill.run import Run

@@ -9,8 +9,7 @@ import re
 from functools import cached_property
 from typing import Any
 
-from distill.vocabulary.files import added_around, open_tokenizer
-from distill.vocabulary.vocabulary import SPACE, Vocabulary, to_mapped
+from distill.vocabulary.vocabulary import SPACE, Vocabulary, added_around, open_tokenizer, to_mapped
 
 REPLACEMENT = "\ufffd"  # stands for a byte that a vocabulary cannot write
 

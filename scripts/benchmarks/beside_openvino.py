@@ -104,7 +104,7 @@ def our_pair(one: dict[str, Any], given: dict[str, Any]) -> Any:
 
 
 def our_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
-    from distill.measuring.calibrate import load_calibrations
+    from distill.measuring.speedup import load_calibrations
     from distill.measuring.stream import Request, begin
     from distill.recipe import Configuration, parse_section
     from distill.sampler import Sampler

@@ -123,7 +123,7 @@ def recipe_of(options: Any, text: str, rate: float, seed: int) -> Recipe:
 
 def train(source: Path, folder: Path, recipe: Recipe) -> None:
     """Stage `train` in a run directory that shares everything before it with the run `source`."""
-    from distill.surgery.stage import cut
+    from distill.surgery.cutter import cut
     from distill.training.loop import train as stage
 
     folder.mkdir(parents=True, exist_ok=True)

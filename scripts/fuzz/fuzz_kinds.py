@@ -307,10 +307,10 @@ def _record_readers(world: World, name: str, path: Path) -> Readers:
 
     from distill.cli.shared import find_run
     from distill.data.samples import read_answers, read_prompts
-    from distill.engines.torch.described import read_kept
+    from distill.engines.torch.hugging_face import read_kept
     from distill.files import read_json
-    from distill.measuring.calibrate import load_calibrations
     from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
+    from distill.measuring.speedup import load_calibrations
     from distill.measuring.speedup_results import SpeedupReport
     from distill.measuring.speedup_tables import speedup_blocks
     from distill.pipeline.running import plan_refresh, plan_run

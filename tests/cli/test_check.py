@@ -175,7 +175,7 @@ def test_the_first_records_of_a_hub_data_set(world: Path, capsys: Capture, monke
         asked.append(source.path)
         yield from ((f"record {number}", {"content": f"text {number}"}) for number in range(1, 100))
 
-    monkeypatch.setattr("distill.data.record_files._hub", records)
+    monkeypatch.setattr("distill.data.sources._hub", records)
     check = (capsys, "check", world / "recipe.yaml")
     text, content = (
         f"corpus.sources=[{{kind: hub, path: some/data, fields: {{text: {name}}}}}]" for name in ("text", "content")

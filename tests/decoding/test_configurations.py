@@ -19,9 +19,9 @@ from distill.decoding.lengths import Features, NGramIndex
 from distill.decoding.rules import GREEDY, Rules
 from distill.errors import DataError, RecipeError
 from distill.files import write_result
-from distill.measuring.calibrate import calibrate, load_calibrations, record_rounds, write_texts
 from distill.measuring.compare import PairSettings, judge_identity, measurement, prepare_all, time_texts
 from distill.measuring.identity import Identity, Rounding
+from distill.measuring.speedup import calibrate, load_calibrations, record_rounds, write_texts
 from distill.measuring.speedup_results import PairMeasured, StepFigures
 from distill.measuring.speedup_tables import measurement_table
 from distill.recipe import Configuration, SamplerSettings, Speedup, Target, dump_recipe, load_recipe

@@ -21,7 +21,7 @@ from distill.engines import loaded
 from distill.engines.loaded import BatchedTorchModel, torch_decoder
 from distill.engines.torch import draft_weights
 from distill.engines.torch import products as module
-from distill.engines.torch.described import KeptHead
+from distill.engines.torch.hugging_face import KeptHead
 from distill.engines.torch.model import TorchModel
 from distill.engines.torch.products import (
     GROUP,

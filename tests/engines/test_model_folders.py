@@ -17,10 +17,10 @@ from safetensors.torch import load_file, save_file
 from tiny import Capture, edit
 
 from distill.engines.loaded import context_of
-from distill.engines.torch.described import empty_model
 from distill.engines.torch.hugging_face import (
     check_weights,
     describe_model,
+    empty_model,
     end_ids,
     load_config,
     load_model,

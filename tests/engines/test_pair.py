@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, models, processors
 from toys import save_toy, toy, toy_tokenizer, write_gguf
 
 from distill.engines.pairs import PairReport, VocabularyMetadata, compare_pair, distill_rule, require_pair
-from distill.engines.torch.described import write_kept
+from distill.engines.torch.hugging_face import write_kept
 from distill.errors import DataError, PairError
 from distill.gguf.head import DEFAULTS, PRE_ADDS_BOS, PRE_WITHOUT_BOS
 from distill.gguf.writer import export_gguf

@@ -30,8 +30,8 @@ from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.trees import TreeDrafter
 from distill.engines.loaded import LoadedPair, with_rows
 from distill.engines.torch.model import TorchModel
-from distill.measuring import calibrate
-from distill.measuring.measure import ROWS, decode_rounds
+from distill.measuring import speedup
+from distill.measuring.evaluation import ROWS, decode_rounds
 from distill.recipe import Configuration
 from distill.sampler import Sampler
 
@@ -43,7 +43,7 @@ def pair() -> tuple[TableModel, TableModel]:
 
 
 def test_rounds_of_a_text_without_drafted_places(pair: tuple[TableModel, TableModel]) -> None:
-    assert calibrate.record_rounds(pair[1], [([1], [2])], ()) == [[]]
+    assert speedup.record_rounds(pair[1], [([1], [2])], ()) == [[]]
 
 
 @pytest.mark.parametrize("ends", [(), (3, 7)])
@@ -51,14 +51,14 @@ def test_recorded_rounds_are_those_of_decoding(ends: tuple[int, ...], pair: tupl
     """The draft's distributions along the target's texts show what every round judges, without a round."""
     target, draft = pair
     rules, prompts = Rules(ends=ends), random_prompts(6, 12, 5)
-    written = [*zip(prompts, calibrate.write_texts(target, prompts, 40, rules), strict=True)]
+    written = [*zip(prompts, speedup.write_texts(target, prompts, 40, rules), strict=True)]
     judged: list[list[list[Any]]] = []
     for prompt, new in written:
-        recorder = Recorder(calibrate.LENGTH)
+        recorder = Recorder(speedup.LENGTH)
         drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random)
         assert decode_text(target, drafter, prompt, 40, rules).tokens == new
         judged.append([one.judged() for one in recorder.rounds])
-    own = calibrate.record_rounds(draft, written, ends)
+    own = speedup.record_rounds(draft, written, ends)
     assert [[one.judged() for one in rounds] for rounds in own] == judged
     assert sum(map(len, judged)) > (10 if ends else 60)
 
@@ -69,7 +69,7 @@ def test_texts_are_written_together(pair: tuple[TableModel, TableModel]) -> None
     assert with_rows(model, 2) is not None and with_rows(pair[0], 2) is None
     for target in (model, pair[0]):
         short = [[token % 12 for token in prompt] for prompt in prompts] if target is pair[0] else prompts
-        written = calibrate.write_texts(target, short, 9, Rules(ends=(5,)))
+        written = speedup.write_texts(target, short, 9, Rules(ends=(5,)))
         assert written == [plain(target, prompt, 9, (5,)).tokens for prompt in short]
 
 
@@ -79,13 +79,13 @@ def test_a_table_is_calibrated_for_each_sampler(pair: tuple[TableModel, TableMod
 
     def written(sampler: Sampler, seed: int) -> list[tuple[list[int], list[int]]]:
         rules, prompts = Rules(sampler, "token", (), random.Random(seed).random), random_prompts(60, 12, seed)
-        return [*zip(prompts, calibrate.write_texts(target, prompts, 24, rules), strict=True)]
+        return [*zip(prompts, speedup.write_texts(target, prompts, 24, rules), strict=True)]
 
     ngrams = NGramTable(count_ngrams([[*prompt, *new] for prompt, new in written(GREEDY, 1)]), {})
     tables = [Configuration(drafter="table", rule="expected-value", sampler=name) for name in samplers]
     settings, prompts = settings_with(tables, new_tokens=24), random_prompts(60, 12, 2)
     loaded = LoadedPair("pytorch", "target", target, target, [])
-    made = calibrate.calibrate_pair(loaded, prompts, settings, "validation", ngrams)
+    made = speedup.calibrate_pair(loaded, prompts, settings, "validation", ngrams)
     fits = made.fits
     off = {}
     for text, sampler in samplers.items():
@@ -110,7 +110,7 @@ def test_a_draft_is_calibrated_for_each_sampler_and_verifier(pair: tuple[TableMo
         for one in verifiers
     ]
     settings, loaded = settings_with(made, new_tokens=24), LoadedPair("pytorch", "target", *pair, [])
-    found = calibrate.calibrate_pair(loaded, random_prompts(30, 12, 2), settings, "validation", None)
+    found = speedup.calibrate_pair(loaded, random_prompts(30, 12, 2), settings, "validation", None)
     fits = Fitted(calibrations=found.fits)
     off = {}
     for one in made:

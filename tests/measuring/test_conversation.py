@@ -21,8 +21,7 @@ from toys import blurred, save_toy, toy, toy_tokenizer
 
 from distill.decoding.decode import Decoded, plain
 from distill.engines.loaded import load_pair
-from distill.measuring.chat import Answerer, answering
-from distill.measuring.stream import Opening, Request
+from distill.measuring.stream import Answerer, Opening, Request, answering
 from distill.recipe import Chat, Configuration, Corpus, Target
 from distill.sampler import Sampler
 
@@ -109,7 +108,7 @@ def test_bad_lines_of_a_conversation(folders: Path, monkeypatch: Patch, capsys: 
     assert full and "the context of 30 tokens is full: /new" in err
     no_signs = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     with contextlib.redirect_stdout(no_signs):
-        from distill.measuring.chat import marks
+        from distill.measuring.stream import marks
 
         assert marks() == ("<", ">")
 

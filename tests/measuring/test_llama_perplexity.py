@@ -19,7 +19,7 @@ import torch
 from distill.data.packing import pack
 from distill.engines.llama_cpp.model import GgufModel
 from distill.gguf.head import open_head
-from distill.measuring.measure import sum_by_document, text_values
+from distill.measuring.evaluation import sum_by_document, text_values
 from distill.sampler import Sampler
 
 FOLDER = os.environ.get("DISTILL_LLAMA_BIN", "")

@@ -11,16 +11,16 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
+from distill.engines.torch.described import trim_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import random_prompts, toy
 
 from distill.data.packing import Packed, pack, packed_inputs
 from distill.decoding.decode import Round
-from distill.engines.torch.described import trim_head
 from distill.engines.torch.model import TorchModel
-from distill.measuring import measure
-from distill.measuring.measure import METRICS, all_metrics, position_metrics
+from distill.measuring import evaluation
+from distill.measuring.evaluation import METRICS, all_metrics, position_metrics
 from distill.sampler import Sampler
 from distill.tables import Interval, ratio_interval
 
@@ -79,7 +79,7 @@ def test_blocks_are_measured_by_document() -> None:
     prompts = random_prompts(9, 61, seed=3)
     blocks = pack([(p, 2) for p in prompts], 24, split_long=False)
     sampler = Sampler(0.8, 10)
-    found = measure.sum_by_document(measure.block_values(target, {"d": draft}, blocks, sampler, 61, batch=2))["d"]
+    found = evaluation.sum_by_document(evaluation.block_values(target, {"d": draft}, blocks, sampler, 61, batch=2))["d"]
     sums, counts = found.least, found.counts
     assert found.units == list(range(9)) and numpy.array_equal(sums, found.most)
     assert counts.tolist() == [len(p) - 2 for p in prompts]
@@ -88,8 +88,8 @@ def test_blocks_are_measured_by_document() -> None:
             logits = [m(torch.tensor([prompt])).logits[0, 1:-1] for m in (target, draft)]
             expected = position_metrics(*logits, sampler, 61).double().sum(0)
             assert sums[row] == pytest.approx(expected.numpy(), rel=1e-4, abs=1e-4)
-    texts = measure.sum_by_document(
-        measure.text_values(TorchModel(target), {"d": TorchModel(draft)}, blocks, sampler, 61, "own")
+    texts = evaluation.sum_by_document(
+        evaluation.text_values(TorchModel(target), {"d": TorchModel(draft)}, blocks, sampler, 61, "own")
     )["d"]
     assert texts.units == found.units and texts.counts.tolist() == counts.tolist()
     assert texts.least == pytest.approx(sums, rel=1e-4, abs=1e-4)
@@ -97,7 +97,7 @@ def test_blocks_are_measured_by_document() -> None:
     assert table.tokens == counts.sum() and table.prompts == 9
     assert table.forward_kl.mean == pytest.approx(sums[:, 0].sum() / counts.sum())
     assert table.acceptance_ceiling.mean == pytest.approx(sums[:, -1].sum() / counts.sum())
-    same = measure.sum_by_document(measure.block_values(target, {"d": target}, blocks, sampler, 61))["d"].least
+    same = evaluation.sum_by_document(evaluation.block_values(target, {"d": target}, blocks, sampler, 61))["d"].least
     assert same[:, :2] == pytest.approx(0, abs=1e-6)
     assert same[:, [2, 5]] == pytest.approx(numpy.stack([counts] * 2, 1))
 
@@ -110,8 +110,10 @@ def test_a_document_in_several_blocks_is_one_unit() -> None:
     pieces = sum(int((row.max() + 1).clamp(min=0)) for row in blocks.documents)
     assert pieces > len(prompts), "documents are split here"
 
-    def measured(blocks: Packed, batch: int = 2) -> measure.Measured:
-        return measure.sum_by_document(measure.block_values(target, {"d": draft}, blocks, Sampler(0.8), 61, batch))["d"]
+    def measured(blocks: Packed, batch: int = 2) -> evaluation.Measured:
+        return evaluation.sum_by_document(
+            evaluation.block_values(target, {"d": draft}, blocks, Sampler(0.8), 61, batch)
+        )["d"]
 
     found = measured(blocks)
     sums, counts = found.least, found.counts
@@ -155,10 +157,10 @@ def test_position_acceptance_by_walking_the_drafts(pairs: list[list[tuple[int, i
                 counts[1] += 1
             at += accepted + 1
     rounds = [rounds_of(*own) for own in pairs]
-    judged = measure.judged_positions(rounds, texts)
-    for kind, found in measure.positions_by_text(judged, 6).items():
+    judged = evaluation.judged_positions(rounds, texts)
+    for kind, found in evaluation.positions_by_text(judged, 6).items():
         assert {r.position: [r.drafted, r.accepted] for r in found} == walked[kind]
-    table = measure.position_acceptance(judged, 6)
+    table = evaluation.position_acceptance(judged, 6)
     assert {r.position: [r.drafted, r.accepted] for r in table} == {
         at: [one + other for one, other in zip(walked["new"][at], walked["repeated"][at], strict=True)]
         for at in range(1, 7)
@@ -167,7 +169,7 @@ def test_position_acceptance_by_walking_the_drafts(pairs: list[list[tuple[int, i
         assert row.rate.mean == pytest.approx(row.accepted / row.drafted if row.drafted else math.nan, nan_ok=True)
         assert not row.drafted or row.rate.low <= row.rate.mean <= row.rate.high
     tokens = [accepted + 1 for _, accepted in itertools.chain(*pairs)] or [math.nan]
-    assert measure.tokens_per_round(rounds).mean == pytest.approx(numpy.mean(tokens), nan_ok=True)
+    assert evaluation.tokens_per_round(rounds).mean == pytest.approx(numpy.mean(tokens), nan_ok=True)
 
 
 def test_interval_covers_the_mean_about_as_often_as_it_says() -> None:
@@ -238,7 +240,7 @@ def test_logits_of_a_few_rows_are_the_model_s_own() -> None:
         "not its head's": (Shifted(toy(seed=1)), False),
     }
     for name, (model, by_rows) in models.items():
-        whole, rows = model(**packed_inputs(model, blocks)).logits, measure.RowLogits(model)
+        whole, rows = model(**packed_inputs(model, blocks)).logits, evaluation.RowLogits(model)
         found = rows.of(blocks)
         for block in range(len(blocks)):
             here = blocks.mask[block].nonzero()[:, 0]
@@ -251,7 +253,7 @@ def test_logits_of_a_few_rows_are_the_model_s_own() -> None:
 )
 def test_metrics_in_pieces_are_the_same(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces, with ties among the likeliest, equal rows, padding, and logits that are not finite."""
-    monkeypatch.setattr("distill.measuring.measure.CACHED", 300)
+    monkeypatch.setattr("distill.measuring.evaluation.CACHED", 300)
     generator = torch.Generator().manual_seed(2)
     target, draft = (4 * torch.randn(40, 90, generator=generator) for _ in range(2))
     draft[5] = target[5]

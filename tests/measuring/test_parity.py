@@ -18,7 +18,7 @@ from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import growing_decoder
 from distill.engines.torch.hugging_face import load_model, load_target
 from distill.gguf.writer import export_gguf
-from distill.measuring.measure import Measured, block_values, sum_by_document, text_values
+from distill.measuring.evaluation import Measured, block_values, sum_by_document, text_values
 from distill.recipe import Target
 from distill.sampler import Sampler
 from distill.teacher.distributions import Head

@@ -1,4 +1,4 @@
-"""Slices of positions in distill/measuring/measure.py: labels of tokens, by hand and against slow definitions."""
+"""Slices of positions in distill/measuring/evaluation.py: labels of tokens, by hand and against slow definitions."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 
 from distill.data.packing import pack, repeated_next, scored_documents
 from distill.data.repetition import NEW, SEEN, repetition
-from distill.measuring import measure
+from distill.measuring import evaluation
 
 
 @pytest.mark.parametrize(
@@ -21,7 +21,7 @@ from distill.measuring import measure
     [(0, "0 to 63"), (63, "0 to 63"), (64, "64 to 127"), (127, "64 to 127"), (4096, "4096 to 8191")],
 )
 def test_depths(place: int, label: str) -> None:
-    assert measure.depth_label(place) == label
+    assert evaluation.depth_label(place) == label
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -39,17 +39,17 @@ def test_sums_are_those_of_every_position() -> None:
     draws = numpy.random.default_rng(0)
     texts = [draws.integers(0, 6, size).tolist() for size in (30, 50, 90)]
     blocks = pack([(text, first) for text, first in zip(texts, (5, 1, 40), strict=True)], 90, True)
-    sliced = measure.SlicedValues.of(blocks)
+    sliced = evaluation.SlicedValues.of(blocks)
     repeated: list[bool] = []
     values, expected = [], dict[tuple[str, str], list[tuple[int, float]]]()
     for block, document, here in scored_documents(blocks):
         own = (blocks.documents[block] == document).nonzero()[:, 0].tolist()
         number = blocks.number(block, document)
         ids = blocks.ids[block][own].tolist()
-        names = {"depth": [*map(measure.depth_label, range(len(ids)))], "repetition": repetition(ids)}
+        names = {"depth": [*map(evaluation.depth_label, range(len(ids)))], "repetition": repetition(ids)}
         places = here.nonzero()[:, 0].tolist()
         repeated += [names["repetition"][own.index(place) + 1] == SEEN for place in places]
-        least, most = torch.from_numpy(draws.random((2, len(places), len(measure.METRICS))))
+        least, most = torch.from_numpy(draws.random((2, len(places), len(evaluation.METRICS))))
         for cut in (slice(0, 7), slice(7, None)):
             values.append(("draft", number, least[cut], most[cut], 0))
         for row, place in enumerate(places):

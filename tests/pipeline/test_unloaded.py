@@ -22,8 +22,7 @@ from distill.data.samples import read_samples
 from distill.engines.torch import hugging_face
 from distill.engines.torch.hugging_face import load_model, load_target, load_tokenizer, text_folder
 from distill.errors import RecipeError, RunError
-from distill.measuring.evaluation import stored_metrics
-from distill.measuring.measure import METRICS, position_metrics
+from distill.measuring.evaluation import METRICS, position_metrics, stored_metrics
 from distill.pipeline.stages import STAGES, key_parts
 from distill.recipe import Recipe, Target, load_recipe, parse_recipe
 from distill.run import Run

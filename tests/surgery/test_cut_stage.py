@@ -25,8 +25,8 @@ from distill.gguf.families import kinds_of
 from distill.gguf.writer import export_gguf
 from distill.recipe import load_recipe
 from distill.run import Run
-from distill.surgery import stage
-from distill.surgery.stage import choose_head, comparison_blocks, score_blocks
+from distill.surgery import cutter
+from distill.surgery.cutter import choose_head, comparison_blocks, score_blocks
 from distill.surgery.vocabulary import count_tokens
 from distill.teacher.store import TeacherStore
 
@@ -110,7 +110,7 @@ def test_what_a_head_holds_is_measured_on_answers_that_did_not_rank_it(
         counted.append([*some])
         return count_tokens(some, vocabulary)
 
-    monkeypatch.setattr(stage, "count_tokens", noted)
+    monkeypatch.setattr(cutter, "count_tokens", noted)
     answers = [one for one in read_answers(run, "train") if not one.dropped]
     spoilt = replace(answers[0], id="spoilt", answer=[7] * 99, dropped="empty")
     model = AutoModelForCausalLM.from_pretrained(world / "target")

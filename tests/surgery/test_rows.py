@@ -16,8 +16,8 @@ from distill.engines.torch.hugging_face import settled_target
 from distill.machine import faster_type
 from distill.pipeline.preflight import check_device
 from distill.recipe import dump_recipe, parse_recipe
+from distill.surgery.cutter import match_rows
 from distill.surgery.results import size_of
-from distill.surgery.stage import match_rows
 
 TOKENIZER = toy_tokenizer(300)
 REAL = max(TOKENIZER.get_vocab().values()) + 1

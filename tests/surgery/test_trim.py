@@ -16,11 +16,10 @@ from transformers import AutoModelForCausalLM
 from distill import divergences
 from distill.data.samples import Sample
 from distill.decoding.decode import plain
-from distill.engines.torch.described import trim_head, trimmed_head, write_kept
-from distill.engines.torch.hugging_face import load_model
+from distill.engines.torch.hugging_face import load_model, trim_head, trimmed_head, write_kept
 from distill.engines.torch.model import TorchModel
 from distill.errors import RecipeError
-from distill.measuring.measure import METRICS, position_metrics
+from distill.measuring.evaluation import METRICS, position_metrics
 from distill.sampler import Sampler
 from distill.surgery.layers import FAMILIES
 from distill.surgery.vocabulary import (

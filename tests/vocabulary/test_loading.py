@@ -26,8 +26,7 @@ from distill.gguf.tokenizer import read_tokenizer
 from distill.recipe import Chat
 from distill.surgery.vocabulary import check_transplant
 from distill.vocabulary.encoding import Encoder
-from distill.vocabulary.files import opening_of
-from distill.vocabulary.vocabulary import Vocabulary
+from distill.vocabulary.vocabulary import Vocabulary, opening_of
 
 CLASSES = ("LlamaTokenizer", "Qwen2TokenizerFast", "GPT2Tokenizer", "GemmaTokenizer", "NoSuchTokenizer", None)
 pytestmark = pytest.mark.usefixtures("one_thread")

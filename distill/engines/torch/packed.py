@@ -26,8 +26,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.engines.torch.described import KeptHead, quiet
-from distill.engines.torch.hugging_face import load_config
+from distill.engines.torch.hugging_face import KeptHead, load_config, quiet
 from distill.engines.torch.products import (
     After,
     Bits,

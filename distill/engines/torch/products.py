@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.nn.functional import gelu, layer_norm, linear, pad, rms_norm, scaled_dot_product_attention, silu
 
 from distill.devices import CPU
-from distill.engines.torch.described import KeptHead
+from distill.engines.torch.hugging_face import KeptHead
 from distill.engines.torch.model import layer_masks, shortest_window
 from distill.errors import DataError
 
