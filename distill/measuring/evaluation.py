@@ -46,12 +46,12 @@ from distill.engines.loaded import LoadedPair, load_pair, pair_of_models, settle
 from distill.engines.model import Model
 from distill.engines.pairs import require_pair
 from distill.engines.server_commands import DRAWN_AMONG
-from distill.engines.torch.described import read_kept
 from distill.engines.torch.hugging_face import (
     encode_text,
     load_model,
     load_target,
     load_tokenizer,
+    read_kept,
 )
 from distill.engines.torch.model import model_name
 from distill.errors import DataError
@@ -78,7 +78,7 @@ from distill.sampler import Sampler, place_of, require_finite
 from distill.tables import Interval, document, paired_ratio_interval, ratio_interval
 from distill.teacher.distributions import TeacherChunk, head_logits
 from distill.teacher.store import TeacherStore, held_out
-from distill.vocabulary.files import opening_of
+from distill.vocabulary.vocabulary import opening_of
 
 CHUNK = 64  # positions that models that read single texts take at once
 HELD = 5 * 2**24  # logits of each model that are held at once of models that read blocks: 320 MiB, 512 rows of 152k

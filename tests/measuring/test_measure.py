@@ -11,13 +11,13 @@ from types import SimpleNamespace
 import numpy
 import pytest
 import torch
-from distill.engines.torch.described import trim_head
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import random_prompts, toy
 
 from distill.data.packing import Packed, pack, packed_inputs
 from distill.decoding.decode import Round
+from distill.engines.torch.hugging_face import trim_head
 from distill.engines.torch.model import TorchModel
 from distill.measuring import evaluation
 from distill.measuring.evaluation import METRICS, all_metrics, position_metrics
