@@ -20,7 +20,7 @@ from distill.pipeline import running
 from distill.pipeline.sweep import combinations
 from distill.recipe import load_recipe
 from distill.run import Run
-from distill.surgery import stage
+from distill.surgery import cutter
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 OPTIONS = ("train.steps=0", "--sweep", "cut.layers=1,2", "--until", "train")
@@ -96,7 +96,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(
 ) -> None:
     """The same command makes it, once its cause is mended, and nothing else."""
     shutil.copytree(ready, tmp_path / "tiny")
-    cut = stage.cut
+    cut = cutter.cut
 
     def faulty(recipe: Any, run: Run) -> Any:
         if recipe.cut.layers == 1:
@@ -104,7 +104,7 @@ def test_a_run_that_fails_is_named_and_the_others_go_on(
         return cut(recipe, run)
 
     with monkeypatch.context() as patch:
-        patch.setattr(stage, "cut", faulty)
+        patch.setattr(cutter, "cut", faulty)
         code, (shown, said) = sweep(world, tmp_path, *OPTIONS), capsys.readouterr()
     assert code == 2 and "Traceback" not in said
     assert said.count("1 of 2 runs failed: tiny-cut.layers=1: this donor is damaged\n  mend it") == 1
