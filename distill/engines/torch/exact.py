@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distill.engines.torch.described import quiet
+from distill.engines.torch.hugging_face import quiet
 from distill.engines.torch.hugging_face import load_config
 from distill.gguf.fields import configuration
 from distill.gguf.head import open_head
