@@ -11,8 +11,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from distill.engines.torch.hugging_face import quiet
-from distill.engines.torch.hugging_face import load_config
+from distill.engines.torch.hugging_face import load_config, quiet
 from distill.gguf.fields import configuration
 from distill.gguf.head import open_head
 from distill.gguf.importing import FileTensor, rotary_factors, sources
