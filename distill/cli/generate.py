@@ -235,7 +235,7 @@ def _fastest(run: Run) -> int | None:
 
 def _calibrations(run: Run) -> dict[str, Any]:
     """The calibrations that a run has fitted, by name."""
-    from distill.measuring.calibrate import load_calibrations
+    from distill.measuring.speedup import load_calibrations
 
     path = run.path("speedup", "calibration.json")
     return dict(load_calibrations(path)) if path.exists() else {}
