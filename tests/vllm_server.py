@@ -93,7 +93,8 @@ class VllmServer:
         choice |= {"prompt_logprobs": listed, "prompt_token_ids": ids, "token_ids": [1]}
         usage = {"prompt_tokens": len(ids), "total_tokens": len(ids) + 1, "completion_tokens": 1}
         name = "another-model" if fault == "another model" else self.name
-        return 200, {"id": "cmpl-1", "object": "text_completion", "model": name, "choices": [choice], "usage": usage}
+        choices = [choice] * (2 if fault == "twice" else 1)
+        return 200, {"id": "cmpl-1", "object": "text_completion", "model": name, "choices": choices, "usage": usage}
 
     @contextlib.contextmanager
     def running(self) -> Iterator[VllmServer]:

@@ -143,6 +143,8 @@ class BadServer:
             choice["text"] = ""
         if kind == "length":
             choice["finish_reason"] = "length"
+        if kind == "other ids":
+            choice["prompt_token_ids"] = [*prompt[:-1], prompt[-1] + 1]
         if kind == "ids":
             choice |= {"token_ids": new[::-1], "text": "another text", "stop_reason": None}
         return {

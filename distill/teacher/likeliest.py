@@ -177,9 +177,9 @@ class ScoredPrompt(BaseModel):
 
 
 class ScoredPrompts(FromModel):
-    """The reply of /v1/completions."""
+    """The reply of /v1/completions: one choice, as was asked."""
 
-    choices: list[ScoredPrompt] = Field(min_length=1)
+    choices: list[ScoredPrompt] = Field(min_length=1, max_length=1)
 
 
 class ServerReader:

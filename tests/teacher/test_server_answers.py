@@ -197,6 +197,7 @@ def test_prompts_without_a_reply_are_asked_again(tokenizer: Any, write: Any) -> 
         ("404", 6, r"gives no completions \(status 404\): no: None"),
         ("other model", 6, r"a server answers for the model another, and tiny was asked"),
         ("other tokens", 6, r"the last: the server read other tokens than the prompt's"),
+        ("other ids", 6, r"the last: the server read other tokens than the prompt's"),
         ("no json", 0, r"no reply \(a reply that is not a JSON object\): <html>busy</html>"),
         ("no choice", 0, r'no reply \(a reply without usable choices\): \{"model": "tiny", "choices": \[\]'),
         ("503", 0, r"the last 8 requests brought no answer; the last: no reply \(status 503\): no: None"),

@@ -323,6 +323,15 @@ def test_processes_share_the_shards(kind: str, folders: dict[str, Path], tmp_pat
     assert not run.path("teacher", "manifest.json").exists()
     teacher(recipe, run, (0, 3))
     assert tiny.contents(run.path("teacher")) == wanted
+    # Two end with one shard lacking, and one process goes on.
+    run.path("teacher", "manifest.json").unlink()
+    next(iter(run.path("teacher").glob("shard-*3.safetensors"))).unlink()
+    stands = {path: path.stat().st_mtime_ns for path in run.path("teacher").glob("shard-*")}
+    with pytest.raises(RunError, match="was not written by the process it was assigned to"):
+        teacher(recipe, run, (0, 2))
+    teacher(recipe, run)
+    assert tiny.contents(run.path("teacher")) == wanted
+    assert stands.items() <= {path: path.stat().st_mtime_ns for path in run.path("teacher").glob("shard-*")}.items()
     with pytest.raises(RunError, match=r"5 processes were started, and there are 4 teacher shards"):
         teacher(recipe, run, (3, 5))
 

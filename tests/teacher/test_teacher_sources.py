@@ -222,6 +222,7 @@ REFUSED = {
     "raw logits": "are not log-probabilities",
     "text alone": r"status 422\): Input should be a valid string[\s\S]*takes? no token ids as a prompt: use vLLM",
     "500": r"6 times in a row, the last time: status 500[\s\S]*same command",
+    "twice": "the last time: .*choices",
     "wrong JSON": "the last time: a reply that is not a JSON object",
     "cut": "the last time: broken connection",
     "redirect": r"status 307[\s\S]*of a redirect, where it leads to",
