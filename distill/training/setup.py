@@ -30,6 +30,7 @@ from distill.engines.torch.hugging_face import (
     load_weights,
     read_kept,
 )
+from distill.engines.torch.packed import PackedLinear
 from distill.errors import RecipeError, RunError
 from distill.recipe import Adapter, Recipe, Train
 from distill.run import Run
@@ -111,10 +112,14 @@ def layer_names(model: Any) -> list[str]:
 def attach(model: Any, settings: Adapter, seed: int = 0) -> Any:
     """Put adapters into a causal language model, in place, and freeze the rest; returns the model.
 
-    They start at zero (B = 0), so the model's function is unchanged; A is drawn from `seed` alone.
+    They start at zero (B = 0), so the model's function is unchanged; A is drawn from `seed` alone. RunError for a model
+    that is held in its file's bits.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
+    if any(isinstance(one, PackedLinear) for one in model.modules()):
+        held = f"{model.config._name_or_path} is held in its file's bits, and adapters need floating-point weights"
+        raise RunError(held, "give its folder instead (`distill import-gguf FILE OUT`)")
     config = LoraConfig(
         r=settings.rank,
         lora_alpha=2 * settings.rank,

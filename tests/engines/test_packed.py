@@ -19,13 +19,14 @@ from distill.engines.torch.exact import exact_logits
 from distill.engines.torch.hugging_face import encode_text, load_model, load_tokenizer
 from distill.engines.torch.packed import KINDS, FileEmbedding, NoKernel, PackedLinear, PackedWeight, kernel, load_packed
 from distill.engines.torch.static import StaticTorchModel
-from distill.errors import DataError, RecipeError
+from distill.errors import DataError, RecipeError, RunError
 from distill.gguf.importing import FileTensor, read_import, write_import
 from distill.gguf.writer import export_gguf
 from distill.measuring import identity
 from distill.progress import warn_once
-from distill.recipe import PyTorch, Target
+from distill.recipe import Adapter, PyTorch, Target
 from distill.recipe.target import parse_section
+from distill.training.setup import attach
 
 CPU = torch.device("cpu")
 
@@ -298,7 +299,30 @@ def test_without_a_kernel_it_is_bfloat16(
     kernel.cache_clear()
 
 
-def test_refusals(tmp_path: Path) -> None:
+@needs_kernel
+def test_types_and_widths_without_a_kernel(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Rows of 48 are no groups of 32, so that the file has them in f16: bfloat16 here, and said with their share."""
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    place, ids = str(saved(tmp_path, "qwen2", "q4_1", hidden_size=48)), [3, 1, 4, 1, 5, 9]
+    exact, logits = (
+        growing_decoder(load_model(place, kind, CPU)).extend(ids).full() for kind in ("float32", "bfloat16")
+    )
+    capsys.readouterr()
+    assert kl(exact, growing_decoder(load_in_bits(place, CPU)).extend(ids).full()) <= 4 * kl(exact, logits) + 1e-5
+    said = capsys.readouterr().err
+    assert "of the weights (F16) have no kernel in the file's bits and are bfloat16" in said and "87%" in said
+    monkeypatch.setattr(packed, "BITS", {"Q4_0": 4})
+    assert torch.equal(growing_decoder(load_in_bits(place, CPU)).extend(ids).full(), logits)
+    assert "is decoded in bfloat16, not in its own bits: there are kernels for Q4_0, Q4_1" in capsys.readouterr().err
+
+
+def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if has_kernel():
+        monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+        with pytest.raises(RunError, match=r"qwen2\.gguf is held in its file's bits, and adapters need floating"):
+            attach(load_packed(str(saved(tmp_path, "qwen2"))), Adapter())
     folder = str(tmp_path)
     for settings, target, draft, message in (
         (PyTorch(target_weights="file"), Target(model=folder), None, "target_weights: file is for a GGUF file"),
