@@ -108,7 +108,18 @@ def stream(opening: Opening, text: str, limit: int, request: Request, message: S
     ids = encode_prompt(model, text) if message is None else message
     room = _room(ids, limit, context_of(model))
     with opened(opening, request, len(ids) + room) as (pair, reader):
-        _continue(pair, reader, request, text if message is None else "", ids, room)
+        session, result = begin(pair, reader, request, ids), Decoded()
+        # Nothing is printed before all is known to be possible.
+        print(text if message is None else "", end="", flush=True)
+        grammar = session.rules.constraint
+        coloured = request.configuration.drafts and sys.stdout.isatty()
+        rounds = session.stream(ids, room, result)
+        show(pieces(_shown(pair, grammar), result, rounds), (GREEN, RESET) if coloured else ("", ""))
+        if grammar is not None and not grammar.satisfied(result.tokens):
+            print("the text ends before the grammar is satisfied: give more --tokens", file=sys.stderr)
+        note(_summary(result))
+        if session.lossy is not None:
+            print(f"LOSSY: this text does not follow the target's distribution: {session.lossy}", file=sys.stderr)
 
 
 def _room(ids: Sequence[int], limit: int, context: int | None) -> int:
@@ -154,22 +165,6 @@ def _shown(pair: LoadedPair, grammar: Constraint | None) -> BytesOf:
     """The bytes of tokens; none for those that end a text of a grammar, so that it is one."""
     silent = () if grammar is None else grammar.ends
     return lambda token: b"" if token in silent else pair.token_bytes(token)
-
-
-def _continue(
-    pair: LoadedPair, reader: DraftReader | None, request: Request, text: str, ids: Sequence[int], room: int
-) -> None:
-    """Decode and print; nothing is printed before all is known to be possible."""
-    session, result = begin(pair, reader, request, ids), Decoded()
-    grammar = session.rules.constraint
-    print(text, end="", flush=True)
-    colour = request.configuration.drafts and sys.stdout.isatty()
-    _show(_shown(pair, grammar), result, session.stream(ids, room, result), colour)
-    if grammar is not None and not grammar.satisfied(result.tokens):
-        print("the text ends before the grammar is satisfied: give more --tokens", file=sys.stderr)
-    note(_summary(result))
-    if session.lossy is not None:
-        print(f"LOSSY: this text does not follow the target's distribution: {session.lossy}", file=sys.stderr)
 
 
 def _constraint(pair: LoadedPair, kind: str, grammar: str) -> Constraint:
@@ -237,11 +232,6 @@ def show(parts: Iterable[tuple[str, bool]], marks: tuple[str, str]) -> str:
     finally:
         print(marks[1] if drafted else "")
     return text
-
-
-def _show(bytes_of: BytesOf, result: Decoded, rounds: Iterable[Sequence[int]], colour: bool) -> None:
-    """Print tokens as they become certain."""
-    show(pieces(bytes_of, result, rounds), (GREEN, RESET) if colour else ("", ""))
 
 
 # ── A pair that answers one prompt after the other ──
