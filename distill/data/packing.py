@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from distill.data.repetition import SEEN, repetition
+from distill.data.samples import SEEN, repetition
 from distill.engines.torch.model import in_window, layer_kinds, mask_refusal, state_refusal
 
 READ = 1024  # blocks that are read at once where all are

@@ -1,4 +1,4 @@
-"""Samples, and summaries of texts, as stages write them into the run directory; the seed of each prompt."""
+"""Samples, and summaries of texts, as stages write them into the run directory; the seed of each prompt; what repeats in a text."""
 
 from __future__ import annotations
 
@@ -319,3 +319,22 @@ class AnswerTexts:
     writer: str = ""
     dropped: dict[str, int] = field(default_factory=dict)
     by_class: dict[str, TextCount] = field(default_factory=dict)
+
+
+# ── What repeats ──
+
+
+REPEATED = 3  # tokens in a row that stood in the text before: the last of them is repeated
+NEW, SEEN = "new", "repeated"
+
+
+def repetition(ids: Sequence[int]) -> list[str]:
+    """Whether each token ends REPEATED tokens that stood in the text before."""
+    known: set[tuple[int, ...]] = set()
+    found = []
+    for place in range(len(ids)):
+        last = tuple(ids[max(0, place - REPEATED + 1) : place + 1])
+        found.append(SEEN if last in known else NEW)
+        if len(last) == REPEATED:
+            known.add(last)
+    return found

@@ -17,7 +17,7 @@ from functools import partial
 
 import numpy
 
-from distill.data.repetition import SEEN, repetition
+from distill.data.samples import SEEN, repetition
 from distill.decoding.calibration import Calibration
 from distill.decoding.configured import NO_COSTS, Fitted, Session, configured_sampler, make_drafter, require_trees
 from distill.decoding.costs import Costs, accepted_by_position, measure_steps, tokens_per_round

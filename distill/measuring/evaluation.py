@@ -31,8 +31,7 @@ from torch import Tensor
 from distill import divergences
 from distill.data.packing import Packed, hidden_states, pack, packed_logits, scored_documents, scored_states
 from distill.data.prompts import UserPrompts, open_tokenizer, read_user_prompts
-from distill.data.repetition import NEW, SEEN, repetition
-from distill.data.samples import Request, Sample, how_to_redo, prompt_seed, read_prompts
+from distill.data.samples import NEW, SEEN, Request, Sample, how_to_redo, prompt_seed, read_prompts, repetition
 from distill.decoding.batch import refill
 from distill.decoding.calibration import Recorded, Recorder
 from distill.decoding.costs import range_start

@@ -8,7 +8,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Literal
 
-from distill.data.repetition import NEW, REPEATED, SEEN
+from distill.data.samples import NEW, REPEATED, SEEN
 from distill.files import Figure
 from distill.tables import Block, Cell, Columns, Interval, Row, Table, counted, table_of
 

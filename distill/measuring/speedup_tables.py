@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 
-from distill.data.repetition import REPEATED
+from distill.data.samples import REPEATED
 from distill.measuring.speedup_results import (
     GroupFigures,
     InTurns,

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from functools import partial
 from typing import Any
 
-from distill.data.repetition import NEW, SEEN
+from distill.data.samples import NEW, SEEN
 from distill.decoding.costs import tokens_per_round
 from distill.folders import read_config
 from distill.measuring.speedup_results import Measurement, SpeedupPart, StepFigures, speedup_of

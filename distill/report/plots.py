@@ -14,7 +14,7 @@ from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
 
-from distill.data.repetition import SEEN
+from distill.data.samples import SEEN
 from distill.errors import DataError
 from distill.machine import install_extra
 from distill.measuring.evaluation_results import MEASURES, ByText

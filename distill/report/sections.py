@@ -6,8 +6,7 @@ import json
 from collections.abc import Sequence
 from functools import partial
 
-from distill.data.repetition import REPEATED
-from distill.data.samples import QuestionTexts
+from distill.data.samples import REPEATED, QuestionTexts
 from distill.engines.server_commands import LLAMA_SERVER, VLLM, llama_server, serving, sglang, transformers, vllm
 from distill.files import is_gguf
 from distill.measuring.evaluation_results import ByText, evaluation_blocks

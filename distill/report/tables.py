@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from distill.data.repetition import NEW, SEEN
-from distill.data.samples import AnswerTexts, CorpusTexts, QuestionTexts, SplitTexts
+from distill.data.samples import NEW, SEEN, AnswerTexts, CorpusTexts, QuestionTexts, SplitTexts
 from distill.export import ExportedFile, ExportReport
 from distill.folders import ModelSizes
 from distill.measuring.evaluation_results import AGREEMENT, EvaluationReport

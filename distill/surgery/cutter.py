@@ -20,8 +20,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.data.packing import Packed, pack, repeated_next, scored_states
-from distill.data.repetition import NEW, SEEN
-from distill.data.samples import Sample, Samples, read_answers
+from distill.data.samples import NEW, SEEN, Sample, Samples, read_answers
 from distill.devices import doubled, pick_device
 from distill.engines.pairs import require_pair
 from distill.engines.torch.hugging_face import (

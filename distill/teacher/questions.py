@@ -20,15 +20,7 @@ from typing import Any
 
 from distill.data.chat_template import ChatTemplate, Message, PlainTexts, UserHeader
 from distill.data.prompts import ChatPrompts
-from distill.data.samples import (
-    TEXT_FAULTS,
-    AskedQuestions,
-    QuestionTexts,
-    Sample,
-    is_looping,
-    listed,
-    read_answers,
-)
+from distill.data.samples import TEXT_FAULTS, AskedQuestions, QuestionTexts, Sample, is_looping, listed, read_answers
 from distill.data.sources import question_files
 from distill.devices import barrier, process_count, process_index
 from distill.engines.torch.hugging_face import encode, end_ids, load_tokenizer

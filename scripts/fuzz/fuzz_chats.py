@@ -140,7 +140,7 @@ def bodies(given: dict[str, Any]) -> tuple[bytes, bytes]:
 
 def fault_of_request(given: dict[str, Any]) -> str | None:
     """What a recorder makes otherwise of an exchange than it was; None where nothing."""
-    from distill.data.exchanges import CHAT, UNREAD, read_exchange
+    from distill.data.recorder import CHAT, UNREAD, read_exchange
     from distill.data.traffic import Line, parse_line
 
     found = list(read_exchange(CHAT, *bodies(given)))

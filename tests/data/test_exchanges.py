@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from distill.data.exchanges import CHAT, TEXT, read_exchange, redacted
+from distill.data.recorder import CHAT, TEXT, read_exchange, redacted
 from distill.data.records import THINKING
 from distill.data.traffic import Line, parse_line
 

@@ -17,8 +17,7 @@ import pytest
 from tiny import Capture, Patch
 
 from distill.data import recorder as module
-from distill.data.exchanges import TEXT
-from distill.data.recorder import NOT_LEFT_OUT, Proxy, Recording, Writer, summary
+from distill.data.recorder import NOT_LEFT_OUT, TEXT, Proxy, Recording, Writer, summary
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 BODY = b'{"messages": [{"role": "user", "content": "Hi"}]}'
@@ -357,7 +356,7 @@ async def test_the_sample_and_the_size(tmp_path: Path, monkeypatch: Patch) -> No
         await found.ask_streams(40)
     counts = found.proxy.counts
     assert counts["kept"] + counts["not sampled"] == 40 and 5 < counts["kept"] < 35  # fails once in 10^6
-    monkeypatch.setattr("distill.data.exchanges.MAX_BYTES", len(BODY))
+    monkeypatch.setattr("distill.data.recorder.MAX_BYTES", len(BODY))
     async with served(tmp_path / "large", stream) as found:
         await found.ask_streams(40, BODY + b" ")
     assert found.proxy.counts == {"too large": 40}

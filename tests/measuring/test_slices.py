@@ -12,7 +12,7 @@ import tiny
 import torch
 
 from distill.data.packing import pack, repeated_next, scored_documents
-from distill.data.repetition import NEW, SEEN, repetition
+from distill.data.samples import NEW, SEEN, repetition
 from distill.measuring import evaluation
 
 

@@ -26,13 +26,14 @@ from distill.recipe import Recipe, parse_recipe
 from distill.run import Run
 from distill.teacher.answers import answers
 from distill.teacher.distributions import Head, LogitForm, TeacherChunk, logit_form, require_head
-from distill.teacher.likeliest import ModelReader, mean_masses
 from distill.teacher.store import (
     PACKED_BYTES,
+    ModelReader,
     OnlineTarget,
     TeacherStore,
     bytes_per_row,
     exact_distributions,
+    mean_masses,
     open_teacher,
     require_fit,
     teacher,

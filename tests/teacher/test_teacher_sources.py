@@ -25,8 +25,7 @@ from distill.files import read_json
 from distill.gguf.writer import export_gguf
 from distill.recipe import GgufOptions, Recipe
 from distill.run import Run
-from distill.teacher.likeliest import MAX_PADDING, GgufReader, listed_documents, log_tails
-from distill.teacher.store import TeacherStore, teacher
+from distill.teacher.store import MAX_PADDING, GgufReader, TeacherStore, listed_documents, log_tails, teacher
 
 torch.set_num_threads(1)
 
@@ -127,7 +126,7 @@ def test_pieces_of_a_long_document_give_the_same(target: Path, tmp_path: Path, m
     blocks = pack([(text(70, 3), 4), (text(11, 4), 1), (text(1, 5), 1), (text(40, 6), 39)], 80, split_long=True)
     found = []
     for size in (512, 5):
-        monkeypatch.setattr("distill.teacher.likeliest.ROWS", size)
+        monkeypatch.setattr("distill.teacher.store.ROWS", size)
         reader = GgufReader(str(target / "q8_0.gguf"), str(target), 80, SIZE, GgufOptions(threads=1))
         found.append(reader(blocks, 12))
         reader.close()

@@ -23,8 +23,7 @@ from tiny import Capture, Patch
 
 from distill.data import traffic
 from distill.data.chat_template import ChatTemplate
-from distill.data.exchanges import TEXT
-from distill.data.recorder import Writer
+from distill.data.recorder import TEXT, Writer
 from distill.data.samples import read_prompts, read_samples
 from distill.data.sources import read_documents, split_of
 from distill.engines.torch.hugging_face import encode, load_tokenizer
