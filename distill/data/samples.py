@@ -1,4 +1,4 @@
-"""Samples, and summaries of texts, as stages write them into the run directory; the seed of each prompt; what repeats in a text."""
+"""Samples and summaries of texts, as stages write them into the run directory; prompts' seeds; what repeats in one."""
 
 from __future__ import annotations
 
