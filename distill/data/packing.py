@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from distill.data.samples import SEEN, repetition
+from distill.devices import records_graphs
 from distill.engines.torch.model import in_window, layer_kinds, mask_refusal, state_refusal
 
 READ = 1024  # blocks that are read at once where all are
@@ -342,7 +343,7 @@ def separation(model: Any, documents: Tensor, device: torch.device) -> Any:
 def takes_block_masks(model: Any, device: torch.device) -> bool:
     """Whether torch compiles FlexAttention's kernels for this model: on one GPU with Triton, in 16 bits, without
     dropout and with heads that are not too narrow."""
-    if device.type != "cuda" or find_spec("triton") is None:
+    if not records_graphs(device) or find_spec("triton") is None:
         return False
     config = model.config.get_text_config()
     size = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
