@@ -29,7 +29,7 @@ from distill.measuring.evaluation_results import EvaluationReport, evaluation_bl
 from distill.measuring.speedup import measure_any_pair
 from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.speedup_tables import speedup_blocks
-from distill.measuring.stream import Request, begin
+from distill.measuring.stream import Continuation, begin
 from distill.progress import note, warn
 from distill.recipe import (
     Chat,
@@ -137,7 +137,7 @@ def decode(
     if not ids or len(ids) >= pair.target.capacity:
         raise DataError(f"a prompt of {len(ids)} tokens in a context of {pair.target.capacity}", "give some, and fewer")
     room = min(tokens, pair.target.capacity - len(ids))
-    request = Request(configuration, sampler, seed, stop, table=None if table is None else Path(table))
+    request = Continuation(configuration, sampler, seed, stop, table=None if table is None else Path(table))
     return begin(pair, None, request, ids).text(ids, room)
 
 

@@ -116,7 +116,7 @@ def float64_device(device: torch.device) -> torch.device:
     return device if has_float64(device) else torch.device(CPU)
 
 
-def doubled(values: Tensor) -> Tensor:
+def as_float64(values: Tensor) -> Tensor:
     """The values in fp64, see `float64_device`."""
     return values.to(float64_device(values.device)).double()
 
@@ -151,7 +151,7 @@ def begin_replay(device: torch.device) -> None:
 # ── Memory and time ──
 
 # How allocators word it where the type of the exception does not tell.
-WORDS = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate", "ALLOC_FAILED")
+MEMORY_FAULTS = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate", "ALLOC_FAILED")
 
 
 class OutOfMemory(RunError):
@@ -162,7 +162,7 @@ def memory_ran_out(error: BaseException | None) -> bool:
     """Whether an error says that the host or a device has no memory left."""
     torch = sys.modules.get("torch")
     kinds = (MemoryError,) if torch is None else (MemoryError, torch.OutOfMemoryError)
-    return isinstance(error, kinds) or any(word in str(error) for word in WORDS)
+    return isinstance(error, kinds) or any(word in str(error) for word in MEMORY_FAULTS)
 
 
 @contextlib.contextmanager
@@ -312,7 +312,7 @@ def barrier() -> None:
         state.wait_for_everyone()
 
 
-def leave() -> None:
+def end_process() -> None:
     """End a command of several processes after the last one finished its work, with exit status 0; alone, do nothing.
 
     The process exits without shutting its interpreter down: in a shutdown, communication threads may abort the process

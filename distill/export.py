@@ -264,7 +264,7 @@ def licence_of(model: str, run: Run) -> str | None:
 
 # ── The stage ──
 
-POSITIONS = 2000  # of test texts, on which each file is compared with transformers in float32
+PARITY_POSITIONS = 2000  # of test texts, on which each file is compared with transformers in float32
 
 
 def export(recipe: Recipe, run: Run) -> list[Path]:
@@ -296,7 +296,7 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
             reports = export_files(folder_of_model, outputs, origin_of[name])
         source = Original.open(folder_of_model)
         for report in reports:
-            parity, place = compare(source, report.path, texts, POSITIONS), report.path.absolute()
+            parity, place = compare(source, report.path, texts, PARITY_POSITIONS), report.path.absolute()
             faults = faults_of(parity, report.outtype)
             run.say(f"  {report.path.name}: {report.bytes / 1e6:.1f} MB, {parity.words}")
             for fault in (*report.notes, *faults):

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.teacher.distributions import EMPTY, LogitForm, Teacher, TeacherChunk
-from distill.training.losses import PLAIN, LossSettings, LossSums, head_loss
+from distill.training.losses import PLAIN_LOGITS, LossSettings, LossSums, head_loss
 
 N, H, V = 17, 8, 29
 KINDS = ("random", "aligned", "one-hot")
@@ -139,7 +139,7 @@ class Problem:
         return t**2 * {"forward_kl": divergences.forward_kl, "reverse_kl": divergences.reverse_kl}[name](log_p, log_q)
 
     def expected(
-        self, settings: LossSettings, form: LogitForm = PLAIN
+        self, settings: LossSettings, form: LogitForm = PLAIN_LOGITS
     ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, Tensor]:
         """Total, losses [N] by name, d_hidden, d_head and d_bias, by autograd in fp64."""
         hidden, head = self.hidden.clone().requires_grad_(), self.head.clone().requires_grad_()
@@ -158,7 +158,7 @@ def fused(
     chunk: int = 7,
     kind: torch.dtype = torch.float64,
     teacher: Teacher | None = None,
-    form: LogitForm = PLAIN,
+    form: LogitForm = PLAIN_LOGITS,
 ) -> tuple[Tensor, LossSums, Tensor, Tensor, Tensor]:
     """Total, sums, d_hidden, d_head and d_bias of the loss under test, over a problem's own teacher or another."""
     problem.teacher.kind = torch.promote_types(kind, torch.float32)

@@ -23,7 +23,7 @@ from distill.cli.models import cut, export_gguf, export_lookup, import_gguf, tra
 from distill.cli.plan import plan, profile
 from distill.cli.runs import cache, list_runs, report, schema, train
 from distill.cli.serve import record, serve_check
-from distill.devices import leave, memory_explained
+from distill.devices import end_process, memory_explained
 from distill.errors import DistillError, RecipeError, RunError, disk_fault
 from distill.files import is_utf8
 from distill.progress import farewell, handled, is_verbose, set_console, signalled
@@ -143,7 +143,7 @@ def _run() -> int:
             result = app(prog_name="distill", standalone_mode=False)
         code = result if isinstance(result, int) else 0
         if code == 0:
-            leave()
+            end_process()
         return _interrupted() if code == INTERRUPTED else code
     except (KeyboardInterrupt, typer.Abort):
         return _interrupted()

@@ -24,7 +24,7 @@ from distill.recipe.target import HOTTEST
 from distill.run import Run
 
 LENGTH = 4  # tokens drafted a round where no option says
-Opened = tuple[Any, Any, Chat]  # of distill.measuring.stream, which is heavy: an Opening, and a Request
+Opened = tuple[Any, Any, Chat]  # of distill.measuring.stream, which is heavy: an Opening, and a Continuation
 Opener = Callable[..., Opened]
 
 
@@ -79,11 +79,11 @@ def _opening(
     loaded = [big, small] if chosen.asks_the_draft else [big]
     gguf, place = shared.gguf_of(loaded, llama, llama_draft), place.model_copy(update={"model": big})
     shared.prepare(threads)
-    from distill.measuring.stream import Opening, Request
+    from distill.measuring.stream import Continuation, Opening
     from distill.sampler import Sampler
 
     fitted = {} if found is None or not chosen.needs_calibration else _calibrations(found)
-    request = Request(chosen, Sampler.of(drawn), fitted=fitted, lossy=allow_lossy, table=table)
+    request = Continuation(chosen, Sampler.of(drawn), fitted=fitted, lossy=allow_lossy, table=table)
     return Opening(place, small, device, threads, gguf, decoding), request, asked
 
 

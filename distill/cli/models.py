@@ -90,7 +90,7 @@ def report_lines(details: dict[str, Any]) -> list[str]:
 
 # ── `distill export-gguf` ──
 
-POSITIONS = 512  # compared in each check
+COMPARED = 512  # compared in each check
 UNWEIGHED = (*UNQUANTISED, "q8_0")  # types for which llama.cpp reads no importance matrix
 USUAL_LENGTH = 4  # drafted where nothing was measured
 
@@ -135,7 +135,7 @@ def export_gguf(
         texts = check_texts(source) if text is None else [read_utf8(text)]
         opened = Original.open(source) if check else None
         for report in reports:
-            parity = None if opened is None else compare(opened, report.path, texts, POSITIONS)
+            parity = None if opened is None else compare(opened, report.path, texts, COMPARED)
             _print(report, parity)
             if parity is not None:
                 faults += [f"{report.path}: {fault}" for fault in faults_of(parity, report.outtype)]

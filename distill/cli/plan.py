@@ -133,7 +133,7 @@ def measured_curve(
 
 # ── `distill plan`: whether a draft will pay, how much and why not, from costs alone, before hours are spent ──
 
-REPEATS = 5  # of a curve's steps
+CURVE_REPEATS = 5  # of a curve's steps
 RECIPES, CURVE = (".yaml", ".yml"), ".json"
 
 
@@ -202,7 +202,7 @@ def plan(
         cases = measured_cases(request)
     else:
         curve = (
-            measured_curve(place, [depth], max(drafted) + 1, REPEATS, threads, gguf, PyTorch())
+            measured_curve(place, [depth], max(drafted) + 1, CURVE_REPEATS, threads, gguf, PyTorch())
             if model is not None
             else load_cost_curve(Path(first))
         )

@@ -222,7 +222,7 @@ def _few_documents(recipe: Recipe, documents: list[Document]) -> list[str]:
 
 
 def _fitting(lengths: list[int], longest: int, recipe: Recipe) -> str:
-    """The share of prompts that a block covers, of so many tokens each."""
+    """The share of prompts that a block covers, of these lengths in tokens."""
     whole, most, block = sum(length <= longest for length in lengths), max(lengths), recipe.corpus.block
     line = f"corpus.block {block} covers {whole / len(lengths):.1%} of {len(lengths)} prompts before answers.new_tokens"
     more = f"of longer ones the last {longest} tokens are read; corpus.block={block + most - longest} covers all"

@@ -79,14 +79,14 @@ def fault_of(answer: Sequence[int]) -> str:
     return looping if is_looping(answer) else empty if len(answer) < 2 else ""
 
 
-LONGEST_PERIOD, REPEATS = 16, 6  # tokens; copies
+LONGEST_PERIOD, COPIES = 16, 6  # tokens; copies
 
 
 def is_looping(ids: Sequence[int]) -> bool:
-    """Whether a text ends in REPEATS copies of the same at most LONGEST_PERIOD tokens."""
+    """Whether a text ends in COPIES copies of the same at most LONGEST_PERIOD tokens."""
     for period in range(1, LONGEST_PERIOD + 1):
-        tail = ids[-period * REPEATS :]
-        if len(tail) == period * REPEATS and all(tail[i] == tail[i - period] for i in range(period, len(tail))):
+        tail = ids[-period * COPIES :]
+        if len(tail) == period * COPIES and all(tail[i] == tail[i - period] for i in range(period, len(tail))):
             return True
     return False
 

@@ -89,7 +89,11 @@ TERMS: dict[str, Callable[[int, Features], float]] = {
 FEATURE_TERMS = ("margin", "logit_top", "entropy", "first", "log_position")  # of the distribution and its position
 CONTEXT_TERMS = ("agrees", "differs", "agreed_length", "differed_length")  # of the best token, from the text before it
 TABLE_TERMS = ("logit_top", "margin", "known", "log_count")  # of a guess by counts of n-grams
-FITTED = {"features": FEATURE_TERMS, "context": FEATURE_TERMS + CONTEXT_TERMS}  # by a configuration's `calibration`
+# By a configuration's `calibration`.
+FITTED_TERMS = {
+    "features": FEATURE_TERMS,
+    "context": FEATURE_TERMS + CONTEXT_TERMS,
+}
 
 
 @dataclass(frozen=True)

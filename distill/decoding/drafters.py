@@ -34,7 +34,7 @@ class Drafter(Protocol):
 
     @property
     def kind(self) -> str:
-        """How its tokens are made: a key of verify.KINDS."""
+        """How its tokens are made: a key of verify.HOW_CHOSEN."""
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a new context with this prompt; the time of reading it belongs to the prefill."""

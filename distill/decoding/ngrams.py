@@ -31,7 +31,7 @@ CACHED = 200_000  # contexts whose likeliest tokens are kept in memory
 AGAIN = "make it again (in a run: `--redo table`)"
 
 Ints = NDArray[numpy.int64]
-KINDS = {"I32": "<i4", "F32": "<f4", "I64": "<i8"}  # numpy's names for the types of safetensors
+NUMPY_TYPES = {"I32": "<i4", "F32": "<f4", "I64": "<i8"}  # numpy's names for the types of safetensors
 STORED = {
     **{f"tokens.{size}": "I32" for size in range(1, ORDER + 2)},
     **{f"counts.{size}": "F32" for size in range(1, ORDER + 2)},
@@ -93,7 +93,7 @@ class NGramTable:
             )
 
         def mapped(name: str) -> Any:
-            kind, tensor = KINDS[STORED[name]], tensors[name]
+            kind, tensor = NUMPY_TYPES[STORED[name]], tensors[name]
             if not tensor.numel:
                 return numpy.zeros(0, kind)
             # Plain views of the mapped file: a part of a memmap takes ten times as long to make.

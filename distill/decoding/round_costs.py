@@ -230,7 +230,7 @@ FORMAT = 3  # of the files
 SHALLOW = 16  # tokens behind which a plain step is timed, to see whether the machine is as fast as it was
 CHECKS = 5  # times
 OFF = 1.2  # a step that takes this many times longer or less asks for new costs
-REPEATS = 2  # of every length, before texts, whose own rounds correct the costs: a second on a small pair
+COST_REPEATS = 2  # of every length, before texts, whose own rounds correct the costs: a second on a small pair
 FIRST_DEPTH = 512  # tokens at which the second range of depths begins; each later range is twice as long
 
 
@@ -253,7 +253,7 @@ def pair_costs(pair: LoadedPair, prompts: Sequence[Sequence[int]], longest: int,
     depth = len(prompts[len(prompts) // 2])
     found = pair.costs.get(range_start(depth, FIRST_DEPTH))
     if found is None or len(found.target) <= min(longest, pair.target.capacity - 2):
-        found = measure_costs(pair.target, pair.draft, prompts, longest, REPEATS, tokens)
+        found = measure_costs(pair.target, pair.draft, prompts, longest, COST_REPEATS, tokens)
         keep_costs(pair, depth, found)
     return found.of_target(pair.target)
 

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from distill.decoding.lengths import ROOT, Proposal
-from distill.devices import doubled
+from distill.devices import as_float64
 from distill.errors import DataError
 
 Random = Callable[[], float]
@@ -30,7 +30,7 @@ def inverse_transform(distribution: Tensor, uniforms: Tensor) -> Tensor:
     The distributions need not sum to 1 exactly: each draw is scaled by the sum that rounding left. DataError for one
     whose sum is 0 or not finite: nothing can be drawn from it.
     """
-    cumulative = doubled(distribution).cumsum(-1)
+    cumulative = as_float64(distribution).cumsum(-1)
     total = cumulative[..., -1]
     if not bool(((total > 0) & total.isfinite()).all()):
         wrong = next(value for value in total.flatten().tolist() if not 0 < value < float("inf"))
@@ -43,7 +43,7 @@ def inverse_transform(distribution: Tensor, uniforms: Tensor) -> Tensor:
 
 def unchecked_transform(distribution: Tensor, uniforms: Tensor) -> Tensor:
     """`inverse_transform` that the host does not wait for; some token where nothing can be drawn."""
-    return _at_uniforms(doubled(distribution).cumsum(-1), uniforms).to(distribution.device)
+    return _at_uniforms(as_float64(distribution).cumsum(-1), uniforms).to(distribution.device)
 
 
 def _at_uniforms(cumulative: Tensor, uniforms: Tensor) -> Tensor:
@@ -279,7 +279,7 @@ TREES: dict[str, NodeVerifier] = {
 }
 
 # How the tokens of a proposal were made.
-KINDS = {
+HOW_CHOSEN = {
     "deterministic": "chosen without chance, their number too",
     "sampled": "drawn from the draft's distribution, siblings with replacement; every drawn token is kept",
     "distinct": "siblings drawn without replacement; every drawn token is kept",
@@ -299,14 +299,14 @@ _REFUSED: dict[tuple[str, str], str] = {
 
 
 def refusal(verifier: str, kind: str, temperature: float, tree: bool = False) -> str | None:
-    """Why this verifier would change the target's distribution for proposals of this kind (see KINDS), or None.
+    """Why this verifier would change the target's distribution for proposals of this kind (see HOW_CHOSEN), or None.
 
     ValueError for a verifier of chains asked to verify trees, or the reverse.
     """
     known = TREES if tree else CHAINS
     if verifier not in known:
         raise ValueError(f"no verifier `{verifier}` for {'trees' if tree else 'chains'}: use one of {', '.join(known)}")
-    assert kind in KINDS, kind
+    assert kind in HOW_CHOSEN, kind
     if verifier == "greedy" and temperature > 0:
         return (
             f"greedy emits the target's best token only, temperature {temperature:g} allows others: use temperature 0"

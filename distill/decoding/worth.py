@@ -19,7 +19,7 @@ HELD_UP = 4.0  # times its costs: what took longer was held up by something else
 KEPT = 0.98  # of what rounds told about costs, with each round
 # Rounds that the costs timed before the session count for, and that one kind of round learns from the others.
 TIMED = 2.0
-PLAIN, OTHER = 1.5, 0.08  # plain rounds that are asked for, where others took this many times exp(±OTHER)
+PLAIN_AGAIN, OTHER = 1.5, 0.08  # plain rounds that are asked for, where others took this many times exp(±OTHER)
 NEWS = 0.02  # a smaller change of costs waits
 
 
@@ -63,7 +63,7 @@ class Worth:
         """Whether a plain round is due: rounds of a draft took other times than timed, and no plain one has told yet
         whether the machine is as much slower or faster."""
         (_, plain), (_, drafted), _ = self._told
-        return plain < PLAIN and drafted > PLAIN and abs(self._factors[1]) > OTHER
+        return plain < PLAIN_AGAIN and drafted > PLAIN_AGAIN and abs(self._factors[1]) > OTHER
 
     def _correct(self, kind: int, told: float) -> None:
         """A round of a kind took exp(`told`) times what was timed before the session."""
@@ -147,7 +147,8 @@ class Size:
 
 UNKNOWN = 2.1, 0.9  # accepted and rejected tokens that stand for a draft of which nothing is known
 MOST_KNOWN = 16.0  # tokens that the positions of a calibration count for at most
-FITTED, NOT_FITTED = (16.0, 24.0), (4.0, 12.0)  # strengths of a calibration against a session's own rounds
+# Strengths of a calibration against a session's own rounds.
+WITH_CALIBRATION, WITHOUT_CALIBRATION = (16.0, 24.0), (4.0, 12.0)
 
 
 @dataclass
@@ -177,9 +178,9 @@ class ExpectedValue(LengthRule):
 
     def __post_init__(self) -> None:
         costs, calibration = self.costs, self.calibration
-        self._prior, strengths = UNKNOWN, NOT_FITTED
+        self._prior, strengths = UNKNOWN, WITHOUT_CALIBRATION
         if calibration.judged:
-            count, strengths = min(MOST_KNOWN / calibration.judged, 1.0), FITTED
+            count, strengths = min(MOST_KNOWN / calibration.judged, 1.0), WITH_CALIBRATION
             rejected = calibration.judged - calibration.accepted
             self._prior = 0.5 + count * calibration.accepted, 0.5 + count * rejected
         self._correction = Correction(strengths)

@@ -153,14 +153,14 @@ def vllm(
 
 
 def suffix_depth(tokens: int) -> int:
-    """The deepest suffix tree, up to ik_llama.cpp's own, for which it reads a corpus of so many tokens."""
+    """The deepest suffix tree, up to ik_llama.cpp's own, for which it reads a corpus of this many tokens."""
     return min(IK_DEPTH, IK_INSERTED // max(tokens, 1))
 
 
 def drafting_from_texts(
     server: str, target: str, file: str, texts: int, tokens: int, sampling: Sampling | None = None
 ) -> str:
-    """The command of a server that drafts from a file of so many texts and tokens (teacher/store.py), without a draft
+    """The command of a server that drafts from a file of this many texts and tokens (teacher/store.py), without a draft
     model, with this sampler where a request names none (SGLang takes none)."""
     model, sampled = shlex.quote(target), "".join(f" {word}" for word in _llama_sampling(sampling))
     if server == "llama.cpp":

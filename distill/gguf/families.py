@@ -58,9 +58,9 @@ class Family:
     `norm_shift` is added to norm weights, which Gemma stores less one. `biases` must be there, `more_biases` may: all
     others are refused, because llama.cpp would ignore or refuse them. `defaults` are those of transformers for keys
     that config.json may leave out. `ropes` are the kinds of rotary embedding that llama.cpp computes alike;
-    `rotates_part`: also of a part of each head. `full_every`: every so many layers see the whole context, the others a
-    window; a file may state another number. Where `window_layers` is given, llama.cpp computes windows in models of so
-    many layers alone. `no_positions_every`: every so many layers have no positions. `large_layers` are those of the
+    `rotates_part`: also of a part of each head. `full_every`: each n-th layer sees the whole context, the others a
+    window; a file may state another number. Where `window_layers` is given, llama.cpp computes windows with
+    these numbers of layers alone. `no_positions_every`: each n-th layer has none. `large_layers` are those of the
     largest model of a family, by which llama.cpp knows it and scales its queries by hidden size over heads. `epsilon`
     is the key of that of the norms. `scales` and `caps` (of logits; a file may lack them): keys in config.json, and
     below the architecture's name in GGUF. `tied`: whether the head must be, or must not be, the embeddings.
@@ -349,7 +349,7 @@ def kinds_of(config: Any) -> list[bool]:
 
 
 def orders(model_type: str, layers: int) -> list[list[bool]]:
-    """The orders of the kinds that `kinds_of` tells apart that a file of a model of so many layers can state."""
+    """The orders of the kinds that `kinds_of` tells apart that a file of a model of this many layers can state."""
     family = FAMILIES[model_type]
     periods: Iterable[int] = [family.no_positions_every] if family.no_positions_every else ()
     if family.full_every and family.window_layers in (0, layers):

@@ -48,7 +48,7 @@ class Shape(Sizes):
     """The values of config.json that name, check and describe the tensors; `config` holds them all, with defaults.
 
     `window`: positions that a layer with sliding attention sees, where llama.cpp computes it too; None where there is
-    none. `period`: every so many layers there is none. `rotated`: dimensions of a head that its position turns.
+    none. `period`: each n-th layer has none. `rotated`: dimensions of a head that its position turns.
     `notes`: what llama.cpp leaves out, for the reader of the export.
     """
 

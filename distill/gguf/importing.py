@@ -59,7 +59,7 @@ MOST_STEPS = 1.5  # llama.cpp's files: 1.1 at most for a matrix quantised twice;
 class FileTensor:
     """A tensor: its file, its type, its first byte, its shape [rows, …] as Hugging Face writes it.
 
-    `heads`: rows of so many heads are reordered; 0: none are. `shift` was added to the values by the exporter.
+    `heads`: rows of this many heads are reordered; 0: none are. `shift` was added to the values by the exporter.
     """
 
     path: Path

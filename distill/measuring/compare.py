@@ -382,7 +382,7 @@ def round_figures(one: TimedConfiguration, steps: StepFigures, synchronous: bool
 # ── The measurement of one pair by one backend ──
 
 
-REPEATS = 7  # of a timed step, at most: 3 where their median lies within 5 % of the fastest
+STEP_REPEATS = 7  # of a timed step, at most: 3 where their median lies within 5 % of the fastest
 
 
 @dataclass(frozen=True)
@@ -428,7 +428,7 @@ def measure_pair(
     plain = prepared[0].texts[0].decoded.tokens
     rounding = measured_rounding(settings.target, pair.backend, pair.target, prompts[0], plain, settings.configurations)
     identities = judge_identity(pair.target, prompts, prepared, rounding)
-    steps = time_steps(prepared, pair.target, None if small is pair.target else small, REPEATS)
+    steps = time_steps(prepared, pair.target, None if small is pair.target else small, STEP_REPEATS)
     waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
     rows = [
         measurement(one, identity, steps, label, prompts, given.classes, waits)

@@ -40,7 +40,7 @@ from distill.decoding.drafters import ModelDrafter, distribution_sampler
 from distill.decoding.lengths import LONGEST, Features, NGramIndex, features_of
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.verify import Random
-from distill.devices import doubled, pick_device
+from distill.devices import as_float64, pick_device
 from distill.engines.loaded import LoadedPair, load_pair, pair_of_models, settled_decoding, with_rows
 from distill.engines.model import Model
 from distill.engines.pairs import require_pair
@@ -184,7 +184,7 @@ def sum_by_document(values: Iterable[Values]) -> dict[str, Measured]:
     """What was measured of each draft; the documents stand in the order in which they come."""
     totals: dict[str, dict[int, Sums]] = {}
     for draft, number, least, most, hits in values:
-        sums = torch.stack([doubled(least).sum(0), doubled(most).sum(0)]).cpu().numpy()
+        sums = torch.stack([as_float64(least).sum(0), as_float64(most).sum(0)]).cpu().numpy()
         row = numpy.append(sums, [len(least), hits])  # [2 M + 2]
         own = totals.setdefault(draft, {})
         own[number] = own[number] + row if number in own else row
@@ -315,7 +315,7 @@ class SlicedValues:
     def watch(self, values: Iterable[Values]) -> Iterator[Values]:
         """The values, unchanged, once they have been noted; of bounds the middle."""
         for draft, number, least, most, hits in values:
-            self.values.setdefault(draft, {}).setdefault(number, []).append(doubled(least + most).cpu() / 2)
+            self.values.setdefault(draft, {}).setdefault(number, []).append(as_float64(least + most).cpu() / 2)
             yield draft, number, least, most, hits
 
     def results(self, measure: str) -> list[Group]:

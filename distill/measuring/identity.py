@@ -222,7 +222,7 @@ class OwnDistributions:
 
 @dataclass(frozen=True)
 class FileKl:
-    """Mean KL in nats of a file's own distributions, in float32, to those in its bits; of so many positions."""
+    """Mean KL in nats of a file's own distributions, in float32, to those in its bits; over this many positions."""
 
     kl: float
     positions: int

@@ -16,7 +16,7 @@ from distill.data.packing import Packed
 from distill.data.prompts import UserPrompts, read_user_prompts, sources_of
 from distill.data.samples import read_prompts
 from distill.decoding.calibration import (
-    FITTED,
+    FITTED_TERMS,
     TABLE_TERMS,
     UNFITTED,
     Calibration,
@@ -119,7 +119,7 @@ def calibrate(drafted: Mapping[str, Rounds], texts: str, counted: Mapping[str, R
             raise DataError("no judged position in the odd-numbered texts, which score a fit", "give more prompts")
         return log_loss(probabilities, accepted)
 
-    fits = [(name + end, terms, rounds) for end, rounds in drafted.items() for name, terms in FITTED.items()]
+    fits = [(name + end, terms, rounds) for end, rounds in drafted.items() for name, terms in FITTED_TERMS.items()]
     for name, terms, rounds in [*fits, *((name, TABLE_TERMS, rounds) for name, rounds in counted.items())]:
         try:
             fit = fit_calibration([*chain.from_iterable(rounds)], terms)

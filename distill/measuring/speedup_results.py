@@ -92,7 +92,7 @@ class Measurement(PairMeasured):
     `predicted` is the speedup expected from the costs of steps and the conditional acceptance.
     `repeated` is the share of the tokens that end three tokens which stood before in the prompt or the text: lookups
     profit from these, and a degenerate text is full of them. `prompt_seconds` are the mean seconds until the first
-    token. `stopped`: after so many prompts it was clearly slower than the fastest, and took no more; figures are over
+    token. `stopped`: after this many prompts it was clearly slower than the fastest, and took no more; figures are over
     plain decoding of these. `positions` has the conditional acceptance of a draft's chains by drafted position.
     """
 

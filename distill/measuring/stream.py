@@ -37,7 +37,7 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 
 
 @dataclass(frozen=True)
-class Request:
+class Continuation:
     """How to continue a text: the configuration, the served sampler, where it ends, and the seed.
 
     `fitted` are calibrations by name. `lossy` allows a configuration
@@ -69,8 +69,8 @@ class Opening:
 
 
 @contextlib.contextmanager
-def opened(opening: Opening, request: Request, tokens: int) -> Iterator[tuple[LoadedPair, DraftReader | None]]:
-    """The pair with room for texts of so many tokens, and the reader of a draft of another vocabulary.
+def opened(opening: Opening, request: Continuation, tokens: int) -> Iterator[tuple[LoadedPair, DraftReader | None]]:
+    """The pair with room for texts of this many tokens, and the reader of a draft of another vocabulary.
 
     Beyond the end of the draft's context, decoding goes on without it, which stderr says.
     """
@@ -96,7 +96,9 @@ def opened(opening: Opening, request: Request, tokens: int) -> Iterator[tuple[Lo
         yield pair, reader
 
 
-def stream(opening: Opening, text: str, limit: int, request: Request, message: Sequence[int] | None = None) -> None:
+def stream(
+    opening: Opening, text: str, limit: int, request: Continuation, message: Sequence[int] | None = None
+) -> None:
     """Continue `text` by at most `limit` tokens, printing them as rounds end, and a summary on stderr. Of a `message`,
     the token ids of a conversation up to its answer, only the answer is printed.
 
@@ -132,7 +134,7 @@ def _room(ids: Sequence[int], limit: int, context: int | None) -> int:
     return room
 
 
-def begin(pair: LoadedPair, reader: DraftReader | None, request: Request, ids: Sequence[int]) -> Session:
+def begin(pair: LoadedPair, reader: DraftReader | None, request: Continuation, ids: Sequence[int]) -> Session:
     """What continues the prompt `ids`; nothing is decoded yet.
 
     Raises DataError for a configuration that cannot be drafted, such as trees in a model that takes none, or is lossy
@@ -175,7 +177,7 @@ def _constraint(pair: LoadedPair, kind: str, grammar: str) -> Constraint:
 
 
 def _drafter(
-    pair: LoadedPair, reader: DraftReader | None, request: Request, rules: Rules, ids: Sequence[int]
+    pair: LoadedPair, reader: DraftReader | None, request: Continuation, rules: Rules, ids: Sequence[int]
 ) -> Drafter:
     """The drafter of the request; `reader` is a draft of another vocabulary, which obeys no grammar.
 
@@ -247,10 +249,10 @@ class Answerer:
     def __init__(self, pair: LoadedPair, reader: DraftReader | None, template: ChatTemplate, context: int) -> None:
         self.pair, self.reader, self.template = pair, reader, template
         self.capacity = min(context, pair.target.capacity)
-        self._sessions: list[tuple[Request, Session]] = []
+        self._sessions: list[tuple[Continuation, Session]] = []
         self._held: list[int] = []  # tokens in the target's cache
 
-    def session(self, request: Request, ids: Sequence[int]) -> Session:
+    def session(self, request: Continuation, ids: Sequence[int]) -> Session:
         """What decodes a request; DataError as `begin`."""
         found = next((session for one, session in self._sessions if one == request), None)
         if found is None or request.sampler.temperature:  # its draws begin with the seed
@@ -273,7 +275,9 @@ class Answerer:
             raise DataError(f"{len(ids)} tokens in a context of {self.capacity}", "send some, and fewer")
         return room
 
-    def answer(self, request: Request, ids: Sequence[int], limit: int, result: Decoded) -> Iterator[tuple[str, bool]]:
+    def answer(
+        self, request: Continuation, ids: Sequence[int], limit: int, result: Decoded
+    ) -> Iterator[tuple[str, bool]]:
         """The pieces of an answer of at most `limit` tokens, and whether each was drafted and accepted."""
         session, target = self.session(request, ids), self.pair.target
         same = (at for at, (one, held) in enumerate(zip(ids[:-1], self._held, strict=False)) if one != held)
@@ -287,7 +291,7 @@ class Answerer:
 
 
 @contextlib.contextmanager
-def answering(opening: Opening, chat: Chat, request: Request, context: int) -> Iterator[Answerer]:
+def answering(opening: Opening, chat: Chat, request: Continuation, context: int) -> Iterator[Answerer]:
     """The loaded pair; DataError for a target without a chat template and a configuration that cannot be drafted."""
     model = opening.target.model
     with open_tokenizer(model) as tokenizer:
@@ -328,7 +332,7 @@ def typed_lines() -> Iterator[str]:
 class Conversation:
     """The messages so far, and what answers them; each line of a user is a question or a command."""
 
-    def __init__(self, answerer: Answerer, request: Request, limit: int) -> None:
+    def __init__(self, answerer: Answerer, request: Continuation, limit: int) -> None:
         self.answerer, self.request, self.limit = answerer, request, limit
         self.system = [{"role": "system", "content": one} for one in answerer.template.settings.system[:1]]
         self.messages, self.speed = self.system, 0.0
@@ -360,7 +364,7 @@ class Conversation:
             self.messages = [*messages, {"role": "assistant", "content": text}]
         return True
 
-    def answer(self, messages: list[dict[str, Any]], request: Request) -> tuple[str, float]:
+    def answer(self, messages: list[dict[str, Any]], request: Continuation) -> tuple[str, float]:
         """The text of an answer, which is printed, and its tokens a second."""
         ids, result, capacity = self.answerer.prompt(messages), Decoded(), self.answerer.capacity
         if len(ids) >= capacity:
@@ -380,7 +384,7 @@ class Conversation:
         return text, result.tokens_per_second()
 
 
-def converse(opening: Opening, chat: Chat, request: Request, context: int, limit: int) -> None:
+def converse(opening: Opening, chat: Chat, request: Continuation, context: int, limit: int) -> None:
     """Answer what is typed, until its end or /quit; a mistake is one message, and the conversation goes on."""
     with answering(opening, chat, request, context) as answerer:
         talk = Conversation(answerer, request, limit)

@@ -26,7 +26,7 @@ from distill.recipe import is_path
 LOOKED_UP = {"a lookup": (1.61, 1.23), "a table": (2.05, 3.98)}
 SIBLING = 0.78  # conditional acceptance of Qwen2.5-Coder's 0.5B, chat: 3.37 tokens a round of four drafted
 TRIMMED = 8192  # tokens of a smaller head
-# Acceptance of SmolLM2, cut to 5 layers, after so many positions of answers, and what twice as many add.
+# Acceptance of SmolLM2, cut to 5 layers, after this many positions of answers, and what twice as many add.
 POSITIONS, REACHED, DOUBLING = 1.15e6, 0.39, 0.055
 
 
@@ -82,7 +82,7 @@ def _relative(costs: Costs, tokens: float) -> float:
 
 
 def _needed(case: Case, step: float) -> float:
-    """The least conditional acceptance from which a draft whose step costs so many T(1) pays; else infinite."""
+    """The least conditional acceptance from which a draft whose step costs `step` T(1) pays; else infinite."""
     costs = replace(case.timings[0], draft=step * case.timings[0].target[0], draft_two=step * case.timings[0].target[0])
     return min(case.needed(costs, length) for length in case.lengths)
 

@@ -145,7 +145,7 @@ def not_run(recipe: Recipe) -> dict[str, str]:
 
 # ── Reading a recipe from a file and overrides, and writing it back ──
 
-KINDS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map"))
+TAGS = tuple(f"tag:yaml.org,2002:{kind}" for kind in ("str", "int", "float", "bool", "null", "seq", "map"))
 DEEPEST, MOST = 60, 100_000  # levels of nesting and values of a recipe, repeated ones included
 
 
@@ -156,7 +156,7 @@ class _UniqueKeys(yaml.SafeLoader):
     def construct_object(self, node: Any, deep: bool = False) -> Any:
         """The value of a node; raises RecipeError with its line for a tag or value that recipes cannot hold."""
         line = f"line {node.start_mark.line + 1}"
-        if node.tag not in KINDS:
+        if node.tag not in TAGS:
             kind = node.tag.removeprefix("tag:yaml.org,2002:")
             raise RecipeError(
                 f"{line}: a recipe cannot hold a value of the YAML type {shown(kind)}",
@@ -189,7 +189,7 @@ _UniqueKeys.yaml_implicit_resolvers = {
     for first, found in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 # 5e-4 and 1e3 are numbers, as in YAML 1.2 and JSON.
-_UniqueKeys.add_implicit_resolver(KINDS[2], re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789"))
+_UniqueKeys.add_implicit_resolver(TAGS[2], re.compile(r"[-+]?[0-9][0-9_]*[eE][-+]?[0-9]+$"), list("-+0123456789"))
 _UniqueKeys.add_constructor(yaml.resolver.BaseResolver.DEFAULT_MAPPING_TAG, _mapping)
 
 

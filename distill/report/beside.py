@@ -101,7 +101,7 @@ def speed(line: Line) -> float:
 
 def promise(steps: StepFigures, cost: float, rate: float) -> float:
     """The speedup of the best fixed length, or of none, at an acceptance that is the same at every position and a draft
-    step of so many plain steps."""
+    step that costs this many plain steps."""
     tokens = {m: tokens_per_round([rate] * (m - 1)) for m in steps.target}
     return max(tokens[m] / (steps.target[m] / steps.target[1] + (m - 1) * cost) for m in tokens)
 

@@ -28,9 +28,9 @@ from distill.recipe import SamplerSettings
 from distill.sampler import Sampler
 from distill.serving import results
 from distill.serving.clients import (
-    DRAFT,
+    DRAFT_SERVER,
     GREEDY,
-    PLAIN,
+    PLAIN_SERVER,
     Addresses,
     Client,
     LlamaClient,
@@ -164,7 +164,11 @@ def speeds_under(
             progress.step(note=f"{load} at once")
     served |= {of: Served.under(found, len(prompts)) for of, found in replays.items()}
     return [
-        own.speed(name if name == PLAIN else title, load, served.get((load, PLAIN)) if name != PLAIN else None)
+        own.speed(
+            name if name == PLAIN_SERVER else title,
+            load,
+            served.get((load, PLAIN_SERVER)) if name != PLAIN_SERVER else None,
+        )
         for (load, name), own in served.items()
     ]
 
@@ -233,7 +237,7 @@ def check_started(settings: CheckSettings, server: LlamaServer, begun: Begun = l
     with ExitStack() as stack:
         clients: dict[str, Client] = {
             name: stack.enter_context(opened(one, settings.seconds, settings.sampler))
-            for name, one in ((PLAIN, server.plain), (DRAFT, server))
+            for name, one in ((PLAIN_SERVER, server.plain), (DRAFT_SERVER, server))
         }
         check = _replay(settings, clients, server, files)
         begun(check.report)
@@ -253,7 +257,7 @@ def check_addresses(settings: CheckSettings, places: Addresses, begun: Begun = l
         clients = connected(places, settings.seconds[1], stack, settings.sampler, settings.ids)
         target, draft = places.files or (Path(places.model or places.url), Path("?"))
         server = LlamaServer(
-            Path(clients[DRAFT].kind),
+            Path(clients[DRAFT_SERVER].kind),
             target,
             draft,
             places.n_max or 0,
@@ -273,7 +277,7 @@ def _replay(
 
     A draft length that is not known (n_max 0) is read from the counters, which have a place for each drafted token.
     """
-    ids, drafting = settings.ids, clients[DRAFT]
+    ids, drafting = settings.ids, clients[DRAFT_SERVER]
     for client in clients.values():
         warm(client, ids)
     before = drafting.totals()
@@ -281,8 +285,8 @@ def _replay(
     replayed = interleaved(clients, ids, settings.limit, settings.repeats, title)
     after = drafting.totals()
     totals = None if before is None or after is None else after - before
-    texts, notes = counts_of([replies[: settings.samples] for replies in replayed[DRAFT]]), list[str]()
-    replies = [reply for own in replayed[DRAFT] for reply in own]
+    texts, notes = counts_of([replies[: settings.samples] for replies in replayed[DRAFT_SERVER]]), list[str]()
+    replies = [reply for own in replayed[DRAFT_SERVER] for reply in own]
     given = [reply.own for reply in replies if reply.own is not None]
     if len(given) == len(replies):  # whoever else uses the server
         totals = summed(given)
@@ -302,7 +306,11 @@ def _replay(
     server = replace(server, n_max=server.n_max or len(own.by_position or ()))
     speeds = speeds_under(clients, ids, settings.limit, (), settings.repeats, replayed, _title(server))
     greedy = not settings.sampler.temperature
-    pairs = list(zip(replayed[PLAIN], replayed[DRAFT], strict=True)) if greedy and PLAIN in replayed else []
+    pairs = (
+        list(zip(replayed[PLAIN_SERVER], replayed[DRAFT_SERVER], strict=True))
+        if greedy and PLAIN_SERVER in replayed
+        else []
+    )
     report = ServeReport(
         command=settings.command,
         machine=machine(),
@@ -325,15 +333,15 @@ def _replay(
 
 
 def _title(server: LlamaServer) -> str:
-    return server.title if server.n_max else DRAFT
+    return server.title if server.n_max else DRAFT_SERVER
 
 
 def _compare(check: Check, clients: Mapping[str, Client]) -> None:
     """Add what our decoder accepts, how files and templates differ, and the speeds under load."""
     settings, report = check.settings, check.report
     if check.files is not None:
-        _decode_ours(check, check.files, clients[DRAFT].kind == "vllm")
-    if isinstance(drafting := clients[DRAFT], LlamaClient):
+        _decode_ours(check, check.files, clients[DRAFT_SERVER].kind == "vllm")
+    if isinstance(drafting := clients[DRAFT_SERVER], LlamaClient):
         _compare_template(check, drafting)
     for client in clients.values():
         client.alone = False

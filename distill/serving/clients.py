@@ -48,7 +48,7 @@ LLAMA_PLAIN: dict[str, Any] = {
 }
 VLLM_PLAIN: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 GREEDY = SamplerSettings(temperature=0)
-PLAIN, DRAFT = "plain", "draft"  # names of the two servers
+PLAIN_SERVER, DRAFT_SERVER = "plain", "draft"  # names of the two servers
 SETTLED_SECONDS, PATIENCE_SECONDS = 0.05, 2.0  # vLLM's counters are written by another task of it than replies
 WARM_TOKENS = 8
 
@@ -429,15 +429,15 @@ def connected(
     prompts: it would answer with the text of another."""
     largest = max(map(max, prompts))
     clients: dict[str, Client] = {}
-    for name, url in ((PLAIN, places.plain), (DRAFT, places.url)):
+    for name, url in ((PLAIN_SERVER, places.plain), (DRAFT_SERVER, places.url)):
         if url is not None:
             http = stack.enter_context(contextlib.closing(Http(url, seconds, places.key)))
             clients[name] = client_of(http, sampler, places.model)
     for name, client in clients.items():
         drafts = client.drafts()
-        if name == PLAIN and drafts:
+        if name == PLAIN_SERVER and drafts:
             raise ServingError(f"{client.url} drafts, and was given as the plain server", "correct --plain-url")
-        if name != PLAIN and drafts is False:
+        if name != PLAIN_SERVER and drafts is False:
             raise ServingError(
                 f"{client.url} serves without a draft: it says so itself",
                 "start it with the draft; llama-server drops one whose vocabulary does not fit and only logs it",

@@ -29,7 +29,7 @@ from distill.data.records import normal
 from distill.decoding.decode import Decoded
 from distill.errors import DistillError, RecipeError, RunError
 from distill.files import parse_object
-from distill.measuring.stream import Answerer, Opening, Request, answering
+from distill.measuring.stream import Answerer, Continuation, Opening, answering
 from distill.progress import note, noting, warn
 from distill.recipe import Chat
 
@@ -65,7 +65,7 @@ class Job:
 
     ids: list[int]
     limit: int
-    request: Request
+    request: Continuation
     pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
     left: threading.Event = field(default_factory=threading.Event)
     result: Decoded = field(default_factory=Decoded)
@@ -74,7 +74,7 @@ class Job:
 class Completions:
     """The routes, and the one thread that decodes; at most `queue` requests wait for it."""
 
-    def __init__(self, answerer: Answerer, request: Request, name: str, queue: int) -> None:
+    def __init__(self, answerer: Answerer, request: Continuation, name: str, queue: int) -> None:
         self.answerer, self.request, self.name, self.queue = answerer, request, name, queue
         self.jobs: list[Job] = []
         self.thread = ThreadPoolExecutor(1)
@@ -222,7 +222,9 @@ def _figures(job: Job) -> dict[str, Any]:
     return {"usage": usage, "timings": {**prompt, **predicted, **drafted}}
 
 
-def serve(opening: Opening, chat: Chat, request: Request, context: int, address: tuple[str, int], queue: int) -> None:
+def serve(
+    opening: Opening, chat: Chat, request: Continuation, context: int, address: tuple[str, int], queue: int
+) -> None:
     """Serve until SIGINT or SIGTERM; RecipeError, before models load, for an address that cannot be listened at."""
     try:
         listening = socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)

@@ -21,7 +21,7 @@ from torch import Tensor
 from distill import divergences
 from distill.data.packing import Packed, pack, repeated_next, scored_states
 from distill.data.samples import NEW, SEEN, Sample, Samples, read_answers
-from distill.devices import doubled, pick_device
+from distill.devices import as_float64, pick_device
 from distill.engines.pairs import require_pair
 from distill.engines.torch.hugging_face import (
     describe_model,
@@ -70,7 +70,7 @@ from distill.surgery.vocabulary import (
     check_transplant,
     count_tokens,
     expected_shares,
-    keep,
+    largest_shares,
     rank_tokens,
     smallest_size,
     transplant,
@@ -176,7 +176,7 @@ def _missing(uncut: Tensor, found: Tensor, part: Packed) -> tuple[Tensor, Tensor
 
 def _ridge(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
     """X = (G + μ I)⁻¹ C [F, H] with μ = ridge · mean diag G; solved in fp64."""
-    g, c = doubled(gram), doubled(cross)
+    g, c = as_float64(gram), as_float64(cross)
     shrink = max(ridge * float(g.diagonal().mean()), torch.finfo(g.dtype).tiny)  # of neurons that are all zero
     factor = torch.linalg.cholesky(g + shrink * torch.eye(len(g), dtype=g.dtype, device=g.device))
     return torch.cholesky_solve(c, factor).to(cross.device, torch.float32)
@@ -237,7 +237,7 @@ class TargetDistributions:
             at += len(logits)
             parts = (stored.ids.long(), stored.log_probabilities, stored.log_tail)
             ids, logs, tail = (part[rows].to(logits.device) for part in parts)
-            total += float(doubled(divergences.bucketed_forward_kl(ids, logs, tail, logits)).sum())
+            total += float(as_float64(divergences.bucketed_forward_kl(ids, logs, tail, logits)).sum())
             equal[rows] = logits.argmax(-1).cpu() == best[rows]
         seen = repeated_next(self.blocks)
         kinds = {NEW: equal[~seen], SEEN: equal[seen]}
@@ -639,6 +639,6 @@ def choose_head(
     metadata: dict[str, Any] = {"forced": len(forced), "by": "mass" if size is None else "size"}
     if size is None:
         size = smallest_size(measured, order, least, share)
-    kept, metadata["mass"] = keep(measured, order, size)
+    kept, metadata["mass"] = largest_shares(measured, order, size)
     change = Change("trim", size_of(model), size_of(model, len(kept)), details=metadata | {"kept": len(kept)})
     return kept, metadata, change

@@ -22,7 +22,7 @@ from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
 from distill.data.samples import Sample
-from distill.devices import doubled
+from distill.devices import as_float64
 from distill.engines.torch.hugging_face import check_folder, check_weights, load_config, local_folder, text_folder
 from distill.errors import DataError, RecipeError
 from distill.files import has_form, read_object, write_folder, write_json
@@ -94,12 +94,12 @@ class Subtokens:
         # A row of one repeated subtoken is that subtoken's row, to the bit.
         repeats = (self.ids == self.ids[starts[row_of]]) | (counts[row_of] == 1)
         single = numpy.bincount(row_of, ~repeats, len(counts)) == 0
-        keep = ~single[row_of] | (numpy.arange(len(self.ids)) == starts[row_of])
+        largest_shares = ~single[row_of] | (numpy.arange(len(self.ids)) == starts[row_of])
         weights[single[row_of]] = 1.0
         return Mixture(
-            offsets_of(numpy.bincount(row_of[keep], minlength=len(counts))),
-            self.ids[keep],
-            weights[keep].astype(numpy.float32),
+            offsets_of(numpy.bincount(row_of[largest_shares], minlength=len(counts))),
+            self.ids[largest_shares],
+            weights[largest_shares].astype(numpy.float32),
         )
 
 
@@ -503,7 +503,7 @@ def expected_shares(teacher: TeacherSource, device: torch.device, apart: Contain
         own = teacher.teacher(torch.tensor([block]), device)
         for first in range(0, len(own), CHUNK):
             chunk = own.chunk(slice(first, min(first + CHUNK, len(own))))
-            values = doubled(chunk.log_probabilities.exp()).cpu()
+            values = as_float64(chunk.log_probabilities.exp()).cpu()
             if chunk.ids is None:
                 total += values.sum(0)
             else:
@@ -523,7 +523,7 @@ def rank_tokens(counts: Mapping[str, Counts], forced: Sequence[int], expected: S
     return numpy.argsort(-shares, kind="stable").tolist()
 
 
-def keep(counts: Mapping[str, Counts], order: Sequence[int], size: int) -> tuple[list[int], dict[str, float]]:
+def largest_shares(counts: Mapping[str, Counts], order: Sequence[int], size: int) -> tuple[list[int], dict[str, float]]:
     """The first `size` ids of the order, ascending, and the share of each domain's tokens that they hold."""
     ids = sorted(order[:size])
     return ids, {domain: float(column[ids].sum() / column.sum()) for domain, column in counts.items()}

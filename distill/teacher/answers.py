@@ -107,7 +107,7 @@ def rules_of(recipe: Recipe, tokenizer: Any, template: ChatTemplate | None = Non
 
 
 @dataclass
-class Conversation:
+class PromptAnswers:
     """A prompt and its answers so far; a prompt without further turns has one. `request` is None where it is over."""
 
     number: int
@@ -150,7 +150,7 @@ class Group:
 
     path: Path
     numbers: list[int]
-    conversations: list[Conversation] = field(default_factory=list)
+    conversations: list[PromptAnswers] = field(default_factory=list)
 
     @property
     def journal(self) -> Path:
@@ -236,7 +236,7 @@ class _GroupWriter:
             self.writer.endpoint.require_same(groups[0].path.parent)
         self.allowed = 0.0 if recipe.answers.writer is None else recipe.answers.writer.missing
         self.total = sum(len(group.numbers) for group in groups)
-        self.unanswered: list[tuple[Conversation, Reply]] = []
+        self.unanswered: list[tuple[PromptAnswers, Reply]] = []
         self.tokens, self.started = 0, time.monotonic()
 
     def write(self, prompts: Sequence[Sample], missing: list[Group]) -> None:
@@ -255,10 +255,10 @@ class _GroupWriter:
         """Ask for everything that the journals of the groups lack, and write each group with its last reply; a group is
         opened, and its prompts are read, once the requests of those before it do not suffice."""
         waiting: deque[Request] = deque()
-        pending: dict[str, Conversation] = {}
+        pending: dict[str, PromptAnswers] = {}
         unopened = deque(groups)
 
-        def ask(conversation: Conversation) -> None:
+        def ask(conversation: PromptAnswers) -> None:
             if conversation.request is not None:
                 waiting.append(conversation.request)
                 pending[conversation.request.id] = conversation
@@ -267,7 +267,7 @@ class _GroupWriter:
             while unopened and len(waiting) < self.writer.together + MAX_FAULTS:  # replies that a writer holds back
                 group = unopened.popleft()
                 known = group.known() if self.writer.by_prompt else {}
-                group.conversations = [Conversation(one, prompts[one], group) for one in group.numbers]
+                group.conversations = [PromptAnswers(one, prompts[one], group) for one in group.numbers]
                 for conversation in group.conversations:
                     conversation.begin(self.rules, known)
                     ask(conversation)
@@ -288,7 +288,7 @@ class _GroupWriter:
                 ask(conversation)
                 open_next()
 
-    def _take(self, conversation: Conversation, reply: Reply) -> None:
+    def _take(self, conversation: PromptAnswers, reply: Reply) -> None:
         self.tokens += len(reply.ids)
         conversation.take(reply, self.rules)
         if conversation.request is None:

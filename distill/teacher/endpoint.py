@@ -73,7 +73,7 @@ class Rising:
         self._best, self._replies, self._tokens, self._began = 0.0, 0, 0, clock()
 
     def note(self, tokens: int) -> None:
-        """A reply of so many tokens came."""
+        """A reply of this many tokens came."""
         self._replies, self._tokens = self._replies + 1, self._tokens + tokens
         if self.count == self.most or self._replies < WINDOW * self.count:
             return

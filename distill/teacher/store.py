@@ -53,7 +53,7 @@ from distill.data.samples import (
     read_prompts,
 )
 from distill.decoding.ngrams import ORDER, Expected, NGramTable, count_ngrams, write_table
-from distill.devices import barrier, doubled, pick_device, process_count, process_index, share_of
+from distill.devices import as_float64, barrier, pick_device, process_count, process_index, share_of
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.server_commands import IK_INSERTED, suffix_depth
 from distill.engines.torch.hugging_face import DTYPES, load_config, load_target, load_tokenizer, real_tokens
@@ -902,7 +902,7 @@ def expected_tokens(store: TeacherStore, answers: Samples, device: torch.device)
             chunk = teacher.chunk(slice(start, start + AT_ONCE))
             best, columns = chunk.log_probabilities.topk(min(LIKELIEST, chunk.log_probabilities.shape[-1]))
             ids.append((columns if chunk.ids is None else chunk.ids.gather(-1, columns)).long().cpu())
-            chances.append(doubled(best.exp()).cpu())
+            chances.append(as_float64(best.exp()).cpu())
         read += len(teacher)
     if not torch.equal(torch.cat(found)[: len(written)], written):
         raise DataError(f"{store.folder} holds the distributions of other answers", how_to_redo("teacher"))

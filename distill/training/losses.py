@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from distill.devices import doubled
+from distill.devices import as_float64
 from distill.divergences import LEAST_ACCEPTANCE, LK_DECAY
 from distill.engines.torch.products import filled_count
 from distill.errors import DataError
@@ -32,7 +32,7 @@ from distill.teacher.distributions import EMPTY, LogitForm, Teacher, TeacherChun
 # Formulas in distill/divergences.py under the same names.
 LOSSES: tuple[str, ...] = get_args(LossName)
 STATISTICS = ("forward_kl", "cross_entropy", "acceptance", "agreement", "match")
-PLAIN = LogitForm()
+PLAIN_LOGITS = LogitForm()
 
 
 Term = tuple[Tensor, Callable[[], Tensor]]  # a loss [r], and its gradient [r, M], computed on demand
@@ -320,7 +320,7 @@ def _positions(
             slope = scoring.form.slope(formed)
             values[at], gradient = score_block(formed, own, scoring.labels[at], settings, with_gradient)
             if gradient is not None:
-                logits[block] = gradient if scoring.form == PLAIN else gradient * slope
+                logits[block] = gradient if scoring.form == PLAIN_LOGITS else gradient * slope
         del target
         d_logits = logits  # whose rows were replaced by their gradients
         if d_hidden is not None:
@@ -372,7 +372,7 @@ class _HeadLoss(torch.autograd.Function):
 def _total(values: Tensor, scoring: _Scoring) -> Tensor:
     """Σ loss, in the type of the values."""
     shares = torch.tensor([*scoring.settings.losses.values()], dtype=values.dtype, device=values.device)
-    own = doubled(values[:, len(STATISTICS) :] * shares)
+    own = as_float64(values[:, len(STATISTICS) :] * shares)
     return own.sum(-1).sum().to(values.device, values.dtype)
 
 
@@ -384,7 +384,7 @@ def head_loss(
     settings: LossSettings,
     chunk: int,
     bias: Tensor | None = None,
-    form: LogitForm = PLAIN,
+    form: LogitForm = PLAIN_LOGITS,
 ) -> tuple[Tensor, LossSums]:
     """Σ loss over the positions, and the sums for the log.
 
@@ -418,6 +418,6 @@ def _sums(values: Tensor, scoring: _Scoring) -> LossSums:
                 "tokens of the draft's",
                 "train on forward_kl or jsd, or on a store with fewer entries than tokens",
             )
-    own = doubled(values)
+    own = as_float64(values)
     names = (*STATISTICS, *(f"loss/{name}" for name in settings.losses))
     return {"positions": own.new_tensor(len(own)), **dict(zip(names, own.sum(0), strict=True))}

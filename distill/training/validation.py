@@ -25,7 +25,7 @@ from distill.data.samples import Sample, prompt_seed, read_prompts
 from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded
 from distill.decoding.rules import Rules
-from distill.devices import agree, doubled, is_main, memory_explained
+from distill.devices import agree, as_float64, is_main, memory_explained
 from distill.engines.loaded import BatchedTorchModel, growing_decoder
 from distill.engines.torch.hugging_face import end_ids, load_tokenizer, trimmed_head
 from distill.files import from_json
@@ -135,7 +135,7 @@ class ServedTarget:
                 chances = divergences.acceptance_match(self.sampler.probabilities(own), drafts)
             else:
                 chances = divergences.acceptance_sampling(*map(self.sampler.probabilities, (own, drafts)))
-            sums.append((round(float(doubled(chances).sum()), 6), count))
+            sums.append((round(float(as_float64(chances).sum()), 6), count))
         return sums
 
     def _logits(self, model: Any, ids: Tensor, count: int) -> Tensor:
@@ -189,7 +189,7 @@ def stored_acceptance(recipe: Recipe, run: Run, draft: Any, protocol: Verifying)
             logits = head_logits(draft, hidden[rows])
             logits[:, store.vocabulary :] = -torch.inf
             low, high = stored_chances(teacher.chunk(rows), logits, protocol)
-            least, largest = least + float(doubled(low).sum()), largest + float(doubled(high).sum())
+            least, largest = least + float(as_float64(low).sum()), largest + float(as_float64(high).sum())
         positions += len(hidden)
     mean, most = (sums / positions if positions else None for sums in (least, largest))
     return {"acceptance": mean, "most": most, "positions": positions, "measure": STORED}

@@ -105,7 +105,7 @@ def our_pair(one: dict[str, Any], given: dict[str, Any]) -> Any:
 
 def our_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
     from distill.measuring.speedup import load_calibrations
-    from distill.measuring.stream import Request, begin
+    from distill.measuring.stream import Continuation, begin
     from distill.recipe import Configuration, parse_section
     from distill.sampler import Sampler
 
@@ -113,7 +113,7 @@ def our_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
     run = Path(given["run"]) if "run" in given else None
     fitted = load_calibrations(path) if run and (path := run / "speedup" / "calibration.json").exists() else {}
     table = run if configuration.counts_ngrams else None
-    request = Request(configuration, Sampler(temperature=0), fitted=fitted, table=table)
+    request = Continuation(configuration, Sampler(temperature=0), fitted=fitted, table=table)
     found = []
     with our_pair(one, given) as pair:
         for ids in [given["prompts"][0], *given["prompts"]]:

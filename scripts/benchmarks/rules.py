@@ -97,7 +97,7 @@ class Text:
 
 
 def decode(rule: LengthRule, costs: Costs, text: Text, tokens: int) -> float:
-    """Seconds in which a rule decodes so many tokens of a text."""
+    """Seconds in which a rule decodes this many tokens of a text."""
     place, seconds, whole = 0, 0.0, False
     while place < tokens:
         drafted, taken = 0, 0.0
@@ -117,7 +117,7 @@ def decode(rule: LengthRule, costs: Costs, text: Text, tokens: int) -> float:
 
 
 def decode_fixed(length: int, costs: Costs, text: Text, rounds: int) -> tuple[int, float]:
-    """Tokens and seconds of so many rounds of a fixed length."""
+    """Tokens and seconds of this many rounds of a fixed length."""
     place, seconds, whole = 0, 0.0, False
     for _ in range(rounds):
         accepted = min(text.run[place], length)

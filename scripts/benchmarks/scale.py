@@ -303,7 +303,7 @@ def check_answers(recipe: Path) -> tuple[int, int]:
 
 
 def measure(tokens: int, kills: int, folder: Path) -> dict[str, Any]:
-    """A whole way of so many tokens: what it took."""
+    """A whole way of this many tokens: what it took."""
     with running() as port:
         recipe = build(folder, tokens, port)
         spent = run(recipe, kills, tokens, tokens)
@@ -331,7 +331,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--tokens", type=float, default=2e5, help="of answers, about")
     parser.add_argument(
-        "--small", type=float, help="measure so many tokens first, and print ten times --tokens on paper"
+        "--small", type=float, help="measure this many tokens first, and print ten times --tokens on paper"
     )
     parser.add_argument("--kills", type=int, default=4)
     parser.add_argument("--folder", type=Path, help="an empty one, kept; else a temporary one")

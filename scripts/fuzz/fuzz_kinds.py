@@ -946,7 +946,7 @@ def run_command(world: World, found: tuple[list[str], bytes]) -> Readers:
             stack.enter_context(contextlib.chdir(where))
             for name in STOPPED:
                 stack.enter_context(mock.patch(name, stop))
-            stack.enter_context(mock.patch("distill.cli.app.leave", lambda: None))  # it ends the process
+            stack.enter_context(mock.patch("distill.cli.app.end_process", lambda: None))  # it ends the process
             stack.enter_context(mock.patch.multiple(sys, argv=["distill", *arguments], stdin=stdin))
             stack.enter_context(contextlib.redirect_stdout(out))
             stack.enter_context(contextlib.redirect_stderr(err))

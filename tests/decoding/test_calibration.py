@@ -9,7 +9,7 @@ import numpy
 import pytest
 
 from distill.decoding.calibration import (
-    FITTED,
+    FITTED_TERMS,
     MOST_MARGIN,
     Calibration,
     Correction,
@@ -90,7 +90,9 @@ def test_separable_rows_stay_finite() -> None:
 
 def test_fitting_lowers_both_scores() -> None:
     rounds = rounds_from(Calibration(2.0, (0.5,)), 4000)
-    before, after = (predicted(one, rounds) for one in (Calibration(), fit_calibration(rounds, FITTED["features"])))
+    before, after = (
+        predicted(one, rounds) for one in (Calibration(), fit_calibration(rounds, FITTED_TERMS["features"]))
+    )
     assert log_loss(*after) < log_loss(*before) - 0.1
 
 
@@ -99,10 +101,10 @@ def test_scores_by_hand() -> None:
     assert math.isfinite(log_loss([0.0], [True]))
 
 
-@pytest.mark.parametrize("name", FITTED)
+@pytest.mark.parametrize("name", FITTED_TERMS)
 def test_no_judged_position_is_refused(name: str) -> None:
     with pytest.raises(DataError, match="no judged position"):
-        fit_calibration([], FITTED[name])
+        fit_calibration([], FITTED_TERMS[name])
 
 
 def test_a_correction_is_learnt_and_forgotten() -> None:

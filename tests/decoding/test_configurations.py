@@ -12,7 +12,7 @@ from pydantic import ValidationError
 from table_model import TableModel
 from toys import random_prompts
 
-from distill.decoding.calibration import FITTED, Recorded, fit_calibration
+from distill.decoding.calibration import FITTED_TERMS, Recorded, fit_calibration
 from distill.decoding.configured import Fitted, check_configurations, lossy_reason
 from distill.decoding.costs import Costs
 from distill.decoding.lengths import Features, NGramIndex
@@ -133,7 +133,7 @@ def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableMode
     others = random_prompts(6, 12, 2)
     own = record_rounds(draft, [*zip(others, write_texts(target, others, 40, Rules()), strict=True)], ())
     rounds = [one for text in own for one in text]
-    fitted = {name: fit_calibration(rounds, terms) for name, terms in FITTED.items()}
+    fitted = {name: fit_calibration(rounds, terms) for name, terms in FITTED_TERMS.items()}
     prepared = prepare_all(settings_with(CONFIGURATIONS), target, draft, (), Fitted(COSTS, fitted))
     time_texts(target, draft, prompts, 30, prepared, "prompts")
     every = [PLAIN, Configuration(length=2), *CONFIGURATIONS]
@@ -182,7 +182,7 @@ def test_calibrations_are_saved_and_read_again(tmp_path: Path) -> None:
     write_result(tmp_path / "calibration.json", made)
     found = load_calibrations(tmp_path / "calibration.json")
     everything = [one for prompt in own for one in prompt]
-    assert found == {name: fit_calibration(everything, terms) for name, terms in FITTED.items()}
+    assert found == {name: fit_calibration(everything, terms) for name, terms in FITTED_TERMS.items()}
     # Scores are of text the fit has not seen: outcomes that turn round between even and odd prompts must score badly.
     good, bad = recorded((0.9, 1, 1), (0.2, 1, 0)), recorded((0.9, 1, 0), (0.2, 1, 1))
     turned = calibrate({"": [good, bad, good, bad]}, "here").log_loss["features"]
@@ -191,7 +191,7 @@ def test_calibrations_are_saved_and_read_again(tmp_path: Path) -> None:
 
 def test_calibrations_of_one_outcome_and_of_other_formats(tmp_path: Path) -> None:
     made = calibrate({"": [recorded((0.9, 4, 4)), recorded((0.9, 4, 4))]}, "here")
-    assert made.fits.keys() == FITTED.keys() and not made.unfitted
+    assert made.fits.keys() == FITTED_TERMS.keys() and not made.unfitted
     assert all(one.accepted == one.judged == 8 for one in made.fits.values())
     (tmp_path / "calibration.json").write_text('{"format": 0, "fits": {}}')
     with pytest.raises(DataError, match="does not hold what this version writes"):

@@ -23,7 +23,7 @@ from distill.decoding.lengths import Proposal
 from distill.decoding.trees import Shape
 from distill.decoding.verify import (
     CHAINS,
-    KINDS,
+    HOW_CHOSEN,
     TREES,
     NodeVerifier,
     block,
@@ -184,7 +184,7 @@ def test_trees_follow_a_greedy_target(name: str, kind: str, sampler: Sampler) ->
 
 
 def test_refusals_are_those_that_enumeration_shows() -> None:
-    for kind in KINDS:
+    for kind in HOW_CHOSEN:
         for name, node in TREES.items():
             found = max(tree_difference(node, kind, Sampler(), shape) for shape in ("fork", "comb"))
             lossless = refusal(name, kind, 1.0, tree=True) is None

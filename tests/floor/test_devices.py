@@ -37,9 +37,9 @@ def test_types_of_a_device(pretend: Any, here: torch.device, monkeypatch: pytest
     monkeypatch.setattr(torch.pretend, "is_bf16_supported", lambda: True)  # type: ignore[attr-defined]
     assert settled_type("auto", here) == "bfloat16"
     values = torch.tensor([0.1], device=here)
-    assert devices.has_float64(here) and devices.doubled(values).device == here
+    assert devices.has_float64(here) and devices.as_float64(values).device == here
     with pretend.without("float64"):
-        assert not devices.has_float64(here) and devices.doubled(values).device == torch.device("cpu")
+        assert not devices.has_float64(here) and devices.as_float64(values).device == torch.device("cpu")
         with pytest.raises(TypeError, match="Cannot convert a pretend tensor to float64"):
             values.double()
     assert devices.has_float64(torch.device("cpu")) and devices.has_float64(torch.device("meta"))

@@ -21,7 +21,7 @@ from toys import blurred, save_toy, toy, toy_tokenizer
 
 from distill.decoding.decode import Decoded, plain
 from distill.engines.loaded import load_pair
-from distill.measuring.stream import Answerer, Opening, Request, answering
+from distill.measuring.stream import Answerer, Continuation, Opening, answering
 from distill.recipe import Chat, Configuration, Corpus, Target
 from distill.sampler import Sampler
 
@@ -33,7 +33,7 @@ TEMPLATE = (
     "{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}# def: {% endif %}"
 )
-DRAFTING = Request(Configuration(length=3), Sampler(0))
+DRAFTING = Continuation(Configuration(length=3), Sampler(0))
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +70,7 @@ def test_what_is_held_changes_no_answer(answerer: Answerer, folders: Path) -> No
         for number, question in enumerate(("a = b", "import os, sys", "def f(self)", "other.value")):
             messages.append({"role": "user", "content": question})
             ids, result = answerer.prompt(messages), Decoded()
-            request = Request(Configuration(drafter="none"), Sampler(0)) if number == 2 else DRAFTING
+            request = Continuation(Configuration(drafter="none"), Sampler(0)) if number == 2 else DRAFTING
             text = "".join(piece for piece, _ in answerer.answer(request, ids, 12, result))
             assert result.tokens == plain(fresh.target, ids, 12, fresh.ends).tokens
             assert text == fresh.text(result.tokens) and (number == 0 or answerer._held[: len(ids)] == ids)
@@ -197,7 +197,7 @@ def test_a_full_queue_and_clients_that_leave(answerer: Answerer, monkeypatch: Pa
     """The request under way ends with its round, one that waits does not begin; a place in the queue is free again."""
     server, goes_on, begun = Completions(answerer, DRAFTING, "toy", 1), threading.Event(), list[int]()
 
-    def slowly(request: Request, ids: list[int], limit: int, result: Decoded) -> Iterator[tuple[str, bool]]:
+    def slowly(request: Continuation, ids: list[int], limit: int, result: Decoded) -> Iterator[tuple[str, bool]]:
         begun.append(len(begun))
         for _ in range(1000):
             yield "a", False

@@ -34,7 +34,7 @@ from distill.errors import DataError, RecipeError
 from distill.gguf.writer import export_gguf
 from distill.measuring.compare import PairSettings, PairTexts, measure_pair
 from distill.measuring.speedup_results import PairMeasured
-from distill.measuring.stream import Opening, Request, begin, stream
+from distill.measuring.stream import Continuation, Opening, begin, stream
 from distill.recipe import Configuration, Speedup, Target, load_recipe
 from distill.recipe.configuration import TREES
 from distill.sampler import Sampler
@@ -48,20 +48,22 @@ PROMPT = "def f(self): return self.value + other"
 
 def asked(
     *, temperature: float = 0.0, stop: tuple[str, ...] = (), grammar: tuple[str, str] | None = None, **settings: Any
-) -> Request:
+) -> Continuation:
     """A request as the command makes it from its options; three drafted tokens where nothing else is given."""
     if settings.get("widths") is None and settings.get("drafter") != "none":
         settings.setdefault("length", 3)
     if settings.get("drafter") in TREES and settings.get("widths") is None:
         settings["nodes"] = 2 * settings["length"]
     configuration = Configuration(sampler="recipe" if temperature else "greedy", **settings)
-    return Request(configuration, Sampler(temperature), stop=stop, grammar=grammar)
+    return Continuation(configuration, Sampler(temperature), stop=stop, grammar=grammar)
 
 
 PLAINLY = asked(drafter="none")
 
 
-def continued(target: Path, draft: Path, text: str, tokens: int, request: Request, capture: Capture) -> tuple[str, str]:
+def continued(
+    target: Path, draft: Path, text: str, tokens: int, request: Continuation, capture: Capture
+) -> tuple[str, str]:
     capture.readouterr()
     stream(Opening(Target(model=str(target)), str(draft), threads=1), text, tokens, request)
     found = capture.readouterr()

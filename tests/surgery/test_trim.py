@@ -27,7 +27,7 @@ from distill.surgery.vocabulary import (
     check_size,
     count_tokens,
     expected_shares,
-    keep,
+    largest_shares,
     rank_tokens,
     smallest_size,
 )
@@ -144,10 +144,10 @@ def test_sizes_cover_every_domain() -> None:
     order = rank_tokens(counts, forced)
     assert sorted(order) == list(range(size)) and set(order[:90]) == set(forced)
     found = smallest_size(counts, order, len(forced), 0.99)
-    (kept, mass), (less, less_mass) = keep(counts, order, found), keep(counts, order, found - 256)
+    (kept, mass), (less, less_mass) = largest_shares(counts, order, found), largest_shares(counts, order, found - 256)
     assert found % 256 == 0 and min(mass.values()) >= 0.99 > min(less_mass.values())
     assert set(forced) <= set(less) and kept == sorted(set(kept)) and len(kept) == found
-    assert keep(counts, order, size) == (list(range(size)), {"code": 1.0, "prose": 1.0})
+    assert largest_shares(counts, order, size) == (list(range(size)), {"code": 1.0, "prose": 1.0})
 
 
 @pytest.mark.parametrize("kind", ["dense", "compact"])

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.devices import CPU, doubled, has_float64, has_pinned_memory
+from distill.devices import CPU, as_float64, has_float64, has_pinned_memory
 from distill.engines.model import NO_TREES, Ints, PendingTree, Retold, check_call, check_chain, check_lengths
 from distill.engines.torch.hugging_face import logits_of
 from distill.errors import DataError
@@ -353,7 +353,7 @@ class TorchModel:
         try:
             with torch.inference_mode():
                 ids = torch.tensor([tokens], device=self.device)
-                whole = doubled(self.model(input_ids=ids, use_cache=False).logits[0, :, : self.vocabulary_size])
+                whole = as_float64(self.model(input_ids=ids, use_cache=False).logits[0, :, : self.vocabulary_size])
             self.extend(tokens[:4])
             found = [self.extend(tokens[4:8]).full(), self.extend(tokens[8:9]).full()]
             self.rollback([6])

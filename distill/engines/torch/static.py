@@ -36,12 +36,12 @@ from distill.sampler import Place, place_of
 
 # ── The cache and its steps: chains of R rows and nodes of a tree, as they are or compiled ──
 # The slots of the cache are written by number, so that a roll-back is a smaller length and moves nothing. A
-# compiled step is a graph of one shape: of so many columns, over a cache of one size. On a GPU torch records it as
+# compiled step is a graph of one shape: of a number of columns, over a cache of one size. On a GPU torch records it as
 # a CUDA graph. Prompts are never compiled, because each has a length of its own. Legend: R rows, m columns, H heads
 # of keys and values, S slots, D width, W nodes of a tree rounded up, V vocabulary.
 
 LONGEST_STEP = 64  # columns of a step that is compiled; longer ones read prompts
-EXACT = 9  # up to so many columns each number has a graph of its own; above, multiples of COARSE
+EXACT = 9  # up to this many columns each number has a graph of its own; above, multiples of COARSE
 COARSE = 8
 
 
@@ -152,7 +152,7 @@ class Steps:
         self.cache.shown = self.cache.size if compiled else _rounded(end)
 
     def _columns(self, columns: int) -> int:
-        """The columns of the graph that takes so many tokens; as many where none is compiled."""
+        """The columns of the graph that takes this many tokens; as many where none is compiled."""
         if not self._compiles(columns) or columns <= EXACT:
             return columns
         return -(-columns // COARSE) * COARSE
