@@ -212,7 +212,7 @@ def _check(recipe: Recipe, run: Run, until: str | None) -> None:
         note("\n".join(decide(recipe.target.model, None)))
     for line in found.warnings:
         print(line, file=sys.stderr)
-    for line in expected_lines(recipe, run.folder):
+    for line in expected_lines(recipe, run.folder, found.prompts):
         if run.done(line.split(":")[0]) is None:
             note(line)
 

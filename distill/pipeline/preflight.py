@@ -9,11 +9,13 @@ will take."""
 from __future__ import annotations
 
 import copy
+import functools
 import gc
 import importlib.util
 import math
 import shutil
 import threading
+import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -33,6 +35,7 @@ from distill.engines.loaded import context_of, growing_decoder
 from distill.engines.pairs import compare_pair
 from distill.engines.server_commands import other_sampling, shipped_heads
 from distill.engines.torch.hugging_face import (
+    DTYPES,
     check_placement,
     check_weights,
     empty_model,
@@ -53,7 +56,7 @@ from distill.gguf.tokenizer import read_tokenizer
 from distill.machine import faster_type, install_extra
 from distill.pipeline.running import forget_begun, run_pipeline
 from distill.pipeline.stages import NAMES, find_stage, require_part
-from distill.planning.hours import Rehearsed, StageEstimate, bounds, estimate_table, rehearsed_hours
+from distill.planning.hours import Rehearsed, StageEstimate, bounds, estimate_table, planned_hours, rehearsed_hours
 from distill.progress import Caution, Progress, watched
 from distill.recipe import Recipe, dump_recipe, is_path
 from distill.recipe.recipe import HELD_OUT, REASON, not_run
@@ -75,10 +78,12 @@ from distill.vocabulary.vocabulary import Vocabulary
 
 @dataclass
 class Preflight:
-    """Lines about the checks that passed, and the names of the checks that were not made."""
+    """Lines about the checks that passed, and the names of the checks that were not made; how many prompts are
+    to be answered, 0 where the models' configurations are not here."""
 
     lines: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
+    prompts: int = 0
 
     @property
     def warnings(self) -> list[str]:
@@ -128,6 +133,7 @@ def preflight(
         return found
     if not inputs and folder is not None and (summary := folder / "corpus" / "summary.json").exists():
         prompts = read_result(summary, CorpusTexts).train.prompts
+    found.prompts = prompts
     for check in (check_stages, check_pair, check_weights_of_models, check_static):
         found.lines += check(recipe)
     if inputs:
@@ -503,13 +509,28 @@ def expected_stages(recipe: Recipe, folder: Path) -> list[StageEstimate]:
     return found.expected if found.config == dump_recipe(short) else []
 
 
-def expected_lines(recipe: Recipe, folder: Path) -> list[str]:
-    """A line for each of `expected_stages` on time, memory and disk."""
+def expected_lines(recipe: Recipe, folder: Path, prompts: int = 0) -> list[str]:
+    """A line for each of `expected_stages` on time, memory and disk; without a rehearsal, on a CPU, by counts and
+    sizes, with these `prompts` to answer."""
+    found, source = expected_stages(recipe, folder), "by the rehearsal"
+    if not found and prompts and pick_device(recipe.device).type == "cpu":
+        found, source = planned_hours(recipe, prompts, products_per_second(recipe.target.dtype)), "by counts and sizes"
     return [
-        f"{one.stage}: {bounds(one)}, {size(one.device_bytes or one.memory_bytes)} of memory, "
-        f"{size(one.disk_bytes)} on disk, by the rehearsal"
-        for one in expected_stages(recipe, folder)
+        f"{one.stage}: {bounds(one)}, "
+        f"{size(one.device_bytes or one.memory_bytes)} of memory, {size(one.disk_bytes)} on disk, {source}"
+        for one in found
     ]
+
+
+@functools.cache  # in a process: a sweep asks for each run
+def products_per_second(dtype: str) -> float:
+    """How many products and sums this CPU makes in large matrices, as busy as it is: the best of a few."""
+    matrix, seconds = torch.ones(1024, 1024, dtype=DTYPES[dtype]), []
+    for _ in range(12):
+        begun = time.perf_counter()
+        matrix @ matrix
+        seconds.append(time.perf_counter() - begun)
+    return 2 * 1024**3 / min(seconds)
 
 
 def verdicts(expected: Sequence[StageEstimate], place: Path) -> list[str]:

@@ -17,7 +17,7 @@ from distill.files import digest
 from distill.pipeline.stages import value_of
 from distill.recipe.recipe import read_yaml
 from distill.run import Run
-from distill.surgery.cutter import planned_sizes
+from distill.surgery.cutter import planned_sizes, weights_of
 from distill.tables import size
 
 MOST = 12  # runs that need no --yes
@@ -72,9 +72,7 @@ def require_alike(runs: Sequence[Run]) -> None:
     for run in runs:
         cut = planned_sizes(run.recipe, load_config(run.recipe.target.model), load_config(run.recipe.donor_model))
         if cut is not None and run.done("train") is None:
-            layers, hidden, mlp, _, rows = cut.values()
-            weights = layers * hidden * (4 * hidden + 3 * mlp) + rows * hidden
-            needed += weights * (TRAINED if run.recipe.train.steps else UNTRAINED)
+            needed += sum(weights_of(cut)) * (TRAINED if run.recipe.train.steps else UNTRAINED)
     free = shutil.disk_usage(next(one for one in runs[0].folder.absolute().parents if one.exists())).free
     if needed > free:
         what = f"the drafts of {len(runs)} runs take about {size(needed)} with their checkpoints"

@@ -12,14 +12,19 @@ from typing import Any
 from distill.data.samples import CorpusTexts, read_answers
 from distill.data.traffic import SOURCE, pin_of
 from distill.engines.torch.hugging_face import load_config
-from distill.files import read_result
+from distill.files import is_gguf, read_result
 from distill.measuring.evaluation import ROWS
 from distill.progress import duration
 from distill.recipe import Recipe
+from distill.recipe.recipe import left_out
 from distill.recipe.target import TYPE_BYTES
 from distill.run import Run
+from distill.surgery.cutter import planned_sizes, shape_of, weights_of
 from distill.tables import Cell, Columns, Table, table_of
+from distill.teacher.store import planned_bytes
 from distill.training.saved import ACCEPTANCE_STAGE, KEPT
+
+PROCESS = 0.55e9  # bytes of memory that a process takes beside models, as scripts/benchmarks/scale.py measures them
 
 
 @dataclass(frozen=True)
@@ -97,6 +102,87 @@ def time_left(expected: Sequence[StageEstimate], took: Mapping[str, float | None
     said = f"{low if low == high else f'{low} to {high}'} left" if found else ""
     more = f"the time of {unknown} is not known without a rehearsal (--rehearse)" if unknown else ""
     return "; ".join(filter(None, (said, more)))
+
+
+# ── Without a rehearsal, from counts and sizes ──
+# Fitted to whole runs on 2 cores: SmolLM2-135M, and Qwen2.5-Coder-1.5B with its 0.5B sibling. Their seconds and bytes,
+# and how far off this is, stand in tests/planning/test_hours.py.
+
+SHARE = 0.45  # of the speed of a large product, in the steps of a model
+LAYER, LOGIT = 1.3e-3, 8e-9  # seconds of a layer's step beside its products, and of a logit that is drawn from
+FEWEST = 32  # rows up to which a step takes as long: it reads all weights
+TRIED, AT_ONCE = 2.2, 384  # texts written for a usable question; questions written at once
+OVERHEAD = 2.2  # of training steps: the optimiser, losses over the vocabulary
+PARITY = 8e-8  # seconds that a GGUF file is compared for, by weight
+READ = 30e9  # bytes a second
+BYTES = {
+    "f32": 4.0,
+    "f16": 2.0,
+    "bf16": 2.0,
+}  # of a weight in a GGUF file; other types have the bits of their name and some
+
+
+def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstimate]:
+    """What the stages take with `prompts` to answer, on a CPU that makes `speed` products and sums a second.
+
+    None for models of unknown sizes, and where servers do what is estimated here.
+    """
+    target, cut_from = load_config(recipe.target.model), load_config(recipe.donor_model)
+    big, donor, cut = shape_of(target), shape_of(cut_from), planned_sizes(recipe, target, cut_from)
+    if big is None or donor is None or cut is None or recipe.answers.writer is not None or not recipe.target.load:
+        return []
+    (body, head), (kept, rows), given = weights_of(big), weights_of(cut), sum(weights_of(donor))
+    whole, small, rate = body + head, kept + rows, SHARE * speed / 2  # weights; weights × tokens a second
+    trim = recipe.cut.trim
+    learnt = kept + (rows if trim is None else rows * trim if trim <= 1 else rows * trim / cut["rows"])
+    answers, train, measured, timed = recipe.answers, recipe.train, recipe.eval, recipe.speedup
+    block, width = recipe.corpus.block, TYPE_BYTES[recipe.target.dtype]
+
+    def texts(count: float, tokens: int, most: int) -> float:
+        """Seconds in which the target writes so many texts, at most so many at once."""
+        at_once = count / (batches := math.ceil(count / most) or 1)
+        step = max(at_once, FEWEST) * whole / rate + big["layers"] * LAYER + at_once * big["rows"] * LOGIT
+        return batches * tokens * step
+
+    positions, scored = prompts * answers.new_tokens + recipe.corpus.tokens, recipe.cut.score_blocks * block
+    passes = 6 * (recipe.cut.mlp_width is not None) + 0.7 * (donor["layers"] - cut["layers"])
+    judged, batch = train.acceptance, train.batch * block
+    judging = judged and (1 + math.ceil(train.steps / judged.every)) * 3 * texts(judged.prompts, judged.new_tokens, 64)
+    held = measured.file_blocks * block if recipe.corpus.tokens else 0
+    own = is_gguf(recipe.target.model)
+    kinds = [BYTES.get(kind) or int(kind.strip("itq")[0]) / 7.5 for kind in recipe.export.outtypes]
+    decoded, plain = timed.prompts * timed.new_tokens, float(big["layers"] * LAYER / 5)
+    bits = Path(recipe.target.model).stat().st_size if own else whole * width
+    engines = dict.fromkeys(timed.backends, plain + bits / READ)
+    if "pytorch" in engines and recipe.pytorch.target_weights != "file":
+        engines["pytorch"] = plain + whole * width / READ
+    ways, turns = 1 + len(timed.lengths) + len(timed.configurations), timed.turns if len(engines) > 1 else 0
+    weights = whole * width + PROCESS
+    stored = planned_bytes(recipe, prompts)["teacher"] + head * width
+    asked = sum(texts(TRIED * (one.questions or 0), one.tokens, AT_ONCE) for one in recipe.corpus.asked)
+    continued = 4 * texts(measured.prompts, measured.new_tokens, ROWS) * (2 if train.steps else 1)
+    steps = train.steps * batch * (3 * learnt + head / 2) / rate * OVERHEAD + (judging or 0 if train.steps else 0)
+    compared = small * len(kinds) + whole * (1 if own else len(kinds)) if kinds else 0
+    written = sum(kinds) * (small + (0 if own else whole))
+    loading = sum(12 + 25e-9 * whole + (ways + 2 * bool(turns)) * decoded * each for each in engines.values())
+    found = {  # seconds, bytes of memory beside the target, bytes on disk
+        "questions": (asked, 0, 0),
+        "answers": (texts(prompts, answers.new_tokens, answers.batch), 0, 0),
+        "teacher": (positions * body / rate, 0, stored),
+        "table": (positions * head / rate, 0, 0),
+        "cut": (scored * (whole + passes * given) / rate, 4 * given, 4 * small),
+        "train": (steps, 16 * small + 12 * batch * big["rows"], 12 * small if train.steps else 0),
+        "eval": (continued + held * whole / rate, 4 * small, 0),
+        "export": (PARITY * compared, 4 * whole, written),
+        "speedup": (loading + turns * len(engines) * (2 + 5e-9 * whole), 4 * small, 0),
+    }
+    absent = left_out(recipe)
+    memory = dict.fromkeys(("questions", "answers"), answers.batch * _row_bytes(recipe))
+    return [
+        StageEstimate(stage, seconds, seconds, round(disk), round(weights + more + memory.get(stage, 0)), 0)
+        for stage, (seconds, more, disk) in found.items()
+        if stage not in absent
+    ]
 
 
 # ── By a rehearsal, from what it measured ──

@@ -306,7 +306,13 @@ def check_cut(recipe: Recipe) -> list[str]:
     return [*lines, f"cut: {layers} layers -> {kept}, MLP {config.intermediate_size} -> {full}"]
 
 
-def _shape(config: Any) -> dict[str, int] | None:
+def weights_of(sizes: dict[str, int]) -> tuple[int, int]:
+    """About how many weights a model of these sizes has in its layers, and in its head."""
+    layers, hidden, mlp, _, rows = sizes.values()
+    return layers * hidden * (4 * hidden + 3 * mlp), rows * hidden
+
+
+def shape_of(config: Any) -> dict[str, int] | None:
     """The sizes that a step's cost depends on; None for a model that does not name them all, or has experts."""
     config = config.get_text_config()
     sizes = {word: getattr(config, name, None) for word, name in SHAPE.items()}
@@ -329,7 +335,7 @@ def planned_layers(recipe: Recipe) -> dict[str, Any]:
 
 def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | None:
     """The sizes of the draft that a recipe cuts, by the words of SHAPE; None for a model that does not name its own."""
-    cut, sparsity, draft = recipe.cut, recipe.train.sparsity, _shape(donor)
+    cut, sparsity, draft = recipe.cut, recipe.train.sparsity, shape_of(donor)
     if draft is None:
         return None
     layers, width = _left(cut, draft["layers"], draft["MLP width"])
@@ -355,7 +361,7 @@ def kept_share(recipe: Recipe, draft: Any = None) -> float:
 
 def check_smaller(recipe: Recipe, target: Any, donor: Any) -> None:
     """Raise RecipeError for a draft that is in no size below its target."""
-    full, draft = _shape(target), planned_sizes(recipe, target, donor)
+    full, draft = shape_of(target), planned_sizes(recipe, target, donor)
     if full is None or draft is None or recipe.cut.trim is not None:
         return
     if all(draft[word] >= full[word] for word in SHAPE):

@@ -91,7 +91,7 @@ def our_pair(one: dict[str, Any], given: dict[str, Any]) -> Any:
     import torch
 
     from distill.engines.loaded import load_pair
-    from distill.recipe import Configuration, Gguf, Target, parse_section
+    from distill.recipe import Configuration, Gguf, PyTorch, Target, parse_section
 
     torch.set_num_threads(given["threads"])
     configuration = parse_section(Configuration, one["configuration"])
@@ -100,7 +100,8 @@ def our_pair(one: dict[str, Any], given: dict[str, Any]) -> Any:
     draft = one["draft"] if configuration.asks_the_draft else None
     nodes = configuration.most_nodes if target.model.endswith(".gguf") and configuration.counts_ngrams else 0
     gguf = parse_section(Gguf, options)
-    return load_pair(target, draft, tokens=CONTEXT, nodes=nodes, threads=given["threads"], gguf=gguf)
+    pytorch = parse_section(PyTorch, one.get("pytorch", {}))
+    return load_pair(target, draft, tokens=CONTEXT, nodes=nodes, threads=given["threads"], gguf=gguf, pytorch=pytorch)
 
 
 def our_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
@@ -169,11 +170,11 @@ WORK: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
 # ── The benchmark ──
 
 
-def ask(work: str, one: dict[str, Any], given: dict[str, Any], openvino: str, script: str | None = None) -> Any:
-    """What a fresh process of this script, or of another with its own `--worker`, finds."""
+def ask(work: str, one: dict[str, Any], given: dict[str, Any], openvino: str, script: str) -> Any:
+    """What a fresh process of a script with `--worker` finds."""
     python = openvino if one["engine"] == "openvino" else sys.executable
     environment = os.environ | {"OMP_NUM_THREADS": str(given["threads"])}
-    command, asked = [python, script or __file__, "--worker", work], json.dumps([one, given])
+    command, asked = [python, script, "--worker", work], json.dumps([one, given])
     return json.loads(finished(command, f"{one['name']}: {work}", input=asked, env=environment).splitlines()[-1])
 
 
@@ -259,14 +260,18 @@ def table(
 
     rows: list[tuple[float, Row]] = []
     for one in ways:
-        plain = next(two["name"] for two in ways if (two["model"], two["drafter"]) == (one["model"], PLAIN))
+        plain = next(
+            two["name"]
+            for two in ways
+            if (two["engine"], two["model"], two["drafter"]) == (one["engine"], one["model"], PLAIN)
+        )
         tokens, behind, seconds = columns(one["name"])
         base_tokens, _, base = columns(plain)
         rate = sum(tokens) / sum(seconds)
         first = statistics.median(whole - rest for whole, rest in zip(seconds, behind, strict=True)) * 1e3
         cells: Row = [
             one["name"],
-            Cell(kl[one["model"]], ".4f"),
+            Cell(kl[reading(one)], ".4f"),
             Cell(first, ".0f"),
             Cell((sum(tokens) - len(tokens)) / sum(behind), ".1f"),
             Cell(rate, ".1f"),
@@ -278,12 +283,62 @@ def table(
     return document([Table(heads, ordered, command=command, note=note)])
 
 
+def reading(one: dict[str, Any]) -> str:
+    """What decides on a target's distributions: its weights, and the engine that computes with them."""
+    return f"{one['model']} in {one.get('read_by', one['engine'])}"
+
+
 def read_rounds(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def benchmark(
+    options: argparse.Namespace,
+    prepared: Callable[[argparse.Namespace], tuple[list[dict[str, Any]], dict[str, Any]]],
+    script: str,
+    more: Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]]], str] = lambda ways, rounds: "",
+) -> None:
+    """Make what is missing, measure the rounds in processes of `script`, and print the table, with what `more` says of
+    the ways and rounds."""
+    from distill.errors import DistillError
+    from distill.machine import machine
+
+    try:
+        ways, given = prepared(options)
+    except DistillError as error:
+        sys.exit(f"{Path(script).stem}: {error}")
+    folder, openvino = Path(given["folder"]), options.openvino or ""
+    if not (folder / "texts.json").exists():
+        one = next(one for one in ways if one["engine"] == "pytorch")
+        ask("exact", one | {"dtype": "float32"}, given, openvino, script)
+    kept = folder / "kl.json"
+    kl: dict[str, float] = json.loads(kept.read_text()) if kept.exists() else {}
+    for one in ways:
+        if reading(one) not in kl:
+            kl[reading(one)] = ask("kl", one, given, openvino, script)
+            kept.write_text(json.dumps(kl))
+    path = folder / "rounds.jsonl"
+    done = Counter(one["name"] for one in read_rounds(path))
+    for number in range(options.rounds):
+        for place in range(len(ways)):
+            one = ways[(place + number * 5) % len(ways)]
+            if done[one["name"]] > number:
+                continue
+            print(f"round {number + 1}: {one['name']}", file=sys.stderr)
+            texts = ask("texts", one, given, openvino, script)
+            with path.open("a") as file:
+                file.write(json.dumps({"name": one["name"], "texts": texts}) + "\n")
+    rounds = read_rounds(path)
+    command = f"python scripts/benchmarks/{Path(script).name} {shlex.join(sys.argv[1:])}"
+    note = (
+        f"{datetime.date.today()}; {machine()['cpu']}, {given['threads']} threads; {len(given['prompts'])} prompts × "
+        f"{options.tokens} tokens, {options.rounds} rounds. {more(ways, rounds)}"
+    )
+    print(table(ways, rounds, kl, command, note.strip()))
+
+
 def main() -> None:
-    """Make what is missing, measure the rounds, print the table."""
+    """Measure a run's pair."""
     if sys.argv[1:2] == ["--worker"]:
         print(json.dumps(WORK[sys.argv[2]](*json.load(sys.stdin))))
         return
@@ -296,41 +351,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=1)
-    options = parser.parse_args()
-    from distill.errors import DistillError
-    from distill.machine import machine
-
-    try:
-        ways, given = prepared(options)
-    except DistillError as error:
-        sys.exit(f"beside_openvino: {error}")
-    folder = Path(given["folder"])
-    if not (folder / "texts.json").exists():
-        one = next(one for one in ways if one["engine"] == "pytorch")
-        ask("exact", one | {"dtype": "float32"}, given, options.openvino)
-    kept = folder / "kl.json"
-    kl: dict[str, float] = json.loads(kept.read_text()) if kept.exists() else {}
-    for one in ways:
-        if one["model"] not in kl:
-            kl[one["model"]] = ask("kl", one, given, options.openvino)
-            kept.write_text(json.dumps(kl))
-    path = folder / "rounds.jsonl"
-    done = Counter(one["name"] for one in read_rounds(path))
-    for number in range(options.rounds):
-        for place in range(len(ways)):
-            one = ways[(place + number * 5) % len(ways)]
-            if done[one["name"]] > number:
-                continue
-            print(f"round {number + 1}: {one['name']}", file=sys.stderr)
-            texts = ask("texts", one, given, options.openvino)
-            with path.open("a") as file:
-                file.write(json.dumps({"name": one["name"], "texts": texts}) + "\n")
-    command = f"python scripts/benchmarks/{Path(__file__).name} {shlex.join(sys.argv[1:])}"
-    note = (
-        f"{datetime.date.today()}; {machine()['cpu']}, {given['threads']} threads; "
-        f"{len(given['prompts'])} test prompts × {options.tokens} tokens, {options.rounds} rounds"
-    )
-    print(table(ways, read_rounds(path), kl, command, note))
+    benchmark(parser.parse_args(), prepared, __file__)
 
 
 if __name__ == "__main__":

@@ -17,13 +17,10 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import datetime
 import json
-import shlex
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -114,20 +111,27 @@ def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
         ways.append({"dtype": "auto", **one, **settings})
 
     rule = {"rule": "expected-value", "length": 8}
-    for engine, model in {"PyTorch": whole, "llama.cpp": target, "ik": target}.items():
-        kinds = files if engine != "PyTorch" else files | {"sibling": folders["sibling"]}
-        dtype = "bfloat16" if engine == "PyTorch" else "auto"
-        add(engine, model, PLAIN, configuration={"drafter": "none"}, dtype=dtype)
-        add(engine, model, "lookup", configuration={"drafter": "lookup", "rule": "expected-value"}, dtype=dtype)
+    bits = {"pytorch": {"target_weights": "file"}}
+    ours: dict[str, tuple[str, dict[str, Any]]] = {
+        "pytorch": (whole, {"dtype": "bfloat16"}),
+        "pytorch in the file's bits": (target, bits),
+        "llama.cpp": (target, {}),
+        "ik": (target, {}),
+    }
+    for engine, (model, how) in ours.items():
+        kinds = files | {"sibling": folders["sibling"]} if "pytorch" in engine else files
+        add(engine, model, PLAIN, configuration={"drafter": "none"}, **how)
+        add(engine, model, "lookup", configuration={"drafter": "lookup", "rule": "expected-value"}, **how)
         for name, draft in kinds.items():
             for which, drafter in ((name, "draft"), (f"lookup + {name}", "lookup+draft")):
-                add(engine, model, drafter, draft, which, configuration={"drafter": drafter, **rule}, dtype=dtype)
+                add(engine, model, drafter, draft, which, configuration={"drafter": drafter, **rule}, **how)
     for drafter, which, draft in ((PLAIN, PLAIN, None), ("lookup", "ngram-mod", None)):
-        add("llama-server", target, drafter, draft, which)
+        add("llama-server", target, drafter, draft, which, read_by="llama.cpp")
     for name, draft in files.items():
-        add("llama-server", target, "draft", draft, f"draft-simple 4, {name}", length=4)
+        add("llama-server", target, "draft", draft, f"draft-simple 4, {name}", length=4, read_by="llama.cpp")
     for drafter in (PLAIN, "lookup", "draft"):
-        add("transformers", whole, drafter, folders["sibling"], "assistant" if drafter == "draft" else "")
+        which = "assistant" if drafter == "draft" else ""
+        add("transformers", whole, drafter, folders["sibling"], which, read_by="pytorch")
     if options.openvino:
         converted = {
             name: base.convert(options.openvino, one, "int8", folder / f"{name}-int8") for name, one in folders.items()
@@ -158,9 +162,10 @@ def same_texts(ways: Sequence[dict[str, Any]], rounds: Sequence[dict[str, Any]])
 
 
 def main() -> None:
-    """Make what is missing, measure the rounds, print the table."""
+    """Measure the pair."""
     if sys.argv[1:2] == ["--worker"]:
-        print(json.dumps(texts(*json.load(sys.stdin))))
+        work = base.WORK | {"texts": texts}
+        print(json.dumps(work[sys.argv[2]](*json.load(sys.stdin))))
         return
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path)
@@ -174,41 +179,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64)
     parser.add_argument("--threads", type=int)
     parser.add_argument("--rounds", type=int, default=3)
-    options = parser.parse_args()
-    from distill.errors import DistillError
-    from distill.machine import machine
-
-    try:
-        ways, given = prepared(options)
-    except DistillError as error:
-        sys.exit(f"coder_pair: {error}")
-    folder = Path(given["folder"])
-    path, kept = folder / "rounds.jsonl", folder / "kl.json"
-    if not (folder / "texts.json").exists():
-        one = next(one for one in ways if one["engine"] == "PyTorch")
-        base.ask("exact", one | {"dtype": "float32"}, given, options.openvino or "")
-    kl: dict[str, float] = json.loads(kept.read_text()) if kept.exists() else {}
-    for one in ways:
-        if one["model"] not in kl:
-            kl[one["model"]] = base.ask("kl", one, given, options.openvino or "")
-            kept.write_text(json.dumps(kl))
-    done = Counter(one["name"] for one in base.read_rounds(path))
-    for number in range(options.rounds):
-        for place in range(len(ways)):
-            one = ways[(place + number * 5) % len(ways)]
-            if done[one["name"]] > number:
-                continue
-            print(f"round {number + 1}: {one['name']}", file=sys.stderr)
-            script = None if one["engine"] == "openvino" else __file__
-            found = base.ask("texts", one, given, options.openvino or "", script)
-            with path.open("a") as file:
-                file.write(json.dumps({"name": one["name"], "texts": found}) + "\n")
-    command = f"python scripts/benchmarks/{Path(__file__).name} {shlex.join(sys.argv[1:])}"
-    note = (
-        f"{datetime.date.today()}; {machine()['cpu']}, {given['threads']} threads; {len(given['prompts'])} prompts × "
-        f"{options.tokens} tokens, {options.rounds} rounds. {same_texts(ways, base.read_rounds(path))}"
-    )
-    print(base.table(ways, base.read_rounds(path), kl, command, note))
+    base.benchmark(parser.parse_args(), prepared, __file__, same_texts)
 
 
 if __name__ == "__main__":

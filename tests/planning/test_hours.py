@@ -1,0 +1,72 @@
+"""What `check` says of a run's stages without a rehearsal, against runs that were made: seconds from their logs, bytes
+of their folders, on 2 cores that make 1.5e12 products and sums a second in bfloat16 (AMD EPYC)."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import tiny
+from transformers import LlamaConfig, Qwen2Config
+
+from distill.planning.hours import planned_hours
+from distill.recipe import load_recipe
+
+SPEED, OFF = 1.5e12, 1.5
+SIBLING = ["cut.mlp_width=null", "cut.trim=null", "cut.allow_full_size=true", "train.steps=0"]
+QUARTER = ["cut.mlp_width=1216", "cut.trim=16384", "train.steps=40", "train.acceptance.every=40"]
+QUARTER += ["speedup.backends=[pytorch]"]
+QWEN = ("qwen2.5-coder-1.5b-instruct-q4_k_m.gguf", 1_117_320_768)
+# By run: recipe, overrides, the target's file, prompts, seconds; bytes on disk of some stages and, of train, of memory.
+# Stages that ran beside other programs are left out.
+RUNS: dict[str, tuple[str, list[str], tuple[str, int], int, dict[str, float], dict[str, float]]] = {
+    "the sibling as it is": (
+        *("qwen-coder-1.5b", SIBLING, QWEN, 265),
+        dict(questions=455, answers=239, teacher=163, table=23, cut=41, eval=57, export=138, speedup=778),
+        dict(teacher=548e6, cut=1.98e9, export=531e6),
+    ),
+    "the sibling's cut": (
+        *("qwen-coder-1.5b", QUARTER, QWEN, 265),
+        dict(cut=134, train=563, speedup=165),
+        dict(cut=1.04e9, train=2.75e9, export=281e6, memory=10.35e9),
+    ),
+    "SmolLM2": (
+        *("smollm2-demo", [], ("SmolLM2-135M-Instruct.Q4_1.gguf", 98_400_000), 250),
+        dict(questions=53, answers=61, teacher=23, table=4.5, cut=70, train=160, eval=44, export=26, speedup=230),
+        dict(teacher=114e6, cut=186e6, train=851e6, export=144e6, memory=4.2e9),
+    ),
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_estimates_beside_what_was_measured(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe_name, overrides, (file, size), prompts, seconds, stored = RUNS[name]
+    with (tmp_path / file).open("wb") as sparse:
+        sparse.truncate(size)
+    settings = [f"target.model={tmp_path / file}", "target.dtype=bfloat16", *overrides]
+    recipe = load_recipe(tiny.ROOT / "recipes" / f"{recipe_name}.yaml", settings)
+    shape = dict(vocab_size=151_936, num_attention_heads=12, num_key_value_heads=2)
+    big: Any = Qwen2Config(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, **shape)
+    small: Any = Qwen2Config(hidden_size=896, intermediate_size=4864, num_hidden_layers=24, **shape)
+    if recipe_name == "smollm2-demo":
+        heads = dict(num_attention_heads=9, num_key_value_heads=3)
+        big = small = LlamaConfig(
+            hidden_size=576, intermediate_size=1536, num_hidden_layers=30, vocab_size=49_152, **heads
+        )
+    for module in ("planning.hours", "teacher.store"):
+        monkeypatch.setattr(f"distill.{module}.load_config", lambda model: big if model == settings[0][13:] else small)
+    found = {one.stage: one for one in planned_hours(recipe, prompts, SPEED)}
+    ratios = {stage: found[stage].low / took for stage, took in seconds.items()}
+    ratios |= {f"{stage}, disk": found[stage].disk_bytes / took for stage, took in stored.items() if stage in found}
+    if "memory" in stored:
+        ratios["train, memory"] = found["train"].memory_bytes / stored["memory"]
+    assert all(1 / OFF < ratio < OFF for ratio in ratios.values()), {one: round(r, 2) for one, r in ratios.items()}
+
+
+def test_nothing_is_said_of_what_servers_do(tmp_path: Path, world: Path) -> None:
+    settings = ["answers.writer.urls=['http://localhost:1']"]
+    assert planned_hours(load_recipe(world / "recipe.yaml", settings), 10, SPEED) == []
+    assert {one.stage for one in planned_hours(load_recipe(world / "recipe.yaml"), 10, SPEED)} == {
+        *("answers", "teacher", "cut", "train", "eval", "export", "speedup")
+    }
