@@ -420,3 +420,30 @@ def test_masks_stay_where_they_are_cheap_or_needed() -> None:
     compiled = toy("qwen2")
     compiled.model._compiled_call_impl = hidden_states  # as Module.compile sets it
     assert separation(compiled, long, cpu).dtype == torch.int32
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="this machine has no CUDA device")
+@pytest.mark.parametrize("compiled", [False, True])
+def test_block_masks_on_a_gpu(compiled: bool, monkeypatch: Patch) -> None:
+    """FlexAttention's kernels give what masks do, up to bfloat16, forward and backward."""
+    gpu = torch.device("cuda")
+    model = toy("mistral", hidden_size=64, num_attention_heads=4, num_key_value_heads=2, sliding_window=8)
+    model.to(gpu, torch.bfloat16)
+    packed = blocks(7, 3, 12, 1, 5, 33, 2, 40, 21)
+    found: list[Tensor] = []
+    for blocked in (False, True):
+        if not blocked:
+            monkeypatch.setattr(packing, "takes_block_masks", lambda *_: False)
+        else:
+            monkeypatch.undo()
+            assert not isinstance(separation(model, packed.documents, gpu), Tensor)
+            if compiled:
+                model.model.compile()
+        model.zero_grad()
+        states = hidden_states(model, packed)[packed.documents.to(gpu) >= 0].float()
+        states.square().sum().backward()
+        found += [states.detach(), *(p.grad.float() for p in model.parameters() if p.grad is not None)]
+    half = len(found) // 2
+    for one, other in zip(found[:half], found[half:], strict=True):
+        torch.testing.assert_close(one, other, rtol=0.05, atol=0.05 * float(one.abs().max()))
