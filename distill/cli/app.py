@@ -18,11 +18,10 @@ import typer
 import distill
 from distill.cli.check import check, doctor, recipes
 from distill.cli.generate import chat, generate, serve
-from distill.cli.measure import evaluate, speedup
+from distill.cli.measure import evaluate, record, serve_check, speedup
 from distill.cli.models import cut, export_gguf, export_lookup, import_gguf, transplant
 from distill.cli.plan import plan, profile
 from distill.cli.runs import cache, list_runs, report, schema, train
-from distill.cli.serve import record, serve_check
 from distill.devices import end_process, memory_explained
 from distill.errors import DistillError, RecipeError, RunError, disk_fault
 from distill.files import is_utf8

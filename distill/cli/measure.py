@@ -1,23 +1,396 @@
-"""`distill eval`: divergences and acceptance; `distill speedup`: plain against speculative decoding. Of a run, or of
-any two models."""
+"""The user's own server: `distill serve-check`, a pair of files and its prompts on it; `distill record`, its prompts
+and answers, recorded by a proxy in front of it. `distill eval`: divergences and acceptance; `distill speedup`: plain
+against speculative decoding. Of a run, or of any two models."""
 
 from __future__ import annotations
 
+import functools
+import ipaddress
+import math
+import os
+import re
+import socket
 import sys
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
+from urllib.parse import urlsplit
 
 import typer
 
 from distill.cli import shared
-from distill.errors import RecipeError
-from distill.files import is_gguf, read_result
+from distill.errors import DataError, RecipeError, RunError, explain_write_fault, faults_explained
+from distill.files import is_gguf, read_result, require_path, take_lock
+from distill.machine import thread_count
 from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
-from distill.progress import command_line
-from distill.recipe import Configuration, Gguf, PyTorch, Recipe
+from distill.progress import command_line, note, warn
+from distill.recipe import Chat, Configuration, Corpus, Gguf, PyTorch, Recipe
 from distill.recipe.measuring import OUTTYPES
 from distill.run import Run
+
+if TYPE_CHECKING:
+    from distill.data.chat_template import ChatTemplate
+    from distill.data.recorder import Recording
+    from distill.data.samples import Sample
+    from distill.serving.results import ServeReport
+
+# ── The pair, the prompts and the load that `distill serve-check` takes ──
+
+LEAST = 2  # prompts, and tokens of a prompt
+
+
+@dataclass(frozen=True)
+class PairFiles:
+    """What is served; of a run also its own files (`made`)."""
+
+    target: Path | None
+    draft: Path | None
+    made: tuple[Path, Path] | None = None
+    run: Run | None = None
+
+
+def pair_files(words: Sequence[str], runs: Path, outtype: str | None, required: bool, prompts: bool) -> PairFiles:
+    """RUN | TARGET DRAFT: the files of the pair; RunError for a run without GGUF files."""
+    models = shared.models_of(words, runs)
+    if not models:
+        return files_of_run(shared.find_run(words[0] if words else None, runs)[1], outtype, required)
+    if len(models) < 2:
+        raise RecipeError("a pair is TARGET and DRAFT", "give both, or a run")
+    if not prompts:
+        raise RecipeError("a pair without a run needs --prompts", "a file or a folder with prompts")
+    return PairFiles(_gguf(models[0]), _gguf(models[1]))
+
+
+def files_of_run(run: Run, outtype: str | None, required: bool) -> PairFiles:
+    """The GGUF files of a run's target and draft, of one type or the first written."""
+    from distill.export import ExportReport
+
+    path = run.path("gguf", "export.json")
+    if run.outdated("export") and required:
+        state = "files of an earlier draft" if path.exists() else "no GGUF files yet"
+        raise RunError(f"{run.folder} has {state}", f"`{run.again('--until', 'export')}`")
+    files = [] if run.outdated("export") else read_result(path, ExportReport).files
+    own: dict[str, Path] = {}
+    for file in files:
+        if outtype in (None, file.outtype) or Path(file.path).is_absolute():  # a target that is its own file
+            own.setdefault(file.model, run.folder / file.path)
+    if outtype is not None and files and "draft" not in own:
+        kinds = ", ".join(dict.fromkeys(file.outtype for file in files))
+        raise RecipeError(f"the run has no files of type {outtype}, but of {kinds}", "correct --outtype")
+    missing = [role for role in ("target", "draft") if role not in own]
+    if missing and required:
+        hint = "write it with `distill export-gguf`, or give both files: TARGET DRAFT --prompts FILE"
+        raise RunError(f"{run.folder} holds no GGUF file of its {missing[0]}", hint)
+    return PairFiles(own.get("target"), own.get("draft"), None if missing else (own["target"], own["draft"]), run)
+
+
+def _gguf(reference: str) -> Path:
+    if not is_gguf(reference):
+        raise RecipeError(
+            f"{reference} is not a GGUF file", "llama-server serves those: `distill export-gguf` writes them"
+        )
+    return Path(reference)
+
+
+def template_of(target: Path | None, stack: ExitStack) -> ChatTemplate | None:
+    """The target's own chat template; None without one."""
+    if target is None:
+        return None
+    from distill.data.chat_template import ChatTemplate
+    from distill.data.prompts import GgufTokenizer
+
+    tokenizer = GgufTokenizer(str(target), stack)
+    return ChatTemplate(tokenizer, Chat()) if tokenizer.chat_template else None
+
+
+def room_of(files: PairFiles, behind: int) -> int:
+    """The most tokens of a prompt that leave room for `behind` more in the context of both models."""
+    from distill.engines.loaded import context_of
+
+    contexts = [context_of(str(one)) for one in (files.target, files.draft) if one is not None]
+    room = min((context for context in contexts if context is not None), default=2**31) - behind
+    if room < LEAST:
+        raise RecipeError(f"--tokens leave {max(room, 0)} tokens of the context for a prompt", "give fewer --tokens")
+    return room
+
+
+Prompts = tuple["list[Sample]", dict[str, int]]  # and those left out, by reason
+
+
+def prompts_of_files(files: PairFiles, paths: list[Path], count: int, size: int, room: int) -> Prompts:
+    """Up to `count` prompts of files; texts are cut into prompts of `size` tokens."""
+    from distill.data.prompts import read_user_prompts, sources_of
+
+    if files.target is None:
+        raise RecipeError("--prompts are encoded with the target's tokenizer", "give its GGUF file: TARGET DRAFT")
+    read = read_user_prompts(str(files.target), Corpus(sources=sources_of(paths)), Chat(), count, 0, size, room)
+    return read.measured, read.dropped
+
+
+def prompts_of_run(files: PairFiles, count: int, room: int) -> Prompts:
+    """Up to `count` of the run's test prompts."""
+    from distill.data.samples import read_prompts
+
+    assert files.run is not None
+    own = read_prompts(files.run, "test")
+    fitting = [prompt for prompt in own if 1 < len(prompt.prompt) <= room]
+    if len(fitting) < LEAST:
+        raise DataError(f"{len(fitting)} of the run's test prompts fit into {room} tokens of the context")
+    missing = len(own) - len(fitting)
+    reason = f"test prompts of more than {room} tokens, which the context has no room for"
+    return fitting[:count], {reason: missing} if missing else {}
+
+
+def predicted_acceptance(run: Run | None, length: int | None) -> float:
+    """The acceptance rate that the run measured at this draft length, with its own target; NaN where it did not."""
+    if run is None or length is None or not run.path("speedup.json").exists():
+        return math.nan
+    from distill.measuring.speedup_results import SpeedupReport
+
+    found = {
+        one.backend: one.acceptance
+        for one in read_result(run.path("speedup.json"), SpeedupReport).measurements
+        if one.length == length and one.sampler is None and one.acceptance is not None
+    }
+    return found.get("gguf", found.get("pytorch", math.nan))
+
+
+# ── `distill serve-check` ──
+
+USUAL_LENGTH = 4
+DRAWN = "Best tokens, or drawn: the default with --sampler if the server can. --url: as it was started."
+ENDED_EARLY = "the check ended before its last measurement: what is missing here was not measured"
+# Options of llama-server that are options or arguments of this command.
+RENAMED = {"--spec-draft-n-max": "--n-max", "--spec-draft-p-min": "--p-min", "--draft-p-min": "--p-min"}
+RENAMED |= {"--spec-draft-sampling": "--draft-sampling", "-np": "--concurrency", "--parallel": "--concurrency"}
+RENAMED |= {
+    "--model": "TARGET",
+    "-m": "TARGET",
+    "-md": "DRAFT",
+    "--spec-draft-model": "DRAFT",
+    "--model-draft": "DRAFT",
+}
+STARTED, RUNNING = "A server to start", "A server that runs already"
+start_option = functools.partial(typer.Option, rich_help_panel=STARTED)
+served_option = functools.partial(typer.Option, rich_help_panel=RUNNING)
+
+
+def serve_check(
+    words: shared.PairArgument = None,
+    prompts: shared.PromptsOption = None,
+    count: Annotated[int, shared.number_option(min=2, help="Maximum number of prompts.")] = 12,
+    prompt_tokens: Annotated[int, typer.Option(min=2, max=2**20, help="Tokens of a prompt cut from text.")] = 64,
+    tokens: Annotated[int, shared.number_option(min=8, help="Maximum new tokens after each prompt.")] = 96,
+    repeats: Annotated[int, typer.Option(min=1, max=100, help="Replays of every prompt.")] = 3,
+    sampler: shared.SamplerOption = None,
+    n_max: Annotated[int | None, typer.Option(min=1, max=64, help="Most tokens drafted: 4, or the server's.")] = None,
+    draft_sampling: Annotated[Literal["greedy", "probabilistic"] | None, typer.Option(help=DRAWN)] = None,
+    concurrency: Annotated[str, typer.Option(help="Requests at once, separated by commas; 1: no load.")] = "1,4,16",
+    wait: Annotated[float, shared.number_option(min=1, help="Most seconds to a healthy server, or a reply.")] = 300.0,
+    outtype: Annotated[
+        str | None, typer.Option(help=f"Of a run's files; by default the first written: {shared.FILE_TYPES}.")
+    ] = None,
+    server: Annotated[Path | None, start_option(help="llama-server; its own arguments follow --.")] = None,
+    p_min: Annotated[
+        float | None,
+        shared.number_option(min=0, max=1, help="Least probability of a draft token.", rich_help_panel=STARTED),
+    ] = None,
+    url: Annotated[str | None, served_option(help="With the draft, such as http://127.0.0.1:8080.")] = None,
+    plain_url: Annotated[str | None, served_option(help="The same without the draft.")] = None,
+    key: Annotated[str | None, served_option(help="Environment variable that holds the servers' key.")] = None,
+    model: Annotated[str | None, served_option(help="vLLM: the model's name, if it serves several.")] = None,
+    threads: shared.ThreadsOption = None,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+    output: shared.FormatOption = "md",
+) -> None:
+    """Test a pair on your llama-server or vLLM: speed, acceptance rate by its own counts, and causes of a shortfall."""
+    if (server is None) == (url is None):
+        raise RecipeError("serve-check needs a server: its program or its address", "give --server or --url")
+    place = next((at for at, word in enumerate(words or []) if word.startswith("-")), len(words or []))
+    named, further = (words or [])[:place], (words or [])[place:]  # those of llama-server, behind --
+    drawn = shared.sampler_of(sampler)
+    _check_options(further, url, draft_sampling, drawn.temperature > 0)
+    counts = sorted({1, *shared.numbers(concurrency, "--concurrency", int, "1,4,16", 1, 64)})
+    files = pair_files(named, runs, outtype, server is not None, bool(prompts))
+    length = n_max or USUAL_LENGTH
+    shared.prepare(threads)
+    from distill.engines.server_commands import SAMPLING
+    from distill.serving.check import Addresses, CheckSettings, check_addresses, check_started
+    from distill.serving.server import LlamaServer, require_binary
+
+    with ExitStack() as stack, _kept(output) as kept:
+        room = room_of(files, tokens + 2 * length + 2)
+        if prompts:
+            measured, left_out = prompts_of_files(files, prompts, count, prompt_tokens, room)
+        else:
+            measured, left_out = prompts_of_run(files, count, room)
+        settings = CheckSettings(
+            prompts=measured,
+            limit=tokens,
+            repeats=repeats,
+            sampler=drawn,
+            concurrency=tuple(counts),
+            made=files.made,
+            predicted=predicted_acceptance(files.run, n_max if url is not None else length),
+            template=template_of(files.target, stack),
+            seconds=(wait, wait),
+            left_out=left_out,
+            command=command_line(sys.argv),
+        )
+        if url is not None:
+            pair = None if files.target is None or files.draft is None else (files.target, files.draft)
+            probabilistic = draft_sampling == "probabilistic"
+            places = Addresses(url, plain_url, key, model, pair, n_max, probabilistic, thread_count(threads))
+            report = check_addresses(settings, places, kept.append)
+        else:
+            assert server is not None and files.target is not None
+            longest = max(len(prompt.prompt) for prompt in measured)
+            started = LlamaServer(
+                binary=require_binary(server),
+                target=files.target,
+                draft=files.draft,
+                n_max=length,
+                p_min=p_min,
+                threads=thread_count(threads),
+                context=-(-(longest + tokens + max(length, 8) + 2) // 256) * 256,
+                further=tuple(further),
+            )
+            if draft_sampling == "probabilistic" or (
+                draft_sampling is None and drawn.temperature and started.has(SAMPLING)
+            ):
+                started = replace(started, probabilistic=True)
+            report = check_started(settings, started, kept.append)
+    _show(report, output)
+
+
+def _show(report: ServeReport, output: str) -> None:
+    from distill.serving.results import serving_blocks
+
+    shared.print_blocks(serving_blocks(report), report, output)
+
+
+@contextmanager
+def _kept(output: str) -> Iterator[list[ServeReport]]:
+    """A list for the findings so far: the last of them are shown where Ctrl-C or a server's fault ends the check."""
+    kept: list[ServeReport] = []
+    try:
+        yield kept
+    except BaseException:
+        if kept:
+            _show(replace(kept[-1], notes=[ENDED_EARLY, *kept[-1].notes]), output)
+        raise
+
+
+def _check_options(further: Sequence[str], url: str | None, draft_sampling: str | None, sampled: bool) -> None:
+    """Refuse options that would do nothing, or contradict each other; `further` are llama-server's."""
+    if url is not None and further:
+        raise RecipeError("options of llama-server were given for a server that runs already", "start it with them")
+    if draft_sampling == "probabilistic" and not sampled:
+        raise RecipeError("greedy requests have no drafts to draw", "give --sampler, or --draft-sampling greedy")
+    for one in further:
+        name = one.partition("=")[0]
+        if name in RENAMED:
+            raise RecipeError(f"{name} is {RENAMED[name]} of this command", f"give {RENAMED[name]} in its place")
+
+
+# ── `distill record` ──
+
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
+
+
+def record(
+    upstream: Annotated[str, typer.Option(help="Your server, such as http://127.0.0.1:8000.")],
+    to: Annotated[Path, typer.Option(help="Folder for the files; answers.traffic of a recipe.")] = Path("traffic"),
+    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")] = 8100,
+    redact: Annotated[list[str] | None, typer.Option(help="Regular expression to black out; repeatable.")] = None,
+    sample: Annotated[float, shared.number_option(min=0, max=1, help="Share of the exchanges to keep.")] = 1.0,
+) -> None:
+    """Record your server's requests and answers through a proxy, for answers.traffic and --refresh.
+
+    Everything passes unchanged. Headers and keys are never recorded, nor requests with `X-Distill-Record: no`.
+    """
+    address = _address(upstream)
+    if _reaches(address, (host, port)):
+        raise RecipeError(f"--upstream {upstream} is the address of the proxy itself", "choose another --port")
+    for pattern in redact or ():
+        _require_pattern(pattern)
+    require_path(to, "--to")
+    with faults_explained(to):
+        to.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if not os.access(to, os.W_OK | os.X_OK):
+        raise explain_write_fault(to, PermissionError(13, os.strerror(13)))
+    from distill.data.recorder import Recording, record, summary
+
+    settings = Recording(address, (host, port), to.resolve(), tuple(redact or ()), sample)
+    for line in _consent(settings):
+        warn(line)
+    with ExitStack() as stack:
+        with faults_explained(to):
+            lock = stack.enter_context(open(to / ".lock", "w"))
+        if not take_lock(lock):
+            raise RunError(f"another `distill record` writes into {to}", "give each a folder of its own: --to")
+        counts = record(settings, lambda port: note(f"ready: http://{host}:{port}; Ctrl-C ends it"))
+    print(summary(counts))
+
+
+def _address(upstream: str) -> tuple[str, int]:
+    """Host and port of the server; raises RecipeError for an address that cannot be given requests as they are."""
+    hint = "give http://HOST:PORT of your server, without a path"
+    try:
+        parts = urlsplit(upstream)
+        host, port = parts.hostname, parts.port or 80
+    except ValueError:
+        raise RecipeError(f"--upstream {upstream} is not the address of a server", hint) from None
+    if parts.scheme == "https":
+        raise RecipeError(
+            f"--upstream {upstream}: https cannot be passed on, as the proxy changes no byte",
+            "put the proxy behind what ends TLS, next to the server: http://HOST:PORT",
+        )
+    more = parts.path.rstrip("/") not in ("", "/v1") or parts.query or parts.fragment or parts.username is not None
+    if parts.scheme != "http" or not host or more:
+        raise RecipeError(f"--upstream {upstream} is not the address of a server", hint)
+    return host, port
+
+
+def _reaches(upstream: tuple[str, int], listen: tuple[str, int]) -> bool:
+    """Whether requests to an address arrive at one that is listened at; all of loopback is taken for one."""
+    hosts = [host or "0.0.0.0" for host, _ in (upstream, listen)]
+    try:
+        there, here = (ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0]) for host in hosts)
+    except (OSError, UnicodeError, ValueError):
+        return False
+    own = [one.is_loopback or one.is_unspecified for one in (there, here)]
+    return upstream[1] == listen[1] and (there == here or all(own))
+
+
+def _require_pattern(pattern: str) -> None:
+    try:
+        empty = re.compile(pattern).search("")
+    except (re.error, RecursionError, OverflowError) as error:
+        raise RecipeError(f"--redact {pattern}: {error}", "correct the regular expression") from None
+    if empty:
+        raise RecipeError(f"--redact {pattern} matches the empty text", "let it match at least one character")
+
+
+def _consent(settings: Recording) -> list[str]:
+    """What is written where, and what never is."""
+    share = "all" if settings.sample == 1 else f"a share of {settings.sample:g} of all"
+    count = len(settings.patterns)
+    removed = f"matches of {count} patterns are replaced" if count else "nothing: --redact PATTERN replaces matches"
+    lines = [
+        f"recording prompts and answers of http://{settings.upstream[0]}:{settings.upstream[1]}, as they are, into",
+        f"  {settings.folder}/traffic-*.jsonl, readable by you alone; delete those that a run has read",
+        f"  {share} successful /v1/chat/completions, /v1/completions and /completion",
+        "  never written: headers, keys, other requests, and those with the header X-Distill-Record: no",
+        f"  redacted: {removed}",
+    ]
+    if settings.listen[0] not in LOOPBACK:
+        lines.append(f"  {settings.listen[0]} can be reached from outside: requests are neither encrypted nor checked")
+    return lines
+
 
 # ── `distill eval` ──
 
@@ -208,7 +581,6 @@ def _pair_of(
     served = is_gguf(recipe.target.model) and recipe.speedup.files and not found.outdated("export")
     if gguf is None and recipe.target.load and "pytorch" in measured and (folders or not served):
         return recipe, found, (recipe.target.model, str(found.path("draft"))), recipe.target.dtype
-    from distill.cli.serve import files_of_run
 
     timed = recipe.speedup.outtype if recipe.target.load and recipe.speedup.files else None
     files = files_of_run(found, timed, required=True)

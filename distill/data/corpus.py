@@ -174,7 +174,7 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], l
     dropped: Counter[str] = Counter()
     for source in corpus.sources:
         if source.kind == "target":
-            continue  # see teacher/questions.py
+            continue  # see teacher/answers.py
         if source.kind == "hub" and offline:
             unread.append(f"data set {source.path}")
             continue

@@ -65,8 +65,7 @@ from distill.surgery.cutter import check_cut, check_smaller, planned_layers
 from distill.surgery.layers import layer_settings, set_layers
 from distill.surgery.sparsity import LEAST_RAMP
 from distill.tables import document, size
-from distill.teacher.answers import check_writer
-from distill.teacher.questions import check_questions
+from distill.teacher.answers import check_questions, check_writer
 from distill.teacher.store import check_teacher, planned_bytes
 from distill.training.saved import MOST_EPOCHS, freshness
 from distill.training.setup import require_processes, require_quantisation

@@ -104,7 +104,7 @@ def _held_out(split: str, settings: str) -> Stage:
 STAGES = (
     _stage(
         "questions",
-        "teacher.questions:questions",
+        "teacher.answers:questions",
         f"seed {_keys('corpus.sources', ' '.join(OF_TARGET))} {_keys('answers', 'writer batch group')} {TYPES} "
         + _keys("chat", "system thinking thinking_argument arguments tools"),
         "",

@@ -37,7 +37,7 @@ from distill.errors import DataError, DistillError
 from distill.gguf.library import GgufFile
 from distill.machine import machine, thread_count
 from distill.recipe import Chat, Corpus, Target, parse_section
-from distill.serving.clients import LlamaClient, ServerDrafter, our_text
+from distill.serving.check import LlamaClient, ServerDrafter, our_text
 from distill.serving.results import Counts, acceptance
 from distill.serving.server import Http, LlamaServer, require_binary, started
 from distill.tables import Cell, Row, Table, document, speed_ratio

@@ -34,7 +34,7 @@ TYPES = {PLAIN: (), "draft": ("--spec-type", "draft-simple"), "lookup": ("--spec
 
 def server_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
     """Of a llama-server, by the clock of its client."""
-    from distill.serving.clients import LlamaClient
+    from distill.serving.check import LlamaClient
     from distill.serving.server import Http, LlamaServer, started
 
     with contextlib.ExitStack() as stack:

@@ -1,4 +1,4 @@
-"""`distill record` from command to file: what it says, refuses and leaves behind. Covers distill/cli/serve.py."""
+"""`distill record` from command to file: what it says, refuses and leaves behind. Covers distill/cli/measure.py."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ import tiny
 from loopback import LoopbackHandler, running
 from tiny import Capture, Patch
 
-from distill.cli.serve import _consent, _reaches
+from distill.cli.measure import _consent, _reaches
 from distill.data.recorder import Recording
 from distill.files import take_lock
 

@@ -23,7 +23,7 @@ from distill.engines.server_commands import drafting_from_texts
 from distill.errors import DataError
 from distill.recipe import load_recipe
 from distill.run import Run
-from distill.serving.clients import LlamaClient
+from distill.serving.check import LlamaClient
 from distill.serving.server import Http, LlamaServer, started
 from distill.teacher.store import FORMS
 

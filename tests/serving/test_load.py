@@ -16,8 +16,7 @@ import numpy
 import pytest
 
 from distill.errors import ServingError
-from distill.serving.check import Answered, Served, send, speeds_under
-from distill.serving.clients import Reply
+from distill.serving.check import Answered, Reply, Served, send, speeds_under
 from distill.serving.results import Counts
 
 PROMPTS, LIMIT = 6, 61

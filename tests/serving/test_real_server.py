@@ -28,7 +28,7 @@ import tiny
 import wheel_server
 from scipy.stats import chisquare
 
-from distill.cli import serve
+from distill.cli import measure
 from distill.data.chat_template import ChatTemplate
 from distill.data.samples import Sample
 from distill.data.traffic import Line, pin_of, read_lines
@@ -38,8 +38,7 @@ from distill.errors import ServingError
 from distill.gguf.library import GgufFile
 from distill.recipe import SamplerSettings
 from distill.sampler import Sampler
-from distill.serving.check import CheckSettings, check_started
-from distill.serving.clients import LlamaClient, ServerRules, opened
+from distill.serving.check import CheckSettings, LlamaClient, ServerRules, check_started, opened
 from distill.serving.results import acceptance, counts_of, sentences, serving_blocks
 from distill.serving.server import Http, LlamaServer, started
 from distill.tables import document
@@ -79,7 +78,7 @@ def settings(pairs: dict[str, Path], program: Path) -> LlamaServer:
 @pytest.fixture(scope="module")
 def template(pairs: dict[str, Path]) -> Iterator[ChatTemplate]:
     with ExitStack() as stack:
-        found = serve.template_of(pairs["target"], stack)
+        found = measure.template_of(pairs["target"], stack)
         assert found is not None
         yield found
 

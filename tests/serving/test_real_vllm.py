@@ -23,8 +23,7 @@ from distill.data.samples import Sample
 from distill.engines.server_commands import vllm
 from distill.errors import ServingError
 from distill.recipe import SamplerSettings
-from distill.serving.check import CheckSettings, check_addresses
-from distill.serving.clients import GREEDY, Addresses, kind_of_server
+from distill.serving.check import GREEDY, Addresses, CheckSettings, check_addresses, kind_of_server
 from distill.serving.server import Http
 
 PROGRAM = os.environ.get("DISTILL_VLLM", "")

@@ -30,12 +30,14 @@ from distill.files import read_result
 from distill.progress import Interrupted
 from distill.recipe import SamplerSettings
 from distill.serving import check
-from distill.serving.check import CheckSettings, check_addresses, check_started
-from distill.serving.clients import (
+from distill.serving.check import (
     Addresses,
+    CheckSettings,
     LlamaClient,
     ServerRules,
     VllmClient,
+    check_addresses,
+    check_started,
     kind_of_server,
     vllm_text,
 )

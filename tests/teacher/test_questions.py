@@ -28,7 +28,7 @@ from distill.pipeline.running import plan_run
 from distill.pipeline.stages import find_stage, key_parts
 from distill.recipe import Chat, Recipe, load_recipe, parse_recipe
 from distill.run import Run
-from distill.teacher.questions import (
+from distill.teacher.answers import (
     ALIKE,
     EQUAL,
     LOOPING,
@@ -182,7 +182,7 @@ EVERY = "{% for m in messages %}"
 )
 def test_templates_without_a_header(talking: Path, monkeypatch: Patch, template: str, fault: str) -> None:
     tokenizer = worlds.dressed(talking, "qwen-3", template)
-    monkeypatch.setattr("distill.teacher.questions.load_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr("distill.teacher.answers.load_tokenizer", lambda _: tokenizer)
     recipe = load_recipe(talking / "recipe.yaml", ["chat.system=[]"])
     with pytest.raises(DataError, match=f"no user header that questions could be written behind: .*{fault}"):
         Asking(recipe, recipe.corpus.asked[0], 0)
@@ -262,7 +262,7 @@ def test_every_reason_is_counted(talking: Path, told_to: Any, monkeypatch: Patch
     ]
     refusing = "{% if 'refuse' in messages[-1]['content'] %}{{ raise_exception('no') }}{% endif %}"
     dressed = worlds.dressed(talking, "qwen-3", refusing + tokenizer.chat_template)
-    monkeypatch.setattr("distill.teacher.questions.load_tokenizer", lambda _: dressed)
+    monkeypatch.setattr("distill.teacher.answers.load_tokenizer", lambda _: dressed)
 
     def text(request: Request) -> str | Reply:
         number = int(request.id.partition("/")[0].rpartition("-")[2])
@@ -385,7 +385,7 @@ def test_a_gguf_file_and_a_server_write_questions(talking: Path, gguf: Path, tmp
 
 def test_a_template_whose_users_end_otherwise_is_stopped_there(talking: Path, told_to: Any, monkeypatch: Patch) -> None:
     tokenizer = worlds.dressed(talking, "mistral")
-    monkeypatch.setattr("distill.teacher.questions.load_tokenizer", lambda _: tokenizer)
+    monkeypatch.setattr("distill.teacher.answers.load_tokenizer", lambda _: tokenizer)
     _, _, script = told_to(sentence, "chat={system: []}", "answers.repetition_penalty=1.3", "answers.stop=[x]")
     assert {(one.answers.stop, one.answers.repetition_penalty) for one in script.recipes} == {(("[/INST]",), 1.0)}
 
