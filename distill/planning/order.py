@@ -22,9 +22,10 @@ from distill.gguf.head import open_head
 from distill.planning.plan import Case
 from distill.recipe import is_path
 
-# docs/benchmarks.md: tokens a round and tokens drafted of SmolLM2's lookup and table (the demo, PyTorch).
+# docs/benchmarks.md, to which a test holds these. Tokens a round and tokens drafted of SmolLM2's lookup and table (the
+# demo, PyTorch).
 LOOKED_UP = {"a lookup": (1.61, 1.23), "a table": (2.05, 3.98)}
-SIBLING = 0.78  # conditional acceptance of Qwen2.5-Coder's 0.5B, chat: 3.37 tokens a round of four drafted
+SIBLING = 0.79  # acceptance probability of Qwen2.5-Coder's 0.5B
 TRIMMED = 8192  # tokens of a smaller head
 # Acceptance of SmolLM2, cut to 5 layers, after this many positions of answers, and what twice as many add.
 POSITIONS, REACHED, DOUBLING = 1.15e6, 0.39, 0.055

@@ -22,6 +22,7 @@ from distill.decoding.costs import CostCurve, load_cost_curve, save_cost_curve
 from distill.errors import DataError
 from distill.files import write_result
 from distill.measuring.evaluation_results import EvaluationReport, PositionAcceptance
+from distill.planning import order
 from distill.planning.cases import planned_config
 from distill.planning.order import decide, siblings
 from distill.planning.plan import ALL, RATES, Case, by_position, forecast, step_costs
@@ -208,6 +209,25 @@ def test_curves_that_do_not_go_together(tmp_path: Path, capsys: Capture) -> None
     assert "the draft's in seconds" in tiny.refused(capsys, "plan", target, draft)
     short = saved(tmp_path / "s.json", [1.0])
     assert "ends at m = 1" in tiny.refused(capsys, "plan", short)
+
+
+def test_the_figures_of_the_order_are_those_of_the_documents() -> None:
+    text = (tiny.ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for name, (tokens, drafted) in order.LOOKED_UP.items():
+        (row,) = re.findall(rf"^\|[^|]*\| \**pytorch\** \| \**{name.split()[1]}\** \|.*the target's.*", text, re.M)
+        cells = [cell.strip(" *") for cell in row.split("|")]
+        rate = float(cells[7].removesuffix(" %")) / 100
+        assert (tokens, drafted) == (float(cells[6]), pytest.approx((tokens - 1) / rate, abs=0.006))
+    (sibling,) = re.findall(r"sibling's acceptance probability is ([\d.]+) %", text)
+    assert pytest.approx(float(sibling) / 100, abs=0.005) == order.SIBLING
+    steps, positions = re.findall(r"self-asked questions, (\d+) steps of ([\d,]+) positions", text)[0]
+    assert int(steps) * int(positions.replace(",", "")) == pytest.approx(order.POSITIONS, rel=0.01)
+    (reached,) = re.findall(r"acceptance rises from [^]]*\] to ([\d.]+)", text)
+    assert float(reached) == pytest.approx(order.REACHED, abs=0.005)
+    # The demo's draft stopped after 0.30 M positions.
+    before = float(re.findall(r"rejection sampling \| [^|]* \| ([\d.]+) %", text)[0]) / 100
+    doublings = math.log2(order.POSITIONS / 0.30e6)
+    assert (float(reached) - before) / doublings == pytest.approx(order.DOUBLING, abs=0.003)
 
 
 def test_the_order_of_decision(tmp_path: Path, monkeypatch: Patch) -> None:
