@@ -9,7 +9,7 @@ import socket
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +18,11 @@ import tiny
 from loopback import LoopbackHandler, running
 
 from distill.data.samples import Reply, Request, Sample, read_samples, write_samples
+from distill.decoding.batch import refill
+from distill.engines.model import Model
 from distill.recipe import Recipe, load_recipe
 from distill.run import Run
+from distill.sampler import Sampler
 
 TEXTS = (" value", " index = total", "(self):\n    return 7", " stream", "parser.token")
 
@@ -44,6 +47,15 @@ def answer_lines(run: Run) -> list[dict[str, Any]]:
     """The rows of all files of answers, in the order of the files."""
     paths = sorted(run.path("answers").glob("train-*.arrow"))
     return [vars(one) for path in paths for one in read_samples(path, "answers")]
+
+
+def new_ids(
+    model: Model, prompts: Sequence[Sequence[int]], sampler: Sampler, limit: int, ends: Collection[int] = ()
+) -> list[list[int]]:
+    """Up to `limit` new ids behind each prompt; its seed is its number."""
+    asked = deque(Request(str(number), list(ids), number, limit) for number, ids in enumerate(prompts))
+    found = {reply.id: reply.ids for reply in refill(model, asked, sampler, ends)}
+    return [found[str(number)] for number in range(len(prompts))]
 
 
 class Interrupted(Exception):

@@ -242,21 +242,6 @@ def uniform_numbers(seed: int, count: int) -> torch.Tensor:
     return torch.rand(count, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def continue_prompts(
-    model: Model,
-    prompts: Sequence[Sequence[int]],
-    sampler: Sampler,
-    limit: int,
-    seeds: Sequence[int],
-    ends: Collection[int],
-    vocabulary: int | None = None,
-) -> list[list[int]]:
-    """Up to `limit` new ids for each prompt, as `refill` draws them."""
-    asked = (Request(str(n), list(ids), seed, limit) for n, (ids, seed) in enumerate(zip(prompts, seeds, strict=True)))
-    found = {reply.id: reply.ids for reply in refill(model, deque(asked), sampler, ends, vocabulary)}
-    return [found[str(number)] for number in range(len(prompts))]
-
-
 @dataclass
 class _Writing:
     """A text that is being written, with a random number for each of its tokens."""

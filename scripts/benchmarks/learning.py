@@ -29,6 +29,7 @@ import multiprocessing
 import re
 import shutil
 import sys
+from collections import deque
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +38,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from distill.data.samples import Sample, prompt_seed, read_prompts
-from distill.decoding.batch import continue_prompts
+from distill.data.samples import Request, Sample, prompt_seed, read_prompts
+from distill.decoding.batch import refill
 from distill.engines.loaded import BatchedTorchModel
 from distill.engines.torch.hugging_face import end_ids, load_model, load_tokenizer
 from distill.errors import DistillError
@@ -67,12 +68,11 @@ class Texts:
     def __init__(self, target: Any, recipe: Recipe, prompts: list[Sample], options: Any, vocabulary: int) -> None:
         sampler = Sampler.of(recipe.sampler)
         ends = end_ids(recipe.target.model, load_tokenizer(recipe.target.model))
-        seeds = [prompt_seed(recipe.seed, prompt.id) for prompt in prompts]
-        ids = [one.prompt for one in prompts]
-        limit = min(options.new_tokens, target.config.max_position_embeddings - max(map(len, ids)))
+        limit = min(options.new_tokens, target.config.max_position_embeddings - max(len(one.prompt) for one in prompts))
         rows = BatchedTorchModel(target, recipe.answers.batch, vocabulary)
-        answers = continue_prompts(rows, ids, sampler, limit, seeds, ends)
-        self.rows = [(p, a) for p, a in zip(ids, answers, strict=True) if len(a) > 1]
+        asked = deque(Request(one.id, one.prompt, prompt_seed(recipe.seed, one.id), limit) for one in prompts)
+        answers = {reply.id: reply.ids for reply in refill(rows, asked, sampler, ends)}
+        self.rows = [(one.prompt, answers[one.id]) for one in prompts if len(answers[one.id]) > 1]
         self.sampler, self.vocabulary = sampler, vocabulary
         self.distributions = [self._logits(target, row) for row in self.rows]
 

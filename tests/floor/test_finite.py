@@ -23,8 +23,9 @@ from table_model import TableModel
 from tables import TableRows
 from tiny import Capture
 from toys import toy
+from writing_worlds import new_ids
 
-from distill.decoding.batch import continue_prompts, decode_batch
+from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.drafters import Drafter, ModelDrafter
 from distill.decoding.lengths import Fixed, ProbabilityFloor, Proposal
@@ -231,7 +232,7 @@ def test_model_and_position_are_named() -> None:
     with pytest.raises(DataError, match="models/mine, row 2, after 2 tokens"):
         rows.extend([5, 6], [0, 0, 2], want=[1]).argmax()
     with pytest.raises(DataError, match="models/mine, row 0, after 3 tokens"):
-        continue_prompts(rows, [[1, 2, 3], [4]], Sampler(1.0), 4, [0, 1], [])
+        new_ids(rows, [[1, 2, 3], [4]], Sampler(1.0), 4)
 
 
 # Commands.

@@ -15,10 +15,10 @@ from tables import goodness
 from tiny import Capture, Patch
 from torch import Tensor
 from toys import KINDS, random_prompts, toy
-from writing_worlds import answer_lines, begin, interrupt_after, interrupted
+from writing_worlds import answer_lines, begin, interrupt_after, interrupted, new_ids
 
 from distill.data.samples import Reply, Request, Sample, fault_of, is_looping, read_answers
-from distill.decoding.batch import continue_prompts, refill
+from distill.decoding.batch import refill
 from distill.decoding.rules import stop_before
 from distill.engines.loaded import BatchedTorchModel, growing_decoder
 from distill.engines.torch.model import TorchModel
@@ -261,18 +261,18 @@ def generated(model: object, prompts: list[list[int]], limit: int, ends: list[in
 def test_greedy_equals_generate(kind: str) -> None:
     model = toy(kind)
     prompts, rows = random_prompts(9, V, seed=1), BatchedTorchModel(model, 4)
-    free = continue_prompts(rows, prompts, Sampler(0.0), 24, list(range(9)), [])
+    free = new_ids(rows, prompts, Sampler(0.0), 24)
     assert free == generated(model, prompts, 24, [])
     assert all(len(text) == 24 for text in free)
     ends = [free[0][5], free[1][3]]  # tokens that do come up
-    stopped = continue_prompts(rows, prompts, Sampler(0.0), 24, list(range(9)), ends)
+    stopped = new_ids(rows, prompts, Sampler(0.0), 24, ends)
     assert stopped == generated(model, prompts, 24, ends)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "bamba", "lfm2"])
 def test_recurrent_models_write_what_they_generate(kind: str) -> None:
     model, prompts = toy(kind), random_prompts(4, V, seed=1)
-    found = continue_prompts(growing_decoder(model), prompts, Sampler(0.0), 24, range(4), [])
+    found = new_ids(growing_decoder(model), prompts, Sampler(0.0), 24)
     assert found == [generated(model, [prompt], 24, [])[0] for prompt in prompts]
 
 
@@ -281,7 +281,7 @@ def test_frequencies_follow_the_distribution(sampler: Sampler) -> None:
     model = toy(initializer_range=0.15)
     prompt = [5, 17, 3, 40]
     rows = BatchedTorchModel(model, 500)
-    drawn = torch.tensor(continue_prompts(rows, [prompt] * 4000, sampler, 1, list(range(4000)), []))
+    drawn = torch.tensor(new_ids(rows, [prompt] * 4000, sampler, 1))
     counts = torch.bincount(drawn.flatten(), minlength=V)
     with torch.inference_mode():
         logits = model(torch.tensor([prompt])).logits[:, -1]
