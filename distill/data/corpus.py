@@ -55,7 +55,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     }
     train = recipe.train
     counts = {
-        "train": recipe.answers.count(documents.counts()["train"]),
+        "train": recipe.answers.count(len(documents.shuffled("train", 0))),
         "validation": train.acceptance.prompts if train.acceptance else 0,  # for the choice of weights
         "test": max(recipe.eval.prompts, recipe.speedup.prompts),
     }

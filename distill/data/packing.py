@@ -359,8 +359,7 @@ def block_mask(documents: Tensor, window: int | None) -> Any:
     width = documents.shape[1]
 
     def visible(block: Tensor, _: Tensor, query: Tensor, key: Tensor) -> Tensor:
-        near = (key <= query) & (query - key < (window or width))
-        return near & (documents[block, query] == documents[block, key])
+        return (key <= query) & (query - key < (window or width)) & (documents[block, query] == documents[block, key])
 
     return create_block_mask(visible, len(documents), None, width, width, documents.device)
 

@@ -313,10 +313,6 @@ class Documents(Sequence[Document]):
         self._file.seek(self._ends[number])
         return pickle.loads(self._file.read(self._ends[number + 1] - self._ends[number]))
 
-    def counts(self) -> dict[str, int]:
-        """The documents of each split."""
-        return {split: self._splits.count(number) for number, split in enumerate(SPLITS)}
-
     def shuffled(self, split: Split, seed: int) -> Documents:
         """Those of a split, in an order that the seed draws."""
         found, number = copy(self), SPLITS.index(split)
