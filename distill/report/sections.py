@@ -55,17 +55,18 @@ def sections(results: RunResults) -> dict[str, list[Block]]:
 
 
 def _short(results: RunResults) -> list[Block]:
-    """The verdict of the measurement, what the draft is, one picture, one command, and why."""
+    """The verdict of the measurement, the pictures side by side, the commands, and what the draft is."""
     measured, evaluation = results.speedup, results.evaluation
     warning = results.training.warning if results.training else None
     blocks: list[Block] = [f"{warning} What to do: {REMEDY}."] if warning else []
-    why, positions = list[Block](), dict[str, ByText]()
+    why, commands, positions = list[Block](), list[Block](), dict[str, ByText]()
     if measured and measured.plain:
         part, again = leader(measured)[0], f"{next_steps(measured)}\n# measure it again\n{measured.command}"
         dashed = "Dashed: plain decoding in that engine; thin lines: 95 % intervals by prompt."
         dashed += " The sentence's figures are of the engines in turns." if measured.in_turns else ""
         speeds = Plot(partial(plots.speeds, measured), dashed)
-        blocks += [measured.verdict, speeds, Code(placeless(again), "sh")]
+        blocks += [measured.verdict, speeds]
+        commands.append(Code(placeless(again), "sh"))
         why.append(Plot(partial(plots.time_of_rounds, part), f"Where a round's time goes, {engine_of(part)}."))
         positions = part.by_position
     if positions := evaluation.by_position if evaluation and evaluation.positions else positions:
@@ -75,7 +76,7 @@ def _short(results: RunResults) -> list[Block]:
         why.insert(0, Plot(partial(plots.acceptance_by_position, positions), caption))
     missing = [results.absence(name) for name, one in (("speedup", measured), ("eval", evaluation)) if not one]
     agreement = evaluation.agreement_words if evaluation else []
-    return [*blocks, *missing, *why, *agreement, _draft(results)]
+    return [*blocks, *why, *commands, *missing, *agreement, _draft(results)]
 
 
 def _draft(results: RunResults) -> str:
