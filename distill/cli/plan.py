@@ -43,14 +43,18 @@ def profile(
     output: shared.FormatOption = "md",
     llama: shared.LlamaOption = None,
 ) -> None:
-    """Measure the cost curve of one model on this machine.
+    """Measure the cost curve of one model on this machine; of a GGUF file in llama.cpp, with every engine beside it.
 
     T(m) is the time of a step of m tokens, in seconds, with a given number of tokens (depth) in the cache.
     """
     gguf = shared.gguf_of([model], llama)
     decoding = shared.pytorch_of(pytorch, PyTorch(), [model])
     if types is not None:
-        _compare_types(model, types, most_kl, threads, repeats, gguf, output)
+        if gguf is not None:
+            raise RecipeError(f"--types takes none of llama.cpp's options ({gguf.described()})", "leave them out")
+        kinds = [kind.strip() for kind in types.split(",")]
+        shared.require_known("--types", kinds, OUTTYPES)
+        shared.print_blocks(_engines(model, kinds, most_kl, threads, repeats), None, output)
         return
     from distill.engines.torch.hugging_face import settled_target
 
@@ -68,23 +72,20 @@ def profile(
     ]
     notes = [f"{curve.model}, {curve.backend}", *([f"Note: {curve.note}."] if curve.note else [])]
     table = Table(["depth", "m", f"T(m), {curve.unit}", "T(m) / T(1)"], rows)
-    shared.print_blocks([*notes, table], None, output)
+    beside: list[Block] = []
+    if is_gguf(model) and gguf is None and not decoding.in_bits and output == "md":  # other forms hold the curve alone
+        beside = _engines(model, [], most_kl, threads, repeats)
+    shared.print_blocks([*beside, *notes, table], None, output)
 
 
-def _compare_types(
-    model: str, types: str, most_kl: float, threads: int | None, repeats: int, gguf: Gguf | None, output: str
-) -> None:
-    kinds = [kind.strip() for kind in types.split(",")]
-    shared.require_known("--types", kinds, OUTTYPES)
-    if gguf is not None:
-        raise RecipeError(f"--types takes none of llama.cpp's options ({gguf.described()})", "leave them out")
+def _engines(model: str, kinds: list[str], most_kl: float, threads: int | None, repeats: int) -> list[Block]:
+    """A model's files of these types in every engine, a GGUF file as it is first."""
     if is_gguf(model) and not Path(model).is_file():
         raise DataError(f"there is no file {model}", "give a GGUF file")
     from distill.measuring.identity import compare_types, recommend, types_table
 
     figures = compare_types(model, kinds, threads, repeats)
-    blocks: list[Block] = [recommend(figures, most_kl), types_table(figures, command_line(sys.argv))]
-    shared.print_blocks(blocks, None, output)
+    return [recommend(figures, most_kl), types_table(figures, command_line(sys.argv))]
 
 
 def measured_curve(

@@ -4,6 +4,7 @@ saved curves."""
 from __future__ import annotations
 
 import copy
+import importlib.util
 import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,12 +17,14 @@ from distill.engines.loaded import LoadedPair, load_pair, target_file
 from distill.engines.pairs import require_drafts
 from distill.engines.server_commands import N_MAX, P_MIN, SPEC_TYPE
 from distill.engines.torch.hugging_face import load_config, text_folder, write_kept
+from distill.engines.torch.packed import kernel
 from distill.errors import DataError, RecipeError
+from distill.files import is_gguf
 from distill.folders import copy_tokenizer
 from distill.gguf.writer import export_gguf
 from distill.planning.plan import Case, step_costs
-from distill.progress import Progress
-from distill.recipe import Gguf, Recipe, Target
+from distill.progress import Progress, note
+from distill.recipe import Gguf, GgufOptions, PyTorch, Recipe, Target
 from distill.surgery.cutter import SHAPE, check_cut, planned_sizes
 from distill.surgery.layers import layer_settings, set_layers
 
@@ -113,15 +116,32 @@ class PlanRequest:
 
 
 def measured_cases(request: PlanRequest) -> Iterator[Case]:
-    """The request's pair on this machine; of a recipe, by each of its backends."""
+    """The request's pair on this machine; of a recipe, by each of its backends; of two GGUF files without llama.cpp's
+    options, by each engine that is here."""
     recipe, here = request.recipe, "this machine, measured"
     if recipe is None:
         assert request.draft is not None
         target, draft = require_drafts(request.target.model, request.draft, False)
-        room = request.prompt + request.new + max(request.lengths) + 1
         place = request.target.model_copy(update={"model": target})
-        with load_pair(place, draft, tokens=room, threads=request.threads, gguf=request.gguf) as pair:
-            yield _measured(pair, here, request)
+        tokens = request.prompt + request.new + max(request.lengths) + 1
+        engines: dict[str, dict[str, Any]] = {here: {"gguf": request.gguf}}
+        if request.gguf is None and is_gguf(target) and is_gguf(draft):
+            ik = Gguf(target=GgufOptions(library="ik"))
+            engines = {f"{here}, llama.cpp": {}}
+            engines |= {f"{here}, ik_llama.cpp": {"gguf": ik}} if importlib.util.find_spec("ik_llama_cpp") else {}
+            engines[f"{here}, PyTorch"] = {"pytorch": PyTorch(target_weights="file")}
+        for number, (title, own) in enumerate(engines.items()):
+            try:
+                if "pytorch" in own:
+                    kernel()
+                opened = load_pair(place, draft, tokens=tokens, threads=request.threads, **own)
+            except DataError as error:
+                if not number:
+                    raise
+                note(f"{title}: left out: {error.what}")
+                continue
+            with opened as pair:
+                yield _measured(pair, title, request)
         return
     with tempfile.TemporaryDirectory() as scratch:
         for backend in recipe.speedup.backends:

@@ -230,12 +230,14 @@ def plan_blocks(plan: SpeedupPlan) -> list[Block]:
         blocks += _forecast_blocks(one)
     if len(plan.forecasts) > 1:
         rows: list[Row] = [
-            [same[0].title, *(Cell(max(speed.mean for speed in one.speedups), "×") for one in same)]
-            for same in zip(*(one.scenarios for one in plan.forecasts), strict=True)
+            [one.title, 1 / one.token_seconds, *(_fastest(one, found) for found in one.scenarios)]
+            for one in plan.forecasts
         ]
-        blocks.append(
-            Table(["conditional acceptance", *(one.title for one in plan.forecasts)], rows, title="best speedups")
+        titles = [found.title for found in plan.forecasts[0].scenarios]
+        words = (
+            "Tokens per second without the prompt, by conditional acceptance, and the drafted tokens that give them."
         )
+        blocks.append(Table(["", "plain tokens/s", *titles], rows, title="side by side", note=words))
     first: list[Block] = ["What to try first:", plan.decision] if plan.decision else []
     return [*blocks, *first, "\n".join(plan.settings)]
 
@@ -260,6 +262,12 @@ def _forecast_blocks(one: SpeedupForecast) -> list[Block]:
         ),
         one.sentences,
     ]
+
+
+def _fastest(one: SpeedupForecast, found: Scenario) -> str:
+    """Tokens per second of the best length, plain decoding with 0, and that length."""
+    speed = max((speed.mean for speed in found.speedups), default=1.0) if found.best else 1.0
+    return f"{speed / one.token_seconds:.1f} ({found.best})"
 
 
 def _speedup(place: int, found: Scenario) -> Cell:

@@ -330,6 +330,10 @@ def test_profile_of_types(gguf_toys: tuple[Path, Path], capsys: Capture) -> None
     assert [len(row["length"].split("/")) for row in report] == [4] * len(report)
     table = tiny.shown(capsys, "profile", gguf_toys[0], *options[:-2])
     assert table.startswith("Fastest at a KL of at most 0.01: ") and table.count("(from f32)") >= 2
+    curve = ("--repeats", 5, "--threads", 1, "--max-tokens", 2, "--depths", 8)
+    beside = tiny.shown(capsys, "profile", gguf_toys[0], *curve)
+    assert beside.startswith("Fastest at") and "(from" not in beside and "| 8 | 2 |" in beside
+    assert "libraries and types" not in tiny.shown(capsys, "profile", gguf_toys[0], *curve, "--llama", "ub=8")
 
 
 def test_a_draft_of_another_vocabulary_as_it_is(world: Path, tmp_path: Path, capsys: Capture) -> None:

@@ -148,6 +148,19 @@ def test_a_pair_and_a_target_alone(world: Path, capsys: Capture) -> None:
     assert alone["draft_cost"] == 0 and alone["prompt"] == 0
 
 
+def test_two_files_in_every_engine(gguf_toys: tuple[Path, Path], capsys: Capture) -> None:
+    options = (*gguf_toys, "--lengths", "1,2", "--depth", 8, "--tokens", 8, "--threads", 1)
+    found = planned(capsys, *options)["forecasts"]
+    names = [one["title"].removeprefix("this machine, measured, ") for one in found]
+    assert (
+        names[0] == "llama.cpp" and {*names} <= {"llama.cpp", "ik_llama.cpp", "PyTorch"} and len({*names}) == len(names)
+    )
+    (alone,) = planned(capsys, *options, "--llama", "ub=8")["forecasts"]
+    assert alone["title"] == "this machine, measured"
+    shown = tiny.shown(capsys, "plan", *options)
+    assert len(found) == 1 or shown.split("side by side")[1].count("this machine, measured, ") == len(found)
+
+
 def test_a_recipe(world: Path, capsys: Capture) -> None:
     """Its draft has the shape of the cut; by every backend that it asks for."""
     recipe = load_recipe(world / "recipe.yaml")
