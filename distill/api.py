@@ -94,7 +94,7 @@ def load_pair(
     `tokens` is the length of the context, `nodes` the largest number of nodes of a tree in GGUF files. PairError for a
     draft of another vocabulary; for the rest see `distill.engines.loaded.load_pair`.
     """
-    big, small = _reference(target), None if draft is None else _reference(draft)
+    big, small = resolve_model(str(target)), None if draft is None else resolve_model(str(draft))
     if small is not None:
         require_pair(big, small)
     settings = settled_target(big, dtype, device)
@@ -161,8 +161,8 @@ def evaluate(
     for files that are not there and for texts of fewer than 4 prompts; PairError as `load_pair`.
     """
     corpus = Corpus(sources=sources_of([Path(path) for path in texts]))
-    drafts = [_reference(one) for one in ([draft] if isinstance(draft, (str, Path)) else draft)]
-    grid = Grid(_reference(target), drafts, corpus.block, types, threads=threads, gguf=gguf)
+    drafts = [resolve_model(str(one)) for one in ([draft] if isinstance(draft, (str, Path)) else draft)]
+    grid = Grid(resolve_model(str(target)), drafts, corpus.block, types, threads=threads, gguf=gguf)
     served = sampler or Sampler(1.0)
     options = EvaluationOptions(served, Evaluate(), command, kl, acceptance=acceptance)
     return evaluate_grid(grid, prompts_of(corpus, prompts), options)
@@ -211,7 +211,7 @@ def measure_speedup(
         raise RecipeError(f"`{drawn.described}` is sampled", "give a sampler (--sampler temperature=1)")
     for line in check_configurations(speedup, sampler, "the options"):
         warn(line)
-    own, other = _reference(target), None if draft is None else _reference(draft)
+    own, other = resolve_model(str(target)), None if draft is None else resolve_model(str(draft))
     place, pytorch = loaded.settled_decoding(settled_target(own, dtype, device), other, pytorch, device)
     big, small = pair_references(own, other, every, pytorch.in_bits)
     if table is None and any(one.counts_ngrams for one in every):
@@ -251,8 +251,8 @@ def cut(
     cuts = parse_section(Cut, {name: value for name, value in settings.items() if value is not None})
     if cuts.layers is None and cuts.mlp_width is None:
         raise RecipeError("nothing to cut", "give layers or mlp_width")
-    compared = None if target is None else _reference(target)
-    return cut_folder(_reference(source), Path(out), cuts, texts, compared)
+    compared = None if target is None else resolve_model(str(target))
+    return cut_folder(resolve_model(str(source)), Path(out), cuts, texts, compared)
 
 
 def transplant(donor: str | Path, target: str | Path, out: str | Path, **settings: Any) -> Change:
@@ -262,13 +262,13 @@ def transplant(donor: str | Path, target: str | Path, out: str | Path, **setting
     DataError for an impossible transplant and a folder that is not empty.
     """
     require_new_folder(Path(out))
-    return transplanted(*folders_of(_reference(donor), _reference(target)), Path(out), **settings)
+    return transplanted(*folders_of(resolve_model(str(donor)), resolve_model(str(target))), Path(out), **settings)
 
 
 def export_gguf(model: str | Path, out: str | Path, outtype: str = "f16") -> WrittenFile:
     """Write a model as a GGUF file of type `outtype` (f32, f16, bf16, q8_0, q4_k_m, …; quantised types need
     llama-cpp-python)."""
-    return write_gguf(local_folder(_reference(model)), Path(out), outtype)
+    return write_gguf(local_folder(resolve_model(str(model))), Path(out), outtype)
 
 
 def import_gguf(file: str | Path, out: str | Path, dtype: Dtype | None = None) -> Import:
@@ -277,10 +277,6 @@ def import_gguf(file: str | Path, out: str | Path, dtype: Dtype | None = None) -
     found = read_import(Path(file), dtype)
     write_import(found, Path(out))
     return found
-
-
-def _reference(model: str | Path) -> str:
-    return resolve_model(str(model), Path.cwd())
 
 
 # ── In a notebook: a measurement shows its picture and tables ──

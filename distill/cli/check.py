@@ -25,7 +25,7 @@ from distill.devices import accelerators, device_name, llama_option, torch_build
 from distill.errors import DataError, DistillError, PairError, RecipeError, RunError
 from distill.files import is_gguf, require_path, write_text
 from distill.progress import note
-from distill.recipe import is_path
+from distill.recipe import is_path, resolve_model
 from distill.tables import Columns, table_of
 
 
@@ -58,7 +58,7 @@ def _check_standalone(target: str, draft: str, offline: bool) -> None:
     from distill.gguf.head import open_head
     from distill.gguf.library import describe_build, require_loadable
 
-    names = shared.local_reference(target), shared.local_reference(draft)
+    names = resolve_model(target), resolve_model(draft)
     with without_network() if offline else contextlib.nullcontext():
         absent = [name for name in names if offline and not is_path(name) and local_snapshot(name) is None]
         for name in absent:

@@ -13,6 +13,7 @@ from distill.cli import shared
 from distill.errors import DataError, RecipeError
 from distill.files import is_gguf, read_utf8, require_new_folder
 from distill.progress import announce, note, warn
+from distill.recipe import resolve_model
 from distill.recipe.measuring import OUTTYPES, UNQUANTISED
 from distill.recipe.recipe import REASON
 
@@ -60,7 +61,7 @@ def transplant(
     from distill.surgery.vocabulary import transplant as write
 
     require_new_folder(out)
-    folders = folders_of(shared.local_reference(donor), shared.local_reference(target))
+    folders = folders_of(resolve_model(donor), resolve_model(target))
     announce(out)
     change = write(*folders, out, dtype=dtype)
     print(change.sentence())
@@ -157,7 +158,7 @@ def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]]
     if model is not None and (Path(model) / "config.json").exists():
         return {Path(model).resolve().name: (Path(model), NO_ORIGIN)}, Path(".")
     if model is not None and is_gguf(model):
-        return {Path(model).stem: (local_folder(shared.local_reference(model)), NO_ORIGIN)}, Path(".")
+        return {Path(model).stem: (local_folder(resolve_model(model)), NO_ORIGIN)}, Path(".")
     from distill.export import origins
 
     recipe, run = shared.find_run(model, runs)

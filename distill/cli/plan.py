@@ -16,7 +16,7 @@ from distill.errors import DataError, RecipeError
 from distill.files import is_gguf, read_result
 from distill.machine import machine, thread_count
 from distill.progress import announce, command_line, note
-from distill.recipe import Gguf, PyTorch, Target
+from distill.recipe import Gguf, PyTorch, Target, resolve_model
 from distill.recipe.measuring import MOST_KL, OUTTYPES
 from distill.tables import Block, Cell, Row, Table
 
@@ -118,7 +118,7 @@ def measured_curve(
     from distill.engines.loaded import growing_decoder, load_big, settled_decoding, torch_decoder
 
     torch.set_num_threads(thread_count(threads))
-    place = place.model_copy(update={"model": shared.local_reference(model)})
+    place = place.model_copy(update={"model": resolve_model(model)})
     place, pytorch = settled_decoding(place, None, pytorch)
     loaded = load_big(place, pick_device("auto"), pytorch)
     decoder = torch_decoder(loaded, None, pytorch, room)
@@ -190,12 +190,12 @@ def plan(
                     f"{second} is measured beside its target, and a curve stands for that",
                     "give the draft's curve, or the cost of its step in T(1)",
                 )
-            small = shared.local_reference(second)
+            small = resolve_model(second)
         else:
             small = None
         models = [model, small] if small is not None else [model]
         gguf = shared.gguf_of(models, llama, llama_draft)
-        place = settled_target(shared.local_reference(model or "."), dtype)
+        place = settled_target(resolve_model(model or "."), dtype)
         request = PlanRequest(place, small, cost, None, drafted, depth, tokens, threads, gguf)
     curve: CostCurve | None = None
     if request.recipe is not None or request.draft is not None:

@@ -231,12 +231,6 @@ def place_of_table(given: Path | None, run: Run | None) -> Path | None:
     return given
 
 
-def local_reference(reference: str) -> str:
-    """A model as the command line names it (`recipe.resolve_model`); paths start at the working directory."""
-
-    return resolve_model(reference, Path.cwd())
-
-
 def is_run(word: str, runs: Path) -> bool:
     """Whether a word of the command line is the name or folder of a run."""
     return any((folder / "config.yaml").exists() for folder in (Path(word), runs / word))
@@ -251,7 +245,7 @@ def models_of(words: Sequence[str] | None, runs: Path, most: int = 2) -> list[st
         raise RecipeError(f"{len(words)} models are named: {' '.join(words)}", "give RUN, or TARGET and DRAFT")
     if len(words) < 2 and not any(_is_model(word) and not is_run(word, runs) for word in words):
         return []
-    return [local_reference(word) for word in words]
+    return [resolve_model(word) for word in words]
 
 
 def _is_model(word: str) -> bool:

@@ -251,7 +251,7 @@ def _absolute(reference: str, base: Path, where: str) -> str:
         raise RecipeError(f"{where}: the path {shown(reference)} cannot be used: {error.strerror}") from None
 
 
-def resolve_model(reference: str, base: Path, where: str = "the model") -> str:
+def resolve_model(reference: str, base: Path = Path(), where: str = "the model") -> str:
     """A model as a recipe or a command line names it: an absolute path, or a hub name.
 
     A path (see `is_path`) starts at `base`: the recipe's folder, or the working directory of a command. So does any

@@ -17,12 +17,12 @@ import yaml
 from tiny import Capture, Patch
 
 from distill.cli import app as application
-from distill.cli.shared import find_run, local_reference, numbers, read_texts
+from distill.cli.shared import find_run, numbers, read_texts
 from distill.data.samples import Sample, read_prompts, write_samples
 from distill.data.sources import read_documents
 from distill.data.traffic import parse_line
 from distill.errors import DataError, DistillError, RecipeError
-from distill.recipe import Corpus, Source, load_recipe, parse_recipe
+from distill.recipe import Corpus, Source, load_recipe, parse_recipe, resolve_model
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.tables import RESAMPLES, edge_of, paired_ratio_interval, ratio_interval
@@ -140,7 +140,7 @@ def test_paths(recipe: Path, key: str, path: str, expected: str) -> None:
 
 def test_paths_of_the_command_line(tmp_path: Path) -> None:
     long = "a" * 5000
-    for read in (local_reference, lambda p: find_run(p, tmp_path), lambda p: find_run(None, Path(p))):
+    for read in (resolve_model, lambda p: find_run(p, tmp_path), lambda p: find_run(None, Path(p))):
         with pytest.raises(RecipeError, match="too long: 5000 characters"):
             read(long)
     with pytest.raises(RecipeError, match="too long"):
