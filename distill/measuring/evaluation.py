@@ -675,7 +675,7 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         seed=recipe.seed,
     )
     report, pytorch = evaluate_pairs(opened, options), recipe.pytorch
-    if "pytorch" in recipe.speedup.backends:  # where the target decodes
+    if is_gguf(recipe.target.model) and "pytorch" in recipe.speedup.backends:  # where the target decodes
         _, pytorch = settled_decoding(recipe.target, str(run.path("draft")), pytorch, recipe.device)
     words = kl_of_bits(recipe.target.model).words if pytorch.target_weights == "file" else ""
     return _written(run, replace(report, bits=words))

@@ -13,7 +13,7 @@ from distill.data.sources import source_files, tree_files
 from distill.data.traffic import PIN as TRAFFIC
 from distill.data.traffic import pin_traffic
 from distill.errors import RunError
-from distill.files import digests_of, has_form, joint_digest, read_json, reference_digest
+from distill.files import digests_of, has_form, is_gguf, joint_digest, read_json, reference_digest
 from distill.recipe import Recipe, Source
 from distill.recipe.corpus import OF_TARGET
 from distill.recipe.measuring import CHANGES_LOGITS
@@ -354,6 +354,7 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     distributions = logits if recipe.teacher.gguf is not None else ()
     unloaded = () if recipe.target.load else ("target.load",)
     split = () if recipe.answers.traffic is None else ("corpus.validation", "corpus.test", "chat")
+    own = recipe.target.load and is_gguf(recipe.target.model)
     return {
         "questions": written,
         # Served texts hold held-out ones, too, which are kept where the target is not loaded.
@@ -361,6 +362,10 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
         "teacher": distributions,
         "validation": written + distributions,
         "test": written + distributions,
-        "eval": () if recipe.train.steps else ("train.steps",),
+        # A file's own bits may be decoded, of which it says what they change.
+        "eval": (
+            *(() if recipe.train.steps else ("train.steps",)),
+            *(("pytorch.target_weights", "speedup.backends") if own else ()),
+        ),
         "export": unloaded,
     }

@@ -154,7 +154,7 @@ def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstim
     decoded, plain = timed.prompts * timed.new_tokens, float(big["layers"] * LAYER / 5)
     bits = Path(recipe.target.model).stat().st_size if own else whole * width
     engines = dict.fromkeys(timed.backends, plain + bits / READ)
-    if "pytorch" in engines and recipe.pytorch.target_weights != "file":
+    if "pytorch" in engines and not (own and recipe.pytorch.target_weights in ("auto", "file")):
         engines["pytorch"] = plain + whole * width / READ
     ways, turns = 1 + len(timed.lengths) + len(timed.configurations), timed.turns if len(engines) > 1 else 0
     weights = whole * width + PROCESS
