@@ -70,6 +70,13 @@ def test_signs_that_a_terminal_lacks_are_escaped(copied: Path) -> None:
     named = [*called, "check", "größe.yaml".encode()]
     lost = subprocess.run(named, cwd=tiny.ROOT, capture_output=True, env=posix)
     assert lost.returncode == 2 and b"in this locale" in lost.stderr and b"LC_ALL=C.UTF-8" in lost.stderr
+    # A terminal of 60 columns, without colours.
+    narrow = os.environ | {"COLUMNS": "60", "NO_COLOR": "1", "TERM": "dumb", "PYTHONIOENCODING": "cp1252"}
+    for words in (("chat", "--help"), ("train", "nowhere.yaml")):
+        done = subprocess.run([*called, *words], cwd=tiny.ROOT, capture_output=True, env=narrow)
+        text = (done.stdout + done.stderr).decode("cp1252")
+        assert done.returncode == 2 * (words[0] == "train") and "Traceback" not in text and "\x1b" not in text
+        assert words[0] != "chat" or max(map(len, text.splitlines())) <= 60
 
 
 @pytest.mark.parametrize("command", ["eval", "speedup", "runs"])
