@@ -57,16 +57,17 @@ def decide(target: str, case: Case | None) -> list[str]:
     for name, share, trimmed in sorted(found, key=lambda one: one[1]):
         for what, step in ((f"3. {name}", share), (f"4. {name} with a head of {TRIMMED} tokens", trimmed)):
             needed = _needed(case, step)
-            lines.append(f"{what}: a step of {step:.2f} T(1) pays from {needed:.2f}; siblings have {SIBLING}.")
+            pays = "never pays" if math.isinf(needed) else f"pays from {needed:.2f}"
+            lines.append(f"{what}: a step of {step:.2f} T(1) {pays}; siblings have {SIBLING}.")
             if needed < SIBLING:
                 if what.startswith("3"):
                     return [*lines, f"Measure it: `distill speedup {target} {name} --prompts FILE`."]
                 return [*lines, f"Make it: `distill train RECIPE cut.donor={name} cut.trim={TRIMMED} train.steps=0`."]
     if not found:
         lines.append("3. No sibling of its tokens is beside it or in the cache.")
-    needed = _needed(case, costs.draft / costs.target[0])
+    needed = _needed(case, step := costs.draft / costs.target[0])
     if math.isinf(needed):
-        return [*lines, "5. Training cannot make this draft pay: cut it further."]
+        return [*lines, f"5. Training cannot make a step of {step:.2f} T(1) pay: cut the draft further."]
     positions = POSITIONS * 2 ** max((needed - REACHED) / DOUBLING, -8.0)
     return [
         *lines,
