@@ -16,15 +16,7 @@ from distill.decoding.calibration import UNFITTED, Calibration, Recorded
 from distill.decoding.costs import Costs
 from distill.decoding.decode import Decoded, decode, decode_text
 from distill.decoding.drafters import NOTHING, Drafter, FallbackDrafter, LookupDrafter, ModelDrafter, NoDrafter
-from distill.decoding.lengths import (
-    AcceptedRatio,
-    BetaFilter,
-    Features,
-    Fixed,
-    LengthRule,
-    ProbabilityFloor,
-    Proposal,
-)
+from distill.decoding.lengths import AcceptedRatio, BetaFilter, Features, Fixed, LengthRule, ProbabilityFloor, Proposal
 from distill.decoding.ngrams import ORDER, Guess, Mixture, NGramTable
 from distill.decoding.other_vocabulary import DraftReader, StringMatchDrafter
 from distill.decoding.rules import GREEDY, Rules

@@ -45,13 +45,7 @@ from distill.engines.loaded import LoadedPair, load_pair, pair_of_models, settle
 from distill.engines.model import Model
 from distill.engines.pairs import require_pair
 from distill.engines.server_commands import DRAWN_AMONG
-from distill.engines.torch.hugging_face import (
-    encode_text,
-    load_model,
-    load_target,
-    load_tokenizer,
-    read_kept,
-)
+from distill.engines.torch.hugging_face import encode_text, load_model, load_target, load_tokenizer, read_kept
 from distill.engines.torch.model import model_name
 from distill.errors import DataError
 from distill.files import is_gguf, write_result, write_text

@@ -25,13 +25,7 @@ from distill.decoding.calibration import (
     log_loss,
     predicted,
 )
-from distill.decoding.configured import (
-    check_configurations,
-    configured_sampler,
-    guesses,
-    name_of_fit,
-    names_of_fits,
-)
+from distill.decoding.configured import check_configurations, configured_sampler, guesses, name_of_fit, names_of_fits
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import read_with
 from distill.decoding.round_costs import PROMPTS

@@ -6,14 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 
 from distill.data.samples import REPEATED
-from distill.measuring.speedup_results import (
-    GroupFigures,
-    InTurns,
-    Measurement,
-    SpeedupPart,
-    SpeedupReport,
-    speedup_of,
-)
+from distill.measuring.speedup_results import GroupFigures, InTurns, Measurement, SpeedupPart, SpeedupReport, speedup_of
 from distill.measuring.verdict import explanations, next_steps
 from distill.recipe.configuration import described
 from distill.recipe.measuring import MOST_KL, engine_name

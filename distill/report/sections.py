@@ -15,19 +15,7 @@ from distill.measuring.verdict import FALLBACK_LENGTH, engine_of, leader, next_s
 from distill.recipe.recipe import REASON
 from distill.report import plots, tables
 from distill.report.tables import RunResults
-from distill.tables import (
-    Block,
-    Code,
-    Plot,
-    Row,
-    Table,
-    clean,
-    known,
-    listed,
-    number,
-    placeless,
-    size,
-)
+from distill.tables import Block, Code, Plot, Row, Table, clean, known, listed, number, placeless, size
 from distill.training.saved import REMEDY, STORED, Evaluation, TrainingStep, TrainingSummary, trained_tokens
 
 TEXTS = "Texts"  # the section with texts, which may be private

@@ -16,17 +16,7 @@ from pydantic import BaseModel
 
 from distill.errors import EndpointError
 from distill.files import read_json, write_json
-from distill.http import (
-    KEYLESS,
-    HttpClient,
-    Item,
-    Received,
-    Refused,
-    Result,
-    Unanswered,
-    at_once,
-    delay_seconds,
-)
+from distill.http import KEYLESS, HttpClient, Item, Received, Refused, Result, Unanswered, at_once, delay_seconds
 from distill.recipe.target import Servers
 
 ABSENT = (404, 405)  # statuses of an address that is not there

@@ -35,13 +35,7 @@ from distill.training.saved import (
 )
 from distill.training.setup import Training, merge, set_up
 from distill.training.step import CLIP, body_share, rate_share, set_rates
-from distill.training.validation import (
-    advice,
-    ended,
-    evaluate_weights,
-    evaluation_due,
-    take_best,
-)
+from distill.training.validation import advice, ended, evaluate_weights, evaluation_due, take_best
 
 STOPPING = "interrupted: the training stops after this step and is saved; a second signal ends it at once"
 

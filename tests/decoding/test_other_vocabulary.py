@@ -20,12 +20,7 @@ from transformers import AutoModelForCausalLM
 from distill.decoding.configured import make_drafter
 from distill.decoding.decode import decode_text, plain
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter
-from distill.decoding.other_vocabulary import (
-    DraftReader,
-    StringMatchDrafter,
-    Translator,
-    incomplete,
-)
+from distill.decoding.other_vocabulary import DraftReader, StringMatchDrafter, Translator, incomplete
 from distill.decoding.rules import Rules
 from distill.decoding.verify import Random
 from distill.engines.torch.model import TorchModel

@@ -18,13 +18,7 @@ from distill.decoding.calibration import Calibration
 from distill.decoding.costs import Costs
 from distill.decoding.drafters import ChainDraft
 from distill.decoding.lengths import ROOT, Features, NGramIndex, Proposal, best_tokens, features_of
-from distill.decoding.trees import (
-    Shape,
-    TreeDrafter,
-    calibrated,
-    draft_tree,
-    sampled_tree,
-)
+from distill.decoding.trees import Shape, TreeDrafter, calibrated, draft_tree, sampled_tree
 from distill.decoding.verify import TREES, walk, walk_greedy
 from distill.decoding.worth import ExpectedValue, Worth
 from distill.sampler import Sampler

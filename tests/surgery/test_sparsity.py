@@ -14,13 +14,7 @@ from toys import blurred, toy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from distill.errors import DataError, RecipeError
-from distill.surgery.sparsity import (
-    GroupLasso,
-    UnstructuredL1,
-    balance,
-    block_matrices,
-    zero_groups,
-)
+from distill.surgery.sparsity import GroupLasso, UnstructuredL1, balance, block_matrices, zero_groups
 
 torch.set_num_threads(1)
 

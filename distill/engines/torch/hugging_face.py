@@ -16,13 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.devices import (
-    CPU,
-    free_memory,
-    has_fast_bfloat16,
-    pick_device,
-    process_count,
-)
+from distill.devices import CPU, free_memory, has_fast_bfloat16, pick_device, process_count
 from distill.errors import DataError, DistillError, RunError
 from distill.files import finish_folder, has_form, is_gguf, read_object, write_json
 from distill.folders import (
