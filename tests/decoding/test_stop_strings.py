@@ -27,7 +27,7 @@ from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor
 from distill.decoding.rules import Rules, Stopped, characters, stop_before, token_bytes
 from distill.decoding.trees import TreeDrafter
 from distill.errors import DataError
-from distill.measuring.stream import GREEN, RESET, _show
+from distill.measuring.stream import GREEN, RESET, pieces, show
 from distill.sampler import Sampler
 from distill.vocabulary.vocabulary import Vocabulary
 
@@ -127,7 +127,7 @@ def test_a_stop_string_across_the_border_of_two_rounds() -> None:
 
 
 def test_what_begins_a_stop_string_waits() -> None:
-    pieces = [b"I am do", b"ne.\nB", b"\n", b"B", b"x"]
+    parts = [b"I am do", b"ne.\nB", b"\n", b"B", b"x"]
     stop = stop_before(pieces.__getitem__, ["\n\nC", "\nBx"])
     assert stop is not None
     assert stop([0], 0) == Stopped(1)
@@ -202,7 +202,7 @@ def test_what_is_printed_is_the_rest_of_the_whole_text(name: str, tmp_path: Path
         for colour in (False, True):
             out = io.StringIO()
             with redirect_stdout(out):
-                _show(bytes_of, result, rounds, colour)
+                show(pieces(bytes_of, result, rounds), (GREEN, RESET) if colour else ("", ""))
             printed = out.getvalue()
             assert re.sub("\x1b\\[[0-9]*m", "", printed) == TEXT[len(before) :] + "\n"
             green = "".join(re.findall(f"{re.escape(GREEN)}(.*?){re.escape(RESET)}", printed, re.DOTALL))
@@ -215,7 +215,7 @@ def test_what_is_printed_is_the_rest_of_the_whole_text(name: str, tmp_path: Path
 
 
 def test_the_rest_of_a_cut_token_is_printed_and_bytes_that_are_no_text_are_marked() -> None:
-    pieces = [b"I am do", b"ne.\nB", b"\xe6\x97", b"\xff", b" end"]
+    parts = [b"I am do", b"ne.\nB", b"\xe6\x97", b"\xff", b" end"]
     for tokens, rest, wanted in (
         ([0], b"ne.", "I am done.\n"),
         ([2, 3, 4], b"", "\ufffd\ufffd end\n"),
@@ -223,5 +223,5 @@ def test_the_rest_of_a_cut_token_is_printed_and_bytes_that_are_no_text_are_marke
     ):
         out = io.StringIO()
         with redirect_stdout(out):
-            _show(pieces.__getitem__, Decoded(tokens, [False] * 3, rest=rest), [tokens], True)
+            show(pieces(parts.__getitem__, Decoded(tokens, [False] * 3, rest=rest), [tokens]), (GREEN, RESET))
         assert out.getvalue() == wanted
