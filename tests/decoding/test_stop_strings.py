@@ -97,7 +97,7 @@ def test_every_way_ends_before_the_stop_string(pieces: Sequence[bytes], seed: in
     whole = [plain(table, prompt, LIMIT).tokens for prompt in prompts]
     for prompt, free in zip(prompts, whole, strict=True):
         stops = stops_of(draws, text_of(free, pieces)[: draws.randint(4, 60)].decode("utf-8", "ignore"))
-        rules = Rules(stop=stop_before(pieces.__getitem__, stops))
+        rules = Rules(stop=stop_before(parts.__getitem__, stops))
         expected = by_hand(free, pieces, stops)
         result = plain(table, prompt, LIMIT, rules=rules)
         assert (result.tokens, text_of(result.tokens, pieces) + result.rest) == expected
@@ -128,7 +128,7 @@ def test_a_stop_string_across_the_border_of_two_rounds() -> None:
 
 def test_what_begins_a_stop_string_waits() -> None:
     parts = [b"I am do", b"ne.\nB", b"\n", b"B", b"x"]
-    stop = stop_before(pieces.__getitem__, ["\n\nC", "\nBx"])
+    stop = stop_before(parts.__getitem__, ["\n\nC", "\nBx"])
     assert stop is not None
     assert stop([0], 0) == Stopped(1)
     assert stop([0, 1], 1) == Stopped(1)
@@ -137,7 +137,7 @@ def test_what_begins_a_stop_string_waits() -> None:
     assert stop([0, 2, 2], 1) == Stopped(1) == stop([0, 2], 1)
     assert stop([0, 2, 2, 2], 3) == Stopped(2)  # the first line end is clear now
     assert stop([0, 2, 2, 3, 4], 3) == Stopped(2, True)
-    first = stop_before(pieces.__getitem__, ["\n"])
+    first = stop_before(parts.__getitem__, ["\n"])
     assert first is not None and first([0, 1], 0) == Stopped(1, True, b"ne.")
     # Complete first counts; of those complete at once the longest.
     both = stop_before(lambda token: b"abc"[token : token + 1], ["abc", "b", "ab"])
@@ -161,7 +161,7 @@ def test_a_call_looks_at_the_end_alone() -> None:
 
 def test_an_end_token_ends_before_a_stop_string_behind_it() -> None:
     pieces = [b"a", b"b", b"<end>"]
-    rules = Rules(ends=(2,), stop=stop_before(pieces.__getitem__, ["bb"]))
+    rules = Rules(ends=(2,), stop=stop_before(parts.__getitem__, ["bb"]))
 
     for new, wanted in (([0, 1, 2, 1, 1], [0, 1, 2]), ([0, 1, 1, 2], [0]), ([1, 0, 1, 2, 0], [1, 0, 1, 2])):
         script = [*new, 0, 0, 0, 0]
