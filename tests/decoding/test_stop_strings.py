@@ -97,7 +97,7 @@ def test_every_way_ends_before_the_stop_string(pieces: Sequence[bytes], seed: in
     whole = [plain(table, prompt, LIMIT).tokens for prompt in prompts]
     for prompt, free in zip(prompts, whole, strict=True):
         stops = stops_of(draws, text_of(free, pieces)[: draws.randint(4, 60)].decode("utf-8", "ignore"))
-        rules = Rules(stop=stop_before(parts.__getitem__, stops))
+        rules = Rules(stop=stop_before(pieces.__getitem__, stops))
         expected = by_hand(free, pieces, stops)
         result = plain(table, prompt, LIMIT, rules=rules)
         assert (result.tokens, text_of(result.tokens, pieces) + result.rest) == expected
