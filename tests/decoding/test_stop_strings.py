@@ -160,7 +160,7 @@ def test_a_call_looks_at_the_end_alone() -> None:
 
 
 def test_an_end_token_ends_before_a_stop_string_behind_it() -> None:
-    pieces = [b"a", b"b", b"<end>"]
+    parts = [b"a", b"b", b"<end>"]
     rules = Rules(ends=(2,), stop=stop_before(parts.__getitem__, ["bb"]))
 
     for new, wanted in (([0, 1, 2, 1, 1], [0, 1, 2]), ([0, 1, 1, 2], [0]), ([1, 0, 1, 2, 0], [1, 0, 1, 2])):
