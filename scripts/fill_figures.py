@@ -23,7 +23,7 @@ BACKENDS = {"pytorch": "PyTorch", "gguf": "llama.cpp", "ik:q8_0": "ik_llama.cpp,
 # What the headline shows: settled beforehand, not the best of many. llama-server drafts 3 tokens by default, recipes 4:
 # the first of these lengths that was measured.
 HEADLINE = ("| acceptance probability, rejection sampling", "| acceptance probability, greedy")  # rows of eval.md
-LEFT_OUT = ("**by group", "**rounds")  # tables of eval.md
+LEFT_OUT = ("**by group", "**conditional", "**rounds")  # tables of eval.md
 RULE, LENGTHS = "expected-value", (3, 4, 1)
 
 
@@ -50,7 +50,7 @@ def _without_command(path: Path) -> str:
 
 
 def _of_documents(evaluation: str) -> str:
-    """The tables of eval.md that the documents show: the measures without their differences, and by position."""
+    """The tables of eval.md that the documents show: the measures without their differences."""
     sections = re.split(r"\n(?=\*\*)", re.sub(r"\n\|[^|\n]*: difference to the first[^\n]*", "", evaluation))
     return "\n".join(one for one in sections if not one.startswith(LEFT_OUT))
 

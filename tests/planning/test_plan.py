@@ -259,7 +259,9 @@ def test_the_order_of_decision(tmp_path: Path, monkeypatch: Patch) -> None:
         return decide(str(tmp_path / "big"), straight(slope, 0.3))
 
     flat = decided(0.01)
-    assert [line[:2] for line in flat] == ["1.", "2.", "3.", "Me"] and f"a lookup {1.61 / 1.0123:.2f} and" in flat[1]
+    tokens, drafted = order.LOOKED_UP["a lookup"]
+    assert [line[:2] for line in flat] == ["1.", "2.", "3.", "Me"]
+    assert f"a lookup {tokens / (1 + 0.01 * drafted):.2f} and" in flat[1]
     assert decided(1.1)[-1].startswith("No draft gains more. Plain decoding is the fastest")
     assert decide(str(tmp_path / "big"), None)[0].startswith(f"3. {name} has its tokens and {share:.2f}")
     (tmp_path / "small" / "config.json").unlink()
