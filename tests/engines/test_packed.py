@@ -100,9 +100,10 @@ def test_products_of_every_number_of_tokens(tmp_path: Path, kind: str) -> None:
 @needs_kernel
 @pytest.mark.parametrize("bits", [4, 8])
 def test_rounding_is_within_half_a_level(bits: int) -> None:
-    """Of the range of each 32 values, and of the half precision of their scale and zero; constant groups, too."""
+    """Of the range of each 32 values, and of the half precision of their scale and zero; constant and tiny groups."""
     weight = torch.randn(37, 96, generator=torch.Generator().manual_seed(2)).bfloat16()
     weight[3, :32], weight[4, 32:64] = 0, -0.75
+    weight[5] *= 1e-3  # whose scales are subnormal halves
     groups = weight.double().unflatten(1, (-1, 32))
     reach = groups.abs().amax(-1) / 127 if bits == 8 else (groups.amax(-1) - groups.amin(-1)) / 15
     allowed = (reach / 2 + groups.abs().amax(-1) / 256 + 1e-7).repeat_interleave(32, 1)

@@ -174,10 +174,8 @@ class PackedWeight:
         low, high = groups.aminmax(dim=-1)
         reach = torch.maximum(high, -low) / 127 if bits == 8 else (high - low) / 15
         scale, zero = reach.half(), None if bits == 8 else low.half()
-        tiny = torch.finfo(torch.float16).tiny
-        levels = (groups if zero is None else groups - zero.float()[..., None]) / scale.float().clamp(min=tiny)[
-            ..., None
-        ]
+        step = torch.where(scale > 0, scale.float(), 1.0)[..., None]  # as it is multiplied, subnormal or not
+        levels = (groups if zero is None else groups - zero.float()[..., None]) / step
         numbers = levels.round().clamp(-127 if bits == 8 else 0, 2 ** (bits - bits // 8) - 1).flatten(1)
         whole = Levels(
             numbers.to(torch.int8).numpy().view(np.uint8), scale.numpy(), None if zero is None else zero.numpy()
@@ -238,7 +236,9 @@ class PackedLinear(After):
 
     def step(self, layers: Sequence[Any]) -> PackedStep | None:
         """The whole of `Layer`s, of which this is the first product, in one call; None where that cannot be."""
-        return PackedStep.of(layers)
+        width = layers[0].width
+        whole = all(layer.products and all(type(one) is PackedLinear for one in layer.products) for layer in layers)
+        return PackedStep(layers) if whole and width % 32 == 0 and width <= WIDEST_HEAD else None
 
     def __deepcopy__(self, _: Any) -> PackedLinear:
         return self  # its parts are addresses
@@ -280,13 +280,6 @@ class PackedStep:
         self._epsilon, self._scaling = first.norms[0].epsilon, first.scaling
         self._pairs, self._groups, self._width = first.pairs, first.groups, first.width
         self._kernel = kernel()
-
-    @classmethod
-    def of(cls, layers: Sequence[Any]) -> PackedStep | None:
-        """The step of `Layer`s; None for those that it does not compute."""
-        width = layers[0].width
-        whole = all(layer.products and all(type(one) is PackedLinear for one in layer.products) for layer in layers)
-        return cls(layers) if whole and width % 32 == 0 and width <= WIDEST_HEAD else None
 
     def __deepcopy__(self, _: Any) -> PackedStep:
         return self
