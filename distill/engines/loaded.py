@@ -44,7 +44,7 @@ from distill.engines.torch.model import (
     send,
     state_refusal,
 )
-from distill.engines.torch.packed import BITS, NoKernel, kernel, load_packed, rounded_draft
+from distill.engines.torch.packed import BITS, SOURCE, NoKernel, kernel, load_packed, rounded_draft
 from distill.engines.torch.products import Bits, prepacked
 from distill.engines.torch.static import SlotCache, StaticTorchModel, refusal
 from distill.errors import DataError, RecipeError
@@ -334,7 +334,8 @@ def _chosen_weights(
     if pytorch.static or draft.device.type != "cpu" or draft.num_parameters() < LEAST:
         return None
     files = [_content(str(options[role])) for role in ("target", "draft")]
-    conditions = [files, version_of("torch"), machine()["cpu"], torch.get_num_threads(), options["dtype"]]
+    kinds = options["dtype"], options["target_weights"], SOURCE.read_text(encoding="utf-8")  # of weights; the kernel
+    conditions = [files, version_of("torch"), machine()["cpu"], torch.get_num_threads(), *kinds]
     place = cache_folder("weights") / f"{digest(conditions)}.json"
     try:
         return read_result(place, Weights).chosen
