@@ -164,7 +164,7 @@ def evaluate(
     drafts = [resolve_model(str(one)) for one in ([draft] if isinstance(draft, (str, Path)) else draft)]
     grid = Grid(resolve_model(str(target)), drafts, corpus.block, types, threads=threads, gguf=gguf)
     served = sampler or Sampler(1.0)
-    options = EvaluationOptions(served, Evaluate(), command, kl, acceptance=acceptance)
+    options = EvaluationOptions(served, Evaluate(), command, kl, grid=acceptance)
     return evaluate_grid(grid, prompts_of(corpus, prompts), options)
 
 

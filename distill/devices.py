@@ -331,12 +331,12 @@ def end_process() -> None:
     os._exit(0)
 
 
-def share_of(work: Sequence[Item], share: tuple[int, int], what: str, setting: str) -> list[Item]:
-    """Every `count`-th item from number `index` on, of `share` = (index, count): the parts cover the work once.
+def part_of(work: Sequence[Item], part: tuple[int, int], what: str, setting: str) -> list[Item]:
+    """Every `count`-th item from number `index` on, of `part` = (index, count): the parts cover the work once.
 
     Raises RunError where there are more processes than items (`what`, as many as `setting` makes of the work).
     """
-    index, count = share
+    index, count = part
     if count > len(work):
         raise RunError(
             f"{count} processes were started, and there are {len(work)} {what}: some would have nothing to do",

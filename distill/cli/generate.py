@@ -82,8 +82,8 @@ def _opening(
     from distill.measuring.stream import Continuation, Opening
     from distill.sampler import Sampler
 
-    fitted = {} if found is None or not chosen.needs_calibration else _calibrations(found)
-    request = Continuation(chosen, Sampler.of(drawn), fitted=fitted, lossy=allow_lossy, table=table)
+    calibrations = {} if found is None or not chosen.needs_calibration else _calibrations(found)
+    request = Continuation(chosen, Sampler.of(drawn), calibrations=calibrations, lossy=allow_lossy, table=table)
     return Opening(place, small, device, threads, gguf, decoding), request, asked
 
 

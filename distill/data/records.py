@@ -266,12 +266,12 @@ def read_conversation(
     """
     fields, left = Fields(record, source), Counter[str]()
     if form == "prompt":
-        messages = _asked(fields, left)
+        messages = _asked(fields, dropped)
     else:
         given = fields.first("messages", LISTS)
         found = _parsed(given)
         texts = found if given is record.get("turns") and has_form(found, [str]) else None
-        messages = _messages(found, left) if texts is None else [{"role": "user", "content": text} for text in texts]
+        messages = _messages(found, dropped) if texts is None else [{"role": "user", "content": text} for text in texts]
     system = fields.first("system", SYSTEMS)
     if system is not None and not isinstance(system, str):
         raise ValueError("a system prompt that is not text")
@@ -282,7 +282,7 @@ def read_conversation(
         if not given:
             messages.insert(0, {"role": "system", "content": system})
     arguments = template_arguments(fields)
-    asked = _usable(tuple(messages), left)
+    asked = _usable(tuple(messages), dropped)
     if isinstance(record.get(fields.names.get("label", "category")), str):
         fields.read.add(fields.names.get("label", "category"))
     text = "\n".join(one["content"] for one in asked)
@@ -294,7 +294,7 @@ def read_conversation(
     lost = OF_QUESTION | (set(THINKING) if asked[-1]["role"] == "assistant" else set())
     if missing := next((name for name in unread if name in lost and source.form == "auto"), None):
         raise ValueError(f"a field `{missing}` beside the {form}: name it in the source's `fields`, or set its `form`")
-    count_fields(unread, "records", left)
+    count_fields(unread, "records", dropped)
     dropped.update(left)
     return asked, arguments
 
@@ -310,13 +310,13 @@ def _parsed(value: Any) -> Any:
 # ── A prompt, what it is about, and an answer ──
 
 
-def _asked(fields: Fields, left: Counter[str]) -> list[dict[str, Any]]:
+def _asked(fields: Fields, dropped: Counter[str]) -> list[dict[str, Any]]:
     """The messages of a prompt with its context, after the turns of its `history`, and of its answer."""
     prompt = fields.first("prompt", PROMPTS)
     if has_form(prompt, [str]) and prompt:  # the user's turns, as MT-Bench has them
         messages = [{"role": "user", "content": text} for text in prompt]
     elif isinstance(prompt, list):  # messages before the answer, as preference data sets have them
-        messages = _messages(prompt, left)
+        messages = _messages(prompt, dropped)
     elif isinstance(prompt, str):
         parts = [prompt, *_contexts(fields, prompt)]
         messages = [{"role": "user", "content": "\n".join(parts)}]
@@ -328,7 +328,7 @@ def _asked(fields: Fields, left: Counter[str]) -> list[dict[str, Any]]:
     turns = [text for pair in history or [] for text in pair]
     roles = ("user", "assistant") * (len(turns) // 2)
     messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)] + messages
-    return messages + _answer(fields, left)
+    return messages + _answer(fields, dropped)
 
 
 def _contexts(fields: Fields, prompt: str) -> list[str]:
@@ -346,17 +346,17 @@ def _contexts(fields: Fields, prompt: str) -> list[str]:
     return found
 
 
-def _answer(fields: Fields, left: Counter[str]) -> list[dict[str, Any]]:
+def _answer(fields: Fields, dropped: Counter[str]) -> list[dict[str, Any]]:
     """The messages of an answer, with the thinking before it; none where the record has no answer that is text."""
     answer = fields.first("answer", ANSWERS)
     if isinstance(answer, list) and not has_form(answer, [str]):
-        return _messages(answer, left)
+        return _messages(answer, dropped)
     if answer is None:  # SQuAD's, and lists of answers that all are right
         several = fields.first("answers", ("answers",))
         answer = several.get("text") if isinstance(several, dict) else several
     if isinstance(answer, list) and answer and has_form(answer, [str]):
         if further := len(set(answer[1:]) - {answer[0]}):
-            left["answers of a question beyond its first"] += further
+            dropped["answers of a question beyond its first"] += further
         answer = answer[0]
     if not isinstance(answer, str):
         fields.read -= {*ANSWERS, "answers", fields.names.get("answer", "")}
@@ -389,15 +389,15 @@ def template_arguments(fields: Fields) -> dict[str, Any]:
 # ── Messages ──
 
 
-def _messages(value: Any, left: Counter[str]) -> list[dict[str, Any]]:
+def _messages(value: Any, dropped: Counter[str]) -> list[dict[str, Any]]:
     """Messages of role and content, or of ShareGPT's from and value."""
     value = _parsed(value)
     if not isinstance(value, list):
         raise ValueError("messages that are not a list")
-    return [_message(one, left) for one in value]
+    return [_message(one, dropped) for one in value]
 
 
-def _message(one: Any, left: Counter[str]) -> dict[str, Any]:
+def _message(one: Any, dropped: Counter[str]) -> dict[str, Any]:
     if not isinstance(one, dict):
         raise ValueError("a message that is not a mapping")
     role = str(one.get("role", one.get("from")))
@@ -414,7 +414,7 @@ def _message(one: Any, left: Counter[str]) -> dict[str, Any]:
     if message["role"] == "assistant" and (weight == 0 or any(one.get(name) is False for name in LEARNT)):
         message["weight"] = 0
     read = {"role", "from", "weight", *LEARNT, "content" if "content" in one else "value", *OF_MESSAGE}
-    count_fields(unread_fields(one, read), "messages", left)
+    count_fields(unread_fields(one, read), "messages", dropped)
     return message
 
 
@@ -427,11 +427,11 @@ def _joined(content: Any) -> Any:
     return [*others, {"text": "".join(part["text"] for part in texts)}] if texts else content
 
 
-def _usable(messages: Messages, left: Counter[str]) -> Messages:
+def _usable(messages: Messages, dropped: Counter[str]) -> Messages:
     """The messages up to the last question or answer; ValueError where a model cannot be asked them."""
     roles = [one["role"] for one in messages]
     while roles and roles[-1] in ("system", "tool"):
-        left[f"messages of the role {roles.pop()} that nothing follows"] += 1
+        dropped[f"messages of the role {roles.pop()} that nothing follows"] += 1
     if "user" not in roles:
         raise ValueError("no user's turn")
     if "assistant" in roles and roles.index("assistant") < roles.index("user"):

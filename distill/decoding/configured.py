@@ -76,7 +76,7 @@ class _Place(NamedTuple):
 
 
 class TableDrafter:
-    """The `nodes` likeliest nodes by a mixture of counts, at most `depth` deep.
+    """The `nodes` likeliest nodes by a mixture of counts, of at most `longest` tokens on a path.
 
     By its `worth` as many of them as are worth verifying. `max_leaves` 1 makes chains, for models that take no trees.
     """
@@ -87,13 +87,13 @@ class TableDrafter:
         self,
         table: NGramTable | None,
         nodes: int,
-        depth: int,
+        longest: int,
         *,
         calibration: TableCalibration | None = None,
         worth: Worth | None = None,
         max_leaves: int = sys.maxsize,
     ) -> None:
-        self.mixture, self.nodes, self.depth = Mixture(table), nodes, depth
+        self.mixture, self.nodes, self.longest = Mixture(table), nodes, longest
         self.calibration, self.worth, self.max_leaves = calibration, worth, max_leaves
         self.tree = max_leaves > 1
 
@@ -102,8 +102,8 @@ class TableDrafter:
         self.mixture.begin()
 
     def room(self, length: int) -> int:
-        """Always the full depth: there is no context that could be full."""
-        return self.depth
+        """Always the full length: there is no context that could be full."""
+        return self.longest
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """The likeliest nodes, parents first; an end token has no children."""
@@ -112,8 +112,8 @@ class TableDrafter:
         most = min(self.nodes, limit + SPARE_NODES - 2) if self.tree else min(self.nodes, limit)
         if self.worth is not None:
             most = min(most, len(self.worth.costs.undrafted) - 1)
-        depth = min(self.depth, limit)
-        if most <= 0 or depth <= 0:
+        longest = min(self.longest, limit)
+        if most <= 0 or longest <= 0:
             return NOTHING
 
         def below(place: _Place, token: int) -> Choices:
@@ -123,7 +123,7 @@ class TableDrafter:
             return self._choices(_Place(tail, self.mixture.after(place.place, token), place.depth + 1))
 
         root = self._choices(_Place(self.mixture.tail, self.mixture.place, 0))
-        return best_first(root, below, most, depth, Size(self.worth, most), self.max_leaves).proposal()
+        return best_first(root, below, most, longest, Size(self.worth, most), self.max_leaves).proposal()
 
     def _choices(self, place: _Place) -> Choices:
         guess = self.mixture.guess(place.tail, place.place, BRANCHING)
@@ -185,7 +185,7 @@ def name_of_fit(configuration: Configuration, sampler: Sampler) -> str:
 
 
 @dataclass(frozen=True)
-class Fitted:
+class DrafterInputs:
     """What configurations read that is measured beforehand: costs, calibrations by name; the table of n-grams (None:
     those of the text alone), and how far the target's trees may branch."""
 
@@ -199,7 +199,7 @@ class Fitted:
         return self.calibrations.get(name_of_fit(configuration, sampler), UNFITTED)
 
 
-NOT_FITTED = Fitted()
+NO_INPUTS = DrafterInputs()
 
 
 def configured_sampler(configuration: Configuration, settings: SamplerSettings) -> Sampler:
@@ -217,10 +217,10 @@ def table_calibration(calibrations: Mapping[str, Calibration], sampler: Sampler)
 
 
 def make_rule(
-    configuration: Configuration, fitted: Fitted, worth: Worth | None = None, sampler: Sampler = GREEDY
+    configuration: Configuration, inputs: DrafterInputs, worth: Worth | None = None, sampler: Sampler = GREEDY
 ) -> LengthRule:
-    """The length rule in its first state; only the expected-value rule reads what was `fitted`."""
-    rule, longest, n_min = configuration.length_rule, configuration.max_length, configuration.n_min or 0
+    """The length rule in its first state; only the expected-value rule reads `inputs`."""
+    rule, longest, n_min = configuration.length_rule, configuration.longest, configuration.n_min or 0
     if rule == "p_min":
         return ProbabilityFloor(longest, configuration.settings["p_min"], n_min=n_min)
     if rule == "start-continue":
@@ -231,8 +231,8 @@ def make_rule(
     if rule == "beta":
         return BetaFilter(longest, configuration.settings["floor"], start=configuration.start, n_min=n_min)
     if rule == "expected-value":
-        worth = worth or Worth(fitted.costs)
-        return ExpectedValue(worth, fitted.calibration(configuration, sampler), longest=longest, n_min=n_min)
+        worth = worth or Worth(inputs.costs)
+        return ExpectedValue(worth, inputs.calibration(configuration, sampler), longest=longest, n_min=n_min)
     return Fixed(longest, n_min=n_min)
 
 
@@ -241,7 +241,7 @@ def make_drafter(
     draft: Model | DraftReader,
     sampler: Sampler,
     random: Random,
-    fitted: Fitted = NOT_FITTED,
+    inputs: DrafterInputs = NO_INPUTS,
 ) -> Drafter:
     """The drafter that a configuration names, as at the start of a session; under `match` a draft gives its best token.
 
@@ -253,47 +253,52 @@ def make_drafter(
     if configuration.other_vocabulary:
         assert isinstance(draft, DraftReader)
         argmax = configuration.verified_by == "match"
-        return StringMatchDrafter(draft, configuration.max_length, sampler, random, argmax)
-    worth = Worth(fitted.costs) if configuration.needs_costs and fitted.costs is not NO_COSTS else None
+        return StringMatchDrafter(draft, configuration.longest, sampler, random, argmax)
+    worth = Worth(inputs.costs) if configuration.needs_costs and inputs.costs is not NO_COSTS else None
     if configuration.drafter == "lookup":
-        return LookupDrafter(configuration.max_length, worth=worth)
+        return LookupDrafter(configuration.longest, worth=worth)
     if configuration.counts_ngrams:
         own: Drafter = TableDrafter(
-            fitted.table,
+            inputs.table,
             configuration.most_nodes,
-            configuration.max_length,
-            calibration=table_calibration(fitted.calibrations, sampler),
+            configuration.longest,
+            calibration=table_calibration(inputs.calibrations, sampler),
             worth=worth,
-            max_leaves=max(fitted.max_leaves, 1),
+            max_leaves=max(inputs.max_leaves, 1),
         )
     else:
         assert not isinstance(draft, DraftReader), (
             f"`{configuration.described}` needs a draft of the target's vocabulary"
         )
-        own = _model_drafter(configuration, draft, sampler, random, fitted, worth)
+        own = _model_drafter(configuration, draft, sampler, random, inputs, worth)
     if configuration.looks_up:
         shortest = LOOKED_UP if worth is None or configuration.counts_ngrams else 1
-        return FallbackDrafter(LookupDrafter(configuration.max_length, shortest, worth), own)
+        return FallbackDrafter(LookupDrafter(configuration.longest, shortest, worth), own)
     return own
 
 
 def _model_drafter(
-    configuration: Configuration, draft: Model, sampler: Sampler, random: Random, fitted: Fitted, worth: Worth | None
+    configuration: Configuration,
+    draft: Model,
+    sampler: Sampler,
+    random: Random,
+    inputs: DrafterInputs,
+    worth: Worth | None,
 ) -> TreeDrafter | ModelDrafter:
     """The part of a drafter that asks a draft."""
     if configuration.widths is not None:
         shape = Shape.of_widths(configuration.widths)
         distinct = configuration.verified_by == "distinct"
         return TreeDrafter(draft, sampler, random, len(shape), shape=shape, distinct=distinct)
-    calibration = fitted.calibration(configuration, sampler)
+    calibration = inputs.calibration(configuration, sampler)
     if configuration.branches:
-        depth = configuration.max_length
-        rule = None if worth is None else ExpectedValue(worth, calibration, longest=depth)
+        longest = configuration.longest
+        rule = None if worth is None else ExpectedValue(worth, calibration, longest=longest)
         return TreeDrafter(
-            draft, sampler, random, configuration.most_nodes, depth=depth, calibration=calibration, rule=rule
+            draft, sampler, random, configuration.most_nodes, longest=longest, calibration=calibration, rule=rule
         )
     argmax = sampler.temperature == 0 or configuration.verified_by == "match"
-    return ModelDrafter(draft, make_rule(configuration, fitted, worth, sampler), sampler, random, argmax)
+    return ModelDrafter(draft, make_rule(configuration, inputs, worth, sampler), sampler, random, argmax)
 
 
 def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:
@@ -303,9 +308,9 @@ def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:
     """
     if not configuration.drafts:
         return None
-    nobody: Any = None  # the kind of the drafted tokens depends on no model
+    unasked: Any = None  # a model: the kind of the drafted tokens follows from the configuration alone
     string = configuration.other_vocabulary
-    drafter = StringMatchDrafter if string else make_drafter(configuration, nobody, sampler, lambda: 0.0)
+    drafter = StringMatchDrafter if string else make_drafter(configuration, unasked, sampler, lambda: 0.0)
     return refusal(configuration.verified_by, drafter.kind, sampler.temperature, drafter.tree)
 
 

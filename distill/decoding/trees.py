@@ -139,11 +139,12 @@ def best_first(
     root: Choices,
     below: Callable[[Any, int], Choices | None],
     nodes: int,
-    depth: int,
+    longest: int,
     size: Size,
     max_leaves: int = sys.maxsize,
 ) -> Grown:
-    """The tree of at most `nodes` nodes with the largest sum of values, or of fewer where no other can be worth more.
+    """The tree of at most `nodes` nodes, `longest` on a path, with the largest sum of values, or of fewer where no
+    other can be worth more.
 
     `below` gives the choices after a token at a place, None where they are not known yet. The first nodes are always
     the best tree of fewer. Where `max_leaves` binds, the tree is the greedy one, not the best.
@@ -167,7 +168,7 @@ def best_first(
         grown.chances.append(-loss)
         size.add(node + 1, -loss)
         # A node in the last place has no children in the tree: they would come after it.
-        if level < depth and node + 1 < nodes and size.may_rise(node + 1, -loss):
+        if level < longest and node + 1 < nodes and size.may_rise(node + 1, -loss):
             following = below(among.place, among.tokens[rank])
             if following is None:
                 grown.unread.append(node)
@@ -182,7 +183,7 @@ def draft_tree(
     nodes: int,
     *,
     branching: int = 8,
-    depth: int = 16,
+    longest: int = 16,
     calibration: Calibration = UNFITTED,
     max_leaves: int = sys.maxsize,
     rule: ExpectedValue | None = None,
@@ -205,7 +206,7 @@ def draft_tree(
 
     while True:
         size = Size(None if rule is None else rule.worth, nodes, by_model=True)
-        grown = best_first(first, below, nodes, depth, size, max_leaves)
+        grown = best_first(first, below, nodes, longest, size, max_leaves)
         unread, paths = grown.unread, {node: grown.path(node) for node in grown.unread}
         if unread and rule is not None:
             unread = unread[: rule.opens(size, grown.chances, unread, grown.depths[unread[0]])]
@@ -325,7 +326,7 @@ class TreeDrafter:
         shape: Shape | None = None,
         distinct: bool = False,
         branching: int = 16,
-        depth: int = 8,
+        longest: int = 8,
         calibration: Calibration = UNFITTED,
         rule: ExpectedValue | None = None,
     ) -> None:
@@ -336,7 +337,7 @@ class TreeDrafter:
         self.model, self.sampler, self.random, self.nodes = model, distribution_sampler(sampler), random, nodes
         self.shape, self.distinct = shape, distinct
         self.kind = "deterministic" if shape is None else "distinct" if distinct else "sampled"
-        self.branching, self.depth, self.calibration, self.rule = branching, depth, calibration, rule
+        self.branching, self.longest, self.calibration, self.rule = branching, longest, calibration, rule
         self._late = 0.0  # seconds of this round in which the draft read what was decoded without it
         self._tree: Grown | None = None  # of the last round, behind this many tokens
         self._length = 0
@@ -392,7 +393,7 @@ class TreeDrafter:
             expand,
             nodes,
             branching=self.branching,
-            depth=min(self.depth, limit),
+            longest=min(self.longest, limit),
             calibration=self.calibration,
             max_leaves=self.model.max_leaves,
             rule=self.rule,

@@ -19,7 +19,14 @@ import numpy
 
 from distill.data.samples import SEEN, repetition
 from distill.decoding.calibration import Calibration
-from distill.decoding.configured import NO_COSTS, Fitted, Session, configured_sampler, make_drafter, require_trees
+from distill.decoding.configured import (
+    NO_COSTS,
+    DrafterInputs,
+    Session,
+    configured_sampler,
+    make_drafter,
+    require_trees,
+)
 from distill.decoding.costs import Costs, accepted_by_position, measure_steps, tokens_per_round
 from distill.decoding.decode import Decoded, Round, room_for
 from distill.decoding.ngrams import NGramTable
@@ -120,7 +127,7 @@ class TimedConfiguration(Session):
 
 
 def prepare_all(
-    settings: PairSettings, target: Model, draft: Model | DraftReader, ends: Collection[int], fitted: Fitted
+    settings: PairSettings, target: Model, draft: Model | DraftReader, ends: Collection[int], inputs: DrafterInputs
 ) -> list[TimedConfiguration]:
     """Plain greedy decoding, the sweep (a configuration a length), and all others; a `DraftReader` has another
     vocabulary.
@@ -132,7 +139,7 @@ def prepare_all(
         sampler = configured_sampler(configuration, settings.sampler)
         draws = random.Random(f"{settings.seed}/{configuration.described}").random
         rules = Rules(sampler, configuration.verified_by, ends, draws)
-        make = partial(make_drafter, configuration, draft, sampler, draws, fitted)
+        make = partial(make_drafter, configuration, draft, sampler, draws, inputs)
         return TimedConfiguration(target, configuration, rules, make, length=length)
 
     greedy, drawn = ready(PLAIN, 0), ready(PLAIN_SAMPLED)
@@ -389,13 +396,13 @@ STEP_REPEATS = 7  # of a timed step, at most: 3 where their median lies within 5
 class PairTexts:
     """On which prompts a pair is measured, and what is known of them.
 
-    Costs are timed behind `spare` prompts. `fits` are calibrations by name. `classes` are those of the prompts, where
+    Costs are timed behind `spare` prompts. `calibrations` by name. `classes` are those of the prompts, where
     they are to be told apart. `table` holds n-grams of the target's other texts, where there are any.
     """
 
     prompts: list[list[int]]
     spare: list[list[int]]
-    fits: Mapping[str, Calibration] = field(default_factory=dict)
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
     classes: Sequence[str] = ()
     table: NGramTable | None = None
 
@@ -414,7 +421,7 @@ def measure_pair(
     if any(one.branches for one in settings.configurations):
         require_trees(pair.target, pair.draft)
     prompts, new_tokens = given.prompts, settings.speedup.new_tokens
-    fitted = _fitted(pair, given, _timed_costs(settings, pair, given))
+    inputs = _inputs(pair, given, _timed_costs(settings, pair, given))
     small: Model = pair.draft if reader is None else reader.model
     watch = Watch()
     target, draft = watch.models(pair.target, small)
@@ -422,7 +429,7 @@ def measure_pair(
     if reader is not None:
         drafting = copy.copy(reader)
         drafting.model = draft
-    prepared = prepare_all(settings, target, drafting, pair.ends, fitted)
+    prepared = prepare_all(settings, target, drafting, pair.ends, inputs)
     with_room = draft if reader is None else target  # a draft of another vocabulary checks its own room
     time_texts(target, with_room, prompts, new_tokens, prepared, f"{pair.backend}, prompts", watch, stop=True)
     plain = prepared[0].texts[0].decoded.tokens
@@ -444,7 +451,7 @@ def time_again(
     pair."""
     longest = _longest_priced(settings)
     costs = pair_costs(pair, given.prompts[:1], longest) if longest else NO_COSTS
-    prepared = prepare_all(settings, pair.target, pair.draft, pair.ends, _fitted(pair, given, costs))
+    prepared = prepare_all(settings, pair.target, pair.draft, pair.ends, _inputs(pair, given, costs))
     wanted = {place: prepared[place] for place in places}
     new_tokens, title = settings.speedup.new_tokens, f"{pair.backend}, prompts of a turn"
     time_texts(pair.target, pair.draft, given.prompts, new_tokens, [*wanted.values()], title)
@@ -466,5 +473,5 @@ def _timed_costs(settings: PairSettings, pair: LoadedPair, given: PairTexts) -> 
     return pair_costs(pair, spare, longest, settings.speedup.new_tokens)
 
 
-def _fitted(pair: LoadedPair, given: PairTexts, costs: Costs) -> Fitted:
-    return Fitted(costs.of_target(pair.target), given.fits, given.table, pair.target.max_leaves)
+def _inputs(pair: LoadedPair, given: PairTexts, costs: Costs) -> DrafterInputs:
+    return DrafterInputs(costs.of_target(pair.target), given.calibrations, given.table, pair.target.max_leaves)

@@ -512,14 +512,14 @@ def rounds_of(
 
 @dataclass(frozen=True)
 class EvaluationOptions:
-    """What is measured of every pair; `acceptance` says whether rounds of a grid are counted."""
+    """What is measured of every pair; `grid`: whether rounds of its lengths and samplers are counted."""
 
     sampler: Sampler
     settings: Evaluate
     command: str
     divergences: bool = True
     seed: int = 0
-    acceptance: bool = True
+    grid: bool = True
 
 
 @dataclass(frozen=True)
@@ -872,7 +872,7 @@ def evaluate_grid(grid: Grid, prompts: Prompts, options: EvaluationOptions) -> E
         found = prompts(target, block)
         alone = next(iter(pairs.values())) if len(pairs) == 1 else None
         given = None if alone is None else _given(alone, found.texts, block, options.settings.file_blocks)
-        decoded = [*pairs] if options.acceptance else []
+        decoded = [*pairs] if options.grid else []
         return evaluate_pairs(TargetWithDrafts(pairs, found.measured, block, found.classes(), given, decoded), options)
 
 
@@ -956,5 +956,5 @@ def evaluate_types(
     models = recipe.target.model, [str(run.path("draft"))]
     grid = Grid(*models, recipe.corpus.block, types, written, threads, gguf)
     sampler, seed = Sampler.of(recipe.sampler), recipe.seed
-    options = EvaluationOptions(sampler, recipe.eval, command, kl, seed=seed, acceptance=acceptance)
+    options = EvaluationOptions(sampler, recipe.eval, command, kl, seed=seed, grid=acceptance)
     return evaluate_grid(grid, lambda *_: found, options)

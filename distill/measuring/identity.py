@@ -177,8 +177,8 @@ def measured_rounding(
     if backend == "pytorch" and settings.dtype == "float32" and settings.quantise is None:
         return Rounding(TORCH_NOISE)
     greedy = [one for one in configurations if one.sampler == "greedy"]
-    drafted = {size for one in greedy for size in (one.most_nodes, 0 if one.drafter == "tree" else one.max_length)}
-    chains = [one.max_length for one in greedy if one.drafter == "draft" and one.length_rule == "fixed"]
+    drafted = {size for one in greedy for size in (one.most_nodes, 0 if one.drafter == "tree" else one.longest)}
+    chains = [one.longest for one in greedy if one.drafter == "draft" and one.length_rule == "fixed"]
     pieces = [text[start : start + length + 1] for length in sorted(drafted - {0}) for start in (0, 16)]
     # A text may end before the longest length.
     noise = max((rounding_noise(target, prompt, piece) for piece in pieces if len(piece) > 1), default=0.0)

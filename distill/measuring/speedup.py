@@ -207,8 +207,8 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
     spare = validation_prompts(run, recipe.answers.prompt_tokens, PROMPTS)
     if not spare:
         run.say("  there is no validation text: costs are timed on the test prompts, which does not change them")
-    fits = {} if calibration is None else calibration.fits
-    given = PairTexts(prompts, spare or prompts, fits, table=table)
+    calibrations = {} if calibration is None else calibration.fits
+    given = PairTexts(prompts, spare or prompts, calibrations, table=table)
     # Which decodes the target in the form that the user gave it.
     own = "pytorch" if own_file(recipe) is None else "gguf"
     reference: OwnDistributions | None = None
@@ -402,8 +402,8 @@ def measure_any_pair(
         calibration = None
         if need_calibration(configurations):
             calibration = calibrate_pair(pair, spare, settings, "prompts of the same files", counted)
-        fits = {} if calibration is None else calibration.fits
-        given = PairTexts(measured, spare or measured, fits, classes=prompts.classes(), table=counted)
+        calibrations = {} if calibration is None else calibration.fits
+        given = PairTexts(measured, spare or measured, calibrations, classes=prompts.classes(), table=counted)
         part = measure_pair(settings, pair, PairMeasured("draft + target", pair.backend), given, reader)
         part = replace(part, pytorch=_settings_of(pair))
         report = SpeedupReport(

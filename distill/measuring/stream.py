@@ -17,7 +17,7 @@ from typing import Any
 from distill.data.chat_template import ChatTemplate
 from distill.data.prompts import open_tokenizer
 from distill.decoding.calibration import Calibration
-from distill.decoding.configured import NO_COSTS, Fitted, Session, make_drafter, name_of_fit, require_trees
+from distill.decoding.configured import NO_COSTS, DrafterInputs, Session, make_drafter, name_of_fit, require_trees
 from distill.decoding.decode import Decoded
 from distill.decoding.drafters import Drafter, NoDrafter
 from distill.decoding.grammar import Constraint, Tokens, constraint
@@ -40,7 +40,7 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 class Continuation:
     """How to continue a text: the configuration, the served sampler, where it ends, and the seed.
 
-    `fitted` are calibrations by name. `lossy` allows a configuration
+    `calibrations` by name. `lossy` allows a configuration
     that changes the target's distribution; the summary then says so. `grammar` is its kind and text, see
     `grammar.constraint`. `table` holds n-grams of the target (a file, or a run that has one), for drafter table.
     """
@@ -49,7 +49,7 @@ class Continuation:
     sampler: Sampler
     seed: int = 0
     stop: Sequence[str] = ()
-    fitted: Mapping[str, Calibration] = field(default_factory=dict)
+    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
     lossy: bool = False
     grammar: tuple[str, str] | None = None
     table: Path | None = None
@@ -76,8 +76,8 @@ def opened(opening: Opening, request: Continuation, tokens: int) -> Iterator[tup
     """
     configuration, target = request.configuration, opening.target
     name = name_of_fit(configuration, request.sampler)
-    if configuration.needs_calibration and name not in request.fitted:
-        greedy = configuration.counts_ngrams and "table" in request.fitted
+    if configuration.needs_calibration and name not in request.calibrations:
+        greedy = configuration.counts_ngrams and "table" in request.calibrations
         other = "that of greedy texts stands" if greedy else "the drafter's own probabilities stand"
         note(f"no calibration `{name}` was fitted: {other} in for it")
     if configuration.other_vocabulary and is_gguf(target.model) and not opening.pytorch.in_bits:
@@ -193,8 +193,8 @@ def _drafter(
     costs = pair_costs(pair, [ids], configuration.longest_round) if priced else NO_COSTS
     asked: Any = pair.draft if grammar is None else Constrained(pair.draft, grammar)
     table = None if request.table is None else open_table(request.table, pair.reference)
-    fitted = Fitted(costs, request.fitted, table=table, max_leaves=pair.target.max_leaves)
-    drafter = make_drafter(configuration, asked, rules.sampler, rules.random, fitted)
+    inputs = DrafterInputs(costs, request.calibrations, table=table, max_leaves=pair.target.max_leaves)
+    drafter = make_drafter(configuration, asked, rules.sampler, rules.random, inputs)
     return drafter if grammar is None else Forced(drafter, grammar)
 
 

@@ -71,7 +71,7 @@ class Configuration(Section):
         None,
         ge=1,
         le=63,
-        description=f"maximum tokens drafted; of a tree, its depth; null: {LENGTH}",
+        description=f"maximum tokens drafted in a row, of a tree on a path; null: {LENGTH}",
     )
     nodes: int | None = Field(
         None,
@@ -125,8 +125,8 @@ class Configuration(Section):
                 raise ValueError(f"{name} is not read by {self._described()}: leave it out")
         if self.drafter == "tree" and self.widths is not None and (min(self.widths) < 1 or self.most_nodes > 63):
             raise ValueError(f"widths {list(self.widths)} make {self.most_nodes} nodes: 1 to 63 are possible")
-        if self.n_min is not None and self.n_min > self.max_length:
-            raise ValueError(f"n_min {self.n_min} drops every draft of at most {self.max_length} tokens: lower it")
+        if self.n_min is not None and self.n_min > self.longest:
+            raise ValueError(f"n_min {self.n_min} drops every draft of at most {self.longest} tokens: lower it")
         if self.drafter in TREES and self.calibration == "context":
             raise ValueError("a tree's branches have different texts before them: use another calibration than context")
         return self
@@ -162,8 +162,8 @@ class Configuration(Section):
         return self.rule or ("expected-value" if self._grows else "fixed")
 
     @property
-    def max_length(self) -> int:
-        """Tokens drafted at most, of a tree its depth: the default spelled out."""
+    def longest(self) -> int:
+        """Tokens drafted in a row (of a tree: on a path) at most: the default spelled out."""
         return LENGTH if self.length is None else self.length
 
     @property
@@ -226,7 +226,7 @@ class Configuration(Section):
     @property
     def longest_round(self) -> int:
         """Largest number of drafted tokens that needs a price."""
-        return max(self.most_nodes, self.max_length)
+        return max(self.most_nodes, self.longest)
 
     @property
     def needs_costs(self) -> bool:
@@ -240,7 +240,7 @@ class Configuration(Section):
             return "plain"
         if self.drafter not in ("draft", "string"):
             return self.drafter.replace("+", " + ") if self.widths is None else "drawn tree"
-        named = {"fixed": f"{self.max_length}", "expected-value": ADAPTIVE}
+        named = {"fixed": f"{self.longest}", "expected-value": ADAPTIVE}
         return f"{self.drafter} {named.get(self.length_rule, self.length_rule)}"
 
     @property
@@ -249,7 +249,7 @@ class Configuration(Section):
         first = START if self.rule != "beta" else FLOOR if self.floor is None else self.floor
         usual: dict[str, Any] = {
             "rule": self.length_rule,
-            "length": self.max_length,
+            "length": self.longest,
             "nodes": self.most_nodes,
             "p_min": P_MIN,
         }

@@ -67,7 +67,7 @@ class Job:
     limit: int
     request: Continuation
     pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
-    left: threading.Event = field(default_factory=threading.Event)
+    gone: threading.Event = field(default_factory=threading.Event)
     result: Decoded = field(default_factory=Decoded)
 
 
@@ -139,7 +139,7 @@ class Completions:
         last: Piece = None
         try:
             parts = self.answerer.answer(job.request, job.ids, job.limit, job.result)
-            while not job.left.is_set() and (part := next(parts, None)) is not None:
+            while not job.gone.is_set() and (part := next(parts, None)) is not None:
                 loop.call_soon_threadsafe(job.pieces.put_nowait, part[0])
         except Exception as error:
             last = error if isinstance(error, DistillError) else RunError(f"a bug in distill: {type(error).__name__}")
@@ -164,7 +164,7 @@ class Completions:
                     if await http.is_disconnected():
                         return
         finally:
-            job.left.set()
+            job.gone.set()
 
     async def _events(self, job: Job, http: HttpRequest, head: dict[str, Any]) -> AsyncIterator[str]:
         """A job as events, the last of which has its timings."""
@@ -242,7 +242,7 @@ def serve(
         def stop(number: int) -> None:
             server.should_exit = True
             for job in own.jobs:
-                job.left.set()
+                job.gone.set()
 
         note(f"http://{address[0]}:{listening.getsockname()[1]}/v1 answers; Ctrl-C ends it")
         with noting(stop):

@@ -51,7 +51,7 @@ from distill.data.samples import (
 )
 from distill.data.sources import question_files
 from distill.data.traffic import SOURCE, write_traffic
-from distill.devices import barrier, process_count, process_index, share_of
+from distill.devices import barrier, part_of, process_count, process_index
 from distill.engines.torch.hugging_face import empty_model, encode, end_ids, load_config, load_tokenizer, local_snapshot
 from distill.errors import DataError, EndpointError, RecipeError, faults_explained, printable
 from distill.files import has_form, parse_object, write_json, write_result, write_text
@@ -213,20 +213,20 @@ def write_answers(
     run: Run,
     prompts: Sequence[Sample],
     rules: AnswerRules,
-    share: tuple[int, int],
+    part: tuple[int, int],
     stage: str = "answers",
     name: str = "train",
     what: str = "answers, prompts",
     idle: bool = False,
 ) -> int:
-    """Write this process's share of the answers to prompts, as STAGE/NAME-NNNNN.arrow; the number of all files.
+    """Write this process's part of the answers to prompts, as STAGE/NAME-NNNNN.arrow; the number of all files.
 
     `what` is counted in the progress. With `idle`, there may be more processes than groups. Replies find their prompts
     by name: each has its own.
     """
     groups = groups_of(prompts, recipe.answers.group_size, run.path(stage), name)
-    index, count = share
-    mine = groups[index::count] if idle else share_of(groups, share, "groups of prompts", "answers.group")
+    index, count = part
+    mine = groups[index::count] if idle else part_of(groups, part, "groups of prompts", "answers.group")
     missing = [group for group in mine if not group.path.exists()]
     for group in mine:
         if group.path.exists():
@@ -367,17 +367,17 @@ def served_rather(recipe: Recipe) -> list[str]:
 # ── The stages ──
 
 
-def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:
+def answers(recipe: Recipe, run: Run, part: tuple[int, int] | None = None) -> list[Path]:
     """Let the target continue the train prompts; each group of prompts is one file in answers/, the unit of resuming.
 
     Where replies do not depend on each other (GGUF files, servers), each is also kept as it comes. Served answers,
-    where the recipe names a file of them, come first. With several processes, `share` = (index, count) makes this one
-    write every count-th group; the first process finishes the stage when all are done. None: the share of this process
+    where the recipe names a file of them, come first. With several processes, `part` = (index, count) makes this one
+    write every count-th group; the first process finishes the stage when all are done. None: the part of this process
     among those it was launched with. In conversations the target answers one turn of the user after the other.
     """
-    share = share or (process_index(), process_count())
+    part = part or (process_index(), process_count())
     tokenizer = load_tokenizer(recipe.target.model)
-    if recipe.answers.traffic is not None and share[0] == 0:
+    if recipe.answers.traffic is not None and part[0] == 0:
         write_traffic(recipe, run, tokenizer)
         _learn_again(recipe, run)
     groups = 0
@@ -385,9 +385,9 @@ def answers(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> l
         prompts = read_prompts(run, "train")
         turns = any(chat and json.loads(chat)["turns"] for chat in prompts.column("chat"))
         rules = rules_of(recipe, tokenizer, ChatTemplate(tokenizer, recipe.chat) if turns else None)
-        groups = write_answers(recipe, run, prompts, rules, share)
+        groups = write_answers(recipe, run, prompts, rules, part)
     barrier()
-    if share[0] == 0:
+    if part[0] == 0:
         _write_manifest(recipe, run, groups)
     return [run.path("answers")]
 
@@ -713,24 +713,24 @@ def questions(recipe: Recipe, run: Run) -> list[Path]:
 
     Texts are asked for as stage `answers` asks for answers, shared among processes and resumed as those are.
     """
-    share = process_index(), process_count()
+    part = process_index(), process_count()
     summaries = []
     for number, (source, name) in enumerate(zip(recipe.corpus.asked, question_files(recipe.corpus), strict=True)):
         asking = Asking(recipe, source, number)
-        kept, summary = _ask(asking, run, share, name)
-        if share[0] == 0:
+        kept, summary = _ask(asking, run, part, name)
+        if part[0] == 0:
             lines = (json.dumps(asking.record(one)) + "\n" for one in kept)
             write_text(run.path("questions", name), "".join(lines))
             _say(run, summary)
         summaries.append(summary)
-    if share[0] == 0:
+    if part[0] == 0:
         write_result(run.path("questions", SUMMARY), QuestionTexts(writer_kind(recipe), summaries))
     barrier()
     return [run.path("questions")]
 
 
-def _ask(asking: Asking, run: Run, share: tuple[int, int], name: str) -> tuple[list[Question], AskedQuestions]:
-    """The usable questions of a source, and what is known about them; `share` as of stage `questions`."""
+def _ask(asking: Asking, run: Run, part: tuple[int, int], name: str) -> tuple[list[Question], AskedQuestions]:
+    """The usable questions of a source, and what is known about them; `part` as of stage `questions`."""
     goal = asking.source.questions
     assert goal is not None
     asked: list[Question] = []
@@ -742,7 +742,7 @@ def _ask(asking: Asking, run: Run, share: tuple[int, int], name: str) -> tuple[l
             break
         count = _next(asking.recipe.answers.batch, goal, len(usable), len(asked))
         fresh = [asking.begin(place) for place in range(len(asked), len(asked) + count)]
-        for question, text, reason in _written(asking, run, share, fresh, f"asked-{asking.number}-round-{number}"):
+        for question, text, reason in _written(asking, run, part, fresh, f"asked-{asking.number}-round-{number}"):
             asked.append(replace(question, text=text))
             reasons.append(reason)
         sound = [one for one, reason in zip(asked, reasons, strict=True) if not reason]
@@ -763,15 +763,15 @@ def _ask(asking: Asking, run: Run, share: tuple[int, int], name: str) -> tuple[l
 
 
 def _written(
-    asking: Asking, run: Run, share: tuple[int, int], fresh: Sequence[Question], name: str
+    asking: Asking, run: Run, part: tuple[int, int], fresh: Sequence[Question], name: str
 ) -> Iterator[tuple[Question, str, str]]:
-    """Each question with its text and the reason why that is not usable, else nothing; each process writes its share
+    """Each question with its text and the reason why that is not usable, else nothing; each process writes its part
     and reads all."""
     headers = [asking.header(one.before, one.thinking, one.opening) for one in fresh]
     recipe = asking.writing(sorted({header.end for header in headers if header.end is not None}))
     rules = replace(asking.rules, new_tokens=asking.source.tokens, keep_truncated=True)
     prompts = [Sample(f"{one.id}/1", header.ids, source="target") for one, header in zip(fresh, headers, strict=True)]
-    write_answers(recipe, run, prompts, rules, share, "questions", name, "questions, texts", idle=True)
+    write_answers(recipe, run, prompts, rules, part, "questions", name, "questions, texts", idle=True)
     barrier()
     answers = read_answers(run, name, "questions")
     if [one.id for one in answers] != [prompt.id for prompt in prompts]:

@@ -53,7 +53,7 @@ from distill.data.samples import (
     read_prompts,
 )
 from distill.decoding.ngrams import ORDER, Expected, NGramTable, count_ngrams, write_table
-from distill.devices import as_float64, barrier, pick_device, process_count, process_index, share_of
+from distill.devices import as_float64, barrier, part_of, pick_device, process_count, process_index
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.server_commands import IK_INSERTED, suffix_depth
 from distill.engines.torch.hugging_face import DTYPES, load_config, load_target, load_tokenizer, real_tokens
@@ -694,37 +694,37 @@ def packed_order(answers: Samples, recipe: Recipe) -> Samples:
     return answers.take([one for row in rows for own in row for one in own])
 
 
-def teacher(recipe: Recipe, run: Run, share: tuple[int, int] | None = None) -> list[Path]:
+def teacher(recipe: Recipe, run: Run, part: tuple[int, int] | None = None) -> list[Path]:
     """Write teacher/shard-NNNNN.safetensors and manifest.json; the unit of resuming is the shard.
 
-    With several processes, `share` = (index, count) makes this one write every count-th shard; the first process writes
-    the manifest when all are done. None: the share of this process among those it was launched with.
+    With several processes, `part` = (index, count) makes this one write every count-th shard; the first process writes
+    the manifest when all are done. None: the part of this process among those it was launched with.
     """
-    share = share or (process_index(), process_count())
+    part = part or (process_index(), process_count())
     blocks, own = training_blocks(recipe, run)
-    return write_store(recipe, run, blocks, share, answers=own)
+    return write_store(recipe, run, blocks, part, answers=own)
 
 
 def write_store(
     recipe: Recipe,
     run: Run,
     blocks: Blocks,
-    share: tuple[int, int],
+    part: tuple[int, int],
     stage: str = "teacher",
     all_entries: bool = False,
     answers: int = 0,
 ) -> list[Path]:
-    """Write this process's share of the shards of a stage's blocks, and as the first process manifest.json.
+    """Write this process's part of the shards of a stage's blocks, and as the first process manifest.json.
 
     `answers` are the scored positions of answers. `all_entries`: of a compact store, teacher.top_k entries a position,
     whatever teacher.mass says.
     """
-    main, settings, folder = share[0] == 0, recipe.teacher, run.path(stage)
+    main, settings, folder = part[0] == 0, recipe.teacher, run.path(stage)
     config = load_config(recipe.target.model)
     vocabulary = real_tokens(config.get_text_config(), load_tokenizer(recipe.target.model))
     size, scored = settings.shard_blocks, int(blocks.scored.sum())
     parts = [(shard_path(folder, at // size), slice(at, at + size)) for at in range(0, len(blocks), size)]
-    mine = share_of(parts, share, "teacher shards", "teacher.shard_blocks")
+    mine = part_of(parts, part, "teacher shards", "teacher.shard_blocks")
     # A server is sent a whole shard at once, so that it always has requests waiting.
     batch = settings.batch if settings.server is None else size
     with ExitStack() as opened:
@@ -738,13 +738,13 @@ def write_store(
                 f"  {scored} scored positions in {len(blocks)} blocks{mixed}; the store takes {taken / 1e6:.0f} MB in "
                 f"{len(parts)} shards"
             )
-        progress = Progress(f"{stage}, shards" + (f" of process {share[0]}" if share[1] > 1 else ""), len(mine))
-        for path, part in mine:
+        progress = Progress(f"{stage}, shards" + (f" of process {part[0]}" if part[1] > 1 else ""), len(mine))
+        for path, rows in mine:
             exists = path.exists()
             if not exists:
-                save_shard(path, shard_tensors(blocks.take(part), distributions, batch))
+                save_shard(path, shard_tensors(blocks.take(rows), distributions, batch))
             progress.step(note="(exists)" if exists else "")
-        if share[1] > 1:
+        if part[1] > 1:
             barrier()
         if main:
             lacking = next((path for path, _ in parts if not path.exists()), None)

@@ -186,9 +186,9 @@ def _nla(distributions: Distributions) -> Term:
 
 
 def _lk_hybrid(distributions: Distributions) -> Term:
-    share = (-LK_DECAY * distributions.acceptance).exp()
-    value = share * distributions.forward_kl + (1 - share) * distributions.excess.sum(-1)
-    weight = share.unsqueeze(-1)
+    blend = (-LK_DECAY * distributions.acceptance).exp()
+    value = blend * distributions.forward_kl + (1 - blend) * distributions.excess.sum(-1)
+    weight = blend.unsqueeze(-1)
     return value, lambda: (distributions.forward_kl_gradient().mul_(weight)).add_(
         distributions.variation_gradient().mul_(1 - weight)
     )

@@ -112,9 +112,9 @@ def our_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
 
     configuration = parse_section(Configuration, one["configuration"])
     run = Path(given["run"]) if "run" in given else None
-    fitted = load_calibrations(path) if run and (path := run / "speedup" / "calibration.json").exists() else {}
+    calibrations = load_calibrations(path) if run and (path := run / "speedup" / "calibration.json").exists() else {}
     table = run if configuration.counts_ngrams else None
-    request = Continuation(configuration, Sampler(temperature=0), fitted=fitted, table=table)
+    request = Continuation(configuration, Sampler(temperature=0), calibrations=calibrations, table=table)
     found = []
     with our_pair(one, given) as pair:
         for ids in [given["prompts"][0], *given["prompts"]]:

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from rules import CURVES, LONGEST
 
-from distill.decoding.configured import Fitted, make_drafter
+from distill.decoding.configured import DrafterInputs, make_drafter
 from distill.decoding.costs import Costs
 from distill.decoding.lengths import ROOT, Proposal
 from distill.engines.torch.model import TorchLogits
@@ -129,7 +129,7 @@ def accepted(proposal: Proposal, text: Sequence[int]) -> int:
 def seconds_of(configuration: Configuration, text: Text, costs: Costs, curve: Sequence[float], count: int) -> float:
     """The time of `count` tokens after the prompt; the last round may make more, and counts by its share."""
     draft, place, seconds = Draft(text, costs.draft, curve), PROMPT, 0.0
-    drafter = make_drafter(configuration, draft, Sampler(temperature=0), lambda: 0.0, Fitted(costs))  # type: ignore[arg-type]
+    drafter = make_drafter(configuration, draft, Sampler(temperature=0), lambda: 0.0, DrafterInputs(costs))  # type: ignore[arg-type]
     drafter.begin(text.tokens[:place])
     while place < PROMPT + count:
         draft.seconds = 0.0

@@ -71,7 +71,7 @@ CASES: dict[str, Case] = {
 SHAPE = Shape.of_widths([2, 2, 1])  # 10 nodes
 TREES: dict[str, Case] = {
     "best-first tree of 8 nodes, 3 levels": Case(
-        lambda draft, rules: TreeDrafter(draft, rules.sampler, rules.random, 8, depth=3), 8, "match"
+        lambda draft, rules: TreeDrafter(draft, rules.sampler, rules.random, 8, longest=3), 8, "match"
     ),
     "drawn tree of 10 nodes, 3 levels": Case(
         lambda draft, rules: TreeDrafter(draft, rules.sampler, rules.random, 10, shape=SHAPE, distinct=True),

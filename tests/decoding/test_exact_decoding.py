@@ -26,7 +26,7 @@ from distill.decoding import batch as batch_module
 from distill.decoding import decode as decode_module
 from distill.decoding.batch import decode_batch
 from distill.decoding.calibration import CONTEXT_TERMS, Calibration
-from distill.decoding.configured import Fitted, TableDrafter, make_rule
+from distill.decoding.configured import DrafterInputs, TableDrafter, make_rule
 from distill.decoding.costs import Costs
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
@@ -132,7 +132,7 @@ def batched(
 def named(rule: str, **settings: Any) -> Callable[[], LengthRule]:
     """A rule as a recipe names it, drafting up to 3 tokens."""
     configuration = Configuration(rule=rule, length=3, **settings)
-    return lambda: make_rule(configuration, Fitted(COSTS, {"features": Calibration(0.2, (0.7,), ("margin",))}))
+    return lambda: make_rule(configuration, DrafterInputs(COSTS, {"features": Calibration(0.2, (0.7,), ("margin",))}))
 
 
 RECIPE: dict[str, Callable[[], LengthRule]] = {
@@ -244,8 +244,8 @@ def tree(nodes: int, **settings: Any) -> Make:
 
 
 BEST: dict[str, Make] = {
-    "best-first": tree(7, branching=3, depth=3),
-    "best-first, calibrated": tree(7, branching=3, depth=4, calibration=Calibration(-0.5, (0.4,), ("margin",))),
+    "best-first": tree(7, branching=3, longest=3),
+    "best-first, calibrated": tree(7, branching=3, longest=4, calibration=Calibration(-0.5, (0.4,), ("margin",))),
     "table": lambda *_: TableDrafter(COUNTED, 7, 3),
 }
 FORKS: dict[str, tuple[int, Make]] = {

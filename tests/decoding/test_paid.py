@@ -16,7 +16,7 @@ from table_model import TableModel
 from test_configurations import settings_with
 from toys import speculative
 
-from distill.decoding.configured import Fitted, make_drafter
+from distill.decoding.configured import DrafterInputs, make_drafter
 from distill.decoding.costs import Costs, accepted_by_position, measure_steps, rising
 from distill.decoding.decode import decode_text, plain
 from distill.decoding.drafters import LookupDrafter, ModelDrafter
@@ -90,7 +90,7 @@ def test_fixed_lengths_are_predicted_by_steps_and_acceptance(pair: tuple[Any, An
     target, draft = watch.models(*pair)
     lookup = Configuration(drafter="lookup", length=3)
     settings = settings_with([Configuration(rule="p_min", length=3), lookup], [3])
-    prepared = prepare_all(settings, target, draft, (), Fitted())
+    prepared = prepare_all(settings, target, draft, (), DrafterInputs())
     prompts = [[2, 4, 6, 1, 3, 5], [1, 2, 3, 4, 5, 6], [3, 3, 3, 1, 1, 2]]
     time_texts(target, draft, prompts, 300, prepared, "prompts", watch)
     assert all(step.depth >= 6 for text in prepared[0].texts for step in text.target)
@@ -153,7 +153,9 @@ def test_what_no_model_drafts_is_priced_without_the_draft(pair: tuple[Any, Any])
     assert costs.target == pytest.approx((10, 17.5, 19, 20.5))
     assert costs.target_only == pytest.approx((10, 11.5, 13, 14.5))
     for drafter in ("lookup", "table"):
-        asked = make_drafter(Configuration(drafter=drafter, rule="expected-value"), draft, GREEDY, float, Fitted(costs))
+        asked = make_drafter(
+            Configuration(drafter=drafter, rule="expected-value"), draft, GREEDY, float, DrafterInputs(costs)
+        )
         worth = asked.worth if isinstance(asked, LookupDrafter) else asked.first.worth
         assert worth is not None and worth.costs.undrafted == costs.target_only
     assert replace(costs, resent=lambda: 2).again(1, 1.5, 0.5) == pytest.approx((2 + 1.5 + 2 - 4 * 0.5) * 1.5)

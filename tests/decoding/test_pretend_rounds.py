@@ -17,7 +17,7 @@ from test_grammar import tokens_of
 from toys import blurred, random_prompts, toy
 
 from distill.decoding.batch import decode_batch
-from distill.decoding.configured import Fitted, make_drafter
+from distill.decoding.configured import DrafterInputs, make_drafter
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.grammar import Constraint, constraint
 from distill.decoding.lengths import AcceptedRatio
@@ -89,7 +89,7 @@ def text(
     if not configuration.drafts:
         return plain(target, prompt, 16, rules=rules)
     asked = draft if grammar is None else Constrained(draft, grammar)
-    drafter = make_drafter(configuration, asked, sampler, rules.random, Fitted(COSTS, table=table))
+    drafter = make_drafter(configuration, asked, sampler, rules.random, DrafterInputs(COSTS, table=table))
     return decode_text(target, drafter if grammar is None else Forced(drafter, grammar), prompt, 16, rules)
 
 

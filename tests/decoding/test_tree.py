@@ -66,22 +66,22 @@ def leaves(parents: Sequence[int]) -> int:
     st.integers(0, 10**6), st.integers(1, 24), st.integers(1, 6), st.integers(1, V), st.sampled_from([0.3, 2.0, 4.0])
 )
 def test_best_first_takes_the_likeliest_nodes(
-    seed: int, nodes: int, depth: int, branching: int, sharpness: float
+    seed: int, nodes: int, longest: int, branching: int, sharpness: float
 ) -> None:
     """No node that could have been taken is likelier than one that was: no tree of as many nodes accepts more."""
     draft = Draft(seed, sharpness=sharpness)
-    options = {"branching": branching, "depth": depth}
+    options = {"branching": branching, "longest": longest}
     grown = draft_tree(draft.root, draft.expand, nodes, **options)
     proposal, values = grown.proposal(), grown.chances
     paths = paths_of(proposal)
-    assert len(set(paths)) == len(paths) == min(nodes, sum(branching**d for d in range(1, depth + 1)))
+    assert len(set(paths)) == len(paths) == min(nodes, sum(branching**d for d in range(1, longest + 1)))
     assert values == sorted(values, reverse=True)
     assert values == pytest.approx([draft.chance(path) for path in paths], abs=1e-12)
-    inner = [path for path in ((), *paths) if len(path) < depth]
+    inner = [path for path in ((), *paths) if len(path) < longest]
     open_ones = {(*p, token) for p in inner for token in draft.distribution(p).topk(branching).indices.tolist()}
     assert set(paths) <= open_ones
     assert all(draft.chance(path) <= values[-1] + 1e-12 for path in open_ones - set(paths))
-    assert len(draft.calls) < depth and proposal.distributions is None
+    assert len(draft.calls) < longest and proposal.distributions is None
     # A smaller budget is a beginning of a larger one, so that it can be chosen afterwards.
     fewer = Draft(seed, sharpness=sharpness)
     small = draft_tree(fewer.root, fewer.expand, max(1, nodes // 2), **options).proposal()
@@ -117,14 +117,14 @@ def test_best_first_with_calibration() -> None:
 def test_best_first_with_few_branches(seed: int, nodes: int, most: int) -> None:
     draft = Draft(seed)
     draft.model.max_leaves = most
-    proposal = draft_tree(draft.root, draft.expand, nodes, branching=3, depth=5, max_leaves=most).proposal()
+    proposal = draft_tree(draft.root, draft.expand, nodes, branching=3, longest=5, max_leaves=most).proposal()
     assert leaves(proposal.parents) <= most and 1 <= len(proposal.tokens) <= nodes
     asked = [parent for _, parents in draft.calls for parent in parents]
     assert leaves(asked) <= most
     if most == 1:
         assert proposal.is_chain
     free = Draft(seed)
-    unlimited = draft_tree(free.root, free.expand, nodes, branching=3, depth=5).proposal()
+    unlimited = draft_tree(free.root, free.expand, nodes, branching=3, longest=5).proposal()
     if leaves(unlimited.parents) <= most and leaves(asked) < most:
         assert proposal == unlimited
 
@@ -142,7 +142,7 @@ def test_a_tree_is_as_large_as_is_worth_it(target: list[float], step: float) -> 
         draft, read = Draft(seed), [()]
         rule = ExpectedValue(Worth(Costs(tuple(target), step, step)), optimism=1.0, longest=5)
         rule.worth.rate = rate
-        grown = draft_tree(draft.root, draft.expand, 20, depth=5, rule=rule)
+        grown = draft_tree(draft.root, draft.expand, 20, longest=5, rule=rule)
         reached = [1.0, *itertools.accumulate(grown.chances, initial=1.0)][1:]
         worth = [expected - rate * target[n] for n, expected in enumerate(reached)]
         count = len(grown.proposal().tokens)
@@ -155,7 +155,7 @@ def test_a_tree_is_as_large_as_is_worth_it(target: list[float], step: float) -> 
             assert not draft.calls
         if step == 0.0 and target is FLAT and rate < 1:
             whole = Draft(seed)
-            full = draft_tree(whole.root, whole.expand, 20, depth=5)
+            full = draft_tree(whole.root, whole.expand, 20, longest=5)
             assert count == 20 and sum(grown.chances[:20]) > 0.98 * sum(full.chances[:20])
 
 
@@ -163,7 +163,7 @@ def test_a_tree_of_one_branch_is_the_chain() -> None:
     """Of the draft's best tokens, as long as the chain is worth it."""
     for seed in range(20):
         draft, rule = Draft(seed, sharpness=4.0), ExpectedValue(Worth(Costs(tuple(FLAT), 0.1, 0.1)), longest=8)
-        found = draft_tree(draft.root, draft.expand, 8, depth=8, branching=1, rule=rule).proposal()
+        found = draft_tree(draft.root, draft.expand, 8, longest=8, branching=1, rule=rule).proposal()
         chain, path = ChainDraft(rule, random.random, True, 8, ()), list[int]()
         index, known = NGramIndex(), [0, 1]
         while chain.goes_on():
@@ -179,7 +179,7 @@ def test_best_first_at_temperature_zero_is_a_chain() -> None:
     def greedy(distribution: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(distribution.argmax(-1), V).double()
 
-    grown = draft_tree(greedy(draft.root), lambda t, p: greedy(draft.expand(t, p)), 7, depth=5)
+    grown = draft_tree(greedy(draft.root), lambda t, p: greedy(draft.expand(t, p)), 7, longest=5)
     assert grown.proposal().is_chain and grown.chances == pytest.approx([1.0] * 5, abs=1e-4)
     assert draft_tree(draft.root, draft.expand, 0).tokens == []
 

@@ -13,7 +13,7 @@ from toys import random_prompts, toy
 
 from distill.decoding.calibration import UNFITTED, Recorder, predicted
 from distill.decoding.configured import (
-    Fitted,
+    DrafterInputs,
     configured_sampler,
     guesses,
     lossy_reason,
@@ -111,7 +111,7 @@ def test_a_draft_is_calibrated_for_each_sampler_and_verifier(pair: tuple[TableMo
     ]
     settings, loaded = settings_with(made, new_tokens=24), LoadedPair("pytorch", "target", *pair, [])
     found = speedup.calibrate_pair(loaded, random_prompts(30, 12, 2), settings, "validation", None)
-    fits = Fitted(calibrations=found.fits)
+    fits = DrafterInputs(calibrations=found.fits)
     off = {}
     for one in made:
         sampler = configured_sampler(one, HOT)

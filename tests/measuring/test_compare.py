@@ -19,7 +19,7 @@ from test_measure import rounds_of
 from toys import Scripted, random_prompts, speculative, toy
 
 from distill.data.samples import first_difference
-from distill.decoding.configured import Fitted
+from distill.decoding.configured import DrafterInputs
 from distill.decoding.decode import Decoded, Round, plain
 from distill.decoding.rules import Rules
 from distill.engines.torch.model import TorchLogits, TorchModel
@@ -233,7 +233,7 @@ def noted(written: list[Any], one: Any, decode: Any, *arguments: Any) -> Decoded
 def test_every_configuration_decodes_every_prompt() -> None:
     target, draft = Scripted(counting, 40, 10), Scripted(counting, 30, 10)
     prompts = [[1, 2], [3], [4, 5, 6] * 8]
-    prepared = prepare_all(settings_with((), (1, 4)), target, draft, (), Fitted())
+    prepared = prepare_all(settings_with((), (1, 4)), target, draft, (), DrafterInputs())
     written: list[TimedConfiguration] = []
     for one in prepared:
         one.text = partial(noted, written, one, one.text)  # type: ignore[method-assign]

@@ -22,7 +22,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from distill.decoding.batch import decode_batch
 from distill.decoding.calibration import Calibration
-from distill.decoding.configured import Fitted, check_trees, make_drafter, require_trees
+from distill.decoding.configured import DrafterInputs, check_trees, make_drafter, require_trees
 from distill.decoding.costs import Costs
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.rules import Rules
@@ -285,7 +285,7 @@ def test_every_drafter_and_rule_outlives_the_drafts_context() -> None:
     configurations += [Configuration(drafter="tree", nodes=5, length=3, calibration="none")]
     for configuration in configurations:
         for prompt in ([0, 1], [0, 1, 2, 3] * 2, [0, 1, 2, 3] * 3, [0, 1, 2, 3] * 6):
-            drafter = make_drafter(configuration, short, Sampler(0), lambda: 0.0, Fitted(costs, fitted))
+            drafter = make_drafter(configuration, short, Sampler(0), lambda: 0.0, DrafterInputs(costs, fitted))
             result = decode_text(target, drafter, prompt, 24, Rules())
             assert result.tokens == plain(target, prompt, 24).tokens
             if configuration.drafter != "lookup+draft":
@@ -328,7 +328,7 @@ def test_a_chain_of_a_tree_drafter_needs_no_trees() -> None:
     """Shapes without siblings, and drafts without room, are verified as chains; greedily they are the text."""
     target, draft = TorchModel(toy("gpt_neo")), TorchModel(toy("mistral"))
     prompt = random_prompts(1, 61, seed=2)[0]
-    chain = TreeDrafter(draft, Sampler(0), random.random, 3, branching=1, depth=3)
+    chain = TreeDrafter(draft, Sampler(0), random.random, 3, branching=1, longest=3)
     result = decode_text(target, chain, prompt, 20, Rules())
     assert result.tokens == plain(target, prompt, 20).tokens and any(r.drafted == 3 for r in result.rounds)
     draws = random.Random(0).random

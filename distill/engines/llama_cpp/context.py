@@ -162,7 +162,7 @@ class GgufContext:
         if self._defragment is not None:
             self._defragment(self._context)
 
-    def share(self, source: int, sequence: int, begin: int, end: int) -> None:
+    def add_owner(self, source: int, sequence: int, begin: int, end: int) -> None:
         """Add `sequence` to the owners of the cells of `source` at positions `begin`..`end` − 1."""
         self._library.llama_memory_seq_cp(self._memory, source, sequence, begin, end)
 
@@ -277,7 +277,7 @@ class Branches:
         try:
             for sequence, (source, end) in sources.items():
                 # It may own a beginning of the committed row already, from an earlier tree.
-                self._context.share(source, sequence, self._shared[sequence], end)
+                self._context.add_owner(source, sequence, self._shared[sequence], end)
             yield through[len(self.tree) :]
         except BaseException:
             for sequence in {sequence for sequences in through for sequence in sequences}:
@@ -322,7 +322,7 @@ class Branches:
         """Give sequence 0 the one path in `paths` and drop the tree; the path's length. ValueError for no such path."""
         path = self.tree.only_path(paths)
         if path:
-            self._context.share(self._through[path[-1]][0], 0, length, length + len(path))
+            self._context.add_owner(self._through[path[-1]][0], 0, length, length + len(path))
         self.drop(length)
         if path != list(range(len(path))):  # nodes before or between those that are kept leave gaps
             self._context.close_gaps()
