@@ -264,14 +264,14 @@ def read_conversation(
 
     Counts in `dropped` what is not read of it. ValueError, with the reason, where it is no conversation.
     """
-    fields, left = Fields(record, source), Counter[str]()
+    fields, noted = Fields(record, source), Counter[str]()  # counted where the whole record is read
     if form == "prompt":
-        messages = _asked(fields, dropped)
+        messages = _asked(fields, noted)
     else:
         given = fields.first("messages", LISTS)
         found = _parsed(given)
         texts = found if given is record.get("turns") and has_form(found, [str]) else None
-        messages = _messages(found, dropped) if texts is None else [{"role": "user", "content": text} for text in texts]
+        messages = _messages(found, noted) if texts is None else [{"role": "user", "content": text} for text in texts]
     system = fields.first("system", SYSTEMS)
     if system is not None and not isinstance(system, str):
         raise ValueError("a system prompt that is not text")
@@ -282,7 +282,7 @@ def read_conversation(
         if not given:
             messages.insert(0, {"role": "system", "content": system})
     arguments = template_arguments(fields)
-    asked = _usable(tuple(messages), dropped)
+    asked = _usable(tuple(messages), noted)
     if isinstance(record.get(fields.names.get("label", "category")), str):
         fields.read.add(fields.names.get("label", "category"))
     text = "\n".join(one["content"] for one in asked)
@@ -294,8 +294,8 @@ def read_conversation(
     lost = OF_QUESTION | (set(THINKING) if asked[-1]["role"] == "assistant" else set())
     if missing := next((name for name in unread if name in lost and source.form == "auto"), None):
         raise ValueError(f"a field `{missing}` beside the {form}: name it in the source's `fields`, or set its `form`")
-    count_fields(unread, "records", dropped)
-    dropped.update(left)
+    count_fields(unread, "records", noted)
+    dropped.update(noted)
     return asked, arguments
 
 
