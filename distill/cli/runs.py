@@ -59,7 +59,7 @@ def train(
     ] = False,
     rehearsal: Annotated[
         bool,
-        typer.Option("--rehearse", help="All stages on 4 prompts and 3 steps, as NAME-rehearsal; estimates the run."),
+        typer.Option("--rehearse", help="Stages on 4 prompts and 3 steps, as NAME-rehearsal; estimates the run."),
     ] = False,
 ) -> None:
     """Run every stage of a recipe, from corpus to report.
@@ -72,8 +72,8 @@ def train(
         if rehearsal or redo or fresh or refresh or verify:
             raise RecipeError("--sweep makes whole runs", "leave --rehearse, --redo, --fresh and others out")
         return _sweep(recipe, overrides or [], sweep, runs, until, yes, dry_run)
-    if rehearsal and (until or redo or fresh or refresh or dry_run or verify):
-        raise RecipeError("--rehearse runs all stages, shortened, and nothing else", "leave the other options out")
+    if rehearsal and (redo or fresh or refresh or dry_run or verify):
+        raise RecipeError("--rehearse runs stages, shortened, and nothing else", "leave out all but --until")
     if refresh and (redo or fresh or dry_run):
         raise RecipeError("--refresh starts a new run from a finished one", "leave --redo, --fresh and others out")
     begun = None if fresh else runs / load_recipe(recipe, overrides or []).name / "config.yaml"
@@ -87,7 +87,7 @@ def train(
     if not is_main():
         return None if dry_run else _make(Run(folder, found, silent=True), "", until)
     if rehearsal:
-        _rehearse(whole, found, Run(folder, found))
+        _rehearse(whole, found, Run(folder, found), until)
         return
     run = Run(folder, found, whole=verify)
     running.finish_refresh(folder)  # one that was killed
@@ -172,14 +172,14 @@ def _sweep(
         raise RunError(what, "when that is mended, run the same command again: what is done is kept")
 
 
-def _rehearse(whole: Recipe, short: Recipe, run: Run) -> None:
+def _rehearse(whole: Recipe, short: Recipe, run: Run, until: str | None) -> None:
     """Check the whole recipe, rehearse it and print what it will take."""
     from distill.pipeline.preflight import rehearse
 
-    _check(whole, run, None)
+    _check(whole, run, until)
     shared.prepare(short.threads)
     with closing(run):
-        table = rehearse(whole, short, run)
+        table = rehearse(whole, short, run, until)
     print(table)
     print(
         f"{run.folder} holds the rehearsal, whose figures `check` and `train` show; delete it at any time",

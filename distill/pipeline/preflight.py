@@ -455,11 +455,11 @@ def _shortened_corpus(recipe: Recipe) -> Any:
     return _with(corpus, values)
 
 
-def rehearse(recipe: Recipe, short: Recipe, run: Run) -> str:
-    """Run the stages of `short` in `run` and return the table of what `recipe` will take, in Markdown, with a
-    verdict on this machine.
+def rehearse(recipe: Recipe, short: Recipe, run: Run, until: str | None = None) -> str:
+    """Run the stages of `short` in `run`, up to `until`, and return the table of what `recipe` will take, in Markdown,
+    with a verdict on this machine.
 
-    A killed rehearsal goes on at the stage where it was; that of another recipe is replaced. Raises RunError where the
+    The next one goes on where it ended or was killed; that of another recipe is replaced. Raises RunError where the
     folder is a run that no rehearsal made.
     """
     path, config = run.path(RESULT), dump_recipe(short)
@@ -489,7 +489,7 @@ def rehearse(recipe: Recipe, short: Recipe, run: Run) -> str:
                 write_result(path, Rehearsal(recipe.name, config, done, rehearsed_hours(recipe, short, run, done)))
             loops.clear()
 
-        run_pipeline(short, run, show=record)
+        run_pipeline(short, run, until, show=record)
     expected = rehearsed_hours(recipe, short, run, done)
     write_result(path, Rehearsal(recipe.name, config, done, expected))
     table = document([estimate_table(expected, done), verdicts(expected, run.folder)])

@@ -57,12 +57,16 @@ def test_each_process_of_a_rehearsal_has_work(world: Path, monkeypatch: Patch) -
 
 @pytest.fixture(scope="module")
 def rehearsed(world: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """A rehearsal of the world's recipe, killed after its stage `cut` and started again; its folder and its table."""
+    """A rehearsal of the world's recipe up to its answers, then whole, killed after its stage `cut` and started again;
+    its folder and its table."""
     runs = tmp_path_factory.mktemp("runs")
     recipe = load_recipe(world / "recipe.yaml")
     short = shortened(recipe, runs)
     run = Run(runs / short.name, short)
     with tiny.one_thread():
+        assert "cut" not in rehearse(recipe, short, run, "answers")
+        run.close()
+        assert [one.split(":")[0] for one in expected_lines(recipe, runs / "tiny")] == ["corpus", "answers"]
         with mock.patch("distill.training.loop.train", side_effect=KeyboardInterrupt):
             with pytest.raises(KeyboardInterrupt):
                 rehearse(recipe, short, run)

@@ -1,0 +1,170 @@
+"""The training of an older commit beside today's: the same answers, cut, seed and steps, tokens/s and acceptance.
+
+    python scripts/benchmarks/beside_old.py runs/qwen-coder-1.5b --old c306903f --steps 12
+
+RUN has answers/ and cut/, and prompts of a test split (`distill train RECIPE --until cut`); nothing in it is changed.
+Each side reads the run's answers, makes its own store of the target's distributions and trains the run's cut, the old
+one first, in processes of their own. A step's tokens are its scored positions, which both sides must count alike.
+Acceptance under the run's sampler is measured by today's code on texts that the target writes to test prompts,
+untrained and of both. `--repeat 2` trains again in the opposite order. The old code goes to a temporary folder.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent.parent
+# Of the recipe all that a training reads, in words that both versions know; what a side lacks is left out.
+SECTIONS = {
+    "target": ("model", "dtype"),
+    "corpus": ("block",),
+    "sampler": ("temperature", "top_k", "top_p", "min_p"),
+    "cut": ("donor", "layers", "mlp_width", "trim"),
+    "train": ("batch", "optimizer", "rate", "loss", "dtype", "micro_batch"),
+}
+CHILD = """
+import importlib, sys, time
+from pathlib import Path
+from distill.data.packing import pack
+from distill.pipeline.stages import find_stage
+from distill.recipe import load_recipe
+from distill.run import Run
+folder = Path(sys.argv[1])
+recipe = load_recipe(folder / "recipe.yaml")
+run = Run(folder, recipe)
+if sys.argv[2] == "teacher":  # which reads given text, too: none
+    run.path("corpus").mkdir()
+    pack([], recipe.corpus.block, False).save(run.path("corpus", "text-train.safetensors"))
+module, function = find_stage(sys.argv[2]).function.split(":")
+made = getattr(importlib.import_module(module), function)(recipe, run)
+if sys.argv[2] == "teacher":
+    run.finish("teacher", "", {}, made, time.time())
+"""
+
+
+def recipe_of(run: Path, steps: int) -> dict[str, Any]:
+    """A recipe for the run's answers that both versions read."""
+    import yaml
+
+    given = yaml.safe_load((run / "config.yaml").read_text())
+    found: dict[str, Any] = {"name": "beside", "seed": given["seed"], "threads": given["threads"]}
+    found |= {section: {name: given[section][name] for name in names} for section, names in SECTIONS.items()}
+    found["corpus"] |= {"sources": [{"kind": "text", "path": str(run / "recipe.yaml")}], "tokens": 0}
+    found["teacher"] = {"kind": "exact"}
+    found["train"] |= {"steps": steps, "acceptance": None, "save_every": 10**6}
+    return found
+
+
+def make(side: str, run: Path, folder: Path, answers: int | None, steps: int) -> None:
+    """The folder of a side, with what both sides share."""
+    from distill.data.samples import read_answers, write_samples
+    from distill.files import write_json
+    from distill.recipe import load_recipe
+    from distill.run import Run
+
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / "recipe.yaml", recipe_of(run, steps))  # which is YAML, too
+    (folder / "cut").symlink_to((run / "cut").resolve(), target_is_directory=True)
+    own = read_answers(Run(run, load_recipe(run / "config.yaml")), "train")
+    kept = [one for one in own if not one.dropped][:answers]
+    write_samples(folder / "answers/train-00000.arrow", kept)
+    shutil.copy(run / "answers/manifest.json", folder / "answers")
+    print(f"{side}: {len(kept)} answers of {sum(len(one.answer) for one in kept)} tokens", flush=True)
+
+
+def stage(name: str, tree: Path, folder: Path) -> None:
+    """A stage by the code in `tree`, in a process of its own."""
+    environment = {**os.environ, "PYTHONPATH": str(tree)}
+    subprocess.run([sys.executable, "-c", CHILD, str(folder), name], check=True, env=environment, cwd=tree)
+
+
+def trained(folder: Path) -> tuple[list[int], float, float]:
+    """Tokens of each step, tokens/s from the second step on, and the peak of memory in bytes."""
+    lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    own = [line for line in lines if line["stage"] == "train"]
+    timed = own[1:] or own
+    rate = sum(line["tokens"] for line in timed) / sum(line["seconds"] for line in timed)
+    return [line["tokens"] for line in own], rate, own[-1]["memory_bytes"]
+
+
+def acceptances(run: Path, drafts: dict[str, Path], prompts: int, new_tokens: int) -> dict[str, Any]:
+    """Of each draft, per prompt the sum of acceptances and the number of positions."""
+    import torch
+    from learning import Texts
+
+    from distill.data.samples import read_prompts
+    from distill.engines.torch.hugging_face import load_model, load_target
+    from distill.recipe import load_recipe
+    from distill.run import Run
+
+    recipe = load_recipe(run / "config.yaml")
+    cpu = torch.device("cpu")
+    target = load_target(recipe.target, cpu)
+    vocabulary = target.config.get_text_config().vocab_size
+    asked = list(read_prompts(Run(run, recipe), "test"))[:prompts]
+    texts = Texts(target, recipe, asked, SimpleNamespace(new_tokens=new_tokens), vocabulary)
+    return {name: texts.accepted(load_model(str(path), "float32", cpu))["sampling"] for name, path in drafts.items()}
+
+
+def shown(found: Any) -> str:
+    """A mean with its interval."""
+    return f"{found.mean:.4f} [{found.low:.4f}, {found.high:.4f}]"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("run", type=Path)
+    parser.add_argument("--old", default="c306903f", help="a commit")
+    parser.add_argument("--steps", type=int, default=12)
+    parser.add_argument("--answers", type=int, help="of the run's, the first ones; else all")
+    parser.add_argument("--repeat", type=int, default=1, help="trainings of each side")
+    parser.add_argument("--prompts", type=int, default=12, help="of the test split")
+    parser.add_argument("--new-tokens", type=int, default=64, help="of the texts on which acceptance is measured")
+    given = parser.parse_args()
+    sys.path[:0] = [str(ROOT)]
+    with tempfile.TemporaryDirectory() as name:
+        place = Path(name)
+        trees = {given.old: place / "code", "today": ROOT}
+        trees[given.old].mkdir()
+        packed = subprocess.run(["git", "archive", given.old], cwd=ROOT, capture_output=True, check=True).stdout
+        subprocess.run(["tar", "x", "-C", str(trees[given.old])], input=packed, check=True)
+        for side, tree in trees.items():
+            make(side, given.run.resolve(), place / side, given.answers, given.steps)
+            stage("teacher", tree, place / side)
+        found: dict[str, list[Any]] = {side: [] for side in trees}
+        for turn in range(given.repeat):
+            for side in list(trees)[:: -1 if turn % 2 else 1]:
+                folder = place / side
+                for old in ("metrics.jsonl", "training.json"):
+                    (folder / old).unlink(missing_ok=True)
+                for old in ("checkpoints", "draft"):
+                    shutil.rmtree(folder / old, ignore_errors=True)
+                stage("train", trees[side], folder)
+                found[side].append(trained(folder))
+                tokens, rate, memory = found[side][-1]
+                print(f"{side}: {rate:.1f} tokens/s, {sum(tokens)} tokens, {memory / 2**30:.1f} GiB", flush=True)
+        before, after = (found[side] for side in trees)
+        assert before[0][0] == after[0][0], f"the steps have other tokens: {before[0][0]}, {after[0][0]}"
+        ratios = [new[1] / old[1] for old, new in zip(before, after, strict=True)]
+        print("today / old, tokens/s:", ", ".join(f"{ratio:.2f}" for ratio in ratios), flush=True)
+        from distill.tables import paired_ratio_interval, ratio_interval
+
+        drafts = {"untrained": given.run / "cut", **{side: place / side / "draft" for side in trees}}
+        accepted = acceptances(given.run.resolve(), drafts, given.prompts, given.new_tokens)
+        columns = {side: tuple(zip(*rows, strict=True)) for side, rows in accepted.items()}
+        for side, (sums, counts) in columns.items():
+            print(f"acceptance, {side}: {shown(ratio_interval(sums, counts))}")
+        print(f"today - old: {shown(paired_ratio_interval(*columns[given.old], *columns['today']))}")
+
+
+if __name__ == "__main__":
+    main()
