@@ -206,13 +206,8 @@ class Progress:
         self.waits = self.waits and moment - self.started < EVERY
         if not (_console.quiet or self.waits) and (moment - self.last >= self.every or self.done >= self.total):
             self.last = moment
-            left = (
-                f"{duration(self.eta_seconds())} left"
-                if self.done < self.total
-                else (f"in {duration(moment - self.started)}")
-            )
+            over = self.done >= self.total
+            left = f"in {duration(moment - self.started)}" if over else f"{duration(self.eta_seconds())} left"
             line = f"  {self.title} {self.done}/{self.total} {left} {note}".rstrip()
-            if self.terminal:
-                print(f"\r\x1b[K{line}", end="" if self.done < self.total else "\n", file=sys.stderr, flush=True)
-            else:
-                print(line, file=sys.stderr, flush=True)
+            begin = "\r\x1b[K" if self.terminal else ""
+            print(f"{begin}{line}", end="\n" if over or not self.terminal else "", file=sys.stderr, flush=True)

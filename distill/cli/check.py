@@ -13,6 +13,7 @@ import re
 import shutil
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import attrgetter
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -221,12 +222,7 @@ def doctor(runs: shared.RunsOption = shared.DEFAULT_RUNS, output: shared.FormatO
     require_path(runs, "--runs")
     found = [*_packages(), _torch(), _bfloat16(), _llama(), *_ik(), *_cores(), _memory(), _disk(runs)]
     found.append(_smollm2())
-    columns: Columns[Finding] = {
-        "what": lambda row: row.what,
-        "found": lambda row: row.found,
-        "state": lambda row: row.state,
-        "remedy": lambda row: row.remedy,
-    }
+    columns: Columns[Finding] = {name: attrgetter(name) for name in ("what", "found", "state", "remedy")}
     shared.print_blocks([table_of(found, columns)], None, output)
     needed = [row.what for row in found if row.state == "needed"]
     if needed:

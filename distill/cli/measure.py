@@ -165,13 +165,8 @@ ENDED_EARLY = "the check ended before its last measurement: what is missing here
 # Options of llama-server that are options or arguments of this command.
 RENAMED = {"--spec-draft-n-max": "--n-max", "--spec-draft-p-min": "--p-min", "--draft-p-min": "--p-min"}
 RENAMED |= {"--spec-draft-sampling": "--draft-sampling", "-np": "--concurrency", "--parallel": "--concurrency"}
-RENAMED |= {
-    "--model": "TARGET",
-    "-m": "TARGET",
-    "-md": "DRAFT",
-    "--spec-draft-model": "DRAFT",
-    "--model-draft": "DRAFT",
-}
+RENAMED |= dict.fromkeys(("--model", "-m"), "TARGET")
+RENAMED |= dict.fromkeys(("-md", "--spec-draft-model", "--model-draft"), "DRAFT")
 STARTED, RUNNING = "A server to start", "A server that runs already"
 start_option = functools.partial(typer.Option, rich_help_panel=STARTED)
 served_option = functools.partial(typer.Option, rich_help_panel=RUNNING)
@@ -239,9 +234,9 @@ def serve_check(
             left_out=left_out,
             command=command_line(sys.argv),
         )
+        probabilistic = draft_sampling == "probabilistic"
         if url is not None:
             pair = None if files.target is None or files.draft is None else (files.target, files.draft)
-            probabilistic = draft_sampling == "probabilistic"
             places = Addresses(url, plain_url, key, model, pair, n_max, probabilistic, thread_count(threads))
             report = check_addresses(settings, places, kept.append)
         else:
@@ -257,11 +252,9 @@ def serve_check(
                 context=-(-(longest + tokens + max(length, 8) + 2) // 256) * 256,
                 further=tuple(further),
             )
-            if draft_sampling == "probabilistic" or (
-                draft_sampling is None and drawn.temperature and started.has(SAMPLING)
-            ):
-                started = replace(started, probabilistic=True)
-            report = check_started(settings, started, kept.append)
+            if draft_sampling is None and drawn.temperature:
+                probabilistic = started.has(SAMPLING)
+            report = check_started(settings, replace(started, probabilistic=probabilistic), kept.append)
     _show(report, output)
 
 

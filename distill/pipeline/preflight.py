@@ -15,7 +15,7 @@ import importlib.util
 import math
 import shutil
 import threading
-import time
+import timeit
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -524,12 +524,8 @@ def expected_lines(recipe: Recipe, folder: Path, prompts: int = 0) -> list[str]:
 @functools.cache  # in a process: a sweep asks for each run
 def products_per_second(dtype: str) -> float:
     """How many products and sums this CPU makes in large matrices, as busy as it is: the best of a few."""
-    matrix, seconds = torch.ones(1024, 1024, dtype=DTYPES[dtype]), []
-    for _ in range(12):
-        begun = time.perf_counter()
-        matrix @ matrix
-        seconds.append(time.perf_counter() - begun)
-    return 2 * 1024**3 / min(seconds)
+    matrix = torch.ones(1024, 1024, dtype=DTYPES[dtype])
+    return 2 * 1024**3 / min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=12))
 
 
 def verdicts(expected: Sequence[StageEstimate], place: Path) -> list[str]:

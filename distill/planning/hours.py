@@ -57,14 +57,9 @@ class Rehearsed:
 def estimate_table(found: Sequence[StageEstimate], rehearsed: Sequence[Rehearsed]) -> Table:
     """A row for each stage and one for all, in the columns that some stage has figures for."""
     before = {one.stage: one.seconds for one in rehearsed}
-    every = StageEstimate(
-        "all",
-        sum(one.low for one in found),
-        sum(one.high for one in found),
-        sum(one.disk_bytes for one in found),
-        max(one.memory_bytes for one in found),
-        max(one.device_bytes for one in found),
-    )
+    sums = (sum(getattr(one, name) for one in found) for name in ("low", "high", "disk_bytes"))
+    peaks = (max(getattr(one, name) for one in found) for name in ("memory_bytes", "device_bytes"))
+    every = StageEstimate("all", *sums, *peaks)
     columns: Columns[StageEstimate] = {
         "stage": lambda one: one.stage,
         "rehearsed": lambda one: duration(sum(before.values()) if one is every else before[one.stage]),
@@ -253,11 +248,9 @@ def _positions(recipe: Recipe, run: Run) -> float:
     """Positions that the teacher reads, answers counted at the mean length of those rehearsed in `run`."""
     total = float(recipe.corpus.tokens)
     traffic, answers = recipe.answers.traffic, read_answers(run, "train")
-    for served in (False, True):
+    counts = _prompts(recipe, run), 0 if traffic is None else pin_of(Path(traffic))["lines"]
+    for served, count in enumerate(counts):
         lengths = (answers.column("prompt") + answers.column("answer"))[(answers.column("source") == SOURCE) == served]
-        count = _prompts(recipe, run)
-        if served:
-            count = 0 if traffic is None else pin_of(Path(traffic))["lines"]
         total += count * float(lengths.mean()) if len(lengths) else 0
     return total
 
@@ -280,14 +273,9 @@ def _paced(stage: Rehearsed, recipe: Recipe, run: Run) -> float:
         kind: [float(line["seconds"]) for line in lines if line["stage"] == kind]
         for kind in ("train", ACCEPTANCE_STAGE, "checkpoint")
     }
-    trained = recipe.train.steps
-    every = recipe.train.acceptance.every if recipe.train.acceptance is not None else None
-    judged = 1 + math.ceil(trained / every) if every is not None else 0
-    counts = {
-        "train": trained,
-        ACCEPTANCE_STAGE: judged,
-        "checkpoint": math.ceil(trained / recipe.train.save_every),
-    }
+    trained, judged = recipe.train.steps, recipe.train.acceptance
+    counts = {"train": trained, "checkpoint": math.ceil(trained / recipe.train.save_every)}
+    counts[ACCEPTANCE_STAGE] = 0 if judged is None else 1 + math.ceil(trained / judged.every)
     rest = stage.seconds - sum(sum(seconds) for seconds in own.values())
     # The first step warms up caches and, with train.compile, compiles.
     paces = {kind: fmean(found[1:] or found) for kind, found in own.items() if found}

@@ -133,23 +133,17 @@ class Configuration(Section):
 
     def _read(self) -> set[str]:
         """The settings that this drafter and rule read."""
-        always = {"drafter", "sampler"}
-        if self.drafter == "none":
-            return always
-        always |= {"verifier"}
-        if self.drafter == "lookup+tree":
-            return always | {"rule", "length", "nodes", "calibration"}
-        if self.drafter == "lookup":
-            return always | {"length", "rule"}
-        if self.drafter == "table":
-            return always | {"length", "rule", "nodes"}
-        if self.drafter in ("draft", "lookup+draft"):
-            always |= {"n_min"}
-        if self.drafter != "tree":
-            return always | {"length", "rule", *RULES[self.length_rule]}
-        if self.widths is not None:
-            return always | {"widths"}
-        return always | {"rule", "length", "nodes", "calibration"}
+        sized = ("verifier", "rule", "length")
+        grown, chain = (*sized, "nodes", "calibration"), (*sized, *RULES[self.length_rule])
+        read: dict[str, tuple[str, ...]] = {
+            "none": (),
+            "lookup": sized,
+            "table": (*sized, "nodes"),
+            "tree": grown if self.widths is None else ("verifier", "widths"),
+            "lookup+tree": grown,
+            "string": chain,
+        }
+        return {"drafter", "sampler", *read.get(self.drafter, (*chain, "n_min"))}
 
     def _described(self) -> str:
         if self.drafter == "tree":
@@ -247,13 +241,8 @@ class Configuration(Section):
     def settings(self) -> dict[str, Any]:
         """Everything that it reads, the defaults spelled out; different configurations have different ones."""
         first = START if self.rule != "beta" else FLOOR if self.floor is None else self.floor
-        usual: dict[str, Any] = {
-            "rule": self.length_rule,
-            "length": self.longest,
-            "nodes": self.most_nodes,
-            "p_min": P_MIN,
-        }
-        usual |= {"start": first, "more": MORE, "floor": FLOOR, "calibration": CALIBRATION}
+        usual: dict[str, Any] = {"rule": self.length_rule, "length": self.longest, "nodes": self.most_nodes}
+        usual |= {"p_min": P_MIN, "start": first, "more": MORE, "floor": FLOOR, "calibration": CALIBRATION}
         found = usual | {"verifier": self.verified_by} | self.model_dump(exclude_none=True)
         return {name: found[name] for name in type(self).model_fields if name in self._read() and name in found}
 

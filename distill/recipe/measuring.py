@@ -124,8 +124,6 @@ class GgufOptions(Section):
         """Those in words, named as on a command line; empty where there are none."""
 
         def shown(value: Any) -> str:
-            if isinstance(value, bool):
-                return "on" if value else "off"
             return f"{value:g}" if isinstance(value, float) else str(value)
 
         return ", ".join(

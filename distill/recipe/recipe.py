@@ -84,12 +84,9 @@ class Recipe(Section):
 
     def gguf_pair(self, backend: str) -> Gguf:
         """How a backend that opens GGUF files opens both models."""
-        pair = {}
-        for role in ("target", "draft"):
-            options = self.gguf_options(role)
-            library = "ik" if backend.startswith("ik") else options.library
-            pair[role] = options.model_copy(update={"library": library})
-        return Gguf(**pair)
+        own = {"library": "ik"} if backend.startswith("ik") else {}
+        target, draft = (self.gguf_options(role).model_copy(update=own) for role in ("target", "draft"))
+        return Gguf(target=target, draft=draft)
 
     @model_validator(mode="after")
     def _consistent(self) -> Recipe:

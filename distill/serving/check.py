@@ -846,11 +846,8 @@ def _replay(
     server = replace(server, n_max=server.n_max or len(own.by_position or ()))
     speeds = speeds_under(clients, ids, settings.limit, (), settings.repeats, replayed, _title(server))
     greedy = not settings.sampler.temperature
-    pairs = (
-        list(zip(replayed[PLAIN_SERVER], replayed[DRAFT_SERVER], strict=True))
-        if greedy and PLAIN_SERVER in replayed
-        else []
-    )
+    plain = replayed[PLAIN_SERVER] if greedy and PLAIN_SERVER in replayed else []
+    pairs = list(zip(plain, replayed[DRAFT_SERVER], strict=True)) if plain else []
     report = ServeReport(
         command=settings.command,
         machine=machine(),
