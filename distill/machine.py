@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.metadata
 import os
 import platform
@@ -94,6 +95,20 @@ def thread_count(threads: int | None = None) -> int:
     if not re.fullmatch("[0-9]{1,9}", count) or not 0 < int(count) <= MOST_THREADS:
         raise RecipeError(f"{name} is {count[:40]}", f"give a number of threads from 1 to {MOST_THREADS}")
     return int(count)
+
+
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # as glibc's malloc.h numbers them
+KEPT, LARGEST_KEPT = 2**28, 2**25  # bytes: free ones that stay the process's; the largest block taken from among them
+
+
+def keep_freed_memory() -> None:
+    """Let the C library keep freed memory for the next tensor. By default it returns what a step over a large
+    vocabulary allocates, and the kernel clears every page of it again: 2.3 of 2.6 ms for five distributions of 152k."""
+    with contextlib.suppress(OSError, AttributeError):  # other systems have other libraries
+        own = ctypes.CDLL(None)
+        own.gnu_get_libc_version  # noqa: B018
+        own.mallopt(TRIM_THRESHOLD, KEPT)
+        own.mallopt(MMAP_THRESHOLD, LARGEST_KEPT)
 
 
 def _described(*names: str) -> str | None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -87,6 +87,25 @@ class Logits(Protocol):
 
     def full(self) -> Tensor:
         """All logits [n, V] as a copy on the CPU, in fp32, or fp64 where they were computed so; not checked."""
+
+
+CHUNK = 64  # numbers whose largest one tells whether any of them is looked at
+
+
+def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
+    """`rows.topk(count)` of rows [N, V], values and indices. A CPU looks only at the chunks with the largest numbers,
+    which takes a fifth of the time for a large vocabulary."""
+    size, whole = rows.shape[-1], rows.shape[-1] // CHUNK
+    if rows.device.type != CPU or whole < 4 * count:
+        found = rows.topk(count)
+        return found.values, found.indices
+    chunks = rows[:, : whole * CHUNK].unflatten(-1, (whole, CHUNK))
+    among = chunks.amax(-1).topk(count).indices.unsqueeze(-1)
+    values = torch.cat((chunks.gather(1, among.expand(-1, -1, CHUNK)).flatten(1), rows[:, whole * CHUNK :]), 1)
+    places = torch.arange(whole * CHUNK, size).expand(len(rows), -1)
+    places = torch.cat(((among * CHUNK + torch.arange(CHUNK)).flatten(1), places), 1)
+    found = values.topk(count)
+    return found.values, places.gather(1, found.indices)
 
 
 HIGHEST = float(torch.finfo(torch.float32).max)
@@ -176,6 +195,13 @@ class Sampler:
             distributions = torch.zeros_like(logits).scatter(-1, best, 1)
             return distributions, ~logits.gather(-1, best).squeeze(-1).isfinite()
         logits = logits / self.temperature
+        if looks and logits.device.type == CPU and 0 < self.top_k <= NUCLEUS and self.top_k < logits.shape[-1]:
+            values, ids = largest(logits.reshape(-1, logits.shape[-1]), self.top_k + 1)
+            if bool((values[:, -1] < values[:, -2]).all()):  # no tie with the k-th: the others are out of it
+                ids, order = ids[:, :-1].sort()  # of equal ones the smaller id comes first
+                few, invalid = replace(self, temperature=1.0, top_k=0)._shaped(values.gather(1, order))
+                distributions = torch.zeros_like(logits).view(len(ids), -1).scatter(1, ids, few)
+                return distributions.view(logits.shape), invalid.view(logits.shape[:-1])
         if 0 < self.top_k < logits.shape[-1]:
             # Ties with the k-th are kept, so that the distribution does not depend on the order of equal logits.
             kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
@@ -252,7 +278,7 @@ def _smallest(rows: Tensor, top_p: float, among: int) -> tuple[Tensor, Tensor]:
     (1 − top-p) ÷ V, all of which together hold less than 1 − top-p; other devices sort those rows at once.
     """
     size = rows.shape[-1]
-    least, count, whole = _last_that_stays(_falling(rows) if among >= size else rows.topk(among, dim=-1).values, top_p)
+    least, count, whole = _last_that_stays(_falling(rows) if among >= size else largest(rows, among)[0], top_p)
     if among >= size or bool(whole.all()):
         return least, count.clamp(min=1)
     if rows.device.type != CPU:

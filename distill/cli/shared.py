@@ -15,7 +15,7 @@ import typer
 
 from distill.errors import RecipeError, RunError
 from distill.files import LARGEST, as_json, is_gguf, require_path
-from distill.machine import thread_count
+from distill.machine import keep_freed_memory, thread_count
 from distill.progress import is_verbose, note
 from distill.recipe import (
     Corpus,
@@ -132,6 +132,7 @@ def prepare(threads: int | None) -> None:
     """Set the thread count (None: OMP_NUM_THREADS, else all cores) and silence libraries (with --verbose, let them
     speak), before the first heavy import."""
     count = thread_count(threads)
+    keep_freed_memory()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")

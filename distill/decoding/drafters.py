@@ -119,7 +119,7 @@ class ChainDraft:
 
         `index` has read `context`. An empty distribution stops the chain.
         """
-        features, best = features_of(distribution), int(distribution.argmax())
+        features, best = features_of(distribution)
         if not self.decides(features, best, index, context):
             return
         if self._argmax:

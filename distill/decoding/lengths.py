@@ -21,6 +21,7 @@ import torch
 from torch import Tensor
 
 from distill.engines.torch.model import fetch
+from distill.sampler import largest
 
 ROOT = -1  # the committed end of the context, parent of the first nodes
 LONGEST = 6  # tokens of an n-gram that features look for
@@ -43,11 +44,11 @@ class Features:
     count: float = 0.0
 
 
-def features_of(distribution: Tensor) -> Features:
-    """Features of a distribution [V]."""
-    ((_, best),) = best_tokens(distribution[None], 2)
-    top, second = (*best, 0.0, 0.0)[:2]  # none where an empty distribution is 0 everywhere
-    return Features(top, second, float(entropies(distribution)))
+def features_of(distribution: Tensor) -> tuple[Features, int]:
+    """Features of a distribution [V], and its best token; an empty one is 0 everywhere."""
+    ((tokens, best),) = best_tokens(distribution[None], 2)
+    top, second = (*best, 0.0, 0.0)[:2]
+    return Features(top, second, float(entropies(distribution))), tokens[0] if tokens else 0
 
 
 def entropies(distributions: Tensor) -> Tensor:
@@ -58,12 +59,12 @@ def entropies(distributions: Tensor) -> Tensor:
 def best_tokens(distributions: Tensor, count: int) -> list[tuple[list[int], list[float]]]:
     """Up to `count` possible tokens of each distribution [m, V] and their probabilities, by one transfer; best first,
     smaller ids on ties."""
-    values, ids = (part.tolist() for part in fetch(*distributions.topk(min(count + 1, distributions.shape[-1]))))
+    values, ids = (part.tolist() for part in fetch(*largest(distributions, min(count + 1, distributions.shape[-1]))))
     best = []
     for row, chances in enumerate(values):
         candidates = list(zip(chances, ids[row], strict=True))
         if len(candidates) > count and chances[count] == chances[count - 1] > 0:
-            # topk may take any of the tokens that tie for the last place: compare all of them.
+            # Any of the tokens that tie for the last place may be taken: compare all of them.
             tied = torch.nonzero(distributions[row] >= chances[count]).flatten()
             candidates = list(zip(distributions[row, tied].tolist(), tied.tolist(), strict=True))
         candidates = sorted(((p, i) for p, i in candidates if p > 0), key=lambda pair: (-pair[0], pair[1]))[:count]

@@ -493,7 +493,7 @@ def rounds_of(
         seen, accepted = list[Features](), 0
         for place in range(at, min(at + length, last)):
             distribution, before = distributions[place - first], text[max(0, place + 1 - LONGEST) : place + 1]
-            features, best = features_of(distribution), int(distribution.argmax())
+            features, best = features_of(distribution)
             if not features.top:
                 break
             seen.append(replace(features, match=index.match(before, best)))

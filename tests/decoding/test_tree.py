@@ -192,9 +192,10 @@ def test_best_tokens_by_hand() -> None:
         [2, 1, 3],
         *[[2, 1, 3, 4]] * 3,
     ]
-    known = features_of(torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))
-    assert (known.top, known.second) == (0.5, 0.5) and known.entropy == pytest.approx(math.log(2))
-    assert features_of(torch.ones(1)) == Features(1.0, 0.0, 0.0)
+    known, best = features_of(torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))
+    assert best == 0 and (known.top, known.second) == (0.5, 0.5) and known.entropy == pytest.approx(math.log(2))
+    assert features_of(torch.ones(1)) == (Features(1.0, 0.0, 0.0), 0)
+    assert features_of(torch.zeros(3)) == (Features(0.0, 0.0, 0.0), 0)  # a draft under a grammar that it cannot follow
 
 
 def test_shapes_by_hand() -> None:

@@ -20,8 +20,9 @@ from transformers import (
     TopPLogitsWarper,
 )
 
+from distill.errors import DataError
 from distill.recipe import SamplerSettings
-from distill.sampler import NUCLEUS, Sampler, _outside
+from distill.sampler import NUCLEUS, Sampler, _outside, largest
 
 torch.set_num_threads(1)
 
@@ -185,3 +186,30 @@ def test_top_p_on_a_device_is_that_of_a_processor(pretend: Any) -> None:
     expected = _outside(probabilities, 0.9, looks=True)
     assert int(expected.sum(-1).min()) > 0 and int((~expected).sum(-1).max()) > NUCLEUS
     assert torch.equal(_outside(probabilities.to("pretend"), 0.9, looks=True).cpu(), expected)
+
+
+@pytest.mark.parametrize("size", [700, 4096, 5003])
+def test_the_largest_numbers_of_a_large_row_are_those_of_topk(size):
+    """Chunks that are not looked at hold none of them; the end of a row that fills no chunk counts, too."""
+    rows = torch.randn(3, size, generator=torch.Generator().manual_seed(size))
+    rows[1, -2], rows[2, 64:128] = 9.0, 5.0
+    for count in (1, 3, 20):
+        values, ids = largest(rows, count)
+        assert torch.equal(values, rows.topk(count).values)
+        assert torch.equal(rows.gather(1, ids), values) and all(len(set(row)) == count for row in ids.tolist())
+
+
+@pytest.mark.parametrize("kind", ["distinct", "ties", "few"])
+def test_top_k_alone_is_computed_among_its_tokens(kind):
+    """On a CPU the other settings see only the likeliest k; what is dropped is what all tokens together say."""
+    logits = 3 * torch.randn(4, 5003, generator=torch.Generator().manual_seed(1))
+    if kind == "ties":
+        logits = (4 * logits).round() / 4
+    if kind == "few":
+        logits[:, 12:] = -torch.inf
+    for sampler in (Sampler(0.7, 20, 0.8), Sampler(0.7, 20, 1.0, 0.1), Sampler(1.3, 5, 0.5, 0.05), Sampler(1.0, 50)):
+        found, expected = sampler.probabilities(logits), sampler.unchecked(logits)[0]
+        assert torch.equal(found > 0, expected > 0)
+        torch.testing.assert_close(found, expected)
+    with pytest.raises(DataError, match="not finite"):
+        Sampler(0.7, 20, 0.8).probabilities(logits.index_fill(1, torch.tensor([9]), torch.nan))

@@ -27,6 +27,7 @@ struct Part {  // a weight [rows, columns]; mirrored in packed.py
 namespace {
 
 constexpr int ROWS = 16, WIDE = 8;  // rows of a tile; tokens that share a pass
+constexpr int AHEAD = 5120;         // bytes of levels that are on their way from memory while one is multiplied
 
 INLINE __m512 dot(__m512 sum, __m512i weights, __m512i x) {
 #ifdef __AVX512BF16__
@@ -155,9 +156,8 @@ void tile(const Part &part, int64_t number, const Levels<BITS> &of, const int32_
             scale = half(scales + (BYTES ? g / 8 : g) * ROWS);
             if (ZERO) zero = half(zeros + (BYTES ? g / 8 : g) * ROWS);
         }
-        _mm_prefetch((const char *)levels + 2048, _MM_HINT_T0);
-        for (int line = 64; line < Levels<BITS>::bytes; line += 64)
-            _mm_prefetch((const char *)levels + 2048 + line, _MM_HINT_T0);
+        for (int line = 0; line < Levels<BITS>::bytes; line += 64)
+            _mm_prefetch((const char *)levels + AHEAD + line, _MM_HINT_T0);
         __m512 own[M][CHAINS];
         const auto clear = [&] {
             for (int m = 0; m < M; ++m)
