@@ -80,7 +80,7 @@ def _check_standalone(target: str, draft: str, offline: bool) -> None:
 
 
 def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:
-    from distill.pipeline.preflight import expected_lines, preflight
+    from distill.pipeline.preflight import expected_lines, expected_stages, preflight
 
     recipe = shared.read_recipe(path, overrides)
     print(f"recipe {recipe.name}: keys and values are valid")
@@ -89,8 +89,9 @@ def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:
     with without_network() if offline else contextlib.nullcontext():
         found = preflight(recipe, offline=offline)
     print(*found.lines, sep="\n")
-    expected = expected_lines(recipe, shared.DEFAULT_RUNS / recipe.name, found.prompts)
-    if not any("by the rehearsal" in line for line in expected):
+    stages, source = expected_stages(recipe, shared.DEFAULT_RUNS / recipe.name, found.prompts)
+    expected = expected_lines(stages, source)
+    if source != "by the rehearsal":
         expected.append(f"time, memory and disk of each stage: measured by `distill train {path} --rehearse`")
     print(*expected, sep="\n")
     for item in found.skipped:

@@ -13,7 +13,7 @@ from contextlib import closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 
@@ -29,6 +29,9 @@ from distill.recipe.recipe import HELD_OUT, QUESTIONS, left_out
 from distill.recipe.training import LossName
 from distill.run import Run, now
 from distill.tables import Cell, Columns, Row, Table, table_of
+
+if TYPE_CHECKING:
+    from distill.planning.hours import StageEstimate  # which loads torch
 
 # ── `distill train` ──
 
@@ -103,12 +106,12 @@ def train(
         return
     # Before the run folder is touched: a cut that cannot be made must not cost the answers.
     text = read_utf8(recipe)  # which may be the config.yaml of a run that is moved
-    _check(found, planned, until)
+    expected = _check(found, planned, until)
     if fresh:
         _move_aside(run)
     if parent is not None:
         print(f"the old run is now {running.start_refresh(run, parent)}", file=sys.stderr)
-    _make(run, text, until, redo or ())
+    _make(run, text, until, redo or (), expected)
 
 
 def _require_reached(until: str | None, redo: Sequence[str]) -> None:
@@ -119,17 +122,17 @@ def _require_reached(until: str | None, redo: Sequence[str]) -> None:
             raise RecipeError(f"--redo {name} does nothing: --until {until} ends before it", "leave one of them out")
 
 
-def _make(run: Run, text: str, until: str | None, redo: Sequence[str] = ()) -> None:
+def _make(
+    run: Run, text: str, until: str | None, redo: Sequence[str] = (), expected: Sequence[StageEstimate] = ()
+) -> None:
     """Carry a run out up to a stage, printing its tables as they come; in all processes but the main one, take part."""
     from distill.pipeline import running
-    from distill.pipeline.preflight import expected_stages
 
     shared.prepare(run.recipe.threads)
     if not is_main():  # one of several that `accelerate launch` started
         return running.follow_main(run.recipe, run)
     with closing(run):
         run.open(text)
-        expected = expected_stages(run.recipe, run.folder)
         running.run_pipeline(run.recipe, run, until, redo, partial(_print_stage, run.folder), expected)
         say_outcome(run)
         require_passed(run, until)
@@ -148,18 +151,19 @@ def _sweep(
         found = shared.read_recipe(path, [*overrides, *own, f"name={folder.name}"], folder / "config.yaml")
         every.append(Run(folder, found, silent=not is_main()))
     sweep.require_alike(every)
+    expected = {}
     for run in every if is_main() else ():
         plan = running.plan_run(run.recipe, run, until)
         running.require_allowed(plan)
         for action in plan if dry_run else ():
             run.say(f"{run.folder.name}: {action.line()}")
         if not dry_run:
-            _check(run.recipe, run, until)
+            expected[run.folder] = _check(run.recipe, run, until)
     failed = []
     for run in every if not dry_run else ():
         note(f"run {run.folder.name}")
         try:
-            _make(run, read_utf8(path), until)
+            _make(run, read_utf8(path), until, expected=expected.get(run.folder, ()))
         except DistillError as error:
             if disk_fault(error) or process_count() > 1:  # which the other runs meet, too
                 raise
@@ -200,8 +204,9 @@ def _move_aside(run: Run) -> None:
     print(f"the old run is now {aside}", file=sys.stderr)
 
 
-def _check(recipe: Recipe, run: Run, until: str | None) -> None:
-    from distill.pipeline.preflight import expected_lines, preflight
+def _check(recipe: Recipe, run: Run, until: str | None) -> list[StageEstimate]:
+    """Print the warnings of a run's preflight and what its stages are expected to take, which is returned."""
+    from distill.pipeline.preflight import expected_lines, expected_stages, preflight
 
     stages = ["teacher", *(HELD_OUT if not recipe.target.load else [])]  # those that read the teacher's source
     unread = any(run.done(name) is None for name in stages)
@@ -212,9 +217,10 @@ def _check(recipe: Recipe, run: Run, until: str | None) -> None:
         note("\n".join(decide(recipe.target.model, None)))
     for line in found.warnings:
         print(line, file=sys.stderr)
-    for line in expected_lines(recipe, run.folder, found.prompts):
-        if run.done(line.split(":")[0]) is None:
-            note(line)
+    expected, source = expected_stages(recipe, run.folder, found.prompts)
+    for line in expected_lines([one for one in expected if run.done(one.stage) is None], source):
+        note(line)
+    return expected
 
 
 def say_outcome(run: Run) -> None:

@@ -8,6 +8,7 @@ will take."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import functools
 import gc
@@ -497,23 +498,21 @@ def rehearse(recipe: Recipe, short: Recipe, run: Run, until: str | None = None) 
     return table
 
 
-def expected_stages(recipe: Recipe, folder: Path) -> list[StageEstimate]:
-    """What each stage will take, by the recipe's rehearsal beside the run's `folder`; none where there is none of this
-    recipe."""
+def expected_stages(recipe: Recipe, folder: Path, prompts: int = 0) -> tuple[list[StageEstimate], str]:
+    """What each stage will take, and by what that is known: by a rehearsal of the recipe beside `folder`; without
+    one, on a CPU, by counts and sizes, with these `prompts` to answer; else none."""
     short = shortened(recipe, folder.parent)
-    try:
+    with contextlib.suppress(DataError):
         found = read_result(folder.parent / short.name / RESULT, Rehearsal)
-    except DataError:
-        return []
-    return found.expected if found.config == dump_recipe(short) else []
+        if found.config == dump_recipe(short):
+            return found.expected, "by the rehearsal"
+    if not prompts or pick_device(recipe.device).type != "cpu":
+        return [], ""
+    return planned_hours(recipe, prompts, products_per_second(recipe.target.dtype)), "by counts and sizes"
 
 
-def expected_lines(recipe: Recipe, folder: Path, prompts: int = 0) -> list[str]:
-    """A line for each of `expected_stages` on time, memory and disk; without a rehearsal, on a CPU, by counts and
-    sizes, with these `prompts` to answer."""
-    found, source = expected_stages(recipe, folder), "by the rehearsal"
-    if not found and prompts and pick_device(recipe.device).type == "cpu":
-        found, source = planned_hours(recipe, prompts, products_per_second(recipe.target.dtype)), "by counts and sizes"
+def expected_lines(found: Sequence[StageEstimate], source: str) -> list[str]:
+    """A line for each of `expected_stages` on time, memory and disk."""
     return [
         f"{one.stage}: {bounds(one)}, "
         f"{size(one.device_bytes or one.memory_bytes)} of memory, {size(one.disk_bytes)} on disk, {source}"

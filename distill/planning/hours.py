@@ -103,6 +103,7 @@ def time_left(expected: Sequence[StageEstimate], took: Mapping[str, float | None
 # Fitted to whole runs on 2 cores: SmolLM2-135M, and Qwen2.5-Coder-1.5B with its 0.5B sibling. Their seconds and bytes,
 # and how far off this is, stand in tests/planning/test_hours.py.
 
+MEASURED_SPEED = 1.5e12  # products and sums a second of those cores; slower or busier ones also read memory more slowly
 SHARE = 0.45  # of the speed of a large product, in the steps of a model
 LAYER, LOGIT = 1.3e-3, 8e-9  # seconds of a layer's step beside its products, and of a logit that is drawn from
 FEWEST = 32  # rows up to which a step takes as long: it reads all weights
@@ -110,6 +111,8 @@ TRIED, AT_ONCE = 2.2, 384  # texts written for a usable question; questions writ
 OVERHEAD = 2.2  # of training steps: the optimiser, losses over the vocabulary
 PARITY = 8e-8  # seconds that a GGUF file is compared for, by weight
 READ = 30e9  # bytes a second
+READY, LOADED = 1.0, 4.0  # seconds of a stage without a model; in which a small one is loaded
+TOKENISED = 3e5  # tokens of text a second
 BYTES = {
     "f32": 4.0,
     "f16": 2.0,
@@ -140,13 +143,13 @@ def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstim
         return batches * tokens * step
 
     positions, scored = prompts * answers.new_tokens + recipe.corpus.tokens, recipe.cut.score_blocks * block
-    passes = 6 * (recipe.cut.mlp_width is not None) + 0.7 * (donor["layers"] - cut["layers"])
+    passes = 6 * (recipe.cut.mlp_width is not None) + 0.27 * (donor["layers"] - cut["layers"])
     judged, batch = train.acceptance, train.batch * block
     judging = judged and (1 + math.ceil(train.steps / judged.every)) * 3 * texts(judged.prompts, judged.new_tokens, 64)
     held = measured.file_blocks * block if recipe.corpus.tokens else 0
     own = is_gguf(recipe.target.model)
     kinds = [BYTES.get(kind) or int(kind.strip("itq")[0]) / 7.5 for kind in recipe.export.outtypes]
-    decoded, plain = timed.prompts * timed.new_tokens, float(big["layers"] * LAYER / 5)
+    decoded, plain = timed.prompts * timed.new_tokens, float(big["layers"] * LAYER / 8)
     bits = Path(recipe.target.model).stat().st_size if own else whole * width
     engines = dict.fromkeys(timed.backends, plain + bits / READ)
     if "pytorch" in engines and not (own and recipe.pytorch.target_weights in ("auto", "file")):
@@ -155,21 +158,24 @@ def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstim
     weights = whole * width + PROCESS
     stored = planned_bytes(recipe, prompts)["teacher"] + head * width
     asked = sum(texts(TRIED * (one.questions or 0), one.tokens, AT_ONCE) for one in recipe.corpus.asked)
-    continued = 4 * texts(measured.prompts, measured.new_tokens, ROWS) * (2 if train.steps else 1)
+    continued = 4 * texts(measured.prompts, measured.new_tokens, ROWS)
     steps = train.steps * batch * (3 * learnt + head / 2) / rate * OVERHEAD + (judging or 0 if train.steps else 0)
+    slower = max(1.0, MEASURED_SPEED / speed)
     compared = small * len(kinds) + whole * (1 if own else len(kinds)) if kinds else 0
     written = sum(kinds) * (small + (0 if own else whole))
     loading = sum(12 + 25e-9 * whole + (ways + 2 * bool(turns)) * decoded * each for each in engines.values())
     found = {  # seconds, bytes of memory beside the target, bytes on disk
         "questions": (asked, 0, 0),
+        "corpus": (READY + recipe.corpus.tokens / TOKENISED, 0, 0),
         "answers": (texts(prompts, answers.new_tokens, answers.batch), 0, 0),
-        "teacher": (positions * body / rate, 0, stored),
+        "teacher": (LOADED + positions * body / rate, 0, stored),
         "table": (positions * head / rate, 0, 0),
         "cut": (scored * (whole + passes * given) / rate, 4 * given, 4 * small),
         "train": (steps, 16 * small + 12 * batch * big["rows"], 12 * small if train.steps else 0),
         "eval": (continued + held * whole / rate, 4 * small, 0),
-        "export": (PARITY * compared, 4 * whole, written),
-        "speedup": (loading + turns * len(engines) * (2 + 5e-9 * whole), 4 * small, 0),
+        "export": (slower * PARITY * compared, 4 * whole, written),
+        "speedup": (slower * (loading + turns * len(engines) * (2 + 5e-9 * whole)), 4 * small, 0),
+        "report": (READY, 0, 0),
     }
     absent = left_out(recipe)
     memory = dict.fromkeys(("questions", "answers"), answers.batch * _row_bytes(recipe))

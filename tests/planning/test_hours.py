@@ -3,6 +3,7 @@ of their folders, on 2 cores that make 1.5e12 products and sums a second in bflo
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -10,10 +11,10 @@ import pytest
 import tiny
 from transformers import LlamaConfig, Qwen2Config
 
-from distill.planning.hours import planned_hours
+from distill.planning.hours import MEASURED_SPEED, planned_hours, time_left
 from distill.recipe import load_recipe
 
-SPEED, OFF = 1.5e12, 1.5
+OFF = 1.5
 SIBLING = ["cut.mlp_width=null", "cut.trim=null", "cut.allow_full_size=true", "train.steps=0"]
 QUARTER = ["cut.mlp_width=1216", "cut.trim=16384", "train.steps=40", "train.acceptance.every=40"]
 QUARTER += ["speedup.backends=[pytorch]"]
@@ -33,7 +34,7 @@ RUNS: dict[str, tuple[str, list[str], tuple[str, int], int, dict[str, float], di
     ),
     "SmolLM2": (
         *("smollm2-demo", [], ("SmolLM2-135M-Instruct.Q4_1.gguf", 98_400_000), 250),
-        dict(questions=53, answers=61, teacher=23, table=4.5, cut=70, train=160, eval=44, export=26, speedup=230),
+        dict(questions=62, answers=66, teacher=26, table=5.2, cut=27, train=143, eval=26, export=27, speedup=179),
         dict(teacher=114e6, cut=186e6, train=851e6, export=144e6, memory=4.2e9),
     ),
 }
@@ -56,17 +57,25 @@ def test_estimates_beside_what_was_measured(name: str, tmp_path: Path, monkeypat
         )
     for module in ("planning.hours", "teacher.store"):
         monkeypatch.setattr(f"distill.{module}.load_config", lambda model: big if model == settings[0][13:] else small)
-    found = {one.stage: one for one in planned_hours(recipe, prompts, SPEED)}
+    found = {one.stage: one for one in planned_hours(recipe, prompts, MEASURED_SPEED)}
     ratios = {stage: found[stage].low / took for stage, took in seconds.items()}
     ratios |= {f"{stage}, disk": found[stage].disk_bytes / took for stage, took in stored.items() if stage in found}
     if "memory" in stored:
         ratios["train, memory"] = found["train"].memory_bytes / stored["memory"]
     assert all(1 / OFF < ratio < OFF for ratio in ratios.values()), {one: round(r, 2) for one, r in ratios.items()}
+    left = sum(seconds.values())  # what a run says of the whole, from its first third on
+    for at, stage in enumerate(seconds):
+        done = {other: took if n < at else None for n, (other, took) in enumerate(seconds.items())}
+        said = re.fullmatch(r"(?:(\d+)m)?(\d+)s left", time_left([*found.values()], done))
+        assert said is not None, stage
+        if left < 2 / 3 * sum(seconds.values()):
+            assert 1 / OFF < (60 * int(said[1] or 0) + int(said[2])) / left < OFF, (stage, said[0], left)
+        left -= seconds[stage]
 
 
 def test_nothing_is_said_of_what_servers_do(tmp_path: Path, world: Path) -> None:
     settings = ["answers.writer.urls=['http://localhost:1']"]
-    assert planned_hours(load_recipe(world / "recipe.yaml", settings), 10, SPEED) == []
-    assert {one.stage for one in planned_hours(load_recipe(world / "recipe.yaml"), 10, SPEED)} == {
-        *("answers", "teacher", "cut", "train", "eval", "export", "speedup")
+    assert planned_hours(load_recipe(world / "recipe.yaml", settings), 10, MEASURED_SPEED) == []
+    assert {one.stage for one in planned_hours(load_recipe(world / "recipe.yaml"), 10, MEASURED_SPEED)} == {
+        *("corpus", "answers", "teacher", "cut", "train", "eval", "export", "speedup", "report")
     }
