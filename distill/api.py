@@ -216,27 +216,11 @@ def measure_speedup(
     big, small = pair_references(own, other, every, pytorch.in_bits)
     if table is None and any(one.counts_ngrams for one in every):
         note("no table of n-grams (--table): drafter table knows those of the text so far alone")
-    settings = PairSettings(
-        target=place.model_copy(update={"model": big}),
-        draft=small,
-        speedup=speedup,
-        sampler=sampler,
-        seed=seed,
-        device=device,
-        threads=threads,
-        gguf=gguf or Gguf(),
-        pytorch=pytorch,
-    )
+    place = place.model_copy(update={"model": big})
+    settings = PairSettings(place, small, device, threads, gguf or Gguf(), pytorch, speedup, sampler, seed)
     names = str(target), None if draft is None else str(draft)
-    return measure_any_pair(
-        settings,
-        names,
-        prompts,
-        prompt_tokens=prompt_tokens,
-        chat=chat,
-        table=table,
-        command=command,
-    )
+    more: dict[str, Any] = {"chat": chat, "table": table, "command": command}
+    return measure_any_pair(settings, names, prompts, prompt_tokens=prompt_tokens, **more)
 
 
 def cut(

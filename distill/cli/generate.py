@@ -18,13 +18,13 @@ from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_result, read_utf8, require_path, utf8_text
 from distill.machine import install_extra
 from distill.progress import note
-from distill.recipe import Chat, Configuration, PyTorch, SamplerSettings, Target, parse_section
+from distill.recipe import Chat, Configuration, Gguf, PyTorch, SamplerSettings, Target, parse_section
 from distill.recipe.configuration import TREES
 from distill.recipe.target import HOTTEST
 from distill.run import Run
 
 LENGTH = 4  # tokens drafted a round where no option says
-Opened = tuple[Any, Any, Chat]  # of distill.measuring.stream, which is heavy: an Opening, and a Continuation
+Opened = tuple[Any, Any, Chat]  # an Opening (distill.engines.loaded), a Continuation (distill.measuring.stream): heavy
 Opener = Callable[..., Opened]
 
 
@@ -79,12 +79,13 @@ def _opening(
     loaded = [big, small] if chosen.asks_the_draft else [big]
     gguf, place = shared.gguf_of(loaded, llama, llama_draft), place.model_copy(update={"model": big})
     shared.prepare(threads)
-    from distill.measuring.stream import Continuation, Opening
+    from distill.engines.loaded import Opening
+    from distill.measuring.stream import Continuation
     from distill.sampler import Sampler
 
     calibrations = {} if found is None or not chosen.needs_calibration else _calibrations(found)
     request = Continuation(chosen, Sampler.of(drawn), calibrations=calibrations, lossy=allow_lossy, table=table)
-    return Opening(place, small, device, threads, gguf, decoding), request, asked
+    return Opening(place, small, device, threads, gguf or Gguf(), decoding), request, asked
 
 
 def of_pair(command: Callable[..., None]) -> Callable[..., None]:

@@ -65,7 +65,7 @@ MOST_BITS = 0.9  # of a file's weights: with fewer, what is held in bfloat16 tak
 
 
 @dataclass(frozen=True)
-class LoadedPair:
+class LoadedPair(contextlib.AbstractContextManager["LoadedPair"]):
     """Both models, ready to decode; the draft is the target itself where none was asked for.
 
     `ends` are the ids that end a text. `tokenizer` and `hugging_face` (target, draft) are the objects of transformers,
@@ -127,9 +127,6 @@ class LoadedPair:
         if self.target is not self.draft:
             self.target.close()
 
-    def __enter__(self) -> LoadedPair:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -179,6 +176,25 @@ def load_pair(
         small = None if draft is None else load_model(draft, target.dtype, small_place)
     pair = pair_of_models(target.model, big, small, load_tokenizer(target.model), pytorch, tokens, options)
     return replace(pair, options=options | {"draft_weights": pair.pytorch.draft_weights})
+
+
+@dataclass(frozen=True)
+class Opening:
+    """A pair to be loaded: folders or hub names, decoded in PyTorch as `pytorch` says, or GGUF files, decoded in
+    llama.cpp with the options `gguf`. `draft` may be None where none is used."""
+
+    target: Target
+    draft: str | None
+    device: str = "auto"
+    threads: int | None = None
+    gguf: Gguf = field(default_factory=Gguf)
+    pytorch: PyTorch = GROWING
+
+    def load(self, tokens: int | None = None, nodes: int = 0, alone: bool = False) -> LoadedPair:
+        """`load_pair` of it, without its draft where it is `alone`."""
+        options: dict[str, Any] = {"threads": self.threads, "gguf": self.gguf, "pytorch": self.pytorch}
+        draft = None if alone else self.draft
+        return load_pair(self.target, draft, device=self.device, tokens=tokens, nodes=nodes, **options)
 
 
 def settled_decoding(

@@ -33,7 +33,7 @@ from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.round_costs import PROMPTS, pair_costs
 from distill.decoding.rules import Rules
-from distill.engines.loaded import LoadedPair
+from distill.engines.loaded import LoadedPair, Opening
 from distill.engines.model import Model, Step, Watch
 from distill.measuring.evaluation import judged_positions, positions_by_text
 from distill.measuring.evaluation_results import ByText
@@ -47,7 +47,7 @@ from distill.measuring.speedup_results import (
     StepFigures,
 )
 from distill.progress import Progress
-from distill.recipe import Configuration, Gguf, PyTorch, SamplerSettings, Speedup, Target
+from distill.recipe import Configuration, SamplerSettings, Speedup
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, names
 from distill.recipe.measuring import fixed_length
 from distill.tables import speed_ratio
@@ -56,21 +56,12 @@ from distill.tables import speed_ratio
 
 
 @dataclass(frozen=True)
-class PairSettings:
-    """What is measured of a pair and how, whether it comes from a run or not.
+class PairSettings(Opening):
+    """What is measured of a pair and how, whether it comes from a run or not."""
 
-    `draft` is None where none is used. The engines' options are those with which the pair is loaded.
-    """
-
-    target: Target
-    draft: str | None
     speedup: Speedup = field(default_factory=Speedup)
     sampler: SamplerSettings = field(default_factory=partial(SamplerSettings, temperature=0))
     seed: int = 0
-    device: str = "auto"
-    threads: int | None = None
-    gguf: Gguf = field(default_factory=Gguf)
-    pytorch: PyTorch = field(default_factory=PyTorch)
 
     @property
     def configurations(self) -> tuple[Configuration, ...]:

@@ -44,7 +44,7 @@ from distill.measuring.identity import OwnDistributions, files_in_types, kl_of_b
 from distill.measuring.speedup_results import InTurns, PairMeasured, SpeedupPart, SpeedupReport, speedup_of
 from distill.measuring.speedup_tables import speedup_blocks
 from distill.measuring.verdict import explain, verdict
-from distill.recipe import Chat, Configuration, Corpus, Gguf, Recipe, Target
+from distill.recipe import Chat, Configuration, Corpus, Recipe, Target
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.tables import document, shown, speed_ratio
@@ -303,22 +303,13 @@ def _read_own(recipe: Recipe, run: Run, backend: str, prompts: list[list[int]]) 
 def _settings(recipe: Recipe, run: Run, backend: str) -> PairSettings:
     """The run's target and trained draft, and how they are measured."""
     counts, draft = recipe.speedup, str(run.path("draft"))
-    pytorch, options = recipe.pytorch, Gguf()
+    measured: dict[str, Any] = {"speedup": counts, "sampler": recipe.sampler, "seed": recipe.seed}
     if backend in counts.files:
         target = Target(model=str(_file_of_target(recipe, run, backend)))
-        draft, options = str(run.path("gguf", f"draft-{counts.files[backend]}.gguf")), recipe.gguf_pair(backend)
-    else:
-        target, pytorch = settled_decoding(recipe.target, draft, pytorch, recipe.device)
-    return PairSettings(
-        target=target,
-        draft=draft,
-        speedup=counts,
-        sampler=recipe.sampler,
-        seed=recipe.seed,
-        device=recipe.device,
-        gguf=options,
-        pytorch=pytorch,
-    )
+        draft = str(run.path("gguf", f"draft-{counts.files[backend]}.gguf"))
+        return PairSettings(target, draft, gguf=recipe.gguf_pair(backend), **measured)
+    target, pytorch = settled_decoding(recipe.target, draft, recipe.pytorch, recipe.device)
+    return PairSettings(target, draft, recipe.device, pytorch=pytorch, **measured)
 
 
 def _label(recipe: Recipe, pair: LoadedPair, backend: str) -> PairMeasured:
@@ -349,9 +340,8 @@ def _file_of_target(recipe: Recipe, run: Run, backend: str) -> Path:
 
 def _load(recipe: Recipe, settings: PairSettings, backend: str) -> LoadedPair:
     if backend == "pytorch":
-        return load_pair(settings.target, settings.draft, device=settings.device, pytorch=settings.pytorch)
-    nodes = min(settings.largest_tree, MOST_LEAVES)
-    pair = load_pair(settings.target, settings.draft, tokens=recipe.corpus.block, nodes=nodes, gguf=settings.gguf)
+        return settings.load()
+    pair = settings.load(recipe.corpus.block, min(settings.largest_tree, MOST_LEAVES))
     # All backends end their texts with the same tokens: llama.cpp knows some more by their names.
     return replace(pair, ends=end_ids(recipe.target.model, load_tokenizer(recipe.target.model)))
 
@@ -386,18 +376,10 @@ def measure_any_pair(
     measured, spare = [one.prompt for one in prompts.measured], [one.prompt for one in prompts.others]
     counted = None if table is None else open_table(table, settings.target.model)
     longest_step = max(16, *(one.longest_round + 1 for one in configurations))
-    with load_pair(
-        settings.target,
-        own_draft,
-        tokens=max(max(map(len, [*measured, *spare])) + new_tokens, 2 * longest_step),
-        nodes=settings.largest_tree,
-        threads=settings.threads,
-        gguf=settings.gguf,
-        pytorch=settings.pytorch,
-    ) as pair:
+    room = max(max(map(len, [*measured, *spare])) + new_tokens, 2 * longest_step)
+    with settings.load(room, settings.largest_tree, alone=other_vocabulary) as pair:
         reader = None
-        if other_vocabulary:
-            assert settings.draft is not None
+        if other_vocabulary and settings.draft is not None:
             reader = read_with(pair, settings.target, settings.draft, settings.device)
         calibration = None
         if need_calibration(configurations):

@@ -25,11 +25,11 @@ from distill.decoding.other_vocabulary import DraftReader, read_with
 from distill.decoding.round_costs import pair_costs
 from distill.decoding.rules import BytesOf, Constrained, Forced, Rules, characters, stop_before
 from distill.engines.llama_cpp.model import GgufModel
-from distill.engines.loaded import GROWING, LoadedPair, context_of, encode_prompt, load_pair
+from distill.engines.loaded import LoadedPair, Opening, context_of, encode_prompt
 from distill.errors import DataError, DistillError, RecipeError, faults_explained
 from distill.files import is_gguf, is_utf8
 from distill.progress import note
-from distill.recipe import Chat, Configuration, Gguf, PyTorch, Target
+from distill.recipe import Chat, Configuration
 from distill.sampler import Sampler
 from distill.teacher.store import open_table
 
@@ -55,19 +55,6 @@ class Continuation:
     table: Path | None = None
 
 
-@dataclass(frozen=True)
-class Opening:
-    """A pair to be loaded: folders or hub names, decoded in PyTorch as `pytorch` says, or GGUF files, decoded in
-    llama.cpp with the options `gguf`. `draft` may be None where a configuration asks no draft."""
-
-    target: Target
-    draft: str | None
-    device: str = "auto"
-    threads: int | None = None
-    gguf: Gguf | None = None
-    pytorch: PyTorch = GROWING
-
-
 @contextlib.contextmanager
 def opened(opening: Opening, request: Continuation, tokens: int) -> Iterator[tuple[LoadedPair, DraftReader | None]]:
     """The pair with room for texts of this many tokens, and the reader of a draft of another vocabulary.
@@ -82,14 +69,13 @@ def opened(opening: Opening, request: Continuation, tokens: int) -> Iterator[tup
         note(f"no calibration `{name}` was fitted: {other} in for it")
     if configuration.other_vocabulary and is_gguf(target.model) and not opening.pytorch.in_bits:
         raise DataError(f"drafter {configuration.drafter} reads both tokenizers from Hugging Face folders")
-    loaded = opening.draft if configuration.asks_the_draft else None
-    options: dict[str, Any] = {"device": opening.device, "nodes": configuration.most_nodes, "threads": opening.threads}
-    options |= {"gguf": opening.gguf or Gguf(), "pytorch": opening.pytorch}
-    with load_pair(target, loaded, tokens=tokens, **options) as pair:
-        if loaded is not None and pair.draft.capacity < tokens:
+    alone = not configuration.asks_the_draft
+    with opening.load(tokens, configuration.most_nodes, alone) as pair:
+        if opening.draft is not None and not alone and pair.draft.capacity < tokens:
             looks_up = configuration.drafter.startswith("lookup+")
             rest = "only the lookup drafts" if looks_up else "the target decodes plainly"
-            print(f"the draft {loaded} has a context of {pair.draft.capacity}: beyond it {rest}", file=sys.stderr)
+            held = f"the draft {opening.draft} has a context of {pair.draft.capacity}"
+            print(f"{held}: beyond it {rest}", file=sys.stderr)
         reader = None
         if configuration.other_vocabulary and opening.draft is not None:
             reader = read_with(pair, target, opening.draft, opening.device)

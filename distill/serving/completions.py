@@ -27,9 +27,10 @@ from starlette.routing import Route
 
 from distill.data.records import normal
 from distill.decoding.decode import Decoded
+from distill.engines.loaded import Opening
 from distill.errors import DistillError, RecipeError, RunError
 from distill.files import parse_object
-from distill.measuring.stream import Answerer, Continuation, Opening, answering
+from distill.measuring.stream import Answerer, Continuation, answering
 from distill.progress import note, noting, warn
 from distill.recipe import Chat
 

@@ -53,7 +53,7 @@ LABEL, NOT_TIMED = PairMeasured("a pair", "pytorch"), StepFigures(1, {}, {})
 
 def settings_with(others: Sequence[Configuration], lengths: Sequence[int] = (2,), **speedup: Any) -> PairSettings:
     counts = Speedup(lengths=tuple(lengths), configurations=tuple(others), **speedup)
-    return PairSettings(Target(model="target"), None, counts, HOT)
+    return PairSettings(Target(model="target"), None, speedup=counts, sampler=HOT)
 
 
 @pytest.mark.parametrize(

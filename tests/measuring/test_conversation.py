@@ -20,8 +20,8 @@ from tiny import Capture, Patch
 from toys import blurred, save_toy, toy, toy_tokenizer
 
 from distill.decoding.decode import Decoded, plain
-from distill.engines.loaded import load_pair
-from distill.measuring.stream import Answerer, Continuation, Opening, answering
+from distill.engines.loaded import Opening, load_pair
+from distill.measuring.stream import Answerer, Continuation, answering
 from distill.recipe import Chat, Configuration, Corpus, Target
 from distill.sampler import Sampler
 

@@ -27,14 +27,14 @@ from distill.decoding.costs import Costs
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
-from distill.engines.loaded import BatchedTorchModel, LoadedPair, load_pair
+from distill.engines.loaded import BatchedTorchModel, LoadedPair, Opening, load_pair
 from distill.engines.torch.hugging_face import encode
 from distill.engines.torch.model import TorchLogits, TorchModel
 from distill.errors import DataError, RecipeError
 from distill.gguf.writer import export_gguf
 from distill.measuring.compare import PairSettings, PairTexts, measure_pair
 from distill.measuring.speedup_results import PairMeasured
-from distill.measuring.stream import Continuation, Opening, begin, stream
+from distill.measuring.stream import Continuation, begin, stream
 from distill.recipe import Configuration, Speedup, Target, load_recipe
 from distill.recipe.configuration import TREES
 from distill.sampler import Sampler
@@ -317,7 +317,7 @@ def test_trees_are_refused_before_anything_is_decoded(folders: Path, capsys: Cap
     models = [TorchModel(toy("gpt_neo")), TorchModel(toy())]
     require_trees(models[1], models[1])
     settings = PairSettings(
-        Target(model="p"), None, Speedup(lengths=(), configurations=(Configuration(drafter="tree"),))
+        Target(model="p"), None, speedup=Speedup(lengths=(), configurations=(Configuration(drafter="tree"),))
     )
     with pytest.raises(DataError, match="the target takes no trees"):
         pair = LoadedPair("pytorch", "p", *models, [])
