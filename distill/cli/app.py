@@ -98,10 +98,7 @@ ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind._
 
 
 # Where memory ran out, and what to do.
-SMALLER_MODELS = (
-    "in this command",
-    "free memory that other programs hold, or load smaller types (--dtype)",
-)
+SMALLER_MODELS = ("in this command", "free memory that other programs hold, or load smaller types (--dtype)")
 INTERRUPTED = 128 + signal.SIGINT  # the exit status; recent versions of typer return it for Ctrl-C
 
 

@@ -149,10 +149,7 @@ def generate(
 
 @of_pair
 def chat(
-    opened: Opener,
-    words: shared.PairArgument = None,
-    tokens: TokensOption = 1024,
-    context: ContextOption = 8192,
+    opened: Opener, words: shared.PairArgument = None, tokens: TokensOption = 1024, context: ContextOption = 8192
 ) -> None:
     """A conversation: accepted tokens are green or in ‹›; beneath each answer stand its speed and the share drafted.
 

@@ -399,8 +399,7 @@ def evaluate(
     kl: Annotated[bool, typer.Option("--kl", help="Divergences, and acceptance probability by verifier.")] = False,
     acceptance: Annotated[bool, typer.Option("--acceptance", help="Conditional acceptance of decoded rounds.")] = False,
     types: Annotated[
-        str | None,
-        typer.Option(help=f"Compare the draft in these GGUF types, with commas: {shared.FILE_TYPES}."),
+        str | None, typer.Option(help=f"Compare the draft in these GGUF types, with commas: {shared.FILE_TYPES}.")
     ] = None,
     prompts: shared.PromptsOption = None,
     temperature: Annotated[

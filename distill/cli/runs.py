@@ -61,8 +61,7 @@ def train(
         bool, typer.Option("--verify", help="Read finished files whole; those that are damaged are made again.")
     ] = False,
     rehearsal: Annotated[
-        bool,
-        typer.Option("--rehearse", help="Stages on 4 prompts and 3 steps, as NAME-rehearsal; estimates the run."),
+        bool, typer.Option("--rehearse", help="Stages on 4 prompts and 3 steps, as NAME-rehearsal; estimates the run.")
     ] = False,
 ) -> None:
     """Run every stage of a recipe, from corpus to report.
@@ -323,10 +322,7 @@ class RunList:
     version: Literal[1] = 1
 
 
-def list_runs(
-    runs: shared.RunsOption = shared.DEFAULT_RUNS,
-    output: shared.FormatOption = "md",
-) -> None:
+def list_runs(runs: shared.RunsOption = shared.DEFAULT_RUNS, output: shared.FormatOption = "md") -> None:
     """List the runs with their finished stages, last change and size on disk."""
     found = []
     for config in sorted(runs.glob("*/config.yaml")):

@@ -60,8 +60,7 @@ FormatOption = Annotated[
     Literal["md", "json", "jsonl", "csv"], typer.Option("--output", "-o", help="Format of the results.")
 ]
 PromptsOption = Annotated[
-    list[Path] | None,
-    typer.Option("--prompts", help="Text or records (docs/prompts.md); repeatable."),
+    list[Path] | None, typer.Option("--prompts", help="Text or records (docs/prompts.md); repeatable.")
 ]
 SamplerOption = Annotated[
     str | None,

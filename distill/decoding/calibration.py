@@ -90,10 +90,7 @@ FEATURE_TERMS = ("margin", "logit_top", "entropy", "first", "log_position")  # o
 CONTEXT_TERMS = ("agrees", "differs", "agreed_length", "differed_length")  # of the best token, from the text before it
 TABLE_TERMS = ("logit_top", "margin", "known", "log_count")  # of a guess by counts of n-grams
 # By a configuration's `calibration`.
-FITTED_TERMS = {
-    "features": FEATURE_TERMS,
-    "context": FEATURE_TERMS + CONTEXT_TERMS,
-}
+FITTED_TERMS = {"features": FEATURE_TERMS, "context": FEATURE_TERMS + CONTEXT_TERMS}
 
 
 @dataclass(frozen=True)

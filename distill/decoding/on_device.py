@@ -296,11 +296,7 @@ def _place(model: Stepped, depth: int) -> Place:
 
 
 def rounds_on_device(
-    target: Model,
-    rules: Rules,
-    draft: Model | None,
-    argmax: bool = False,
-    lengths: Sequence[LengthRule] = (),
+    target: Model, rules: Rules, draft: Model | None, argmax: bool = False, lengths: Sequence[LengthRule] = ()
 ) -> DeviceRounds | None:
     """The rounds of this target on its device, with a draft there or without one; None where the host takes part.
 

@@ -161,7 +161,7 @@ class RoundCostMeter:
             if self.passes > 2 * repeats * len(self._timer.order):  # each text has room for one round at least
                 raise DataError(
                     "the draft proposes fewer tokens than it is asked for: rounds of "
-                    f"{self._timer.limit()} could not be timed",
+                    f"{self._timer.limit()} could not be timed"
                 )
             self.text()
             progress.step(max(min(self._least(repeats), repeats) - progress.done, 0))
@@ -196,12 +196,7 @@ class RoundCostMeter:
 
 
 def measure_costs(
-    target: Model,
-    draft: Model,
-    prompts: Sequence[Sequence[int]],
-    longest: int,
-    repeats: int,
-    tokens: int = TOKENS,
+    target: Model, draft: Model, prompts: Sequence[Sequence[int]], longest: int, repeats: int, tokens: int = TOKENS
 ) -> Costs:
     """The costs of rounds whose draft's distributions are read, once each length up to `longest` was timed `repeats`
     times or is steady, and of the steps that verify what no model drafted; raises as RoundCostMeter.

@@ -391,10 +391,7 @@ def pair_references(
         )
     if draft is None:
         if foreign or native:
-            raise RecipeError(
-                f"`{(foreign or native)[0].described}` needs a draft",
-                "name one, or use drafter=lookup",
-            )
+            raise RecipeError(f"`{(foreign or native)[0].described}` needs a draft", "name one, or use drafter=lookup")
         return target, None
     if not foreign and not native:
         raise RecipeError("no configuration asks the draft", "leave the draft out")

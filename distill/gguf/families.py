@@ -19,11 +19,7 @@ ATTENTION: Parts = {
     "self_attn.v_proj": ("attn_v", "KH"),
     "self_attn.o_proj": ("attn_output", "HQ"),
 }
-MLP: Parts = {
-    "mlp.gate_proj": ("ffn_gate", "FH"),
-    "mlp.up_proj": ("ffn_up", "FH"),
-    "mlp.down_proj": ("ffn_down", "HF"),
-}
+MLP: Parts = {"mlp.gate_proj": ("ffn_gate", "FH"), "mlp.up_proj": ("ffn_up", "FH"), "mlp.down_proj": ("ffn_down", "HF")}
 NORMS: Parts = {"input_layernorm": ("attn_norm", "H"), "post_attention_layernorm": ("ffn_norm", "H")}
 HEAD_NORMS: Parts = {"self_attn.q_norm": ("attn_q_norm", "D"), "self_attn.k_norm": ("attn_k_norm", "D")}
 WHOLE_NORMS: Parts = {"self_attn.q_norm": ("attn_q_norm", "Q"), "self_attn.k_norm": ("attn_k_norm", "K")}

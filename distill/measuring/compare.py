@@ -399,11 +399,7 @@ class PairTexts:
 
 
 def measure_pair(
-    settings: PairSettings,
-    pair: LoadedPair,
-    label: PairMeasured,
-    given: PairTexts,
-    reader: DraftReader | None = None,
+    settings: PairSettings, pair: LoadedPair, label: PairMeasured, given: PairTexts, reader: DraftReader | None = None
 ) -> SpeedupPart:
     """Measure a loaded pair; `reader` is a draft of another vocabulary.
 

@@ -662,12 +662,7 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
         return _written(run, evaluate_stored(recipe, run))
     opened = open_run(recipe, run)
     run.say(f"  the target continues {len(opened.prompts)} test prompts")
-    options = EvaluationOptions(
-        Sampler.of(recipe.sampler),
-        recipe.eval,
-        run.command,
-        seed=recipe.seed,
-    )
+    options = EvaluationOptions(Sampler.of(recipe.sampler), recipe.eval, run.command, seed=recipe.seed)
     report, pytorch = evaluate_pairs(opened, options), recipe.pytorch
     if is_gguf(recipe.target.model) and "pytorch" in recipe.speedup.backends:  # where the target decodes
         _, pytorch = settled_decoding(recipe.target, str(run.path("draft")), pytorch, recipe.device)

@@ -294,10 +294,7 @@ def _positions(report: EvaluationReport) -> Table:
 
 def _rounds(report: EvaluationReport) -> Table:
     """What a round gives."""
-    columns: Columns[str] = {
-        "draft": lambda name: name,
-        "tokens per round": lambda name: report.tokens_per_round[name],
-    }
+    columns: Columns[str] = {"draft": lambda name: name, "tokens per round": lambda name: report.tokens_per_round[name]}
     return table_of(report.tokens_per_round, columns, report.command, "rounds")
 
 

@@ -244,10 +244,7 @@ def llama_settings(curve: CostCurve, accepted: Sequence[float], draft: float, de
     speeds = predicted_speedups(costs.target, costs.draft, accepted[:MAX_LENGTH])
     best = speeds.index(max(speeds))
     relative = [f"{value:.3f}".rstrip("0").rstrip(".") for value in curve.relative(depth)[:MAX_LISTED]]
-    environment = [
-        f"GGML_BATCH_COSTS={','.join(relative)}",
-        f"GGML_MAX_LOOK_AHEAD={look_ahead(costs, speeds[best])}",
-    ]
+    environment = [f"GGML_BATCH_COSTS={','.join(relative)}", f"GGML_MAX_LOOK_AHEAD={look_ahead(costs, speeds[best])}"]
     if best == 0:
         # Not --spec-draft-n-max 0: llama-server drafts a token all the same, and aborts at the first request.
         return [*environment, f"{SPEC_TYPE} none"]

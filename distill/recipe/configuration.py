@@ -68,16 +68,10 @@ class Configuration(Section):
         "null: fixed, for a tree that is not drawn expected-value",
     )
     length: int | None = Field(
-        None,
-        ge=1,
-        le=63,
-        description=f"maximum tokens drafted in a row, of a tree on a path; null: {LENGTH}",
+        None, ge=1, le=63, description=f"maximum tokens drafted in a row, of a tree on a path; null: {LENGTH}"
     )
     nodes: int | None = Field(
-        None,
-        ge=1,
-        le=63,
-        description=f"maximum tokens of a tree; null: {NODES}, of a table's {TABLE_NODES}",
+        None, ge=1, le=63, description=f"maximum tokens of a tree; null: {NODES}, of a table's {TABLE_NODES}"
     )
     widths: tuple[int, ...] | None = Field(
         None,

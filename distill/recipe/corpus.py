@@ -42,10 +42,7 @@ class Source(Section):
         "interpreter's library; text, jsonl, csv and parquet also take a pattern such as logs/*.jsonl",
     )
     questions: int | None = Field(
-        None,
-        ge=1,
-        le=10_000_000,
-        description="target: usable questions to collect; required",
+        None, ge=1, le=10_000_000, description="target: usable questions to collect; required"
     )
     openings: tuple[str, ...] = Field(
         (),
@@ -69,8 +66,7 @@ class Source(Section):
         {}, description="records: names of these fields, where they differ"
     )
     given: bool = Field(
-        True,
-        description="records: also learn from the answers that they contain; false: use only their questions",
+        True, description="records: also learn from the answers that they contain; false: use only their questions"
     )
     label: str | None = Field(
         None, max_length=100, description="class of its prompts in reports; null: the record's `category`"
@@ -167,11 +163,7 @@ class Corpus(Section):
     test: float = Field(0.04, ge=0, lt=1, description="share of by-name documents for test")
     block: int = Field(512, ge=16, description="positions per packed block")
     tokens: int = Field(400_000, ge=0, description="tokens of train text to learn from, in addition to the answers")
-    max_documents: int = Field(
-        100_000,
-        ge=1,
-        description="maximum documents read per source; reported when reached",
-    )
+    max_documents: int = Field(100_000, ge=1, description="maximum documents read per source; reported when reached")
 
     @field_validator("sources")
     @classmethod

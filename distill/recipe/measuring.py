@@ -35,8 +35,7 @@ class GgufOptions(Section):
     # with it.
 
     library: Literal["llama.cpp", "ik"] | None = Field(
-        None,
-        description="what computes: llama.cpp, or ik: ik_llama.cpp; null: llama.cpp, for a draft the target's",
+        None, description="what computes: llama.cpp, or ik: ik_llama.cpp; null: llama.cpp, for a draft the target's"
     )
     n_gpu_layers: Annotated[int | None, "ngl"] = Field(
         None,
@@ -67,10 +66,7 @@ class GgufOptions(Section):
         None, ge=1, le=MOST_THREADS, description="CPU threads of steps of several tokens; null: as `threads` here"
     )
     ubatch_size: Annotated[int | None, "ub"] = Field(
-        None,
-        ge=1,
-        le=65_536,
-        description="tokens computed at once (micro-batch); null: up to 512",
+        None, ge=1, le=65_536, description="tokens computed at once (micro-batch); null: up to 512"
     )
 
     @field_validator("flash_attn", mode="before")

@@ -316,9 +316,7 @@ class Answers(Section):
     new_tokens: int = Field(192, ge=1, description="maximum tokens generated per prompt")
     batch: int = Field(32, ge=1, description="texts generated at a time by the target in PyTorch")
     group: int | None = Field(
-        None,
-        ge=1,
-        description="PyTorch: prompts per file, the unit of resuming; null: 8 × batch",
+        None, ge=1, description="PyTorch: prompts per file, the unit of resuming; null: 8 × batch"
     )
     writer: WriterSettings | None = Field(
         None, description="a GGUF file of the target, or servers that run it; null: the target in PyTorch"
@@ -367,16 +365,12 @@ class TeacherSettings(Section):
     )
     top_k: int = Field(256, ge=1, description="compact: entries stored per position; with `mass`, the maximum")
     mass: float | None = Field(
-        0.99,
-        gt=0,
-        lt=1,
-        description="compact: store as few entries as hold this mass on average; null: store `top_k`",
+        0.99, gt=0, lt=1, description="compact: store as few entries as hold this mass on average; null: store `top_k`"
     )
     shard_blocks: int = Field(64, ge=1, description="blocks per shard, the unit of resuming")
     batch: int = Field(8, ge=1, description="blocks per forward pass")
     gguf: str | None = Field(
-        None,
-        description="compact: take the distributions from this GGUF file of the target, through llama.cpp",
+        None, description="compact: take the distributions from this GGUF file of the target, through llama.cpp"
     )
     server: TeacherServer | None = Field(
         None, description="compact: take the distributions from servers that run the target"

@@ -86,8 +86,7 @@ class Train(Section):
         description="blocks per forward pass of a process, with gradients accumulated; null: all of its blocks",
     )
     optimizer: Literal["adamw", "muon"] = Field(
-        "muon",
-        description="muon: Muon for the matrices of the layers, AdamW for the rest",
+        "muon", description="muon: Muon for the matrices of the layers, AdamW for the rest"
     )
     rate: float | None = Field(
         None,
@@ -96,10 +95,7 @@ class Train(Section):
         description="peak learning rate; null: by the share of the donor that is left "
         "([training](training.md#the-rate))",
     )
-    loss: Loss | None = Field(
-        None,
-        description="weights of the losses; null: by the protocol",
-    )
+    loss: Loss | None = Field(None, description="weights of the losses; null: by the protocol")
     temperature: float = Field(
         1.0,
         gt=0,
@@ -152,9 +148,7 @@ class Cut(Section):
         "target tokens such as turn markers the text whose donor tokens initialise them",
     )
     layers: int | None = Field(
-        None,
-        ge=1,
-        description="layers to keep, those that change the stream most ([cuts](surgery.md#cuts)); null: all",
+        None, ge=1, description="layers to keep, those that change the stream most ([cuts](surgery.md#cuts)); null: all"
     )
     mlp_width: int | None = Field(
         None, ge=32, description="MLP neurons to keep per layer, those that add most to the residual stream; null: all"

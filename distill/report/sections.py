@@ -142,11 +142,7 @@ def training_plots(steps: Sequence[TrainingStep], evaluated: Sequence[Evaluation
 def _training(results: RunResults) -> list[Block]:
     """The curves of the training, its first and last step, and the weights that were taken."""
     steps, summary = results.steps, results.training
-    return [
-        *training_plots(steps, results.evaluated),
-        _pace(steps),
-        [] if summary is None else _outcome(summary),
-    ]
+    return [*training_plots(steps, results.evaluated), _pace(steps), [] if summary is None else _outcome(summary)]
 
 
 def _pace(steps: list[TrainingStep]) -> str:

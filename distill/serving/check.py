@@ -387,8 +387,7 @@ def kind_of_server(http: Http) -> str:
         return "vllm"
     said = http.words(http.get("/props").content)
     raise ServingError(
-        f"{http.url} is neither llama-server nor vLLM, by /props ({said}) and /version",
-        "correct the address",
+        f"{http.url} is neither llama-server nor vLLM, by /props ({said}) and /version", "correct the address"
     )
 
 

@@ -341,11 +341,7 @@ def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | N
     layers, width = _left(cut, draft["layers"], draft["MLP width"])
     if sparsity is not None and sparsity.mlp_width is not None:
         width = min(width, sparsity.mlp_width)
-    return draft | {
-        "layers": layers,
-        "MLP width": width,
-        "rows": target.get_text_config().vocab_size,
-    }
+    return draft | {"layers": layers, "MLP width": width, "rows": target.get_text_config().vocab_size}
 
 
 def kept_share(recipe: Recipe, draft: Any = None) -> float:
@@ -544,19 +540,12 @@ def load_donor(
         return model, sizes, match_rows(model, rows, distributions.vocabulary)
     folder = run.path("cut")  # which the cut draft replaces
     change = transplant(
-        local_folder(reference),
-        text_folder(recipe.target.model),
-        folder,
-        overrides=settings,
-        dtype="float32",
+        local_folder(reference), text_folder(recipe.target.model), folder, overrides=settings, dtype="float32"
     )
     model = load_model(str(folder), "float32", device, trimmed=False)
     old = change.before
     sizes = replace(
-        describe_model(reference, model),
-        parameters=old.parameters,
-        vocabulary=old.vocabulary,
-        bytes=4 * old.parameters,
+        describe_model(reference, model), parameters=old.parameters, vocabulary=old.vocabulary, bytes=4 * old.parameters
     )
     return model, sizes, [replace(change, close_after=distributions.compare(model))]
 

@@ -57,8 +57,7 @@ def require_supported(config: Any) -> None:
     else:
         hint = "choose a small donor with its tokenizer, or any with cut.transplant"
     raise DataError(
-        f"surgery on architecture `{config.model_type}` is not supported",
-        f"{hint}; supported: {', '.join(FAMILIES)}",
+        f"surgery on architecture `{config.model_type}` is not supported", f"{hint}; supported: {', '.join(FAMILIES)}"
     )
 
 

@@ -120,11 +120,7 @@ def attach(model: Any, settings: Adapter, seed: int = 0) -> Any:
     if any(isinstance(one, PackedLinear) for one in model.modules()):
         held = f"{model.config._name_or_path} is held in its file's bits, and adapters need floating-point weights"
         raise RunError(held, "give its folder instead (`distill import-gguf FILE OUT`)")
-    config = LoraConfig(
-        r=settings.rank,
-        lora_alpha=2 * settings.rank,
-        target_modules=layer_names(model),
-    )
+    config = LoraConfig(r=settings.rank, lora_alpha=2 * settings.rank, target_modules=layer_names(model))
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU, whatever the device
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)

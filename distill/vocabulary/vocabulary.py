@@ -589,11 +589,7 @@ def _normaliser(
 
 
 def _bytes(
-    token: str,
-    kind: str,
-    family: str,
-    added: Mapping[str, Any] | None,
-    normalise: Callable[[str], str] | None,
+    token: str, kind: str, family: str, added: Mapping[str, Any] | None, normalise: Callable[[str], str] | None
 ) -> bytes:
     if kind == "byte":
         return bytes([int(token[3:5], 16)])

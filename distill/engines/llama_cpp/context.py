@@ -37,14 +37,7 @@ class GgufContext:
     tokens llama.cpp can take back from a recurrent state. Raises DataError when there is no room.
     """
 
-    def __init__(
-        self,
-        file: GgufFile,
-        capacity: int,
-        batch: int,
-        sequences: int,
-        options: GgufOptions,
-    ) -> None:
+    def __init__(self, file: GgufFile, capacity: int, batch: int, sequences: int, options: GgufOptions) -> None:
         self._batch: Any = None
         self.path, self.generation = file.path, 0
         self._file, self._library = file, file.engine

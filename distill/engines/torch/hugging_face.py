@@ -574,8 +574,7 @@ def require_possible(reference: str, config: Any) -> None:
     largest = hidden * max(rows, mlp, heads * size, hidden)
     if stored and largest > VALUES_PER_BYTE * stored:
         raise DataError(
-            f"{reference}/config.json: a tensor of {largest} values cannot be in weight files of {stored} bytes",
-            AGAIN,
+            f"{reference}/config.json: a tensor of {largest} values cannot be in weight files of {stored} bytes", AGAIN
         )
 
 
