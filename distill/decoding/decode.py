@@ -42,7 +42,8 @@ class Decoded:
     token that holds more than the beginning of the string, `rest` keeps the bytes before it. The last tokens may still
     be removed while decoding goes on. `from_draft[i]` is true where token i was drafted and accepted. `prefill_seconds`
     (the prompt and the first token) and `seconds` (all later tokens) are apart, because speculation changes only the
-    second; the clock stood at `prefilled` between them.
+    second; the clock stood at `prefilled` between them. Where a draft reads the prompt later, when a round first wants
+    it, the seconds of that are part of the first, and are `reading`.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -50,6 +51,7 @@ class Decoded:
     rounds: list[Round] = field(default_factory=list)
     prefill_seconds: float = 0.0
     prefilled: float = 0.0
+    reading: float = 0.0
     seconds: float = 0.0
     rest: bytes = b""
 
@@ -145,6 +147,9 @@ def decode(
         new = [*(proposal.tokens[node] for node in accepted), token]
         certain, ended = add_tokens(result, new, len(accepted), rules)
         context += new
+        result.reading += proposal.reading
+        result.prefill_seconds += proposal.reading
+        round_started += proposal.reading
         seconds = time.perf_counter() - round_started
         drafter.accepted(proposal, len(accepted), len(context), seconds)
         seconds = time.perf_counter() - round_started

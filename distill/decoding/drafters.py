@@ -147,28 +147,59 @@ class ChainDraft:
         return Proposal.chain(self.tokens, distributions, self._features)
 
 
-def read_prompt(model: Model, prompt: Sequence[int], drafts: bool) -> None:
-    """Let a draft that `drafts` read a new prompt but for its last token, unless its context has no room for more."""
-    model.rollback([0])
-    if drafts and 1 < len(prompt) < model.capacity:
-        model.extend(prompt[:-1], want=[len(prompt) - 2])
-
-
 TOGETHER = 48  # tokens that a draft's first step reads; on a device two, because its shapes are fixed
 
 
-def catch_up(model: Model, context: Sequence[int], together: int = TOGETHER) -> float:
-    """Let a draft read all but the last token of the context, where more than `together` are not read, as when its rule
-    begins to draft after a long text; the seconds of that."""
-    read = model.lengths[0]
-    if len(context) - read <= together:
-        return 0.0
-    started = time.perf_counter()
-    model.extend(context[read:-1], want=[len(context) - read - 2])
-    return time.perf_counter() - started
+class Asking:
+    """A drafter that asks a model; here what that reads of a text.
+
+    A rule that knows costs weighs what reading the prompt takes: it is read in the first round that wants the draft,
+    and never if plain decoding or a lookup stays faster. Else it is read at the start.
+    """
+
+    def __init__(self, model: Model, rule: LengthRule | None) -> None:
+        self.model, self.rule = model, rule
+        self._late = 0.0  # seconds of this round in which the draft read what was decoded without it
+
+    def start(self, prompt: Sequence[int], drafts: bool = True) -> None:
+        """Begin a text; a draft that `drafts`, has room and whose rule does not weigh it reads the prompt but for its
+        last token, which goes in with the first step."""
+        self.model.rollback([0])
+        if isinstance(self.rule, ExpectedValue):
+            self.rule.begin()
+        elif drafts and 1 < len(prompt) < self.model.capacity:
+            self.model.extend(prompt[:-1], want=[len(prompt) - 2])
+
+    def room(self, length: int) -> int:
+        """The room left in the draft's context, which holds every node that the draft takes; the last token of a chain
+        is never read."""
+        return self.model.capacity - length
+
+    def unread(self, context: Sequence[int]) -> int:
+        """Tokens of the context that the draft has not read."""
+        return len(context) - self.model.lengths[0]
+
+    def catch_up(self, context: Sequence[int], together: int = TOGETHER) -> float:
+        """Read all but the last token of the context, where more than `together` are not read, or nothing is.
+
+        Returns the seconds of a prompt that the rule had weighed; those of other text are this round's.
+        """
+        unread, read = self.unread(context), self.model.lengths[0]
+        weighed = isinstance(self.rule, ExpectedValue) and not read
+        if unread <= (1 if weighed else together):
+            return 0.0
+        started = time.perf_counter()
+        self.model.extend(context[read:-1], want=[unread - 2]).argmax(NONE)  # which a device is waited for
+        seconds = time.perf_counter() - started
+        if not weighed:
+            self._late = seconds
+            return 0.0
+        assert isinstance(self.rule, ExpectedValue)
+        self.rule.read(seconds)
+        return seconds
 
 
-class ModelDrafter:
+class ModelDrafter(Asking):
     """A model that continues the context for as long as its length rule allows.
 
     With `sampler` temperature 0, or with `argmax`, its best token is taken; else tokens are drawn from its distribution
@@ -178,10 +209,11 @@ class ModelDrafter:
     tree = False
 
     def __init__(self, model: Model, rule: LengthRule, sampler: Sampler, random: Random, argmax: bool = False) -> None:
-        self.model, self.rule, self.sampler, self.random = model, rule, sampler, random
+        super().__init__(model, rule)
+        self.rule: LengthRule
+        self.sampler, self.random = sampler, random
         self.argmax = argmax or sampler.temperature == 0
         self.index = NGramIndex()
-        self._late = 0.0  # seconds of this round in which the draft read what was decoded without it
 
     @property
     def kind(self) -> str:
@@ -191,27 +223,20 @@ class ModelDrafter:
         return "cut" if self.rule.n_min > 1 else "sampled"
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Read the prompt but for its last token, which goes in with the first step; nothing where it has no room.
-
-        Where the rule would not draft now, the prompt is read when it does: never, if plain decoding stays faster.
-        """
+        """Start a text, see `start`."""
         self.index.begin()
-        read_prompt(self.model, prompt, self.rule.limit() > 0 and self.rule.step_on(0))
-
-    def room(self, length: int) -> int:
-        """The room left in the draft's context; the last drafted token is never read."""
-        return self.model.capacity - length
+        self.start(prompt, self.rule.limit() > 0)
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """A chain, one step of the model for each token."""
-        self.rule.behind(self.unread(context))
-        chain = ChainDraft(self.rule, self.random, self.argmax, limit, ends)
+        self.rule.behind(self.unread(context), limit)
+        reading, chain = 0.0, ChainDraft(self.rule, self.random, self.argmax, limit, ends)
         by_argmax, read = largest_logit_decides(self.argmax, self.sampler, [self.rule]), 0
         while chain.goes_on():
             if not chain.tokens:
                 if not by_argmax:
                     self.index.read(context)
-                self.catch_up(context)
+                reading = self.catch_up(context)
                 read = self.model.lengths[0]
             fresh = chain.unread(context, read)
             logits = self.model.extend(fresh, want=[len(fresh) - 1])
@@ -220,15 +245,7 @@ class ModelDrafter:
                 continue
             sampler, history = distribution_sampler(self.sampler), [*context, *chain.tokens]
             chain.add_from(sampler.distributions(logits, [history], empty=True)[0], self.index, context)
-        return chain.proposal()
-
-    def unread(self, context: Sequence[int]) -> int:
-        """Tokens of the context that the draft has not read."""
-        return len(context) - self.model.lengths[0]
-
-    def catch_up(self, context: Sequence[int], together: int = TOGETHER) -> None:
-        """Read all but the last token of the context, where more than `together` are not read."""
-        self._late = catch_up(self.model, context, together)
+        return chain.proposal().after(reading)
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Forget the rejected tokens (the last drafted one was never read) and let the rule learn."""
@@ -410,7 +427,8 @@ class FallbackDrafter:
     def look_up(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """The first one's proposal; where it is empty, this is the second one's round."""
         if isinstance(self._rule, ExpectedValue):
-            self._rule.behind(self.second.unread(context))  # type: ignore[attr-defined]
+            assert isinstance(self.second, Asking)
+            self._rule.behind(self.second.unread(context), min(limit, self.second.room(len(context))))
             self.first.rival = self._rule.promise()
         proposal = self.first.propose(context, min(limit, self.first.room(len(context))), ends)
         self._last = self.first if proposal.tokens else self.second

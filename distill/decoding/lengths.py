@@ -13,8 +13,9 @@ Legend: n nodes, V vocabulary. A chain is the tree in which every node's parent 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 import torch
@@ -86,13 +87,14 @@ class Proposal:
 
     `distributions` [n, V] are the distributions that the tokens were drawn from, after the sampler. None means that the
     tokens were chosen without chance: each distribution is 1 at its token. `features` [n] are those of chains whose
-    length rule reads them, else empty.
+    length rule reads them, else empty. `reading` are the seconds in which a draft read the text's prompt for it.
     """
 
     tokens: list[int]
     parents: list[int]
     distributions: Tensor | None = None
     features: list[Features] = field(default_factory=list)
+    reading: float = 0.0
 
     @classmethod
     def chain(
@@ -100,6 +102,10 @@ class Proposal:
     ) -> Proposal:
         """The chain of these tokens."""
         return cls(tokens, list(range(ROOT, len(tokens) - 1)), distributions, features or [])
+
+    def after(self, reading: float) -> Proposal:
+        """This proposal, for which a draft read the prompt."""
+        return replace(self, reading=reading) if reading else self
 
     @property
     def is_chain(self) -> bool:
@@ -168,9 +174,9 @@ class LengthRule:
         """The most tokens to draft this round; 0 decodes plainly."""
         raise NotImplementedError
 
-    def behind(self, unread: int) -> None:
+    def behind(self, unread: int, left: float = math.inf) -> None:
         """The round's first step will read this many tokens of the context: one, two after a round that was accepted
-        whole, more after rounds without the draft."""
+        whole, more after rounds without the draft, or all. At most `left` tokens will be drafted in this text."""
 
     def step_on(self, position: int) -> bool:
         """Whether the draft's step for `position` is worth its time; callers may skip this question."""

@@ -340,7 +340,7 @@ def play(
 ) -> tuple[Proposal, list[int], int]:
     """A round: the proposal, its accepted tokens, and the token after them. Chains of a drafter whose model is not
     driven on the device come from the host."""
-    own, proposed, chain, index = drafter, None, None, None
+    own, proposed, chain, index, reading = drafter, None, None, None, 0.0
     if isinstance(drafter, FallbackDrafter):
         own = drafter.second
         found = drafter.look_up(context, limit, rules.ends) if limit > 0 else NOTHING
@@ -354,8 +354,8 @@ def play(
             if rounds.draft.looks:
                 index.read(context)
             chain = ChainDraft(own.rule, own.random, own.argmax, limit, rules.ends)
-            own.rule.behind(len(context) - own.model.lengths[0])
-            if len(context) - own.model.lengths[0] > 2 and chain.goes_on():
-                own.catch_up(context, together=2)
+            own.rule.behind(own.unread(context), limit)
+            if own.unread(context) > 1 and chain.goes_on():
+                reading = own.catch_up(context, together=2)
     outcome = rounds.run([RowRound(0, context, rules.random, chain, proposed, index)])[0]
-    return outcome.proposal, list(range(outcome.accepted)), outcome.token
+    return outcome.proposal.after(reading), list(range(outcome.accepted)), outcome.token

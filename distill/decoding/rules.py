@@ -220,7 +220,7 @@ class Forced:
             later, _ = self._run(state, min(limit - len(forced) - len(asked.tokens), RUN))
         if not forced and not later:
             return asked
-        return _joined(forced, asked, later)
+        return _joined(forced, asked, later).after(asked.reading)
 
     def _run(self, state: State, limit: int) -> tuple[list[int], State]:
         """Tokens that are the only ones allowed, one after the other, and the state after them."""

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from distill.decoding.calibration import UNFITTED, Calibration
-from distill.decoding.drafters import NOTHING, catch_up, distribution_sampler, read_prompt
+from distill.decoding.drafters import NOTHING, Asking, distribution_sampler
 from distill.decoding.lengths import ROOT, Features, Proposal, best_tokens, children_of, entropies
 from distill.decoding.verify import Random, draw_token
 from distill.decoding.worth import ExpectedValue, Size
@@ -306,7 +306,7 @@ def _siblings(distribution: Tensor, count: int, random: Random, replacement: boo
             distribution = distribution / distribution.sum().clamp(min=torch.finfo(distribution.dtype).tiny)
 
 
-class TreeDrafter:
+class TreeDrafter(Asking):
     """A model that proposes trees: of the nodes of greatest value, or in a fixed shape.
 
     Without a `shape` the tree has the `nodes` nodes of greatest value (deterministic children), with a `rule` as many
@@ -334,26 +334,19 @@ class TreeDrafter:
             raise ValueError("trees are not drafted under a repetition penalty: branches have different histories")
         if shape is not None and sampler.temperature == 0:
             raise ValueError("a greedy sampler draws nothing: ask for a tree of the best tokens, without widths")
-        self.model, self.sampler, self.random, self.nodes = model, distribution_sampler(sampler), random, nodes
+        super().__init__(model, rule)
+        self.rule: ExpectedValue | None
+        self.sampler, self.random, self.nodes = distribution_sampler(sampler), random, nodes
         self.shape, self.distinct = shape, distinct
         self.kind = "deterministic" if shape is None else "distinct" if distinct else "sampled"
-        self.branching, self.longest, self.calibration, self.rule = branching, longest, calibration, rule
-        self._late = 0.0  # seconds of this round in which the draft read what was decoded without it
+        self.branching, self.longest, self.calibration = branching, longest, calibration
         self._tree: Grown | None = None  # of the last round, behind this many tokens
         self._length = 0
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Read the prompt but for its last token; nothing where it has no room, or where no tree is worth its steps."""
+        """Start a text, see `start`."""
         self._tree = None
-        read_prompt(self.model, prompt, self.nodes > 0 and self._starts())
-
-    def _starts(self) -> bool:
-        """Whether the draft's first step may be worth its time."""
-        return self.rule is None or (self.rule.limit() > 0 and self.rule.step_on(0))
-
-    def room(self, length: int) -> int:
-        """The room left in the draft's context, which holds every node that the draft takes."""
-        return self.model.capacity - length
+        self.start(prompt, self.nodes > 0)
 
     def size(self, limit: int) -> tuple[Shape | None, int]:
         """The shape and the most nodes of a tree of at most `limit` levels: a shape loses its deeper ones. It is
@@ -372,9 +365,9 @@ class TreeDrafter:
         """A tree of at most `limit` levels, of `size`."""
         unread = self.unread(context)
         if self.rule is not None:
-            self.rule.behind(unread)
+            self.rule.behind(unread, limit)
         shape, nodes = self.size(limit)
-        if nodes == 0 or not self._starts():
+        if nodes == 0 or not (self.rule is None or (self.rule.limit() > 0 and self.rule.step_on(0))):
             return NOTHING
 
         def distributions(logits: Logits) -> Tensor:
@@ -383,11 +376,11 @@ class TreeDrafter:
         def expand(tokens: list[int], parents: list[int]) -> Tensor:
             return distributions(self.model.extend(tokens, parents=parents))
 
-        self._late = catch_up(self.model, context)
+        reading = self.catch_up(context)
         fresh = list(context[self.model.lengths[0] :])
         root = distributions(self.model.extend(fresh, want=[len(fresh) - 1]))[0]
         if shape is not None:
-            return sampled_tree(shape, root, expand, self.random, not self.distinct)
+            return sampled_tree(shape, root, expand, self.random, not self.distinct).after(reading)
         grown = draft_tree(
             root,
             expand,
@@ -399,7 +392,7 @@ class TreeDrafter:
             rule=self.rule,
         )
         self._tree, self._length = grown, len(context)
-        return grown.proposal()
+        return grown.proposal().after(reading)
 
     def unread(self, context: Sequence[int]) -> int:
         """Tokens of the context that the draft has not read, once it has kept what it read of them in the last tree;
@@ -419,7 +412,7 @@ class TreeDrafter:
                     kept.append(tree.read[path])
             self.model.keep([kept])
             self._tree = None
-        return len(context) - self.model.lengths[0]
+        return super().unread(context)
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Let the rule learn. A grown tree stays until the next context tells which of its nodes to keep."""

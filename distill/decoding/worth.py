@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
+from statistics import fmean
 
 from distill.decoding.calibration import UNFITTED, Calibration, Correction
 from distill.decoding.costs import Costs
@@ -21,6 +22,7 @@ KEPT = 0.98  # of what rounds told about costs, with each round
 TIMED = 2.0
 PLAIN_AGAIN, OTHER = 1.5, 0.08  # plain rounds that are asked for, where others took this many times exp(±OTHER)
 NEWS = 0.02  # a smaller change of costs waits
+TEXTS = 16  # whose lengths are remembered
 
 
 class Worth:
@@ -37,10 +39,35 @@ class Worth:
         self._told = [[0.0, 0.0] for _ in self._factors]  # sums of logarithms of measured ÷ timed, and of weights
         self._tokens, self._seconds = 16.0, 16.0 * costs.target[0]
         self.rate = self._tokens / self._seconds
+        self._undrafted = 0.0  # of these tokens, those of rounds of text or counts
+        self._made, self._lasted = 0, list[int]()  # tokens of this text, and of those before
 
     def begin(self, rate: float) -> None:
         """λ at the start of a session in which drafting is expected to bring this rate."""
         self._seconds, self.rate = self._tokens / rate, rate
+
+    def next_text(self) -> None:
+        """A text begins."""
+        self._lasted = [*self._lasted, self._made][-TEXTS:] if self._made else self._lasted
+        self._made = 0
+
+    def left(self, limit: float) -> float:
+        """How many of at most `limit` further tokens of this text are expected, and not in rounds of text or counts.
+
+        Texts last as those before that had lasted longer than this one has; beyond all of them, as long again. Without
+        any, to the limit.
+        """
+        longer = [min(lasted - self._made, limit) for lasted in self._lasted if lasted > self._made]
+        left = fmean(longer) if longer else min(self._made, limit) if self._lasted else limit
+        return left * (1 - self._undrafted / self._tokens)
+
+    def read(self, tokens: int, seconds: float) -> None:
+        """A draft has read so many tokens of a prompt, which tells the price of the next one."""
+        timed = self._timed.draft_prompt
+        seconds = min(seconds / tokens, HELD_UP * timed) if timed else seconds / tokens
+        price = (max(seconds, 0.0) + timed) / 2
+        self._timed = replace(self._timed, draft_prompt=price)
+        self.costs = replace(self.costs, draft_prompt=price)
 
     def learn(self, tokens: int, seconds: float, drafted: int = 0, paid: float = 0.0, by_model: bool = False) -> float:
         """A round of `drafted` nodes gave this many tokens; returns its seconds as far as they count.
@@ -51,10 +78,12 @@ class Worth:
         priced = curve[min(drafted, len(curve) - 1)] + paid
         seconds = min(max(seconds, 0.0), HELD_UP * priced)
         keep = 0.5 ** (tokens / self._memory)
+        kind = 1 if by_model and (drafted or paid) else 2 if drafted else 0
         self._tokens = keep * self._tokens + tokens
         self._seconds = keep * self._seconds + seconds
+        self._undrafted = keep * self._undrafted + tokens * (kind == 2)
+        self._made += tokens
         self.rate = self._tokens / self._seconds
-        kind = 1 if by_model and (drafted or paid) else 2 if drafted else 0
         if seconds > 0:
             self._correct(kind, math.log(seconds / priced) + self._factors[kind])
         return seconds
@@ -191,7 +220,8 @@ class ExpectedValue(LengthRule):
             self.worth.begin(max(e / (t + n * costs.draft + (n > 0) * costs.overhead) for n, (e, t) in rounds))
         self._start()
         self._nodes = 0  # of the round's tree
-        self._unread = 1  # tokens of the context that the round's first step reads
+        # Tokens of the context that the round's first step reads, and that are left of the text at most.
+        self._unread, self._left = 1, math.inf
         # Rounds with a draft, and those of them that began with what was decoded without it.
         self._rounds, self._interrupted = 8.0, 1.0
         # In tokens' time: what drafting gained in all, the most that it ever had, and the squares of losses since then.
@@ -232,21 +262,27 @@ class ExpectedValue(LengthRule):
 
     def _beatable(self, drafted: int, expected: float, survival: float, best: float) -> bool:
         """Whether tokens after `drafted` ones could beat the value `best`, with the time of their steps."""
-        if drafted == 0:  # the round's overhead, and a first step of more than a token, are still to be paid
-            expected -= self.worth.rate * (self.costs.overhead + self._first_step() - self.costs.draft)
         hoped = self.hoped(drafted, survival)
         return self.worth.reach(drafted, expected, survival, hoped, self.longest, self.longest) > best
 
-    def behind(self, unread: int) -> None:
-        """Note what the first step reads."""
-        self._unread = unread
+    def begin(self) -> None:
+        """A text begins."""
+        self.worth.next_text()
 
-    def _first_step(self) -> float:
-        """What a round must earn for its first step. What was decoded without the draft is read for the rounds to come
-        as well, so that this one pays the share of rounds that begin so; a long text is a loss, and not asked for."""
-        alone = self.costs.draft_step(min(self._unread, 2))
-        late = self.costs.draft_step(min(self._unread, len(self.costs.target))) - alone
-        return alone + late * self._interrupted / self._rounds
+    def behind(self, unread: int, left: float = math.inf) -> None:
+        """Note what the first step reads, and how many tokens are left."""
+        self._unread, self._left = unread, left
+
+    def _first_step(self) -> tuple[float, float]:
+        """What a round must earn for its first step, and each of its tokens for reading a long text, such as a prompt.
+
+        What was decoded without the draft is read for the rounds to come as well. Of a few tokens this one pays the
+        share of rounds that begin so; a long text is paid by all tokens that are left of the text.
+        """
+        few = min(self._unread, len(self.costs.target))
+        alone, long = self.costs.draft_step(min(few, 2)), self.costs.draft_prompt * (self._unread - few)
+        late = (self.costs.draft_step(few) - alone) * self._interrupted / self._rounds
+        return alone + late, long / max(self.worth.left(self._left), 1.0)
 
     def _affordable(self) -> bool:
         """Whether drafting has not lost more than it may."""
@@ -257,12 +293,13 @@ class ExpectedValue(LengthRule):
         """The worth that a round is expected to have, before its first step: of the best length, or of none."""
         best = self._value(0, 1.0)
         if self._affordable():
-            mean, survival, expected = self._mean(self.optimism), 1.0, 1.0
-            paid = self.costs.overhead + self._first_step()
+            mean, survival, expected = self.hoped(0, 1.0), 1.0, 1.0
+            first, each = self._first_step()
+            paid = self.costs.overhead + first
             for n in range(1, self.limit() + 1):
                 survival *= mean
                 expected += survival
-                best = max(best, self._value(n, expected) - self.worth.rate * paid)
+                best = max(best, self._value(n, expected) - self.worth.rate * (paid + each * expected))
                 paid += self.costs.draft
         return best
 
@@ -270,12 +307,14 @@ class ExpectedValue(LengthRule):
         """Whether drafting more could beat the tokens drafted so far."""
         if position == 0:
             self._start()
-            if not self._affordable() or self.worth.asks_for_plain():
+            if self.worth.asks_for_plain() or self.promise() <= self._value(0, 1.0):
                 return False
+            self._paid = self.costs.draft_step(self._unread) + self.costs.overhead
+            return True
         best = self._value(self._drafted, self._expected)
         if not self._beatable(self._drafted, self._expected, self._survival, best):
             return False
-        self._paid += self.costs.draft if position else self.costs.draft_step(self._unread) + self.costs.overhead
+        self._paid += self.costs.draft
         return True
 
     def accept(self, position: int, features: Features, deviations: float = 0.0) -> float:
@@ -328,6 +367,12 @@ class ExpectedValue(LengthRule):
         """Catching up counts as a loss; the first step of this round read one token after it."""
         self._paid -= self.costs.draft_step(self._unread) - self.costs.draft
         self._gained -= seconds / self.costs.target[0]
+
+    def read(self, seconds: float) -> None:
+        """The draft has read the prompt, which no round pays for; the first step reads one token after it."""
+        self.caught_up(0.0)
+        self.worth.read(self._unread - 1, seconds)
+        self._unread = 1
 
     def _age(self, tokens: int) -> None:
         self._tokens += tokens

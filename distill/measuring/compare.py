@@ -177,7 +177,9 @@ def time_texts(
             started = time.perf_counter()
             decoded = one.text(prompt, limit)
             seconds = time.perf_counter() - started
-            one.texts.append(TimedText(index, seconds, decoded, *watch.take(decoded.prefilled)))
+            big, small = watch.take(decoded.prefilled)
+            # A draft's first step may read the prompt, which is no part of a round.
+            one.texts.append(TimedText(index, seconds, decoded, big, small[decoded.reading > 0 :]))
         progress.step()
 
 

@@ -1,11 +1,12 @@
 """A lookup before a draft against each of them alone and plain decoding, and a draft's tree against its chain, on
 simulated texts and measured costs.
 
-python scripts/benchmarks/joined.py [--tokens 400] [--seeds 3] [--worst 10]
+python scripts/benchmarks/joined.py [--tokens 64,400] [--prompt 200] [--seeds 4] [--worst 10]
 
 A text is new tokens and copies of earlier stretches; at each place the draft's best token is right with a probability
-that it knows, the next ones with half of what is left each. Drafters, rule and λ are the real ones, time is simulated.
-All ways decode the same texts. Printed is a way's speed over the fastest of the others in each cell.
+that it knows, the next ones with half of what is left each. Drafters, rule and λ are the real ones, time is simulated,
+and the draft's reading of prompts is a part of it. All ways decode the same texts, in one session of each way. Printed
+is a way's speed over the fastest of the others in each cell.
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import random
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 
 import torch
 from rules import CURVES, LONGEST
 
+from distill.decoding import drafters
 from distill.decoding.configured import DrafterInputs, make_drafter
 from distill.decoding.costs import Costs
 from distill.decoding.lengths import ROOT, Proposal
@@ -27,7 +30,7 @@ from distill.engines.torch.model import TorchLogits
 from distill.recipe import Configuration
 from distill.sampler import Sampler
 
-VOCABULARY, PROMPT = 64, 400
+VOCABULARY, READ = 64, 0.1  # of a draft's step, what it takes to read a token of a prompt
 COPIED = 0.1, 0.3, 0.6, 0.9  # share of a text that is copied, in stretches of 24 tokens in the mean
 ACCEPTED = 0.5, 0.7, 0.9
 DRAFTS = 0.1, 0.2, 0.45  # a draft's step over T(1)
@@ -79,12 +82,15 @@ class Text:
 
 
 class Draft:
-    """A draft of a text, as `Model`; `seconds` is the time of its steps, which grow with their tokens as `curve`."""
+    """A draft of a text, as `Model`; `seconds` is the time of its steps, which grow with their tokens as `curve` does,
+    beyond it by READ."""
 
     rows, capacity, vocabulary_size, max_leaves = 1, 1 << 20, VOCABULARY, 1 << 20
 
-    def __init__(self, text: Text, step: float, curve: Sequence[float]) -> None:
-        self.text, self.step, self.curve = text, step, curve
+    text: Text
+
+    def __init__(self, step: float, curve: Sequence[float]) -> None:
+        self.step, self.curve = step, curve
         self.lengths, self.seconds = [0], 0.0
         self._nodes: list[tuple[int, bool]] = []  # depth, and whether the text goes so
 
@@ -101,8 +107,7 @@ class Draft:
     ) -> TorchLogits:
         """Logits after the last of the tokens, or after each node."""
         count, curve = len(tokens), self.curve
-        more = (curve[-1] - curve[1]) / (len(curve) - 2) / 2  # of a token, in steps beyond the curve
-        self.seconds += self.step * (curve[min(count, len(curve)) - 1] + max(count - len(curve), 0) * more)
+        self.seconds += self.step * (curve[min(count, len(curve)) - 1] + max(count - len(curve), 0) * READ)
         if parents is None:
             self.lengths = [self.lengths[0] + count]
             return TorchLogits(self.text.logits(self.lengths[0], True)[None])
@@ -126,20 +131,27 @@ def accepted(proposal: Proposal, text: Sequence[int]) -> int:
     return len(text)
 
 
-def seconds_of(configuration: Configuration, text: Text, costs: Costs, curve: Sequence[float], count: int) -> float:
-    """The time of `count` tokens after the prompt; the last round may make more, and counts by its share."""
-    draft, place, seconds = Draft(text, costs.draft, curve), PROMPT, 0.0
-    drafter = make_drafter(configuration, draft, Sampler(temperature=0), lambda: 0.0, DrafterInputs(costs))  # type: ignore[arg-type]
-    drafter.begin(text.tokens[:place])
-    while place < PROMPT + count:
-        draft.seconds = 0.0
-        proposal = drafter.propose(text.tokens[:place], LONGEST, ())
-        right = accepted(proposal, text.tokens[place : place + LONGEST])
-        taken = draft.seconds + costs.target[len(proposal.tokens)]
-        place += right + 1
-        drafter.accepted(proposal, right, place, taken)
-        seconds += taken
-    return seconds * count / (place - PROMPT)
+def seconds_of(
+    configuration: Configuration, texts: Sequence[Text], costs: Costs, curve: Sequence[float], prompt: int, count: int
+) -> float:
+    """The time of `count` tokens after each text's prompt; its last round may make more, and counts by its share."""
+    draft, sampler, total = Draft(costs.draft, curve), Sampler(temperature=0), 0.0
+    drafters.time = SimpleNamespace(perf_counter=lambda: draft.seconds)  # type: ignore[attr-defined]
+    drafter = make_drafter(configuration, draft, sampler, lambda: 0.0, DrafterInputs(costs))  # type: ignore[arg-type]
+    for text in texts:
+        draft.text, place, rounds, begun = text, prompt, 0.0, draft.seconds
+        drafter.begin(text.tokens[:place])
+        total += draft.seconds - begun
+        while place < prompt + count:
+            started = draft.seconds
+            proposal = drafter.propose(text.tokens[:place], max(prompt + count - place, LONGEST), ())
+            right = accepted(proposal, text.tokens[place : place + LONGEST])
+            taken = draft.seconds - started - proposal.reading + costs.target[len(proposal.tokens)]
+            place += right + 1
+            drafter.accepted(proposal, right, place, taken)
+            rounds, total = rounds + taken, total + proposal.reading
+        total += rounds * count / (place - prompt)
+    return total
 
 
 @dataclass(frozen=True)
@@ -147,6 +159,7 @@ class Cell:
     """Speeds over plain decoding."""
 
     where: tuple[str, float, float, float]
+    tokens: int
     speeds: dict[str, float]
 
     def ratio(self, way: str) -> float:
@@ -155,43 +168,43 @@ class Cell:
         return self.speeds[way] / max(*others, 1.0 if way == "joined" else 0.0)
 
 
-def simulate(tokens: int, seeds: int, copied: Sequence[float] = COPIED) -> list[Cell]:
-    """A cell for each share of copies, acceptance, cost curve and draft; summed over `seeds` texts."""
+def simulate(tokens: int, seeds: int, copied: Sequence[float] = COPIED, prompt: int = 200) -> list[Cell]:
+    """A cell for each share of copies, acceptance, cost curve and draft: a session of `seeds` texts."""
     cells = []
     for share, mean in itertools.product(copied, ACCEPTED):
-        texts = [Text(share, mean, seed, PROMPT + tokens + 2 * LONGEST + 2) for seed in range(seeds)]
+        texts = [Text(share, mean, seed, prompt + tokens + 2 * LONGEST + 2) for seed in range(seeds)]
         for (name, curve), draft in itertools.product(CURVES.items(), DRAFTS):
             curve = (*curve, *[curve[-1] + (curve[-1] - curve[4]) / 4 * more for more in range(1, 5)])
             target = tuple(0.1 * step for step in curve)
-            costs = Costs(target, 0.1 * draft, 0.1 * draft * curve[1], draft_prompt=0.005 * draft)
+            costs = Costs(target, 0.1 * draft, 0.1 * draft * curve[1], draft_prompt=0.1 * draft * READ)
             plain = 0.1 * tokens * seeds
-            taken = {
-                way: sum(seconds_of(one, text, costs, curve, tokens) for text in texts) for way, one in WAYS.items()
-            }
-            cells.append(Cell((name, share, mean, draft), {way: plain / own for way, own in taken.items()}))
+            taken = {way: seconds_of(one, texts, costs, curve, prompt, tokens) for way, one in WAYS.items()}
+            cells.append(Cell((name, share, mean, draft), tokens, {way: plain / own for way, own in taken.items()}))
     return cells
 
 
 def main() -> None:
     """Print how many cells are below the goal, and the worst ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=int, default=400, help="tokens of a text")
-    parser.add_argument("--seeds", type=int, default=3, help="texts of a cell")
+    parser.add_argument("--tokens", default="64,400", help="tokens of a text; several with commas")
+    parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
+    parser.add_argument("--seeds", type=int, default=4, help="texts of a session")
     parser.add_argument("--worst", type=int, default=8, help="cells printed")
     asked = parser.parse_args()
-    cells = simulate(asked.tokens, asked.seeds)
-    print("| way | cells | least | median | mean | most | below .98 |")
-    print("|---|--:|--:|--:|--:|--:|--:|")
-    for way in COMPARED:
+    found = [simulate(int(tokens), asked.seeds, prompt=asked.prompt) for tokens in asked.tokens.split(",")]
+    print("| tokens | way | cells | least | median | mean | most | below .98 |")
+    print("|--:|---|--:|--:|--:|--:|--:|--:|")
+    for cells, way in itertools.product(found, COMPARED):
         ratios = sorted(cell.ratio(way) for cell in cells)
         figures = ratios[0], statistics.median(ratios), statistics.fmean(ratios), ratios[-1]
         low = sum(ratio < 0.98 for ratio in ratios)
-        print(f"| {way} | {len(cells)} | {' | '.join(f'{f:.3f}' for f in figures)} | {low} |")
-    for way in COMPARED:
+        print(f"| {cells[0].tokens} | {way} | {len(cells)} | {' | '.join(f'{f:.3f}' for f in figures)} | {low} |")
+    for cells, way in itertools.product(found, COMPARED):
         for cell in sorted(cells, key=lambda cell: cell.ratio(way))[: asked.worst]:
             name, share, mean, draft = cell.where
             speeds = ", ".join(f"{other} {speed:.3f}" for other, speed in cell.speeds.items())
-            print(f"{way} {cell.ratio(way):.3f}: {name}, draft {draft}, copied {share}, acceptance {mean}: {speeds}")
+            where = f"{name}, draft {draft}, copied {share}, acceptance {mean}: {speeds}"
+            print(f"{way} {cell.ratio(way):.3f} in {cell.tokens} tokens: {where}")
 
 
 if __name__ == "__main__":

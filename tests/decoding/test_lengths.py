@@ -243,6 +243,30 @@ def test_text_that_is_read_apart_is_no_price_of_the_round() -> None:
     assert rule.costs == costs
 
 
+def test_a_prompt_is_read_where_the_text_left_earns_it_back() -> None:
+    """A length of 2 whose tokens are all right saves a second in three tokens; the prompt takes .9 seconds more."""
+    costs = Costs((1.0, 1.1, 1.2), 0.2, 0.2, draft_prompt=0.01)
+
+    def starts(left: float, *lasted: int, by_text: int = 0) -> bool:
+        rule = Lucky(Worth(costs, 1e9))
+        for tokens in lasted:
+            rule.begin()
+            for _ in range(tokens):
+                rule.observe(0, 0, (), 1.0)
+        rule.begin()
+        for _ in range(by_text):
+            rule.worth.learn(1, 1.0, 1)
+        rule.worth.begin(1.0)
+        rule.behind(93, left)
+        return rule.step_on(0)
+
+    # Three tokens in 1.6 seconds: .4667 saved a token, and the prompt takes .9.
+    earned = 0.9 / (1.4 / 3)
+    assert starts(earned + 0.01) and not starts(earned - 0.01)
+    assert starts(50, 2) and starts(50, 1, 3) and not starts(50, 1)  # texts before tell how long they last
+    assert starts(2.2) and not starts(2.2, by_text=4)  # of which text and counts draft a fifth
+
+
 def test_rate_is_a_moving_average() -> None:
     rule = ExpectedValue(Worth(Costs((2.0, 2.0), 0.0, 0.0), 1e9))
     assert rule.worth.rate == pytest.approx(0.5)

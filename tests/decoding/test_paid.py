@@ -170,6 +170,16 @@ def test_a_draft_that_is_not_asked_reads_nothing(pair: tuple[Any, Any]) -> None:
     result = decode_text(target, ModelDrafter(draft, dear, Rules().sampler, Rules().random), [1, 2, 3], 40, Rules())
     assert not draft.steps and result.tokens == plain(target, [1, 2, 3], 40).tokens
 
+    # It reads the prompt apart from the rounds, for as many tokens as are worth it: a text that outlasts all lasts.
+    rule, prompt = ExpectedValue(Worth(replace(costs, draft_prompt=1.0))), [1 + i % 6 for i in range(60)]
+    drafter = ModelDrafter(draft, rule, Rules().sampler, Rules().random)
+    few, many = (decode_text(target, drafter, prompt, tokens, Rules()) for tokens in (9, 300))
+    assert not few.reading and draft.steps[0] > 59 and many.reading == pytest.approx(2 + (draft.steps[0] - 1) * 0.25)
+    assert many.prefill_seconds - many.reading == few.prefill_seconds == pytest.approx(10 + 59 * 1.5)
+    assert many.seconds == pytest.approx(sum(one.seconds for one in many.rounds))
+    assert many.tokens == plain(target, prompt, 300).tokens and rule.costs.draft_prompt < 1
+    draft.steps.clear()
+
     class Late(LengthRule):
         """Drafts one token after so many rounds."""
 
