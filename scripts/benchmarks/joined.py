@@ -136,7 +136,7 @@ def seconds_of(
 ) -> float:
     """The time of `count` tokens after each text's prompt; its last round may make more, and counts by its share."""
     draft, sampler, total = Draft(costs.draft, curve), Sampler(temperature=0), 0.0
-    drafters.time = SimpleNamespace(perf_counter=lambda: draft.seconds)  # type: ignore[attr-defined]
+    drafters.time = SimpleNamespace(perf_counter=lambda: draft.seconds)  # type: ignore[assignment]
     drafter = make_drafter(configuration, draft, sampler, lambda: 0.0, DrafterInputs(costs))  # type: ignore[arg-type]
     for text in texts:
         draft.text, place, rounds, begun = text, prompt, 0.0, draft.seconds
