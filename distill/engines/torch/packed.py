@@ -15,7 +15,7 @@ import os
 import shutil
 import subprocess
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -170,48 +170,60 @@ class PackedWeight:
     @classmethod
     def rounded(cls, weight: Tensor, bits: int) -> PackedWeight:
         """A weight [R, C] rounded to 8 bits, or to 4 with a zero, by groups of 32 columns: as Q8_0 and Q4_1."""
-        groups = weight.detach().float().unflatten(1, (-1, 32))
-        low, high = groups.aminmax(dim=-1)
-        reach = torch.maximum(high, -low) / 127 if bits == 8 else (high - low) / 15
-        scale, zero = reach.half(), None if bits == 8 else low.half()
-        step = torch.where(scale > 0, scale.float(), 1.0)[..., None]  # as it is multiplied, subnormal or not
-        levels = (groups if zero is None else groups - zero.float()[..., None]) / step
-        numbers = levels.round().clamp(-127 if bits == 8 else 0, 2 ** (bits - bits // 8) - 1).flatten(1)
-        whole = Levels(
-            numbers.to(torch.int8).numpy().view(np.uint8), scale.numpy(), None if zero is None else zero.numpy()
-        )
-        return cls._packed("Q8_0" if bits == 8 else "Q4_1", whole)
+
+        def part(rows: slice) -> Levels:
+            groups = weight[rows].detach().float().unflatten(1, (-1, 32))
+            low, high = groups.aminmax(dim=-1)
+            reach = torch.maximum(high, -low) / 127 if bits == 8 else (high - low) / 15
+            scale, zero = reach.half(), None if bits == 8 else low.half()
+            step = torch.where(scale > 0, scale.float(), 1.0)[..., None]  # as it is multiplied, subnormal or not
+            levels = (groups if zero is None else groups - zero.float()[..., None]) / step
+            numbers = levels.round().clamp(-127 if bits == 8 else 0, 2 ** (bits - bits // 8) - 1).flatten(1)
+            held = numbers.to(torch.int8).numpy().view(np.uint8), scale.numpy(), None if zero is None else zero.numpy()
+            return Levels(*held)
+
+        return cls._packed("Q8_0" if bits == 8 else "Q4_1", weight.shape, part)
 
     @classmethod
     def read(cls, source: FileTensor) -> PackedWeight:
         """A tensor of a file, its rows in Hugging Face's order. DataError for NaN or infinity among its scales."""
-        rows, columns = source.shape
         kind, blocks = source.kind.name, source.blocks()
-        step = max(1, PART_VALUES // columns)
-        parts = [levels_of(kind, np.asarray(blocks[first : first + step])) for first in range(0, rows, step)]
-        whole = Levels._make(None if one[0] is None else np.concatenate(one) for one in zip(*parts, strict=True))
-        if not all(np.isfinite(one).all() for one in (whole.scale, whole.zero) if one is not None):
-            raise DataError(f"{source.path}: {source.name} holds NaN or infinity", "copy or convert the file again")
-        if source.heads:
-            whole = Levels._make(None if one is None else unpermuted(one, source.heads) for one in whole)
-        return cls._packed(kind, whole)
+
+        def part(rows: slice) -> Levels:
+            own = levels_of(kind, np.asarray(blocks[rows]))
+            if not all(np.isfinite(one).all() for one in (own.scale, own.zero) if one is not None):
+                raise DataError(f"{source.path}: {source.name} holds NaN or infinity", "copy or convert the file again")
+            return Levels._make(
+                one if one is None or not source.heads else unpermuted(one, source.heads) for one in own
+            )
+
+        return cls._packed(kind, source.shape, part, whole=bool(source.heads))
 
     @classmethod
-    def _packed(cls, kind: str, whole: Levels) -> PackedWeight:
-        numbers, bits = np.ascontiguousarray(whole.numbers), BITS[kind]
-        (rows, columns), count = numbers.shape, -(-len(numbers) // TILE)
-        packed = np.zeros(count * (columns // 32) * GROUP_BYTES[bits] + 64, np.uint8)
-        packed = packed[-packed.ctypes.data % 64 :][:-64]  # a register a line
-        kernel().distill_pack(bits, numbers.ctypes.data, rows, columns, packed.ctypes.data, 1)
-        return cls([_Tiles(kind, rows, (packed, *(_tiled(one, count) for one in whole[1:])))], columns)
+    def _packed(
+        cls, kind: str, shape: Sequence[int], part: Callable[[slice], Levels], whole: bool = False
+    ) -> PackedWeight:
+        """A weight of this shape whose rows `part` gives, some at a time unless only the whole is in order."""
+        (rows, columns), bits = shape, BITS[kind]
+        step = rows if whole else max(PART_VALUES // columns // TILE, 1) * TILE
+        size = columns // 32 * GROUP_BYTES[bits]  # of a tile
+        packed = np.zeros(-(-rows // TILE) * size + 64, np.uint8)
+        packed, scales = packed[-packed.ctypes.data % 64 :][:-64], []  # a register a line
+        for first in range(0, rows, step):
+            own = part(slice(first, first + step))
+            numbers, at = np.ascontiguousarray(own.numbers), packed.ctypes.data + first // TILE * size
+            kernel().distill_pack(bits, numbers.ctypes.data, len(numbers), columns, at, 1)
+            scales.append([_tiled(one) for one in own[1:]])
+        joined = (None if parts[0] is None else np.concatenate(parts) for parts in zip(*scales, strict=True))
+        return cls([_Tiles(kind, rows, (packed, *joined))], columns)
 
 
-def _tiled(scales: NDArray[Any] | None, count: int) -> NDArray[Any] | None:
+def _tiled(scales: NDArray[Any] | None) -> NDArray[Any] | None:
     """Scales [R, S] as [tiles, S, TILE], with zeros for rows that fill the last tile."""
     if scales is None:
         return None
-    whole = np.pad(scales, ((0, count * TILE - len(scales)), (0, 0)))
-    return np.ascontiguousarray(whole.reshape(count, TILE, -1).swapaxes(1, 2))
+    whole = np.pad(scales, ((0, -len(scales) % TILE), (0, 0)))
+    return np.ascontiguousarray(whole.reshape(-1, TILE, scales.shape[1]).swapaxes(1, 2))
 
 
 class PackedLinear(After):
