@@ -286,7 +286,7 @@ class Documents(Sequence[Document]):
         with faults_explained(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - closed with the last reference
-        weakref.finalize(self, self._file.close)
+        weakref.finalize(self, self._file.raw.close)  # without writing what a full disk did not take
         self._ends, self._splits, self._numbers = array("Q", [0]), bytearray(), array("Q")
         self._of: Documents | None = None
 

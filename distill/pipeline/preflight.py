@@ -313,8 +313,8 @@ def check_disk(recipe: Recipe, prompts: int, folder: Path | None = None) -> list
     free = shutil.disk_usage(place).free
     if store - stored > free:
         raise RunError(
-            f"the teacher store does not fit the disk: it needs {(store - stored) / 1e9:.1f} GB more in {place}, where "
-            f"{free / 1e9:.1f} GB are free",
+            f"the teacher store does not fit the disk: it needs {size(store - stored)} more in {place}, where "
+            f"{size(free)} are free",
             "lower corpus.tokens, answers.prompts or teacher.top_k, or store nothing with teacher.kind: online",
         )
     memory = BYTES_OF_PROCESS + prompts * BYTES_PER_PROMPT

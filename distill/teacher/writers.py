@@ -181,11 +181,15 @@ class Completion(FromModel):
     prompt_token_ids: list[int] | None = None
     usage: Usage | None = None
 
+    @property
+    def prompt_ids(self) -> list[int] | None:
+        """The tokens that the server read, where it tells."""
+        return self.choices[0].prompt_token_ids or self.prompt_token_ids
+
     def is_of(self, ids: list[int]) -> bool:
         """Whether the server read these tokens, as far as it tells."""
-        given = self.choices[0].prompt_token_ids or self.prompt_token_ids
-        if given is not None:
-            return given == ids
+        if self.prompt_ids is not None:
+            return self.prompt_ids == ids
         return self.usage is None or self.usage.prompt_tokens in (None, len(ids))
 
 
@@ -267,7 +271,8 @@ class ServerWriter:
         except Unanswered as error:
             return Reply(request.id, [], False, f"no reply ({error})", error.detail, lasting=False)
         if not answer.is_of(request.ids):
-            return Reply(request.id, [], False, OTHER_PROMPT)
+            # The answer to another prompt is nothing that this one brought about: it is asked again.
+            return Reply(request.id, [], False, OTHER_PROMPT, lasting=answer.prompt_ids is None)
         return self._reply(request, answer)
 
     def _body(self, request: Request) -> dict[str, Any]:

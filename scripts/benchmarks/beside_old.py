@@ -146,9 +146,9 @@ def main() -> None:
                 folder = place / side
                 for old in ("metrics.jsonl", "training.json"):
                     (folder / old).unlink(missing_ok=True)
-                for old in ("checkpoints", "draft"):
-                    shutil.rmtree(folder / old, ignore_errors=True)
+                shutil.rmtree(folder / "draft", ignore_errors=True)
                 stage("train", trees[side], folder)
+                shutil.rmtree(folder / "checkpoints")
                 found[side].append(trained(folder))
                 tokens, rate, memory = found[side][-1]
                 print(f"{side}: {rate:.1f} tokens/s, {sum(tokens)} tokens, {memory / 2**30:.1f} GiB", flush=True)

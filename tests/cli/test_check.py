@@ -145,7 +145,7 @@ def test_a_store_that_a_run_holds_needs_no_room_again(world: Path, tmp_path: Pat
 
     monkeypatch.setattr(preflight.shutil, "disk_usage", usage)
     run = tmp_path / "runs" / "new"
-    with pytest.raises(RunError, match=f"GB more in {tmp_path}, where"):
+    with pytest.raises(RunError, match=f"B more in {tmp_path}, where"):
         preflight.check_disk(recipe, 12, run)
     (run / "teacher").mkdir(parents=True)
     with open(run / "teacher" / "shard-00000.safetensors", "wb") as shard:

@@ -190,6 +190,17 @@ def test_prompts_without_a_reply_are_asked_again(tokenizer: Any, write: Any) -> 
         assert read_json(lenient.path("answers", "manifest.json"))["dropped"] == {"no reply (status 500)": 4}
 
 
+def test_answers_to_other_prompts_are_asked_again(tokenizer: Any, write: Any) -> None:
+    """Of a server that mixes prompts up for a while, nothing is taken and nothing is lost."""
+    mixed = {"on": True}
+    with BadServer(tokenizer, lambda prompt, _: "other ids" if mixed["on"] and len(prompt) == 8 else "ok") as server:
+        with pytest.raises(EndpointError, match=r"4 of 24 .* no reply .*4 × the server read other tokens"):
+            write(24, server, concurrency=1)
+        mixed["on"], before = False, server.asked.copy()
+        run = write(24, server, concurrency=1)
+        assert (server.asked - before).total() == 4 and not any(line["dropped"] for line in answer_lines(run))
+
+
 @pytest.mark.parametrize(
     ("kind", "retries", "fault"),
     [
@@ -270,6 +281,41 @@ def test_a_server_that_goes_on_behind_the_end_of_a_turn(tokenizer: Any, world: P
             reply = writer._reply(request, given)
             assert reply.ended and reply.ids == [*encode(own, "total"), end]
         writer.close()
+
+
+FORMS: dict[str, Callable[[list[int], list[int], int | None], dict[str, Any]]] = {
+    # What stands beside text and finish_reason, of a prompt, an answer and the end token where it ended.
+    "vLLM 0.32": lambda prompt, new, end: {
+        "stop_reason": None, "token_ids": new, "prompt_token_ids": prompt, "prompt_logprobs": None
+    },
+    "SGLang that returns ids": lambda prompt, new, end: {
+        "matched_stop": end, "token_ids": new, "prompt_token_ids": prompt, "hidden_states": None
+    },
+    "SGLang before": lambda prompt, new, end: {"matched_stop": end, "hidden_states": None},
+    "llama-server": lambda prompt, new, end: {},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("ended", [True, False])
+def test_every_servers_form_of_a_reply_is_the_same_answer(
+    tokenizer: Any, world: Path, tmp_path: Path, form: str, ended: bool
+) -> None:
+    """By the sources of vLLM 0.32 and of SGLang of November 2026 (protocol.py of both)."""
+    text, prompt = "parser.token(self):", encode(tokenizer, "total")
+    end = tokenizer.eos_token_id if ended else None
+    new = encode(tokenizer, text) + ([end] if ended else [])
+    choice = {"index": 0, "text": text, "logprobs": None, "finish_reason": "stop" if ended else "length"}
+    usage = {"prompt_tokens": len(prompt), "completion_tokens": len(new), "total_tokens": len(prompt) + len(new)}
+    reply = {"id": "cmpl-1", "object": "text_completion", "created": 1, "model": "tiny", "usage": usage}
+    reply |= {"choices": [choice | FORMS[form](prompt, new, end)], "metadata": {"weight_version": "default"}}
+    with BadServer(tokenizer, ok) as server:
+        recipe, _ = begin(world, tmp_path / "run", 1, served(server.url))
+        with contextlib.closing(ServerWriter(recipe, tokenizer, load_config(recipe.target.model))) as writer:
+            read = Completion.model_validate_json(json.dumps(reply))
+            found = writer._reply(Request("a", prompt, 0, 40), read)
+    assert read.is_of(prompt) and not read.is_of([*prompt, 1]) and not writer.miscounted
+    assert found.ids == new and found.ended is ended and not found.dropped
 
 
 def test_stop_strings_are_sent_and_penalties_are_off(tokenizer: Any, write: Any) -> None:
