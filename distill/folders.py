@@ -35,15 +35,8 @@ LARGEST_SIZES = {
     "max_position_embeddings": 2**40,
 }
 TOKENIZER_FILES = (
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
+    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
+    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model"),
 )
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # that read tokenizer.json, and add nothing
 PLAIN_MODULE = "plain_tokenizer"

@@ -37,29 +37,13 @@ app = typer.Typer(
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
+NAMED = {"evaluate": "eval", "list_runs": "runs"}  # functions that are not called as their commands
 COMMANDS: dict[str, Callable[..., None]] = {
-    "doctor": doctor,
-    "recipes": recipes,
-    "check": check,
-    "plan": plan,
-    "train": train,
-    "generate": generate,
-    "chat": chat,
-    "serve": serve,
-    "eval": evaluate,
-    "speedup": speedup,
-    "profile": profile,
-    "export-gguf": export_gguf,
-    "export-lookup": export_lookup,
-    "import-gguf": import_gguf,
-    "transplant": transplant,
-    "cut": cut,
-    "serve-check": serve_check,
-    "record": record,
-    "report": report,
-    "runs": list_runs,
-    "cache": cache,
-    "schema": schema,
+    NAMED.get(one.__name__, one.__name__.replace("_", "-")): one
+    for one in (
+        *(doctor, recipes, check, plan, train, generate, chat, serve, evaluate, speedup, profile, export_gguf),
+        *(export_lookup, import_gguf, transplant, cut, serve_check, record, report, list_runs, cache, schema),
+    )
 }
 
 

@@ -72,7 +72,7 @@ class Family:
     activation: str = "silu"
     states_head_size: bool = True
     llama_keys: bool = False
-    ropes: tuple[str, ...] = ("default", "linear")
+    ropes: tuple[str, ...] = ("default",)
     full_every: int = 0
     large_layers: int = 0
     window_layers: int = 0
@@ -98,8 +98,8 @@ GELU = "gelu_pytorch_tanh"
 GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": GELU}
 GEMMA3 = {**GEMMA, "sliding_window": 4096, "query_pre_attn_scalar": 256}
 GEMMA2 = {**GEMMA3, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-_LLAMA = Family("llama", USUAL_PARTS, interleaved=True, llama_keys=True)
-_GEMMA = Family("gemma", USUAL_PARTS, norm_shift=1.0, activation=GELU, ropes=("default",), tied=True, defaults=GEMMA)
+_LLAMA = Family("llama", USUAL_PARTS, interleaved=True, llama_keys=True, ropes=("default", "linear"))
+_GEMMA = Family("gemma", USUAL_PARTS, norm_shift=1.0, activation=GELU, tied=True, defaults=GEMMA)
 _QWEN = Family(
     "qwen2",
     USUAL_PARTS,
@@ -157,7 +157,6 @@ FAMILIES: Mapping[str, Family] = {
         "olmo2",
         {**BEHIND, **ATTENTION, **WHOLE_NORMS, **MLP},
         states_head_size=False,
-        ropes=("default",),
         tied=False,
         own_head_size=False,
         defaults={"rms_norm_eps": 1e-5},
@@ -176,7 +175,6 @@ FAMILIES: Mapping[str, Family] = {
         "seed_oss",
         {**USUAL_PARTS, "post_attention_layernorm": ("post_attention_norm", "H")},
         more_biases=QKV,
-        ropes=("default",),
         defaults={"num_key_value_heads": 8, "head_dim": 128},
     ),
     "ministral3": replace(
@@ -196,7 +194,6 @@ FAMILIES: Mapping[str, Family] = {
             "post_mlp_layernorm": ("post_ffw_norm", "H"),
         },
         more_biases=QKV,
-        ropes=("default",),
         rotates_part=True,
         defaults={"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5},
     ),
@@ -204,7 +201,6 @@ FAMILIES: Mapping[str, Family] = {
         "cohere2",
         {"input_layernorm": NORMS["input_layernorm"], **ATTENTION, **MLP},
         states_head_size=False,
-        ropes=("default",),
         full_every=4,
         epsilon="layer_norm_eps",
         scales={"logit_scale": "logit_scale"},

@@ -36,17 +36,7 @@ CALIBRATION: CalibrationName = "features"
 NODES, TABLE_NODES = 12, 15  # of the draft's trees, and of a table's
 # Of configurations of one kind: what their names say where they differ in it, and how.
 DISTINGUISHING = (
-    "rule",
-    "length",
-    "widths",
-    "nodes",
-    "p_min",
-    "start",
-    "more",
-    "floor",
-    "calibration",
-    "n_min",
-    "verifier",
+    *("rule", "length", "widths", "nodes", "p_min", "start", "more", "floor", "calibration", "n_min", "verifier"),
 )
 ADAPTIVE = "adaptive"
 SAID, MOST_WORDS = {"expected-value": ADAPTIVE}, 3
