@@ -147,10 +147,8 @@ def compare(source: Original, gguf: Path, texts: list[str], positions: int) -> P
     window = min(WINDOW, source.shape.context)
     with GgufModel(gguf, context=window, batch=window) as quantised:
         if quantised.file.head_rows != source.shape.vocabulary:
-            raise DataError(
-                f"{gguf} has {quantised.file.head_rows} rows, {source.folder} has {source.shape.vocabulary}",
-                hint="compare a GGUF file with the folder it was exported from",
-            )
+            what = f"{gguf} has {quantised.file.head_rows} rows, {source.folder} has {source.shape.vocabulary}"
+            raise DataError(what, "compare a GGUF file with the folder it was exported from")
         mismatches = list(_mismatches(source.tokenizer, quantised, texts))
         same_top, differences, divergences = 0, list[float](), list[float]()
         for part in _parts(source.tokenizer, texts, positions, window):

@@ -83,10 +83,8 @@ def _check(path: Path, config: dict[str, Any], prefix: str) -> None:
             raise DataError(f"{path}: {prefix}{key} is {value}, must lie between 0 and {largest}", HINT)
     named = config.get("transformers_weights")
     if named not in (None, SINGLE):
-        raise DataError(
-            f"{path}: {prefix}transformers_weights names {named!r} as the weights, which other programs do not read",
-            f"delete the key, and name the file {SINGLE}",
-        )
+        what = f"{path}: {prefix}transformers_weights names {named!r} as the weights, which other programs do not read"
+        raise DataError(what, f"delete the key, and name the file {SINGLE}")
     _check_rope(path, config, prefix)
 
 
@@ -242,10 +240,8 @@ def weight_files(folder: Path) -> list[Path]:
     names = sorted(set(_weight_map(folder).values())) or [SINGLE]
     if (folder / SINGLE).is_file() and names != [SINGLE]:
         other = next(name for name in names if name != SINGLE)
-        raise DataError(
-            f"{folder} holds {SINGLE} beside {INDEX}, which names {other}; it is unclear which are the weights",
-            f"delete {SINGLE}, or the index and its files: whichever is not the model that you want",
-        )
+        what = f"{folder} holds {SINGLE} beside {INDEX}, which names {other}; it is unclear which are the weights"
+        raise DataError(what, f"delete {SINGLE}, or the index and its files: whichever is not the model that you want")
     return [folder / name for name in names]
 
 
@@ -278,10 +274,8 @@ def present_files(folder: Path) -> list[Path]:
         return files
     shards = sorted(path.name for path in folder.glob("model-*.safetensors"))
     if missing != [SINGLE]:
-        raise DataError(
-            f"{folder}: {len(missing)} of the {len(files)} files that {INDEX} names are missing, first {missing[0]}",
-            "copy or download them, too",
-        )
+        what = f"{folder}: {len(missing)} of the {len(files)} files that {INDEX} names are missing, first {missing[0]}"
+        raise DataError(what, "copy or download them, too")
     if shards:
         raise DataError(f"{folder} holds {shards[0]} without {INDEX}", "copy the index, too")
     raise DataError(
@@ -301,10 +295,8 @@ def stored_tensors(folder: Path, tied: bool) -> dict[str, Stored]:
     for file in present_files(folder):
         for name, tensor in read_header(file).items():
             if name in stored:
-                raise DataError(
-                    f"{folder}: {name} is in {stored[name].path.name} and in {file.name}",
-                    "delete the file that is not of this model, and name the others alone in the index",
-                )
+                hint = "delete the file that is not of this model, and name the others alone in the index"
+                raise DataError(f"{folder}: {name} is in {stored[name].path.name} and in {file.name}", hint)
             stored[name] = tensor
     places = _weight_map(folder)
     lacking = [name for name, file in places.items() if name not in stored or stored[name].path.name != file]
@@ -317,10 +309,8 @@ def stored_tensors(folder: Path, tied: bool) -> dict[str, Stored]:
             else (f"{stored[name].path.name} holds {name}, which {INDEX} does not name")
         )
         more = len(lacking) + len(beyond) - 1
-        raise DataError(
-            f"{folder}: {fault}" + (f" ({more} more such tensors)" if more else ""),
-            "the index and its files must be of one save: copy or download the folder again",
-        )
+        hint = "the index and its files must be of one save: copy or download the folder again"
+        raise DataError(f"{folder}: {fault}" + (f" ({more} more such tensors)" if more else ""), hint)
     if tied:
         _require_one_head(folder, stored)
     return stored

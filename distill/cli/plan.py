@@ -186,10 +186,8 @@ def plan(
         model = first if _is_model(first) else None
         if second is not None and _is_model(second):
             if model is None:
-                raise RecipeError(
-                    f"{second} is measured beside its target, and a curve stands for that",
-                    "give the draft's curve, or the cost of its step in T(1)",
-                )
+                hint = "give the draft's curve, or the cost of its step in T(1)"
+                raise RecipeError(f"{second} is measured beside its target, and a curve stands for that", hint)
             small = resolve_model(second)
         else:
             small = None

@@ -63,10 +63,8 @@ class ChatTemplate:
         names = [*settings.arguments, *([settings.thinking_argument] if settings.thinking is not None else [])]
         source = str(tokenizer.chat_template)  # a mapping where it has several
         if unread := [name for name in names if name not in source]:
-            raise RecipeError(
-                f"chat: the target's template does not read {', '.join(unread)}",
-                "correct chat.arguments or chat.thinking_argument, or leave chat.thinking out",
-            )
+            hint = "correct chat.arguments or chat.thinking_argument, or leave chat.thinking out"
+            raise RecipeError(f"chat: the target's template does not read {', '.join(unread)}", hint)
 
     def with_arguments(self, more: Mapping[str, Any]) -> ChatTemplate:
         """This template with further arguments, those of one conversation; `tools` among them replace the recipe's."""

@@ -228,10 +228,8 @@ def _hub(source: Source) -> Iterator[Record]:
     except Exception as error:  # the hub client raises many kinds; each means that the data set is not available
         kind = type(error).__name__
         wanted = f"subset {source.subset}, split {source.hub_split}"
-        raise DataError(
-            f"cannot read data set {source.path} ({wanted}): `datasets` stopped with {kind}",
-            "check its name, its subset, its split and the network",
-        ) from error
+        what = f"cannot read data set {source.path} ({wanted}): `datasets` stopped with {kind}"
+        raise DataError(what, "check its name, its subset, its split and the network") from error
 
 
 def _without_nulls(value: Any) -> Any:
@@ -490,10 +488,8 @@ def _records(corpus: Corpus, source: Source, records: Iterable[Record], dropped:
             text = questions(messages, arguments)
             more |= {"messages": messages, "arguments": arguments}
         else:
-            raise DataError(
-                f"{source.path}: {place} has no text in field `{field}` (it has: {names_of(record)})",
-                _way_to_text(record, form, source),
-            )
+            hint = _way_to_text(record, form, source)
+            raise DataError(f"{source.path}: {place} has no text in field `{field}` (it has: {names_of(record)})", hint)
         # Named by its content, so that a growing or reordered file keeps every document in its split.
         yield _document(corpus, source, f"{origin}#{fingerprint(text)}", text, **more)
 

@@ -323,10 +323,8 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
         return
     pin = read_json(run.path("stages", "answers.begun.json"), {PIN: PINNED})[PIN]
     if not all(Path(part["path"]).exists() and begins_with(Path(part["path"]), part) for part in pin["parts"]):
-        raise DataError(
-            f"{pin['path']} no longer begins with the {pin['lines']} lines that this run pinned; was it rotated?",
-            f"{_unpin(run)} reads it as it is then",
-        )
+        what = f"{pin['path']} no longer begins with the {pin['lines']} lines that this run pinned; was it rotated?"
+        raise DataError(what, f"{_unpin(run)} reads it as it is then")
     found = sort_lines(recipe, read_lines(pin), tokenizer)
     train = [*found.samples["train"].values()]
     if not train:  # only then is the pin deleted

@@ -385,9 +385,7 @@ def check_configurations(
         if reason is None:
             continue
         if not settings.allow_lossy:
-            raise RecipeError(
-                f"{where}: `{described}` would change the target's distribution: {reason}",
-                "change it, or ask for it as lossy: speedup.allow_lossy=true, or --allow-lossy",
-            )
+            hint = "change it, or ask for it as lossy: speedup.allow_lossy=true, or --allow-lossy"
+            raise RecipeError(f"{where}: `{described}` would change the target's distribution: {reason}", hint)
         lines.append(f"LOSSY configuration `{described}`: {reason}")
     return lines

@@ -34,10 +34,8 @@ def inverse_transform(distribution: Tensor, uniforms: Tensor) -> Tensor:
     total = cumulative[..., -1]
     if not bool(((total > 0) & total.isfinite()).all()):
         wrong = next(value for value in total.flatten().tolist() if not 0 < value < float("inf"))
-        raise DataError(
-            f"no token can be drawn: the distribution sums to {wrong}",
-            "the logits of the target or the draft are not finite: check both models' weights",
-        )
+        hint = "the logits of the target or the draft are not finite: check both models' weights"
+        raise DataError(f"no token can be drawn: the distribution sums to {wrong}", hint)
     return _at_uniforms(cumulative, uniforms).to(distribution.device)
 
 

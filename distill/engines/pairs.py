@@ -352,10 +352,8 @@ def require_pair(target: str, draft: str) -> PairReport:
     """`compare_pair`, raising PairError where our own decoder could not use the two together."""
     report = compare_pair(target, draft)
     if report.distill is not None:
-        raise PairError(
-            f"{draft} does not fit the target {target}: {report.distill.reason}",
-            f"choose a donor with the target's tokenizer, or {report.distill.remedy}",
-        )
+        hint = f"choose a donor with the target's tokenizer, or {report.distill.remedy}"
+        raise PairError(f"{draft} does not fit the target {target}: {report.distill.reason}", hint)
     return report
 
 

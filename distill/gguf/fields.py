@@ -93,15 +93,11 @@ def read_shape(folder: Path, changes: Mapping[str, Any] = MappingProxyType({})) 
     stated = {**read_config(folder), **changes}
     kind = stated.get("model_type")
     if kind == "gemma3" and isinstance(stated.get("text_config"), dict):
-        raise DataError(
-            f"{folder}: this gemma3 also reads images; only its language model can be exported",
-            "save the language model alone (Gemma3ForCausalLM) and export that folder",
-        )
+        hint = "save the language model alone (Gemma3ForCausalLM) and export that folder"
+        raise DataError(f"{folder}: this gemma3 also reads images; only its language model can be exported", hint)
     if any(stated.get(key) for key in EXPERT_KEYS) or (isinstance(kind, str) and "moe" in kind) or kind == "mixtral":
-        raise DataError(
-            f"{folder}: {kind!r} is a mixture of experts, which cannot be exported to GGUF here",
-            hint="use llama.cpp's convert_hf_to_gguf.py; a draft should be dense",
-        )
+        hint = "use llama.cpp's convert_hf_to_gguf.py; a draft should be dense"
+        raise DataError(f"{folder}: {kind!r} is a mixture of experts, which cannot be exported to GGUF here", hint)
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise DataError(
             f"{folder}: model_type {kind!r} cannot be exported to GGUF", hint=f"supported: {', '.join(FAMILIES)}"
@@ -614,10 +610,8 @@ def add_general_fields(writer: Any, folder: Path, origin: Origin, outtype: str, 
         metadata.set_gguf_meta_model(writer)
     except (yaml.YAMLError, ValueError, TypeError, AttributeError, UnicodeDecodeError) as error:
         first = str(error).split("\n", 1)[0]
-        raise DataError(
-            f"{folder}: README.md or generation_config.json cannot be read as a model card: {first}",
-            "correct the block between the --- lines of README.md, or remove it",
-        ) from None
+        what = f"{folder}: README.md or generation_config.json cannot be read as a model card: {first}"
+        raise DataError(what, "correct the block between the --- lines of README.md, or remove it") from None
     _require_forms(folder, writer)
     writer.add_file_type(file_type_number(outtype))
     writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
@@ -651,7 +645,5 @@ def _require_forms(folder: Path, writer: Any) -> None:
         form = {ARRAY: [str], STRING: str}.get(entry.type, int if whole else int | float)
         fits = has_form(value, form) and value != [] and not isinstance(value, bool)
         if not fits or (whole and not -(2**31) <= value < 2**31):
-            raise DataError(
-                f"{folder}: README.md or generation_config.json gives {value!r:.60} for {key}",
-                "correct that entry, or remove it",
-            )
+            hint = "correct that entry, or remove it"
+            raise DataError(f"{folder}: README.md or generation_config.json gives {value!r:.60} for {key}", hint)

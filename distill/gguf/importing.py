@@ -229,10 +229,8 @@ def write_weights(place: Path, imported: Import) -> None:
             for part in source.parts():
                 values: NDArray[Any] = from_floats(part, types[name])
                 if not np.isfinite(to_floats(values, types[name])).all():
-                    raise DataError(
-                        f"{source.path}: {source.name} holds values too large for {DTYPES[types[name]]}",
-                        "use --dtype float32",
-                    )
+                    what = f"{source.path}: {source.name} holds values too large for {DTYPES[types[name]]}"
+                    raise DataError(what, "use --dtype float32")
                 file.write(values.data.cast("B"))
             progress.step()
 

@@ -272,10 +272,8 @@ def require_cache_types(options: GgufOptions, keys: int | None, values: int | No
         kind = getattr(options, name)
         block = gguf.GGML_QUANT_SIZES[ggml_type(kind)][0]
         if size is not None and size % block:
-            raise RecipeError(
-                f"{where}: {name} {kind} stores blocks of {block} values, and a head has {size}",
-                f"use a type without blocks for {name}: f16, bf16 or f32",
-            )
+            hint = f"use a type without blocks for {name}: f16, bf16 or f32"
+            raise RecipeError(f"{where}: {name} {kind} stores blocks of {block} values, and a head has {size}", hint)
 
 
 def require_possible(head: FileHead, options: GgufOptions) -> None:
@@ -388,18 +386,14 @@ class GgufFile:
             if UNKNOWN in last_errors():
                 name = "llama-cpp-python" if llama is library() else "ik-llama-cpp-python"
                 kind = open_head(self.path).architecture
-                raise DataError(
-                    f"{self.path}: its architecture, {kind!r}, is unknown to the installed {name} {version(name)}",
-                    f"pip install -U {name}, or decode its Hugging Face folder in PyTorch",
-                )
+                what = f"{self.path}: its architecture, {kind!r}, is unknown to the installed {name} {version(name)}"
+                raise DataError(what, f"pip install -U {name}, or decode its Hugging Face folder in PyTorch")
             if damaged := re.search(r"tensor '([^']+)' has invalid data", last_errors()):
                 head = open_head(self.path)
                 kind = type_name(head.kinds[damaged[1]])
                 head.refuse(f"{damaged[1]}, a tensor of {kind}, holds values that are no numbers", COPY_AGAIN)
-            raise DataError(
-                f"{self.path} cannot be loaded: {last_errors()}",
-                hint="see that its disk works; else export or copy it again",
-            )
+            hint = "see that its disk works; else export or copy it again"
+            raise DataError(f"{self.path} cannot be loaded: {last_errors()}", hint)
         return model
 
     def _padding_rows(self) -> int:

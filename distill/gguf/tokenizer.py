@@ -230,10 +230,8 @@ def read_pieces(path: Path, vocabulary: Mapping[str, int]) -> dict[int, Piece] |
     texts = {number: token for token, number in vocabulary.items()}
     for number, piece in pieces.items():
         if texts.get(number, piece.text) != piece.text:
-            raise DataError(
-                f"{path} has {piece.text!r} as token {number}, tokenizer.json {texts[number]!r}",
-                "the two files are of different tokenizers: delete the one that is not the model's",
-            )
+            hint = "the two files are of different tokenizers: delete the one that is not the model's"
+            raise DataError(f"{path} has {piece.text!r} as token {number}, tokenizer.json {texts[number]!r}", hint)
     missing = sorted(set(texts) - set(pieces))
     pieces |= {number: Piece(texts[number], 0.0, NORMAL) for number in missing}
     return pieces
@@ -366,10 +364,8 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
     for named in (replace(exported, pre=name) for name in NAMES):
         if same_ids(tokenizer, named):
             return named
-    raise DataError(
-        f"{path}: llama.cpp has no pre-tokenizer that splits text like this one",
-        hint="export to another format, or ask llama.cpp for it (convert_hf_to_gguf_update.py)",
-    )
+    hint = "export to another format, or ask llama.cpp for it (convert_hf_to_gguf_update.py)"
+    raise DataError(f"{path}: llama.cpp has no pre-tokenizer that splits text like this one", hint)
 
 
 def _refuse_flags(path: Path, content: Mapping[str, Any], spaced: bool) -> None:
@@ -377,10 +373,8 @@ def _refuse_flags(path: Path, content: Mapping[str, Any], spaced: bool) -> None:
         # llama.cpp takes the space after Phi-3's markers away too; the check of the file reports other tokens.
         flags = [flag for flag in ("lstrip", "rstrip", "single_word") if token.get(flag)]
         if flags and not (spaced and flags == ["rstrip"]):
-            raise DataError(
-                f"{path}: added token {token['content']!r} with {flags[0]} cannot be exported",
-                hint="llama.cpp has no such rule; remove the flag where no text depends on it",
-            )
+            hint = "llama.cpp has no such rule; remove the flag where no text depends on it"
+            raise DataError(f"{path}: added token {token['content']!r} with {flags[0]} cannot be exported", hint)
 
 
 def _tokens(
@@ -426,10 +420,8 @@ def _text_ends(path: Path, tokenizer: Tokenizer, bos: int | None, eos: int) -> t
     """
     around = added_around(tokenizer)
     if around is None or len(around[0]) > 1 or around[1] not in ([], [eos]):
-        raise DataError(
-            f"{path} does more to a text than to put one token before it and the end-of-text token after it",
-            hint="GGUF can add these two tokens and nothing else",
-        )
+        what = f"{path} does more to a text than to put one token before it and the end-of-text token after it"
+        raise DataError(what, "GGUF can add these two tokens and nothing else")
     before, after = around
     return bool(before), bool(after), before[0] if before else bos
 

@@ -85,10 +85,8 @@ def read_tensors(folder: Path, shape: Shape) -> list[GgufTensor]:
     for name in [*expected, *sorted(name for name in stored if name not in expected)]:
         tensor = stored[name]
         if name in expected and tensor.shape != expected[name]:
-            raise DataError(
-                f"{folder}: {name} has shape {list(tensor.shape)}, by config.json it is {list(expected[name])}",
-                hint=CHECK,
-            )
+            what = f"{folder}: {name} has shape {list(tensor.shape)}, by config.json it is {list(expected[name])}"
+            raise DataError(what, CHECK)
         gguf_name = _gguf_name(name, name in expected, shape, folder)
         heads = shape.reordered_heads(name)
         if heads and tensor.shape[0] % (2 * heads):
@@ -105,10 +103,8 @@ def _gguf_name(name: str, expected: bool, shape: Shape, folder: Path) -> str:
     # The weights of the architecture are all expected; of the rest only some biases are read by llama.cpp.
     if gguf_name is not None and (expected or (name.endswith(".bias") and part_of(name) in shape.family.more_biases)):
         return gguf_name
-    raise DataError(
-        f"{folder}: tensor {name} has no place in a GGUF {shape.architecture}",
-        hint="check that config.json belongs to these weights; adapters must be merged first",
-    )
+    hint = "check that config.json belongs to these weights; adapters must be merged first"
+    raise DataError(f"{folder}: tensor {name} has no place in a GGUF {shape.architecture}", hint)
 
 
 def permute_for_llama(weights: Floats, heads: int) -> Floats:

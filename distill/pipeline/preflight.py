@@ -159,10 +159,8 @@ def check_device(recipe: Recipe) -> list[str]:
     device = pick_device(recipe.device)
     drafts = device if recipe.pytorch.draft_device is None else pick_device(recipe.pytorch.draft_device)
     if recipe.pytorch.draft_weights in ("int8", "int4") and drafts.type != "cpu":
-        raise RecipeError(
-            f"pytorch.draft_weights {recipe.pytorch.draft_weights} is for a draft on a CPU, this one is on {drafts}",
-            "leave draft_weights out, or set pytorch.draft_device: cpu",
-        )
+        what = f"pytorch.draft_weights {recipe.pytorch.draft_weights} is for a draft on a CPU, this one is on {drafts}"
+        raise RecipeError(what, "leave draft_weights out, or set pytorch.draft_device: cpu")
     check_placement(recipe.target.quantise, device, recipe.target.shard)
     require_processes(recipe, device)
     if recipe.train.adapter is not None and recipe.train.adapter.base is not None:
@@ -268,10 +266,8 @@ def check_weights_of_models(recipe: Recipe) -> list[str]:
     for role, model in (("target", recipe.target.model), ("donor", recipe.donor_model)):
         context = context_of(model)
         if context is not None and recipe.corpus.block > context:
-            raise RecipeError(
-                f"corpus.block is {recipe.corpus.block}, the {role}'s context {context}",
-                f"lower corpus.block to {context}",
-            )
+            hint = f"lower corpus.block to {context}"
+            raise RecipeError(f"corpus.block is {recipe.corpus.block}, the {role}'s context {context}", hint)
     return lines
 
 
@@ -333,10 +329,8 @@ def check_export(recipe: Recipe) -> list[str]:
     fork = any(backend.startswith("ik") for backend in recipe.speedup.files)
     for package, extra in (("llama-cpp-python", "llama"), *([("ik-llama-cpp-python", "ik")] if fork else [])):
         if importlib.util.find_spec(package.removesuffix("-python").replace("-", "_")) is None:
-            raise RecipeError(
-                f"export.outtypes and speedup.backends ask for GGUF files, and {package} is not installed",
-                f"{install_extra(extra)}; or {without}",
-            )
+            what = f"export.outtypes and speedup.backends ask for GGUF files, and {package} is not installed"
+            raise RecipeError(what, f"{install_extra(extra)}; or {without}")
     lines = []
     for model in dict.fromkeys([recipe.target.model, recipe.donor_model]):
         written = load or model != recipe.target.model  # the draft has the target's tokenizer in any case
@@ -364,10 +358,8 @@ def check_gguf(recipe: Recipe) -> list[str]:
     given = [role for role in ("draft", "target") if getattr(recipe.gguf, role).given()]
     for role in given:
         if not opened[role]:
-            raise RecipeError(
-                f"gguf.{role} has options, and this recipe opens no GGUF file of the {role}",
-                "leave them out, or measure GGUF files: speedup.backends=[gguf]",
-            )
+            hint = "leave them out, or measure GGUF files: speedup.backends=[gguf]"
+            raise RecipeError(f"gguf.{role} has options, and this recipe opens no GGUF file of the {role}", hint)
     if not target or importlib.util.find_spec("llama_cpp") is None:
         return []  # stages that need the library say so
     for role, model in (("target", recipe.target.model), ("draft", recipe.donor_model)):

@@ -234,10 +234,8 @@ def run_pipeline(
     require_allowed(actions)
     due = next((action for action in actions if action.kind not in ("skip", "leave")), None)
     if run.read_only and due is not None:
-        raise RunError(
-            f"{run.folder} cannot be written, and stage `{due.stage.name}` would have to run{due.why}",
-            "make the folder writable, or copy it to a disk that is, and name that one",
-        )
+        hint = "make the folder writable, or copy it to a disk that is, and name that one"
+        raise RunError(f"{run.folder} cannot be written, and stage `{due.stage.name}` would have to run{due.why}", hint)
     if not run.silent:
         from distill.report.card import draw_progress
 
@@ -437,10 +435,8 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
         raise RunError(f"{run.folder} has no finished draft to start from", "finish it: the command without --refresh")
     old = load_recipe(run.path("config.yaml"))
     if old.cut != recipe.cut:
-        raise RecipeError(
-            f"section cut differs from that of {run.folder}, and --refresh makes no cuts",
-            "restore the section, or use another run (name=…)",
-        )
+        hint = "restore the section, or use another run (name=…)"
+        raise RecipeError(f"section cut differs from that of {run.folder}, and --refresh makes no cuts", hint)
     read = (run.done("answers") or {"inputs": {}})["inputs"].get(PIN)
     if read is not None and not has_form(read, READ):
         raise DataError(f"{run.done_path('answers')} is damaged: {PIN} is of another kind", "copy the run again")

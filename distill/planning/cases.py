@@ -155,10 +155,8 @@ def curve_case(curve: CostCurve, draft: CostCurve | None, request: PlanRequest, 
     steps = [(request.draft_cost or 0.0) * single] * 2
     if draft is not None:
         if draft.unit != curve.unit:
-            raise RecipeError(
-                f"the target's curve is in {curve.unit}, the draft's in {draft.unit}",
-                "give the cost of a draft step in T(1) instead, such as 0.05",
-            )
+            hint = "give the cost of a draft step in T(1) instead, such as 0.05"
+            raise RecipeError(f"the target's curve is in {curve.unit}, the draft's in {draft.unit}", hint)
         steps = [*draft.at(depth)[:2]]
     target = curve.at(depth) if swap is None else swap.applied(curve.at(depth), steps[0])
     costs = step_costs(target, steps[0], steps[-1], request.lengths)
@@ -175,10 +173,8 @@ def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
     lengths, prompt, new = request.lengths, request.prompt, request.new
     room = min(pair.target.capacity, pair.draft.capacity) - max(max(lengths) + 1, new)
     if room < prompt:
-        raise DataError(
-            f"{title}: the context has no room for {new} tokens after {prompt}",
-            "plan for fewer tokens: --depth, --tokens; of a recipe speedup.new_tokens",
-        )
+        hint = "plan for fewer tokens: --depth, --tokens; of a recipe speedup.new_tokens"
+        raise DataError(f"{title}: the context has no room for {new} tokens after {prompt}", hint)
     progress = Progress(f"{title}: timings", TIMINGS)
     size, timings = pair.target.vocabulary_size, []
     for number in range(TIMINGS):

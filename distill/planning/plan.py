@@ -98,10 +98,8 @@ def step_costs(target: Sequence[float], draft: float, draft_two: float, lengths:
     Raises DataError where T reaches none of the lengths.
     """
     if min(lengths) >= len(target):
-        raise DataError(
-            f"the target's curve ends at m = {len(target)}, no drafted length of {list(lengths)} can be verified",
-            "measure a longer one (`distill profile --max-tokens 17`), or give smaller --lengths",
-        )
+        what = f"the target's curve ends at m = {len(target)}, no drafted length of {list(lengths)} can be verified"
+        raise DataError(what, "measure a longer one (`distill profile --max-tokens 17`), or give smaller --lengths")
     return Costs(tuple(target), draft, max(draft, draft_two))
 
 

@@ -155,10 +155,8 @@ class _UniqueKeys(yaml.SafeLoader):
         line = f"line {node.start_mark.line + 1}"
         if node.tag not in TAGS:
             kind = node.tag.removeprefix("tag:yaml.org,2002:")
-            raise RecipeError(
-                f"{line}: a recipe cannot hold a value of the YAML type {shown(kind)}",
-                "write text, a number, true, false, null, a list or a mapping; put text into quotes",
-            )
+            hint = "write text, a number, true, false, null, a list or a mapping; put text into quotes"
+            raise RecipeError(f"{line}: a recipe cannot hold a value of the YAML type {shown(kind)}", hint)
         try:
             return super().construct_object(node, deep)
         except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:

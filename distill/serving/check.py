@@ -456,16 +456,12 @@ def connected(
         if name == PLAIN_SERVER and drafts:
             raise ServingError(f"{client.url} drafts, and was given as the plain server", "correct --plain-url")
         if name != PLAIN_SERVER and drafts is False:
-            raise ServingError(
-                f"{client.url} serves without a draft: it says so itself",
-                "start it with the draft; llama-server drops one whose vocabulary does not fit and only logs it",
-            )
+            hint = "start it with the draft; llama-server drops one whose vocabulary does not fit and only logs it"
+            raise ServingError(f"{client.url} serves without a draft: it says so itself", hint)
         size = client.vocabulary_size() if isinstance(client, LlamaClient) else None
         if size is not None and largest >= size:
-            raise ServingError(
-                f"{client.url} serves a model of {size} tokens, and the prompts have token {largest}",
-                "it is another model than the prompts are for: correct --url, or the run",
-            )
+            what = f"{client.url} serves a model of {size} tokens, and the prompts have token {largest}"
+            raise ServingError(what, "it is another model than the prompts are for: correct --url, or the run")
     return clients
 
 

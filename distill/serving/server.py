@@ -278,10 +278,8 @@ def require_binary(binary: Path) -> Path:
     """The program, found; RecipeError for one that is missing or cannot be run."""
     found = shutil.which(binary)
     if found is None:
-        raise RecipeError(
-            f"--server {binary}: there is no such program, or it cannot be run",
-            "give the path of llama-server (scripts/build_llama_cpp.sh builds one)",
-        )
+        hint = "give the path of llama-server (scripts/build_llama_cpp.sh builds one)"
+        raise RecipeError(f"--server {binary}: there is no such program, or it cannot be run", hint)
     return Path(found)
 
 

@@ -508,10 +508,8 @@ def inherit(run: Run, parent: dict[str, Any]) -> list[Path]:
     source = run.folder.parent / parent["run"] / "draft"
     for file, expected in parent["files"].items():
         if not (source / file).is_file() or file_digest(source / file) != expected:
-            raise DataError(
-                f"{source / file} is missing or is not the one that this run goes on from",
-                f"put the folder {source.parent} back as it was",
-            )
+            hint = f"put the folder {source.parent} back as it was"
+            raise DataError(f"{source / file} is missing or is not the one that this run goes on from", hint)
     config = load_config(str(source))
     sizes = describe_model(name, empty_model(config))
 

@@ -274,10 +274,8 @@ def check_layers(config: Any, keep: int) -> None:
     """Raise RecipeError when a model of this configuration cannot keep `keep` layers."""
     require_supported(config)
     if not 1 <= keep <= config.num_hidden_layers:
-        raise RecipeError(
-            f"{keep} layers are to be kept, but the donor has {config.num_hidden_layers}",
-            f"ask for 1 to {max(1, config.num_hidden_layers - 1)}; {config.num_hidden_layers} would cut none",
-        )
+        hint = f"ask for 1 to {max(1, config.num_hidden_layers - 1)}; {config.num_hidden_layers} would cut none"
+        raise RecipeError(f"{keep} layers are to be kept, but the donor has {config.num_hidden_layers}", hint)
 
 
 def choose_layers(model: Any, keep: int, blocks: Packed) -> tuple[list[int], dict[str, Any]]:

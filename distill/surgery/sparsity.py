@@ -49,10 +49,8 @@ def require_fewer(width: int, neurons: int) -> None:
     """Raise RecipeError unless a group lasso can leave `width` of each layer's neurons."""
     if not 0 < width < neurons or width % NEURON_MULTIPLE:
         half = max(1, neurons // 2 // NEURON_MULTIPLE) * NEURON_MULTIPLE
-        raise RecipeError(
-            f"train.sparsity.mlp_width is {width}; training starts with {neurons} neurons a layer",
-            f"ask for a multiple of {NEURON_MULTIPLE} below that, such as {half}",
-        )
+        hint = f"ask for a multiple of {NEURON_MULTIPLE} below that, such as {half}"
+        raise RecipeError(f"train.sparsity.mlp_width is {width}; training starts with {neurons} neurons a layer", hint)
 
 
 class Penalty(ABC):

@@ -108,10 +108,8 @@ def require_bytes(donor: Vocabulary) -> None:
     missing = [byte for byte in donor.missing_bytes if byte not in RARE]
     if missing:
         shown = ", ".join(f"{byte:#04x}" for byte in missing[:6]) + (", ..." if len(missing) > 6 else "")
-        raise DataError(
-            f"the tokenizer in {donor.folder} has no token for {len(missing)} of the 256 bytes ({shown})",
-            "choose a donor with byte-level BPE or with byte fallback",
-        )
+        what = f"the tokenizer in {donor.folder} has no token for {len(missing)} of the 256 bytes ({shown})"
+        raise DataError(what, "choose a donor with byte-level BPE or with byte fallback")
 
 
 def check_overrides(target: Vocabulary, overrides: Mapping[str, str]) -> None:
@@ -192,10 +190,8 @@ class _Mapper:
     def _overridden(self, number: int) -> list[int]:
         ids = self.encoder.marked_text(text := self.overrides[number])
         if not ids:
-            raise DataError(
-                f"the override of {self.target.shown(number)!r} by {text!r} gives no donor tokens",
-                "give text that the donor's tokenizer keeps",
-            )
+            hint = "give text that the donor's tokenizer keeps"
+            raise DataError(f"the override of {self.target.shown(number)!r} by {text!r} gives no donor tokens", hint)
         return ids
 
     def _same_bytes(self, number: int, token: str, data: bytes) -> int | None:

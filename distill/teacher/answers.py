@@ -413,10 +413,8 @@ def _write_manifest(recipe: Recipe, run: Run, groups: int) -> None:
     reasons = answers.column("dropped")
     dropped = Counter(reasons[reasons != ""])
     if answers and dropped.total() == len(answers):
-        raise DataError(
-            f"all {len(answers)} answers of the target were dropped: {listed(dropped, ' × ')}",
-            "correct what wrote them (answers, sampler, chat) and run again with --redo answers",
-        )
+        hint = "correct what wrote them (answers, sampler, chat) and run again with --redo answers"
+        raise DataError(f"all {len(answers)} answers of the target were dropped: {listed(dropped, ' × ')}", hint)
     found = _counted(recipe, answers, answers.take(reasons == ""), dict(sorted(dropped.items())))
     few = 2 * dropped.total() > len(answers)
     said = f"{_said(found)}, {found.not_ended} of them cut short by a limit"
@@ -649,10 +647,8 @@ class Asking:
         except ValueError as error:
             if self.plain:
                 raise DataError(f"the target cannot begin a text: {error}", "give openings of its texts") from error
-            raise DataError(
-                f"the target's chat template has no user header that questions could be written behind: {error}",
-                "use other corpus.sources than kind: target",
-            ) from error
+            what = f"the target's chat template has no user header that questions could be written behind: {error}"
+            raise DataError(what, "use other corpus.sources than kind: target") from error
         self._headers[name] = header  # the same for many questions
         return header
 
@@ -775,10 +771,8 @@ def _written(
     barrier()
     answers = read_answers(run, name, "questions")
     if [one.id for one in answers] != [prompt.id for prompt in prompts]:
-        raise DataError(
-            f"{run.path('questions')} holds other texts than were asked for",
-            "make it again with `distill train RECIPE --redo questions`",
-        )
+        hint = "make it again with `distill train RECIPE --redo questions`"
+        raise DataError(f"{run.path('questions')} holds other texts than were asked for", hint)
     for one, header, answer in zip(fresh, headers, answers, strict=True):
         # The opening as it was asked with: its last tokens may have been left for the target to write.
         empty = asking.template.prompt([]) if asking.plain else asking.header(one.before, one.thinking).ids

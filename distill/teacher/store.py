@@ -239,10 +239,8 @@ class ServerReader:
             needed = recipe.corpus.block + 1  # one token is generated
             for url, _, context in self.endpoint.served():
                 if context is not None and context < needed:
-                    raise EndpointError(
-                        f"{url} serves a context of {context} tokens, and corpus.block + 1 = {needed} are needed",
-                        f"start vLLM with --max-model-len {needed}, or lower corpus.block",
-                    )
+                    what = f"{url} serves a context of {context} tokens, and corpus.block + 1 = {needed} are needed"
+                    raise EndpointError(what, f"start vLLM with --max-model-len {needed}, or lower corpus.block")
             for _ in self.settings.urls:  # requests take turns: each server gets one
                 self._read(Document([0, 1 % self.vocabulary], [0]), k)
         except BaseException:
@@ -572,10 +570,8 @@ def held_out(recipe: Recipe, run: Run, split: Split) -> HeldOut:
     readable = numpy.isin(reasons, READABLE) & (found.column("answer") > 0)
     answers, dropped = found.take(readable), Counter(reason or "empty" for reason in reasons[~readable])
     if not answers:
-        raise DataError(
-            f"no answer to a {split} prompt is left: {listed(dropped, ' × ') or 'there was none'}",
-            f"correct answers.writer and use --redo {split}, or give more served lines (answers.traffic)",
-        )
+        hint = f"correct answers.writer and use --redo {split}, or give more served lines (answers.traffic)"
+        raise DataError(f"no answer to a {split} prompt is left: {listed(dropped, ' × ') or 'there was none'}", hint)
     texts = [(numpy.concatenate(turn), len(turn[0])) for turn in map(answers.ids, range(len(answers)))]
     own = pack(texts, recipe.corpus.block, split_long=False)
     given = Packed.load(run.path("corpus", f"text-{split}.safetensors")).take(slice(0, blocks))
@@ -658,10 +654,8 @@ def require_fit(manifest: dict[str, Any], recipe: Recipe) -> None:
     """Raise DataError where a teacher's tokenizer is not the target's as it is now: of a hub name, another revision may
     have come since. All else that a teacher was made with is part of its stage's key."""
     if manifest["tokenizer_digest"] != tokenizer_digest(recipe.target.model):
-        raise DataError(
-            f"the teacher was made with another tokenizer of {manifest['target']} than the recipe has now",
-            how_to_redo("teacher"),
-        )
+        what = f"the teacher was made with another tokenizer of {manifest['target']} than the recipe has now"
+        raise DataError(what, how_to_redo("teacher"))
 
 
 # ── Stage `teacher` ──
@@ -818,10 +812,8 @@ def exact_distributions(model: Any, blocks: Packed, dtype: torch.dtype) -> dict[
     """hidden [N, H] in `dtype`; raises DataError where that type cannot hold them."""
     hidden = scored_states(model, blocks).cpu().to(dtype)
     if not bool(hidden.isfinite().all()):
-        raise DataError(
-            f"hidden states of the target are not finite in {str(dtype).removeprefix('torch.')}",
-            "set target.dtype to bfloat16 or float32",
-        )
+        hint = "set target.dtype to bfloat16 or float32"
+        raise DataError(f"hidden states of the target are not finite in {str(dtype).removeprefix('torch.')}", hint)
     return {"hidden": hidden.contiguous()}
 
 

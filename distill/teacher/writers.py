@@ -52,10 +52,8 @@ def require_gguf(target: str, path: str, setting: str) -> VocabularyMetadata:
     require_loadable(open_head(Path(path)))
     pair = compare_pair(target, path)
     if pair.distill is not None:
-        raise PairError(
-            f"{setting}: {path} has other tokens than {target}: {pair.distill.reason}",
-            "give a GGUF file of the same target, or set target.model to the model that it was made from",
-        )
+        hint = "give a GGUF file of the same target, or set target.model to the model that it was made from"
+        raise PairError(f"{setting}: {path} has other tokens than {target}: {pair.distill.reason}", hint)
     return pair.draft
 
 

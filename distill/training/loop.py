@@ -164,10 +164,8 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
     if not math.isfinite(norm) or not math.isfinite(loss):
         checkpoint = newest_checkpoint(work.run.path("checkpoints"))
         left = "nothing was saved yet" if checkpoint is None else f"the last checkpoint, {checkpoint.name}, is kept"
-        raise DataError(
-            f"the loss or its gradient is not finite at step {step} (loss {loss}, gradient norm {norm})",
-            f"{left}; lower train.rate, or train in float32",
-        )
+        what = f"the loss or its gradient is not finite at step {step} (loss {loss}, gradient norm {norm})"
+        raise DataError(what, f"{left}; lower train.rate, or train in float32")
     work.optimizer.step()
     work.optimizer.zero_grad(set_to_none=True)
     means = {name: value / scored for name, value in totals.items()}

@@ -80,10 +80,8 @@ def load_base(folder: Path, settings: Adapter, device: torch.device, dtype: str 
         model = load_weights(str(folder), torch.float32, device_map={"": device}, quantization_config=quantisation)
     except (ImportError, RuntimeError) as error:
         first = str(error).strip().splitlines()[0]
-        raise RunError(
-            f"bitsandbytes cannot hold {folder} in {settings.base} on {device}: {first}",
-            f"bitsandbytes before 0.50 cannot: `pip install -U bitsandbytes`, or {UNQUANTISED}",
-        ) from error
+        hint = f"bitsandbytes before 0.50 cannot: `pip install -U bitsandbytes`, or {UNQUANTISED}"
+        raise RunError(f"bitsandbytes cannot hold {folder} in {settings.base} on {device}: {first}", hint) from error
     for module in model.modules():
         # Else a 4-bit layer that once ran for inference on such a CPU stays in a form that no gradient gets through.
         if hasattr(module, "support_avx512bf16_for_cpu"):
@@ -230,15 +228,11 @@ def require_processes(recipe: Recipe, device: torch.device) -> None:
     """Raise RunError or RecipeError where the processes of this command cannot share the recipe's steps and device."""
     processes = process_count()
     if device.index is not None and processes > 1:
-        raise RunError(
-            f"device is {recipe.device}, and {processes} processes were started, each of which takes its own",
-            "set device=auto; CUDA_VISIBLE_DEVICES selects the GPUs",
-        )
+        what = f"device is {recipe.device}, and {processes} processes were started, each of which takes its own"
+        raise RunError(what, "set device=auto; CUDA_VISIBLE_DEVICES selects the GPUs")
     if recipe.train.batch % processes:
-        raise RecipeError(
-            f"a step's {recipe.train.batch} blocks cannot be shared evenly by {processes} processes",
-            f"set train.batch to a multiple of {processes}, or start fewer processes",
-        )
+        what = f"a step's {recipe.train.batch} blocks cannot be shared evenly by {processes} processes"
+        raise RecipeError(what, f"set train.batch to a multiple of {processes}, or start fewer processes")
     settings = recipe.train
     quantised = settings.adapter is not None and settings.adapter.base is not None
     if shards() and (settings.sparsity is not None or quantised or settings.compile):
@@ -271,10 +265,8 @@ def make_accelerator(recipe: Recipe) -> Any:
             mixed_precision="bf16" if settings.dtype == "bfloat16" else "no",
         )
     if recipe.device != "auto" and accelerator.device.type != device.type:
-        raise RunError(
-            f"device is {recipe.device}, and the processes were started for {accelerator.device.type}",
-            "set device=auto, or start them for that device",
-        )
+        hint = "set device=auto, or start them for that device"
+        raise RunError(f"device is {recipe.device}, and the processes were started for {accelerator.device.type}", hint)
     return accelerator
 
 

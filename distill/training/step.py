@@ -235,10 +235,8 @@ def check_training(recipe: Recipe) -> list[str]:
     settings, teacher = with_rate(recipe.train, kept_share(recipe)), recipe.teacher
     assert settings.rate is not None
     if teacher.kind == "compact" and settings.temperature != 1:
-        raise RecipeError(
-            f"train.temperature is {settings.temperature:g}, and a compact teacher keeps distributions at 1 alone",
-            "use teacher.kind exact or online, or leave train.temperature at 1",
-        )
+        what = f"train.temperature is {settings.temperature:g}, and a compact teacher keeps distributions at 1 alone"
+        raise RecipeError(what, "use teacher.kind exact or online, or leave train.temperature at 1")
     if settings.sparsity is not None:
         require_ramp(settings.steps, settings.embedding_steps, settings.sparsity.ramp)
     positions = settings.batch * recipe.corpus.block

@@ -53,10 +53,8 @@ class GgufContext:
         ERRORS.clear()
         self._context: Any = llama.llama_init_from_model(file.model, settings)
         if not self._context:
-            raise DataError(
-                f"{file.path}: no room for a context of {capacity} tokens: {last_errors()}",
-                hint="ask for a shorter context or free memory",
-            )
+            hint = "ask for a shorter context or free memory"
+            raise DataError(f"{file.path}: no room for a context of {capacity} tokens: {last_errors()}", hint)
         self._memory = llama.llama_get_memory(self._context)
         # ik_llama.cpp puts the tokens of a call into cells side by side.
         self._defragment = getattr(llama, "llama_kv_cache_defrag", None)
@@ -141,10 +139,8 @@ class GgufContext:
             self.close_gaps()
             code = self._library.llama_decode(self._context, self._batch)
         if code != 0:
-            raise DataError(
-                f"{self.path}: llama.cpp could not decode {count} tokens at {start} (code {code}): {last_errors()}",
-                hint="ask for a larger context, or free memory",
-            )
+            what = f"{self.path}: llama.cpp could not decode {count} tokens at {start} (code {code}): {last_errors()}"
+            raise DataError(what, "ask for a larger context, or free memory")
 
     def close_gaps(self) -> None:
         """Let the next call move the tokens of ik_llama.cpp's cache together.

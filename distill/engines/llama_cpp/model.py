@@ -101,10 +101,8 @@ def checked_batches(file: GgufFile, options: GgufOptions) -> BatchCheck | None:
         note(f"{name}: compared in {duration(time.monotonic() - started)}")
         remember(place, asdict(check))
     if check.largest == 1:
-        raise DataError(
-            f"{file.path}: {library} computes 2 tokens at once otherwise than one by one (KL {check.kl[2]:.2g} nats)",
-            "use another library or type of file; ubatch_size 1 computes each alone, at no gain",
-        )
+        what = f"{file.path}: {library} computes 2 tokens at once otherwise than one by one (KL {check.kl[2]:.2g} nats)"
+        raise DataError(what, "use another library or type of file; ubatch_size 1 computes each alone, at no gain")
     return check
 
 

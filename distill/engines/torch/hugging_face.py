@@ -128,19 +128,15 @@ def check_placement(quantise: str | None, device: torch.device, shard: bool) -> 
     from transformers.utils import is_bitsandbytes_available
 
     if quantise is not None and not is_bitsandbytes_available():
-        raise RunError(
-            f"{quantise} weights need the package bitsandbytes, which is not installed, or too old",
-            "pip install -U bitsandbytes, or leave the weights as they are (quantise: null)",
-        )
+        hint = "pip install -U bitsandbytes, or leave the weights as they are (quantise: null)"
+        raise RunError(f"{quantise} weights need the package bitsandbytes, which is not installed, or too old", hint)
     if not shard:
         return {"": device}
     if device.type == "cpu":
         raise RunError("sharding needs accelerators, and this run is on the CPU", "set target.shard: false")
     if process_count() > 1:
-        raise RunError(
-            f"{process_count()} processes would each spread the target over all accelerators",
-            "start one process, or set target.shard: false: each then holds the target",
-        )
+        hint = "start one process, or set target.shard: false: each then holds the target"
+        raise RunError(f"{process_count()} processes would each spread the target over all accelerators", hint)
     return "auto"
 
 
@@ -549,15 +545,11 @@ def require_language_model(reference: str, config: Any) -> None:
     """Raise DataError for a config.json that describes no language model alone, or does not say how long its texts
     may be."""
     if not hasattr(config, "vocab_size"):
-        raise DataError(
-            f"{reference} is a {config.model_type}, whose language model is only one of its parts",
-            "name a folder or GGUF file of the language model alone",
-        )
+        hint = "name a folder or GGUF file of the language model alone"
+        raise DataError(f"{reference} is a {config.model_type}, whose language model is only one of its parts", hint)
     if (getattr(config, "max_position_embeddings", None) or 0) < 1:
-        raise DataError(
-            f"{reference}/config.json names no max_position_embeddings",
-            "add it: the number of tokens that the model was made for",
-        )
+        hint = "add it: the number of tokens that the model was made for"
+        raise DataError(f"{reference}/config.json names no max_position_embeddings", hint)
 
 
 def require_possible(reference: str, config: Any) -> None:
