@@ -59,7 +59,7 @@ recipe=recipes/smollm2-demo.yaml
 [[ -z "$toy" ]] || recipe=recipes/demo.yaml
 
 if [[ -n "$full" && -n "$toy" ]]; then
-    settings+=(corpus.tokens=400000 answers.prompts=256 train.steps=300 eval.prompts=64 eval.new_tokens=96
+    settings+=(answers.prompts=1600 train.steps=300 eval.prompts=64 eval.new_tokens=96
         eval.file_blocks=48 speedup.prompts=12 'speedup.lengths=[1,2,4,6,8]')
 elif [[ -n "$full" ]]; then
     settings+=(corpus.sources.0.questions=400 corpus.sources.1.questions=800 answers.prompts=1000 train.steps=600 eval.prompts=104 speedup.prompts=32

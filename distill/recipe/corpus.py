@@ -162,7 +162,9 @@ class Corpus(Section):
     validation: float = Field(0.04, ge=0, lt=1, description="share of by-name documents for validation")
     test: float = Field(0.04, ge=0, lt=1, description="share of by-name documents for test")
     block: int = Field(512, ge=16, description="positions per packed block")
-    tokens: int = Field(400_000, ge=0, description="tokens of train text to learn from, in addition to the answers")
+    tokens: int = Field(
+        0, ge=0, description="tokens of train text to learn from, in addition to the answers, which teach more"
+    )
     max_documents: int = Field(100_000, ge=1, description="maximum documents read per source; reported when reached")
 
     @field_validator("sources")
