@@ -12,8 +12,9 @@ Pairs: `smollm2` (scripts/smollm2.txt, or --smollm2) and `7b`, the demo target g
 (scripts/grow_target.py: its text stays the same), its head padded to 151,936 rows, with a draft grown to .5B. Without
 --smollm2-draft and --draft the target's outer layers, untrained, draft: acceptance is then low, and only the costs
 mean anything. Parts of a pair: its name (the growing and the static cache, and transformers' own generation, plain and
-assisted), `-compiled`, `-batches`, `-batches-compiled`. `training` is what benchmarks/steps.py prints. What a part
-had no time for, and what failed, is named, and measured by the next call.
+assisted), `-compiled`, `-batches`, `-batches-compiled`. `bits` times products with the 4 bits of a GGUF file, and
+`training` is what benchmarks/steps.py prints. What a part had no time for, and what failed, is named, and measured by
+the next call.
 
 Legend: T(m) seconds of the target's step of m tokens, D(m) of the draft's, τ tokens a round.
 """
@@ -28,6 +29,7 @@ import io
 import itertools
 import json
 import re
+import statistics
 import subprocess
 import sys
 import time
@@ -56,6 +58,7 @@ try:
     from distill.devices import CPU, accelerators, device_name, peak_memory_bytes, pick_device, synchronise, take_peaks
     from distill.engines.torch.hugging_face import encode, load_model, load_tokenizer, real_tokens
     from distill.engines.torch.model import TorchModel
+    from distill.engines.torch.products import FourBitLinear, has_four_bits
     from distill.engines.torch.static import StaticTorchModel
     from distill.errors import RunError
     from distill.files import write_json
@@ -297,11 +300,50 @@ def training(part: Part) -> None:
     part.save(command=" ".join(["benchmarks/steps.py", *asked]), printed=printed.getvalue())
 
 
+MATRICES = {"queries": (4096, 4096), "gate and up": (22016, 4096), "down": (4096, 11008), "head": (ROWS, 4096)}
+FEW = (1, 2, 4, 8, 16, 128)  # tokens of a product
+
+
+def bits(part: Part) -> None:
+    """A product in a file's 4 bits beside torch's own in bfloat16: its error and its time."""
+    device, rows = part.options.device, list[Row]()
+    if not has_four_bits(device):
+        part.save(printed=f"torch has no operator for 4 bits on {device}")
+        return
+    for name, (out, width) in ({"toy": (48, 64)} if part.options.toy else MATRICES).items():
+        levels = torch.randint(0, 16, (out, width), dtype=torch.uint8, device=device)
+        scale = torch.rand(out, width // 32, device=device).bfloat16() * 0.01
+        zero = (torch.rand_like(scale) - 0.5) * 0.01
+        whole = ((levels.bfloat16() - 8).unflatten(1, (-1, 32)) * scale[..., None] + zero[..., None]).flatten(1)
+        product = FourBitLinear(levels, scale, zero)
+        x = torch.randn(max(FEW), width, device=device).bfloat16()
+        exact = x[:4].float() @ whole.float().T
+        error = float((product(x[:4]).float() - exact).norm() / exact.norm())
+        for kind, multiply in (("bfloat16", partial(torch.nn.functional.linear, weight=whole)), ("4 bits", product)):
+            taken = [1e6 * median_seconds(device, partial(multiply, x[:count])) for count in FEW]
+            rows.append([f"{name} [{out}, {width}]", kind, Cell(error, ".1e") if kind == "4 bits" else None, *taken])
+    heads = ["matrix", "weights", "error of the product", *(f"{count} tokens, µs" for count in FEW)]
+    part.save(printed=document([Table(heads, rows)]))
+
+
+def median_seconds(device: torch.device, call: Callable[[], Any], repeats: int = 20) -> float:
+    """Of one of ten calls after each other, so that launching them takes no time of its own."""
+    taken = []
+    for _ in range(repeats):
+        synchronise(device)
+        started = time.perf_counter()
+        for _ in range(10):
+            call()
+        synchronise(device)
+        taken.append((time.perf_counter() - started) / 10)
+    return statistics.median(taken)
+
+
 def parts_of(options: Any) -> dict[str, Callable[[Part], None]]:
     """Every part by name, in order."""
     pairs, modes = (("toy",), MODES[::2]) if options.toy else (("smollm2", "7b"), MODES)
     decodes = {f"{name}{mode}": partial(decoding, name, mode) for name in pairs for mode in modes}
-    return {**decodes, "training": training}
+    return {"bits": bits, **decodes, "training": training}
 
 
 def driver(device: torch.device) -> str | None:
@@ -336,6 +378,8 @@ def device_blocks(found: dict[str, Measured]) -> list[Block]:
     blocks: list[Block] = [f"## {one['device']}", f"{one['date']}{made}, {', '.join(told)}, {one['machine']['cpu']}."]
     for pair in dict.fromkeys(one["pair"] for one in found.values() if "pair" in one):
         blocks += pair_tables([one for one in found.values() if one.get("pair") == pair])
+    if "printed" in found.get("bits", {}):
+        blocks += ["**Products in a file's 4 bits**", found["bits"]["printed"].rstrip()]
     if "training" in found and "printed" in found["training"]:
         blocks += [f"**training**: `{found['training']['command']}`", found["training"]["printed"].rstrip()]
     left = [f"{name}: {what}" for name, one in found.items() for what in one["left_out"]]

@@ -55,7 +55,7 @@ from distill.gguf.importing import one_engine
 from distill.gguf.library import GgufFile, require_possible
 from distill.gguf.writer import export_gguf, own_file
 from distill.machine import machine, thread_count, version_of
-from distill.progress import warn, warn_once
+from distill.progress import note, warn, warn_once
 from distill.recipe import Gguf, GgufOptions, PyTorch, Recipe, Target
 from distill.vocabulary.vocabulary import Vocabulary, with_opening
 
@@ -253,12 +253,19 @@ def load_big(target: Target, device: torch.device, pytorch: PyTorch) -> Any:
 
 def load_in_bits(reference: str, device: torch.device) -> Any:
     """A GGUF file's model in the file's bits, or in bfloat16, with a line that says why, where there is no kernel."""
-    reason = f"this is {device}, and it is for a CPU"
+    reason = f"ours is for a CPU, and this is {device}"
     if device.type == "cpu":
         try:
             return load_packed(reference)
         except NoKernel as error:
             reason = error.what
+    try:
+        own = load_packed(reference, device)
+    except NoKernel as error:
+        reason += f"; {error.what}"
+    else:
+        note(f"{reference} is decoded in its own bits by torch's operators: {reason}")
+        return own
     warn(f"{reference} is decoded in bfloat16, not in its own bits: {reason}")
     return load_model(reference, "bfloat16", device)
 

@@ -17,7 +17,16 @@ from distill.engines.loaded import BatchedTorchModel, growing_decoder, load_in_b
 from distill.engines.torch import packed, products
 from distill.engines.torch.exact import exact_logits
 from distill.engines.torch.hugging_face import encode_text, load_model, load_tokenizer
-from distill.engines.torch.packed import KINDS, FileEmbedding, NoKernel, PackedLinear, PackedWeight, kernel, load_packed
+from distill.engines.torch.packed import (
+    FOUR_BITS,
+    KINDS,
+    FileEmbedding,
+    NoKernel,
+    PackedLinear,
+    PackedWeight,
+    kernel,
+    load_packed,
+)
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError, RecipeError, RunError
 from distill.gguf.importing import FileTensor, read_import, write_import
@@ -109,6 +118,28 @@ def test_rounding_is_within_half_a_level(bits: int) -> None:
     allowed = (reach / 2 + groups.abs().amax(-1) / 256 + 1e-7).repeat_interleave(32, 1)
     found = PackedLinear(PackedWeight.rounded(weight, bits), None)(torch.eye(96, dtype=torch.bfloat16)).T.double()
     assert found.shape == weight.shape and ((found - weight.double()).abs() <= allowed).all()
+
+
+needs_operators = pytest.mark.skipif(not products.has_four_bits(CPU), reason="torch has no operators for 4 bits")
+
+
+@needs_operators
+@pytest.mark.parametrize("kind", FOUR_BITS)
+def test_torchs_operators_read_the_same_values(tmp_path: Path, kind: str) -> None:
+    """But for their scales and zeros, which are bfloat16."""
+    numbers = torch.Generator().manual_seed(1)
+    for rows, heads in ((37, 0), (48, 3)):
+        source = stored(tmp_path / "tensor", kind, rows, 512, heads=heads)
+        exact, eye = values(source), torch.eye(512, dtype=torch.bfloat16)
+        bias = torch.randn(rows, generator=numbers).bfloat16()
+        found = (packed._four_bit_linear(source, None, CPU)(eye)).T.double()
+        reach = exact.unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1)
+        assert found.shape == exact.shape and ((found - exact).abs() <= reach / 64).all()
+        assert float((found - exact).std() / exact.std()) < 5e-3
+        x = torch.randn(2, 3, 512, generator=numbers).bfloat16()
+        own = packed._four_bit_linear(source, bias, CPU)(x).double()
+        expected = torch.nn.functional.linear(x.double(), found, bias.double())
+        assert float((own - expected).abs().max()) < 0.01 * float(expected.abs().max())
 
 
 # ── models ──
@@ -300,6 +331,32 @@ def test_without_a_kernel_it_is_bfloat16(
     kernel.cache_clear()
 
 
+@needs_operators
+@pytest.mark.parametrize("tied", [False, True])
+def test_without_ours_torchs_operators_take_four_bits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tied: bool
+) -> None:
+    """As on an accelerator; where torch has none either, bfloat16, with both reasons."""
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
+    place, ids = str(saved(tmp_path, "qwen2", "q4_1", tie_word_embeddings=tied)), [3, 1, 4, 1, 5, 9, 2, 6]
+    exact, rounded = (
+        growing_decoder(load_model(place, kind, CPU)).extend(ids).full() for kind in ("float32", "bfloat16")
+    )
+    monkeypatch.setattr(packed, "cpu_features", lambda: {"avx2"})
+    kernel.cache_clear()
+    model = load_in_bits(place, CPU)
+    assert "in its own bits by torch's operators: this processor has no avx512" in capsys.readouterr().err
+    assert sum(isinstance(one, products.FourBitLinear) for one in model.modules()) >= 14
+    decoder = growing_decoder(model)
+    assert kl(exact, decoder.extend(ids).full()) <= 4 * kl(exact, rounded) + 1e-5
+    decoder.rollback([3])
+    assert kl(exact[3:], decoder.extend(ids[3:]).full()) <= 4 * kl(exact, rounded) + 1e-5
+    monkeypatch.setattr(packed, "has_four_bits", lambda _: False)
+    assert torch.equal(growing_decoder(load_in_bits(place, CPU)).extend(ids).full(), rounded)
+    assert "has no avx512bw; torch has no operator for 4 bits on cpu" in capsys.readouterr().err
+    kernel.cache_clear()
+
+
 @needs_kernel
 def test_types_and_widths_without_a_kernel(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -315,8 +372,9 @@ def test_types_and_widths_without_a_kernel(
     said = capsys.readouterr().err
     assert "of the weights (F16) have no kernel in the file's bits and are bfloat16" in said and "87%" in said
     monkeypatch.setattr(packed, "BITS", {"Q4_0": 4})
+    monkeypatch.setattr(packed, "FOUR_BITS", {})
     assert torch.equal(growing_decoder(load_in_bits(place, CPU)).extend(ids).full(), logits)
-    assert "is decoded in bfloat16, not in its own bits: there are kernels for Q4_0, Q4_1" in capsys.readouterr().err
+    assert "not in its own bits: there are kernels for Q4_0, and none of its weights" in capsys.readouterr().err
 
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

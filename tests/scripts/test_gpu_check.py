@@ -64,10 +64,18 @@ def test_it_runs_on_an_accelerator(
     monkeypatch.setattr(script, "COUNTS", (1, 2))
     run(script, monkeypatch, "--to", tmp_path, *SMALL)
     said = capsys.readouterr().out
+    assert "torch has no operator for 4 bits on pretend" in said or "| 4 bits |" in said
     assert "## Pretend Accelerator" in said and "| 2 | static | γ = 4 |" in said and "| compact |" in said
     found = json.loads((tmp_path / "Pretend-Accelerator" / "toy.json").read_text())
     rows = [row for row in found["rows"] if "texts" in row]
     assert all(row["texts"] == rows[0]["texts"] and row["peak_bytes"] > 10**7 for row in rows) and len(rows) >= 9
+
+
+def test_products_in_four_bits_are_beside_bfloat16(tmp_path: Path) -> None:
+    done = without(WITHOUT, "--to", tmp_path, *SMALL, "--part", "bits")
+    assert done.returncode == 0, done.stderr
+    row = next(line for line in done.stdout.splitlines() if "| 4 bits |" in line)
+    assert float(row.split("|")[3]) < 1e-2
 
 
 def test_packages_that_are_missing_are_named(tmp_path: Path) -> None:
@@ -97,7 +105,7 @@ def test_a_part_goes_on_where_it_was(script: Any, tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_asked(script: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    with pytest.raises(SystemExit, match="there is no part nothing; there are toy"):
+    with pytest.raises(SystemExit, match="there is no part nothing; there are bits, toy"):
         run(script, monkeypatch, "--to", tmp_path, "--toy", "--part", "nothing")
     with pytest.raises(SystemExit, match=r"holds no config\.json"):
         run(script, monkeypatch, "--to", tmp_path, "--toy", "--draft", tmp_path / "none")

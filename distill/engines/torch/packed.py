@@ -26,12 +26,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from distill.devices import CPU
 from distill.engines.torch.hugging_face import KeptHead, load_config, quiet
 from distill.engines.torch.products import (
     After,
     Bits,
+    FourBitLinear,
     Norm,
     copy_of,
+    has_four_bits,
     plain_layers,
     prepacked,
     rounded,
@@ -187,17 +190,8 @@ class PackedWeight:
     @classmethod
     def read(cls, source: FileTensor) -> PackedWeight:
         """A tensor of a file, its rows in Hugging Face's order. DataError for NaN or infinity among its scales."""
-        kind, blocks = source.kind.name, source.blocks()
-
-        def part(rows: slice) -> Levels:
-            own = levels_of(kind, np.asarray(blocks[rows]))
-            if not all(np.isfinite(one).all() for one in (own.scale, own.zero) if one is not None):
-                raise DataError(f"{source.path}: {source.name} holds NaN or infinity", "copy or convert the file again")
-            return Levels._make(
-                one if one is None or not source.heads else unpermuted(one, source.heads) for one in own
-            )
-
-        return cls._packed(kind, source.shape, part, whole=bool(source.heads))
+        blocks, whole = source.blocks(), bool(source.heads)
+        return cls._packed(source.kind.name, source.shape, lambda rows: _levels(source, blocks[rows]), whole)
 
     @classmethod
     def _packed(
@@ -216,6 +210,14 @@ class PackedWeight:
             scales.append([_tiled(one) for one in own[1:]])
         joined = (None if parts[0] is None else np.concatenate(parts) for parts in zip(*scales, strict=True))
         return cls([_Tiles(kind, rows, (packed, *joined))], columns)
+
+
+def _levels(source: FileTensor, blocks: NDArray[np.uint8]) -> Levels:
+    """The levels of rows of a file's tensor; of all of them where these are reordered."""
+    own = levels_of(source.kind.name, np.asarray(blocks))
+    if not all(np.isfinite(one).all() for one in (own.scale, own.zero) if one is not None):
+        raise DataError(f"{source.path}: {source.name} holds NaN or infinity", "copy or convert the file again")
+    return Levels._make(one if one is None or not source.heads else unpermuted(one, source.heads) for one in own)
 
 
 def _tiled(scales: NDArray[Any] | None) -> NDArray[Any] | None:
@@ -348,16 +350,40 @@ class FileEmbedding(torch.nn.Module):
 # ── Models ──
 
 
-def load_packed(reference: str) -> Any:
+FOUR_BITS = {"Q4_0": 8, "Q4_1": 0, "Q4_K": 0}  # types that torch's operators multiply, and the level of their zero
+
+
+def _four_bit_linear(source: FileTensor, bias: Tensor | None, device: torch.device) -> FourBitLinear:
+    """The product of a tensor of FOUR_BITS by torch's operator; scales and zeros are rounded to bfloat16."""
+    own = _levels(source, source.blocks())
+
+    def whole(scale: NDArray[Any] | None, byte: NDArray[Any] | None) -> Tensor:
+        if scale is None:
+            return torch.zeros(())
+        values = scale.astype(np.float32)
+        return torch.from_numpy(values if byte is None else values.repeat(8, 1) * byte)
+
+    scale = whole(own.scale, own.scale_byte)
+    zero = whole(own.zero, own.zero_byte) + (8 - FOUR_BITS[source.kind.name]) * scale
+    numbers = torch.from_numpy(np.ascontiguousarray(own.numbers))
+    return FourBitLinear(numbers.to(device), scale.bfloat16().to(device), zero.bfloat16().to(device), bias)
+
+
+def load_packed(reference: str, device: torch.device | None = None) -> Any:
     """A causal language model of transformers with the weights of a GGUF file in the file's bits, in bfloat16.
 
-    Tensors of types without a kernel are bfloat16; a line on stderr says which. NoKernel where there is none at all,
-    DataError for a file that cannot be imported.
+    By our kernel, or with a `device` by torch's operators on it, which take 4 bits alone. Tensors of types without a
+    kernel are bfloat16; a line on stderr says which. NoKernel where there is none at all, DataError for a file that
+    cannot be imported.
     """
     from accelerate import init_empty_weights
     from transformers import AutoModelForCausalLM
 
-    kernel()
+    if device is None:
+        kernel()
+    elif not has_four_bits(device):
+        raise NoKernel(f"torch has no operator for 4 bits on {device}")
+    kinds = BITS if device is None else FOUR_BITS
     config, head = load_config(reference), open_head(Path(reference))
     tensors = sources(head, configuration(head, rotary_factors(head)))  # a head beside its embeddings is kept, too
     with init_empty_weights(), quiet():
@@ -367,31 +393,45 @@ def load_packed(reference: str) -> Any:
         tensors |= {"lm_head.weight": tensors["model.embed_tokens.weight"]}
 
     def values(source: FileTensor) -> Tensor:
-        return torch.cat([torch.from_numpy(part).bfloat16() for part in source.parts()]).view(source.shape)
+        parts = [torch.from_numpy(part).to(device or CPU, torch.bfloat16) for part in source.parts()]
+        return torch.cat(parts).view(source.shape)
 
     progress, places = Progress("tensors", len(tensors), brief=True), dict(model.named_modules())
 
     def fill(name: str) -> None:
         source, (place, _, own) = tensors[name], name.rpartition(".")
         if name in packed:
-            weight, bias = PackedWeight.read(source), tensors.get(f"{place}.bias")
-            model.set_submodule(place, PackedLinear(weight, None if bias is None else values(bias)))
-        elif own == "weight" and type(places[place]) is torch.nn.Embedding and source.kind.name in BITS:
+            bias = tensors.get(f"{place}.bias")
+            shift = None if bias is None else values(bias)
+            if device is None:
+                model.set_submodule(place, PackedLinear(PackedWeight.read(source), shift))
+            else:
+                model.set_submodule(place, _four_bit_linear(source, shift, device))
+        elif (
+            device is None
+            and own == "weight"
+            and type(places[place]) is torch.nn.Embedding
+            and source.kind.name in BITS
+        ):
             model.set_submodule(place, FileEmbedding(source))
         else:
             setattr(places[place], own, torch.nn.Parameter(values(source), requires_grad=False))
         progress.step()
 
-    packed = [name for name, one in tensors.items() if one.kind.name in BITS and _is_linear(places, name)]
+    packed = [name for name, one in tensors.items() if one.kind.name in kinds and _is_linear(places, name)]
     if not packed:
-        raise NoKernel(f"there are kernels for {', '.join(KINDS)}, and none of its weights has such a type")
+        raise NoKernel(f"there are kernels for {', '.join(kinds)}, and none of its weights has such a type")
     with ThreadPoolExecutor(torch.get_num_threads()) as pool:
         list(pool.map(fill, tensors))
-    dense = [source for name, source in tensors.items() if len(source.shape) > 1 and source.kind.name not in BITS]
+    dense = [source for name, source in tensors.items() if len(source.shape) > 1 and source.kind.name not in kinds]
     if dense:
         share = sum(one.values for one in dense) / sum(one.values for one in tensors.values() if len(one.shape) > 1)
-        kinds = ", ".join(sorted({one.kind.name for one in dense}))
-        warn(f"{reference}: {share:.0%} of the weights ({kinds}) have no kernel in the file's bits and are bfloat16")
+        others = ", ".join(sorted({one.kind.name for one in dense}))
+        warn(f"{reference}: {share:.0%} of the weights ({others}) have no kernel in the file's bits and are bfloat16")
+    if device is not None:
+        if tensors["lm_head.weight"] is tensors["model.embed_tokens.weight"] and "lm_head.weight" not in packed:
+            model.lm_head.weight = model.get_input_embeddings().weight
+        model.to(device)
     return model.eval()
 
 

@@ -360,6 +360,59 @@ class PrepackedLinear(torch.nn.Module):
         return product
 
 
+def four_bits(levels: Tensor, scale: Tensor, zero: Tensor) -> tuple[Tensor, Tensor]:
+    """What `four_bit_product` takes, of a weight [R, C] whose values are (level − 8) · scale + zero.
+
+    Levels 0 to 15 are bytes; scale and zero [R, C / GROUP] give the type of the product (on an accelerator bfloat16).
+    C is a multiple of GROUP, R is filled up to one of BLOCK.
+    """
+    levels, scale, zero = (pad(one, (0, 0, 0, -len(one) % BLOCK)) for one in (levels, scale, zero))
+    both = torch.stack((scale, zero), -1).transpose(0, 1).contiguous()
+    if levels.device.type == CPU:
+        return torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels.int(), 1), both
+    width = max(tiles for tiles in (2, 4, 8) if levels.shape[1] % (16 * tiles) == 0)  # of 16 columns
+    return torch.ops.aten._convert_weight_to_int4pack(levels[:, ::2] << 4 | levels[:, 1::2], width), both
+
+
+def four_bit_product(x: Tensor, weight: tuple[Tensor, Tensor]) -> Tensor:
+    """x [n, C] times the transpose of a weight of `four_bits`: [n, R], R as it was filled up."""
+    operators = torch.ops.aten
+    if x.device.type == CPU:
+        return operators._weight_int4pack_mm_for_cpu(x, weight[0], GROUP, weight[1])
+    return operators._weight_int4pack_mm(x, weight[0], GROUP, weight[1])
+
+
+class FourBitLinear(torch.nn.Module):
+    """x [..., C] · weightᵀ + bias by torch's operators, of a weight of `four_bits`; for inference."""
+
+    def __init__(self, levels: Tensor, scale: Tensor, zero: Tensor, bias: Tensor | None = None) -> None:
+        super().__init__()
+        (self.out_features, self.in_features), self.bias = levels.shape, bias
+        self._weight = four_bits(levels, scale, zero)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[..., R] of [..., C]."""
+        product = four_bit_product(x.reshape(-1, self.in_features).contiguous(), self._weight)
+        product = product[:, : self.out_features].reshape(*x.shape[:-1], -1)
+        return product if self.bias is None else product + self.bias
+
+
+@functools.cache
+def has_four_bits(device: torch.device) -> bool:
+    """Whether torch multiplies so in bfloat16 on this device: one product of all 16 levels beside its own shows it."""
+    levels = torch.arange(48 * 64).view(48, 64) % 16
+    scale = torch.linspace(0.01, 0.1, 96).view(48, 2).bfloat16()
+    values = (levels - 8).view(48, 2, 32) * scale[..., None].float() - scale[..., None].float()
+    x = torch.linspace(-1, 1, 3 * 64).view(3, 64).bfloat16()
+    expected = linear(x.float(), values.flatten(1))
+    try:
+        own = FourBitLinear(levels.to(device, torch.uint8), scale.to(device), -scale.to(device))
+        found = own(x.to(device)).float().cpu()
+    except (AttributeError, RuntimeError, NotImplementedError):  # a build or a device without these operators
+        return False
+    return bool((found - expected).abs().max() <= 2e-2 * expected.abs().max())
+
+
 class RoundedLinear(After):
     """`PrepackedLinear` from a weight rounded to 8 bits a row, or to 4 bits with a scale and a zero for each GROUP.
 
@@ -370,17 +423,17 @@ class RoundedLinear(After):
         super().__init__(activation)
         self.rows, columns = weight.shape
         assert columns % GROUP == 0, columns  # other widths are read beyond their end
-        exact = pad(weight.detach().float(), (0, 0, 0, -self.rows % BLOCK))
+        exact = weight.detach().float()
         if bits == "int8":
+            exact = pad(exact, (0, 0, 0, -self.rows % BLOCK))
             scale = exact.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
             held = (exact / scale[:, None]).round().to(torch.int8), scale.to(weight.dtype)
         else:
             groups = exact.unflatten(1, (-1, GROUP))
             low, high = groups.aminmax(dim=-1)
             scale = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny)
-            levels = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).int().flatten(1)
-            both = torch.stack((scale, low + 8 * scale), -1).transpose(0, 1).contiguous()  # level 8 stands for the zero
-            held = torch.ops.aten._convert_weight_to_int4pack_for_cpu(levels, 1), both.to(weight.dtype)
+            levels = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).byte().flatten(1)
+            held = four_bits(levels, scale.to(weight.dtype), (low + 8 * scale).to(weight.dtype))
         self._bits, (self._weight, self._scales) = bits, held
         self._bias = None if bias is None else bias.detach()
 
@@ -390,7 +443,7 @@ class RoundedLinear(After):
         if self._bits == "int8":
             product = torch._weight_int8pack_mm(flat, self._weight, self._scales)
         else:
-            product = torch.ops.aten._weight_int4pack_mm_for_cpu(flat, self._weight, GROUP, self._scales)
+            product = four_bit_product(flat, (self._weight, self._scales))
         product = product[:, : self.rows].reshape(*x.shape[:-1], self.rows)
         if self._bias is not None:
             product = product + self._bias
