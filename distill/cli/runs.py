@@ -427,12 +427,15 @@ def report(
 
 def _beside(opened: Sequence[tuple[Recipe, Run]], output: str) -> None:
     """Print the runs side by side, and write the page that has the pictures, too."""
-    from distill.report.beside import beside_blocks
-    from distill.report.page import section, whole_page
+    from distill.report.beside import SHORT, beside_blocks
+    from distill.report.page import fold, section, whole_page
 
-    blocks = beside_blocks(opened)
-    shared.print_blocks(blocks, None, output)
+    table, words, pictures = beside_blocks(opened)
+    shared.print_blocks([table, *words], None, output)
     page = opened[0][1].folder.parent / "compared.html"
     if os.access(page.parent, os.W_OK):
-        write_text(page, whole_page(f"{len(opened)} runs side by side", now(), section(blocks)))
+        short = Table(table.heads[:SHORT], [row[:SHORT] for row in table.rows], classes=table.classes)
+        first = f'<section class="first">{section([*words, short, *pictures[:1]])}</section>'
+        body = first + fold("All figures", section([table, *pictures[1:]]))
+        write_text(page, whole_page(f"{len(opened)} runs side by side", now(), body))
         note(f"page: {page}")

@@ -11,14 +11,14 @@ from typing import Any
 from distill.data.samples import NEW, SEEN
 from distill.decoding.costs import tokens_per_round
 from distill.folders import read_config
-from distill.measuring.speedup_results import Measurement, SpeedupPart, StepFigures, speedup_of
-from distill.measuring.verdict import WITHOUT, engine_of
+from distill.measuring.speedup_results import Measurement, SpeedupPart, SpeedupReport, StepFigures, speedup_of
+from distill.measuring.verdict import WITHOUT, engine_of, leader, next_steps
 from distill.recipe import Recipe
 from distill.report import plots
 from distill.report.card import gather
 from distill.report.tables import RunResults
 from distill.run import Run
-from distill.tables import Block, Cell, Interval, Plot, Table
+from distill.tables import Block, Cell, Code, Interval, Plot, Table
 
 NOTE = (
     "The fastest lossless greedy way of each draft, plain decoding, and what needs no draft. D: a draft's step, in "
@@ -26,27 +26,33 @@ NOTE = (
 )
 FORMS = {
     "measured": "×",
-    "predicted": "×",
     "acceptance": "%",
+    "predicted": "×",
     f"on {NEW} text": "%",
     f"on {SEEN} text": "%",
     "greedy": "%",
 }
-HEADS = ("#", "run", "engine", "fastest way", "tokens/s", "D", *FORMS, "layers, M", "head, M", "training, min")
+HEADS = ("run", "#", "engine", "fastest way", "tokens/s", *FORMS, "D", "layers, M", "head, M", "training, min")
+SHORT = 7  # columns up to the acceptance, which fit on a page beside each other
 Line = dict[str, Any]  # a row by head: a draft in an engine, or a way without one
 
 
-def beside_blocks(opened: Sequence[tuple[Recipe, Run]]) -> list[Block]:
-    """The table, what makes these runs incomparable, and the pictures, where target and prompts are the same."""
-    lines, parts = list[Line](), dict[str, SpeedupPart]()
+def beside_blocks(opened: Sequence[tuple[Recipe, Run]]) -> tuple[Table, list[Block], list[Plot]]:
+    """The table; what makes these runs incomparable or, where target and prompts are the same, the run that gains most,
+    in its own words and commands; and then the pictures, that of its engine first."""
+    lines, parts, timed = list[Line](), dict[str, SpeedupPart](), dict[str, SpeedupReport]()
     facts: dict[str, set[Any]] = defaultdict(set)
     for number, (recipe, run) in enumerate(opened, 1):
         results = None if run.done("cut") is None else gather(recipe, run)
         lines += lines_of(run, results, {"#": number, "run": run.folder.name})
+        if results and results.speedup and results.speedup.plain:
+            timed[run.folder.name] = results.speedup
         for part in results.speedup.parts if results and results.speedup else ():
             parts.setdefault(engine_of(part), part)
         for what, value in facts_of(run, results).items():
             facts[what].add(value)
+    most = max(timed, key=lambda name: gain(timed[name]), default="")
+    parts |= {engine_of(part): part for part in (timed[most].parts if timed else ())}
     for engine, part in parts.items():
         own = [one for one in part.measurements if one.sampler is None and one.drafter in (None, *WITHOUT)]
         lines += [{"run": "no draft", "engine": engine} | measured(one) for one in own]
@@ -56,9 +62,22 @@ def beside_blocks(opened: Sequence[tuple[Recipe, Run]]) -> list[Block]:
     classes = ["best" if line in best else "" if "#" in line else "plain" for line in lines]
     rows = [[Cell(line.get(head), FORMS.get(head, "")) for head in HEADS] for line in lines]
     unlike = [what for what, found in facts.items() if len(found) > 1]
-    said = f"These runs have different {' and '.join(unlike)}: figures that depend on them do not compare."
-    drawn = [] if {"targets", "test prompts"} & {*unlike} else [picture(lines, part) for part in parts.values()]
-    return [Table(HEADS, rows, note=NOTE, classes=classes), said if unlike else "", *drawn]
+    said: list[Block] = []
+    if unlike:
+        said = [f"These runs have different {' and '.join(unlike)}: figures that depend on them do not compare."]
+    table = Table(HEADS, rows, note=NOTE, classes=classes)
+    if {"targets", "test prompts"} & {*unlike} or not timed:
+        return table, said, []
+    first = engine_of(leader(timed[most])[0])
+    order.sort(key=lambda engine: engine != first)
+    said += [f"{most}: {timed[most].verdict}", Code(next_steps(timed[most]), "sh")]
+    return table, said, [picture(lines, parts[engine]) for engine in order if engine]
+
+
+def gain(report: SpeedupReport) -> float:
+    """The ratio of a run's fastest way to the fastest plain decoding."""
+    _, _, best, plain, _ = leader(report)
+    return best / plain
 
 
 def lines_of(run: Run, results: RunResults | None, line: Line) -> Iterator[Line]:
@@ -121,10 +140,7 @@ def facts_of(run: Run, results: RunResults | None) -> dict[str, Any]:
 def picture(lines: Sequence[Line], part: SpeedupPart) -> Plot:
     """The drafts of one engine."""
     engine, plain = engine_of(part), part.plain.tokens_per_second
-    points = [
-        (f"{one['#']}: {speed(one):.2f}× ({one['predicted'].mean:.2f})", one["D"], one["greedy"])
-        for one in lines
-        if one.get("engine") == engine and one.get("predicted")
-    ]
-    caption = f"{engine}: drafts by number, with the speedup measured (predicted), over lines of equal tokens/s."
+    drawn = [one for one in lines if one.get("engine") == engine and one.get("predicted")]
+    points = [(f"{one['#']}", one["D"], one["greedy"]) for one in drawn]
+    caption = f"{engine}: the drafts by their number (#), over lines of equal predicted tokens per second."
     return Plot(partial(plots.drafts, points, lambda *at: plain * promise(part.steps, *at), engine), caption)

@@ -31,42 +31,48 @@ CSS = """
 :root { color-scheme: light dark; --line: color-mix(in srgb, CanvasText 18%, Canvas);
   --soft: color-mix(in srgb, CanvasText 65%, Canvas); --code: color-mix(in srgb, CanvasText 7%, Canvas); }
 * { box-sizing: border-box; }
-body { max-width: 72rem; margin: 0 auto; padding: 2rem 1rem; background: Canvas; color: CanvasText;
+body { max-width: 72rem; margin: 0 auto; padding: 1rem; background: Canvas; color: CanvasText;
   font: 16px/1.5 system-ui, sans-serif; overflow-wrap: anywhere; }
 h1, h2, h3 { line-height: 1.25; margin: 1.2rem 0 .4rem; }
 h1, header p { margin: 0; }
 h3 { font-size: 1rem; }
 h2, .first > p:first-of-type { font-size: 1.2rem; }
 main > details { border-top: 1px solid var(--line); }
-summary h2 { display: inline-block; margin: .6rem 0; }
+summary { padding: .6rem 0; }
+summary h2 { display: inline; }
 figcaption, .command, footer, th, tr.plain td { color: var(--soft); }
 code, pre, .command { font-family: ui-monospace, monospace; font-size: .85em; }
 code, pre { background: var(--code); border-radius: 4px; padding: .1em .35em; }
 pre { padding: .8rem 1rem; white-space: pre-wrap; }
 .command::before { content: "$ "; }
 .bad { color: color-mix(in srgb, red 65%, CanvasText); }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(21rem, 100%), 1fr)); gap: 1rem; }
-figure { margin: 0; max-width: 40rem; min-width: 0; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(21rem, 100%), 1fr)); gap: 1rem; margin: 1rem 0; }
+figure { margin: 0; max-width: 28rem; min-width: 0; }
 figure svg { display: block; width: 100%; height: auto; color: CanvasText; }
 figure svg text { font-family: inherit !important; }
 .scroll { overflow-x: auto; }
 table { border-collapse: collapse; font-size: .9rem; font-variant-numeric: tabular-nums; overflow-wrap: normal; }
-th, td { text-align: right; padding: .35rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
+th, td { text-align: right; padding: .2rem .6rem; border-bottom: 1px solid var(--line); white-space: nowrap; }
 th, td:first-child { white-space: normal; min-width: 3.4rem; }
 th:first-child, td:first-child, .text { text-align: left; }
 tr.best td { font-weight: 650; }
 @media print { details::details-content { content-visibility: visible; block-size: auto; }
-  figure, tr { break-inside: avoid; } }
+  figure, tr { break-inside: avoid; }
+  table { font-size: .58rem; }
+  th, td, td:first-child { white-space: normal; min-width: 0; padding: .2rem .3rem; } }
 """
 
 
 def build_page(results: RunResults) -> str:
     """The whole page. Raises nothing for stages that have not run: each leaves one line that names it."""
     first, *folded = ((escape(title), section(blocks)) for title, blocks in sections(results).items())
-    body = f'<section class="first"><h2>{first[0]}</h2>{first[1]}</section>' + "".join(
-        f"\n<details><summary><h2>{title}</h2></summary>{inner}</details>" for title, inner in folded
-    )
-    return whole_page(results.name, results.date, body)
+    body = f'<section class="first"><h2>{first[0]}</h2>{first[1]}</section>'
+    return whole_page(results.name, results.date, body + "".join(fold(title, inner) for title, inner in folded))
+
+
+def fold(title: str, inner: str) -> str:
+    """A section that opens by a click; both are escaped already."""
+    return f"\n<details><summary><h2>{title}</h2></summary>{inner}</details>"
 
 
 def whole_page(name: str, date: str, body: str) -> str:
@@ -113,7 +119,7 @@ def element(block: Block) -> str:
     if isinstance(block, list):
         return f"<ul>{''.join(f'<li>{as_sentence(one)}</li>' for one in block)}</ul>"
     if isinstance(block, Code):
-        inner = f"<pre>{as_text(block.text)}</pre>"
+        inner = f"<pre>{as_text(placeless(block.text))}</pre>"
         return f"<details><summary>{as_text(block.folded)}</summary>{inner}</details>" if block.folded else inner
     return _figure(block) if isinstance(block, Plot) else _table(block)
 

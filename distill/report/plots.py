@@ -168,7 +168,7 @@ def drafts(points: Sequence[tuple[str, float, Interval]], speed: Callable[[float
         rates = [at / 40 for at in range(41)]
         costs = [1.2 * max(cost for _, cost, _ in points) * rate for rate in rates]
         lines = axes.contour(
-            costs, rates, [[speed(cost, rate) for cost in costs] for rate in rates], 8, colors=COLOURS[5]
+            costs, rates, [[speed(cost, rate) for cost in costs] for rate in rates], 5, colors=COLOURS[5]
         )
         axes.clabel(lines, fmt=lambda level: f"{level:,.3g}" if level < 100 else f"{level:,.0f}")
         _measured(axes, 0, "drafts", *zip(*((cost, rate) for _, cost, rate in points), strict=True), linestyle="none")

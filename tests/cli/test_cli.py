@@ -140,7 +140,7 @@ def test_runs_side_by_side(copied: Path, capsys: Capture) -> None:
     tiny.edit(other / "stages" / "corpus.json", inputs={"target.model": "another"})
     said = tiny.shown(capsys, *runs, *[copied] * 36)
     assert "These runs have different targets: figures that depend on them do not compare.\n" in said
-    assert "| 40 | tiny |" in said and "<svg" not in (copied.parent / "compared.html").read_text()
+    assert "| tiny | 40 |" in said and "<svg" not in (copied.parent / "compared.html").read_text()
 
 
 def test_other_commands_do_not_train_a_run(ready: Path, tmp_path: Path, capsys: Capture) -> None:
