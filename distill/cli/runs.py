@@ -250,13 +250,20 @@ def _print_stage(folder: Path, stage: str) -> None:
     if table.exists():
         print(read_utf8(table), flush=True)
     if stage == "report":
-        if (place := folder / "speedup.json").exists():
-            from distill.measuring.speedup_results import SpeedupReport
-            from distill.measuring.verdict import next_steps
-
-            measured = read_result(place, SpeedupReport)
-            print(f"{measured.verdict}\n{next_steps(measured)}")
+        for line in _best_of(folder):
+            print(line)
         print(f"report: {folder / 'report.html'}\ndraft:  {folder / 'draft'}\ngguf:   {folder / 'gguf'}")
+
+
+def _best_of(folder: Path) -> list[str]:
+    """The verdict of a run's measurement and the commands that serve and try what is fastest; nothing without one."""
+    if not (place := folder / "speedup.json").exists():
+        return []
+    from distill.measuring.speedup_results import SpeedupReport
+    from distill.measuring.verdict import next_steps
+
+    measured = read_result(place, SpeedupReport)
+    return [measured.verdict, next_steps(measured)] if measured.plain else []
 
 
 # ── `distill runs`, `distill cache` and `distill report` ──
@@ -408,12 +415,15 @@ def report(
         from distill.report.card import report as write_report
 
         announce(found.folder)
-        if stale := [stage for stage in MEASURED if found.done(stage) is not None and found.outdated(stage)]:
+        stale = [stage for stage in MEASURED if found.done(stage) is not None and found.outdated(stage)]
+        if stale:
             warn(
                 f"left out: {', '.join(stale)}, made from what has been replaced since: "
                 f"`{found.again()}` makes them again"
             )
         write_report(recipe, found)
+        for line in _best_of(found.folder) if "speedup" not in stale else ():
+            note(line)
     if to is not None:
         require_new_folder(to)
         to.mkdir(parents=True, exist_ok=True)

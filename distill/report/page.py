@@ -46,7 +46,8 @@ code, pre { background: var(--code); border-radius: 4px; padding: .1em .35em; }
 pre { padding: .8rem 1rem; white-space: pre-wrap; }
 .command::before { content: "$ "; }
 .bad { color: color-mix(in srgb, red 65%, CanvasText); }
-.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(21rem, 100%), 1fr)); gap: 1rem; margin: 1rem 0; }
+.plots { display: grid; grid-template-columns: repeat(auto-fit, minmax(min(21rem, 100%), 1fr)); gap: 1rem;
+  margin: 1rem 0; }
 figure { margin: 0; max-width: 28rem; min-width: 0; }
 figure svg { display: block; width: 100%; height: auto; color: CanvasText; }
 figure svg text { font-family: inherit !important; }
