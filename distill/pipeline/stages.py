@@ -62,13 +62,14 @@ class Stage:
 
 
 def _stage(
-    name: str, function: str, settings: str, inputs: str, writes: str, models: str = "", ignores: str = "", **more: Any
+    place: str, keys: str, reads: str, loads: str = "", ignores: str = "", name: str = "", writes: str = "", **more: Any
 ) -> Stage:
-    """A stage from words with spaces between them; an input is STAGE:PATTERN."""
-    read = tuple((stage, pattern) for stage, _, pattern in (one.partition(":") for one in inputs.split()))
-    keys, written = tuple(settings.split()), tuple(writes.split())
-    left_out = tuple(ignores.split())
-    return Stage(name, f"distill.{function}", keys, read, written, tuple(models.split()), ignores=left_out, **more)
+    """A stage from words with spaces between them; an input is STAGE:PATTERN. Its name is by default that of its
+    function (MODULE:NAME), and it writes what is called so."""
+    name = name or place.partition(":")[2]
+    read = tuple((stage, pattern) for stage, _, pattern in (one.partition(":") for one in reads.split()))
+    settings, written, asked = (tuple(words.split()) for words in (keys, writes or name, loads))
+    return Stage(name, f"distill.{place}", settings, read, written, asked, ignores=tuple(ignores.split()), **more)
 
 
 def _keys(section: str, names: str) -> str:
@@ -90,47 +91,40 @@ TYPES = "target.dtype target.quantise"
 def _held_out(split: str, settings: str) -> Stage:
     """A stage that lets whatever holds the target answer the prompts of a split and give its distributions there."""
     return _stage(
-        split,
         f"teacher.answers:hold_out_{split}",
         f"seed answers sampler teacher corpus.block target.dtype {settings}",
         f"corpus:corpus/prompts-{split}.arrow corpus:corpus/text-{split}.safetensors answers:answers/*-{split}*",
-        split,
         "target writer gguf",
         f"{OF_WRITER} {OF_TEACHER} {OF_TRAIN_ANSWERS} teacher.mass",
+        name=split,
         version=2,
     )
 
 
 STAGES = (
     _stage(
-        "questions",
         "teacher.answers:questions",
         f"seed {_keys('corpus.sources', ' '.join(OF_TARGET))} {_keys('answers', 'writer batch group')} {TYPES} "
         + _keys("chat", "system thinking thinking_argument arguments tools"),
         "",
-        "questions",
         "target writer",
         OF_WRITER,
         precious=True,
         together=True,
     ),
     _stage(
-        "corpus",
         "data.corpus:corpus",
         f"seed corpus chat cut.score_blocks train.acceptance.prompts {_keys('eval', 'prompts file_blocks')} "
         f"speedup.prompts {_keys('answers', 'prompts prompt_tokens new_tokens')}",
         "questions:questions/target*.jsonl",
-        "corpus",
         "target sources",
         passing=("eval.", "speedup.", "cut.score_blocks", "train."),
         version=5,
     ),
     _stage(
-        "answers",
         "teacher.answers:answers",
         f"seed answers sampler corpus.block {TYPES}",  # a conversation of several turns ends with its block
         "corpus:corpus/prompts-train.arrow",
-        "answers",
         "target writer",
         OF_WRITER,
         precious=True,
@@ -138,69 +132,60 @@ STAGES = (
         together=True,
     ),
     _stage(
-        "teacher",
         "teacher.store:teacher",
         f"teacher corpus.block {TYPES}",
         "answers:answers/train-* corpus:corpus/text-train.safetensors",
-        "teacher",
         "target gguf",
         OF_TEACHER,
         precious=True,
         together=True,
         version=2,
     ),
-    _stage(
-        "table", "teacher.store:table", "corpus.block", "answers:answers/train-* teacher:teacher/*", "table", "target"
-    ),
+    _stage("teacher.store:table", "corpus.block", "answers:answers/train-* teacher:teacher/*", "target"),
     _held_out("validation", "train.acceptance.prompts train.acceptance.new_tokens cut.score_blocks"),
     _held_out("test", "eval.prompts eval.new_tokens eval.file_blocks"),
     _stage(
-        "cut",
         "surgery.cutter:cut",
         "cut target.dtype",
         "corpus:corpus/text-validation.safetensors answers:answers/train-* teacher:teacher/* validation:validation/*",
-        "cut",
         "target donor",
         f"{ROUNDING} cut.allow_full_size",
         version=2,
         pins=(("parent (content)", lambda recipe, run: run.parent()),),
     ),
     _stage(
-        "train",
         "training.loop:train",
         "seed train sampler target.dtype",
         "teacher:teacher/* cut:cut/* corpus:corpus/prompts-validation.arrow validation:validation/*",
-        "checkpoints draft training.json",
         "target",
         ROUNDING,
+        writes="checkpoints draft training.json",
         precious=True,
         together=True,
     ),
     _stage(
-        "eval",
         "measuring.evaluation:evaluate",
         f"seed eval sampler {TYPES}",
         "cut:cut/* train:draft/* corpus:corpus/*-test.* answers:answers/prompts-test.arrow test:test/*",
-        "eval.json eval.md",
         "target",
+        name="eval",
+        writes="eval.json eval.md",
     ),
-    _stage("export", "export:export", "export", "train:draft/* corpus:corpus/documents-test.json", "gguf", "target"),
+    _stage("export:export", "export", "train:draft/* corpus:corpus/documents-test.json", "target", writes="gguf"),
     _stage(
-        "speedup",
         "measuring.speedup:speedup",
         f"speedup sampler seed threads device pytorch gguf {TYPES} answers.prompt_tokens",
         "train:draft/* corpus:corpus/text-validation.safetensors export:gguf/*.gguf corpus:corpus/prompts-test.arrow "
         "answers:answers/prompts-test.arrow table:table/*",
-        "speedup speedup.json speedup.md",
         "target",
+        writes="speedup speedup.json speedup.md",
         version=2,
     ),
     _stage(
-        "report",
         "report.card:report",
         "name",
         "cut:* train:draft/*.safetensors train:training.json test:test/summary.json eval:* export:* speedup:*",
-        "report.html draft/README.md",
+        writes="report.html draft/README.md",
     ),
 )
 NAMES = tuple(stage.name for stage in STAGES)
