@@ -63,8 +63,8 @@ class Family:
     `own_head_size`: heads need not make up the hidden size. `constants`: what else config.json says of every file.
     """
 
-    architecture: str
     parts: Parts
+    architecture: str = ""  # by default the model_type
     biases: frozenset[str] = frozenset()
     more_biases: frozenset[str] = frozenset()
     interleaved: bool = False
@@ -98,24 +98,20 @@ GELU = "gelu_pytorch_tanh"
 GEMMA = {"head_dim": 256, "tie_word_embeddings": True, "hidden_activation": GELU}
 GEMMA3 = {**GEMMA, "sliding_window": 4096, "query_pre_attn_scalar": 256}
 GEMMA2 = {**GEMMA3, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0}
-_LLAMA = Family("llama", USUAL_PARTS, interleaved=True, llama_keys=True, ropes=("default", "linear"))
-_GEMMA = Family("gemma", USUAL_PARTS, norm_shift=1.0, activation=GELU, tied=True, defaults=GEMMA)
+_LLAMA = Family(USUAL_PARTS, interleaved=True, llama_keys=True, ropes=("default", "linear"))
+_GEMMA = Family(USUAL_PARTS, norm_shift=1.0, activation=GELU, tied=True, defaults=GEMMA)
 _QWEN = Family(
-    "qwen2",
-    USUAL_PARTS,
-    ropes=("default", "linear", "yarn"),
-    constants={"use_sliding_window": False, "sliding_window": None},
+    USUAL_PARTS, ropes=("default", "linear", "yarn"), constants={"use_sliding_window": False, "sliding_window": None}
 )
 NO_BIASES = {"attention_bias": False}
-FAMILIES: Mapping[str, Family] = {
+_BY_TYPE = {
     "llama": replace(_LLAMA, more_biases=LLAMA_BIASES, ropes=("default", "linear", "llama3")),
-    "mistral": replace(_LLAMA, defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
+    "mistral": replace(_LLAMA, architecture="llama", defaults={"num_key_value_heads": 8, "sliding_window": 4096}),
     "qwen2": replace(_QWEN, biases=QKV, states_head_size=False),
-    "qwen3": replace(_QWEN, architecture="qwen3", parts={**USUAL_PARTS, **HEAD_NORMS}),
+    "qwen3": replace(_QWEN, parts={**USUAL_PARTS, **HEAD_NORMS}),
     "gemma": _GEMMA,
     "gemma2": replace(
         _GEMMA,
-        architecture="gemma2",
         parts={**FOUR_NORMS, **ATTENTION, **MLP},
         full_every=2,
         large_layers=46,
@@ -133,11 +129,10 @@ FAMILIES: Mapping[str, Family] = {
         defaults=GEMMA3,
     ),
     "phi3": Family(
-        "phi3", FUSED, states_head_size=False, ropes=("default", "longrope"), rotates_part=True, own_head_size=False
+        FUSED, states_head_size=False, ropes=("default", "longrope"), rotates_part=True, own_head_size=False
     ),
     "smollm3": replace(
         _LLAMA,
-        architecture="smollm3",
         no_positions_every=4,
         states_head_size=False,
         defaults={"num_key_value_heads": 4, "tie_word_embeddings": True},
@@ -145,7 +140,6 @@ FAMILIES: Mapping[str, Family] = {
     ),
     "granite": replace(
         _LLAMA,
-        architecture="granite",
         states_head_size=False,
         ropes=("default",),
         scales=GRANITE_SCALES,
@@ -154,7 +148,6 @@ FAMILIES: Mapping[str, Family] = {
         constants=NO_BIASES,
     ),
     "olmo2": Family(
-        "olmo2",
         {**BEHIND, **ATTENTION, **WHOLE_NORMS, **MLP},
         states_head_size=False,
         tied=False,
@@ -163,7 +156,6 @@ FAMILIES: Mapping[str, Family] = {
         constants=NO_BIASES,
     ),
     "exaone4": Family(
-        "exaone4",
         {**BEHIND, **ATTENTION, **HEAD_NORMS, **MLP},
         ropes=("default", "llama3"),
         full_every=4,
@@ -172,7 +164,6 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
     "seed_oss": Family(
-        "seed_oss",
         {**USUAL_PARTS, "post_attention_layernorm": ("post_attention_norm", "H")},
         more_biases=QKV,
         defaults={"num_key_value_heads": 8, "head_dim": 128},
@@ -184,7 +175,6 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"num_key_value_heads": 8, "head_dim": 128, "rms_norm_eps": 1e-5},
     ),
     "glm4": Family(
-        "glm4",
         {
             "input_layernorm": NORMS["input_layernorm"],
             **ATTENTION,
@@ -198,7 +188,6 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"head_dim": 128, "num_key_value_heads": 2, "rms_norm_eps": 1.5625e-7, "partial_rotary_factor": 0.5},
     ),
     "cohere2": Family(
-        "cohere2",
         {"input_layernorm": NORMS["input_layernorm"], **ATTENTION, **MLP},
         states_head_size=False,
         full_every=4,
@@ -209,6 +198,9 @@ FAMILIES: Mapping[str, Family] = {
         defaults={"tie_word_embeddings": True, "sliding_window": 4096, "logit_scale": 0.0625, "layer_norm_eps": 1e-5},
         constants=NO_BIASES,
     ),
+}
+FAMILIES: Mapping[str, Family] = {
+    kind: replace(one, architecture=one.architecture or kind) for kind, one in _BY_TYPE.items()
 }
 # model_type by llama.cpp's architecture: the first family that is written as it (mistral is written as llama).
 MODEL_TYPES = {family.architecture: kind for kind, family in reversed(list(FAMILIES.items()))}
