@@ -96,14 +96,8 @@ def _check_rope(path: Path, config: dict[str, Any], prefix: str) -> None:
     if isinstance(new.get("full_attention"), dict):  # one entry for each kind of layer
         new = new["full_attention"]
     theta = {"rope_theta": config.get("rope_theta")}
-    settings = [
-        {
-            key: value
-            for key, value in (theta | one | {"rope_type": one.get("rope_type", one.get("type"))}).items()
-            if key != "type" and value is not None
-        }
-        for one in (new, old)
-    ]
+    whole = [theta | one | {"rope_type": one.get("rope_type", one.get("type"))} for one in (new, old)]
+    settings = [{key: value for key, value in one.items() if key != "type" and value is not None} for one in whole]
     differing = [key for key in settings[0] | settings[1] if settings[0].get(key) != settings[1].get(key)]
     if differing:
         key = differing[0]

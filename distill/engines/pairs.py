@@ -137,13 +137,9 @@ def _text_ends(
     bos = next((number for number in (*before[:1], named["bos"]) if number is not None), defaults.bos)
     eos = next((number for number in (*after[-1:], named["eos"]) if number is not None), defaults.eos)
     add_bos, add_eos = (settings.get(f"add_{role}_token") for role in ("bos", "eos"))
-    return Defaults(
-        defaults.kind,
-        bos,
-        eos,
-        add_bos if isinstance(add_bos, bool) else bool(before) or defaults.add_bos,
-        add_eos if isinstance(add_eos, bool) else bool(after) or defaults.add_eos,
-    )
+    add_bos = add_bos if isinstance(add_bos, bool) else bool(before) or defaults.add_bos
+    add_eos = add_eos if isinstance(add_eos, bool) else bool(after) or defaults.add_eos
+    return Defaults(defaults.kind, bos, eos, add_bos, add_eos)
 
 
 def _from_gguf(path: Path) -> VocabularyMetadata:

@@ -99,15 +99,13 @@ def other_sampling(target: str, sampling: Sampling) -> str | None:
     if not found:
         return None
     place = "general.sampling" if is_gguf(target) else "generation_config.json"
+    advice = "take out what is not served"
+    if keys:
+        advice = f"if it is the one that you serve, learn and measure it ({' '.join(keys)})"
+        advice += "; else serve with the report's commands, which carry the recipe's"
     return (
         f"the target's {place} names another sampler than the recipe: {', '.join(found)}. vLLM, transformers and "
-        "llama-server use theirs wherever a request names none: "
-        + (f"if it is the one that you serve, learn and measure it ({' '.join(keys)})" if keys else "")
-        + (
-            "; else serve with the report's commands, which carry the recipe's"
-            if keys
-            else "take out what is not served"
-        )
+        f"llama-server use theirs wherever a request names none: {advice}"
     )
 
 

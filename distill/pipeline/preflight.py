@@ -506,7 +506,7 @@ def expected_stages(recipe: Recipe, folder: Path, prompts: int = 0) -> tuple[lis
 def expected_lines(found: Sequence[StageEstimate], source: str) -> list[str]:
     """A line for each of `expected_stages` on time, memory and disk."""
     return [
-        f"{one.stage}: {bounds(one)}, "
+        f"{one.stage}: {bounds(one.low, one.high)}, "
         f"{size(one.device_bytes or one.memory_bytes)} of memory, {size(one.disk_bytes)} on disk, {source}"
         for one in found
     ]

@@ -63,7 +63,7 @@ def estimate_table(found: Sequence[StageEstimate], rehearsed: Sequence[Rehearsed
     columns: Columns[StageEstimate] = {
         "stage": lambda one: one.stage,
         "rehearsed": lambda one: duration(sum(before.values()) if one is every else before[one.stage]),
-        "whole run": bounds,
+        "whole run": lambda one: bounds(one.low, one.high),
         "peak memory": lambda one: Cell(one.memory_bytes, "size"),
         "GPU memory": lambda one: Cell(one.device_bytes, "size"),
         "disk": lambda one: Cell(one.disk_bytes or None, "size"),
@@ -73,9 +73,9 @@ def estimate_table(found: Sequence[StageEstimate], rehearsed: Sequence[Rehearsed
     return table_of([*found, every], shown, classes=[*[""] * len(found), "best"])
 
 
-def bounds(one: StageEstimate) -> str:
-    """The time of a stage in words."""
-    low, high = duration(one.low), duration(one.high)
+def bounds(least: float, most: float) -> str:
+    """Seconds from `least` to `most` in words."""
+    low, high = duration(least), duration(most)
     return low if low == high else f"{low} to {high}"
 
 
@@ -92,9 +92,8 @@ def time_left(expected: Sequence[StageEstimate], took: Mapping[str, float | None
     found = [] if running is None else [(running, running)]
     later = due[len(found) :]
     found += [(pace * known[name].low, pace * known[name].high) for name in later if name in known]
-    low, high = (duration(sum(side)) for side in zip(*found, strict=True)) if found else ("", "")
     unknown = ", ".join(name for name in later if name not in known)
-    said = f"{low if low == high else f'{low} to {high}'} left" if found else ""
+    said = f"{bounds(*map(sum, zip(*found, strict=True)))} left" if found else ""
     more = f"the time of {unknown} is not known without a rehearsal (--rehearse)" if unknown else ""
     return "; ".join(filter(None, (said, more)))
 

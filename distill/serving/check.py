@@ -698,12 +698,9 @@ def speeds_under(
             replays[load, name].append(send(clients[name], prompts, limit, load))
             progress.step(note=f"{load} at once")
     served |= {of: Served.under(found, len(prompts)) for of, found in replays.items()}
+    plain = {load: own for (load, name), own in served.items() if name == PLAIN_SERVER}
     return [
-        own.speed(
-            name if name == PLAIN_SERVER else title,
-            load,
-            served.get((load, PLAIN_SERVER)) if name != PLAIN_SERVER else None,
-        )
+        own.speed(name, load, None) if name == PLAIN_SERVER else own.speed(title, load, plain.get(load))
         for (load, name), own in served.items()
     ]
 
@@ -791,14 +788,8 @@ def check_addresses(settings: CheckSettings, places: Addresses, begun: Begun = l
     with ExitStack() as stack:
         clients = connected(places, settings.seconds[1], stack, settings.sampler, settings.ids)
         target, draft = places.files or (Path(places.model or places.url), Path("?"))
-        server = LlamaServer(
-            Path(clients[DRAFT_SERVER].kind),
-            target,
-            draft,
-            places.n_max or 0,
-            probabilistic=places.probabilistic,
-            threads=places.threads,
-        )
+        kind, drawn = Path(clients[DRAFT_SERVER].kind), places.probabilistic
+        server = LlamaServer(kind, target, draft, places.n_max or 0, probabilistic=drawn, threads=places.threads)
         check = _replay(settings, clients, server, places.files)
         begun(check.report)
         _compare(check, clients)

@@ -235,15 +235,9 @@ class Option(NamedTuple):
 
 def _cached(model: str, variable: str, names: str) -> list[Option]:
     """The options of the types of a model's cached keys and values; a K in a name stands for either."""
-    return [
-        Option(
-            f"the type of the {model}'s cached {part}",
-            variable + k.upper(),
-            "f16",
-            tuple(names.replace("K", k).split()),
-        )
-        for k, part in (("k", "keys"), ("v", "values"))
-    ]
+    what, parts = f"the type of the {model}'s cached ", {"k": "keys", "v": "values"}
+    spelt = {k: tuple(names.replace("K", k).split()) for k in parts}
+    return [Option(what + part, variable + k.upper(), "f16", spelt[k]) for k, part in parts.items()]
 
 
 OPTIONS = (
