@@ -39,12 +39,8 @@ BEGIN = "begin"  # the line of metrics.jsonl with which a training begins
 PARENT = {"generation": int, "run": str, "digest": str, "files": {...: str}}  # the form of parent.json
 # The form of what was read of a traffic file or folder.
 READ = {"path": str, "lines": int, "parts": [{"path": str, "bytes": int, "lines": int, "sha256": str}]}
-RECORD = {  # the form of stages/NAME.json
-    "key": str,
-    "inputs": {},
-    "artifacts": {...: {"bytes": int, "sha256": str}},
-    "digest": str,
-}
+# The form of stages/NAME.json.
+RECORD = {"key": str, "inputs": {}, "artifacts": {...: {"bytes": int, "sha256": str}}, "digest": str}
 
 
 def _git_revision() -> str | None:
@@ -53,12 +49,8 @@ def _git_revision() -> str | None:
     if not (checkout / ".git").exists():
         return None
     try:
-        result = subprocess.run(
-            ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"],
-            capture_output=True,
-            text=True,
-            timeout=5,
-        )
+        asked = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
+        result = subprocess.run(asked, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None

@@ -211,11 +211,8 @@ def serving(backend: str, drafter: str | None, target: str, draft: str | None, l
 def sglang(target: str, draft: str, length: int) -> str:
     """SGLang's command for a draft of the same vocabulary."""
     options = {"algorithm": "STANDALONE", "draft-model-path": draft, "num-steps": length, "eagle-topk": 1}
-    words = [
-        word
-        for name, value in (options | {"num-draft-tokens": length + 1}).items()
-        for word in (f"--speculative-{name}", str(value))
-    ]
+    options |= {"num-draft-tokens": length + 1}
+    words = [word for name, value in options.items() for word in (f"--speculative-{name}", str(value))]
     return shlex.join(["python", "-m", "sglang.launch_server", "--model-path", target, *words])
 
 

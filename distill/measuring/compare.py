@@ -342,13 +342,9 @@ def time_steps(prepared: Sequence[TimedConfiguration], target: Model, draft: Mod
         room = max(1, min(depth, model.capacity - max(counts)))
         return measure_steps(model, sorted(counts), room, repeats, until_steady=True)
 
-    return StepFigures(
-        depth,
-        timed(target, {step.tokens for text in texts for step in text.target if step.tokens <= longest} | {1}),
-        {}
-        if draft is None
-        else timed(draft, {step.tokens for text in texts for step in text.draft if step.tokens <= longest} | {1, 2}),
-    )
+    verified = {step.tokens for text in texts for step in text.target if step.tokens <= longest} | {1}
+    drafted = {step.tokens for text in texts for step in text.draft if step.tokens <= longest} | {1, 2}
+    return StepFigures(depth, timed(target, verified), {} if draft is None else timed(draft, drafted))
 
 
 def round_figures(one: TimedConfiguration, steps: StepFigures, synchronous: bool) -> RoundFigures:

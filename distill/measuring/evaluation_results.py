@@ -131,11 +131,8 @@ class StoredMeasures:
             "The share of the sampled answers' tokens that are the draft's argmax estimates the acceptance probability "
             "of the match protocol at the served sampler, without bias.",
         ]
-        widths = [
-            found["acceptance_sampling"].most - found["acceptance_sampling"].least
-            for drafts in self.bounds.values()
-            for found in drafts.values()
-        ]
+        sampled = [one["acceptance_sampling"] for drafts in self.bounds.values() for one in drafts.values()]
+        widths = [one.most - one.least for one in sampled]
         if max(widths, default=0.0) > WIDE:
             found.append(
                 f"The bounds of the acceptance probability are up to {max(widths):.2f} apart: a larger teacher.top_k "

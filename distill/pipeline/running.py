@@ -173,11 +173,8 @@ class Planner:
         if stage.name in allowed or old is None:
             return None
         new = key_parts(stage, self.recipe, self.run)
-        changed = {
-            name
-            for name in {*old, *new}
-            if old.get(name) != new.get(name) and not (":" in name and None in (old.get(name), new.get(name)))
-        }
+        sides = {name: (old.get(name), new.get(name)) for name in {*old, *new}}
+        changed = {name for name, (a, b) in sides.items() if a != b and not (":" in name and None in (a, b))}
         reasons = difference(*({name: side[name] for name in side if name in changed} for side in (old, new)))
         if changed and self._has_work(stage):
             return self._refuse(stage, reasons)

@@ -27,10 +27,8 @@ ALIKE = (
     *("target", "seed", "corpus", "chat", "sampler", "answers.prompt_tokens", "answers.new_tokens", "eval"),
     *("speedup.prompts", "speedup.new_tokens"),
 )
-TRAINED, UNTRAINED = (
-    40,
-    8,
-)  # bytes a run keeps of each weight: cut, draft, files; best weights, checkpoints with moments
+# Bytes a run keeps of each weight: cut, draft, files; best weights, checkpoints with moments.
+TRAINED, UNTRAINED = 40, 8
 
 
 def combinations(options: Sequence[str], most: int | None) -> dict[str, list[str]]:

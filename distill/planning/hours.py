@@ -112,11 +112,8 @@ PARITY = 8e-8  # seconds that a GGUF file is compared for, by weight
 READ = 30e9  # bytes a second
 READY, LOADED = 1.0, 4.0  # seconds of a stage without a model; in which a small one is loaded
 TOKENISED = 3e5  # tokens of text a second
-BYTES = {
-    "f32": 4.0,
-    "f16": 2.0,
-    "bf16": 2.0,
-}  # of a weight in a GGUF file; other types have the bits of their name and some
+# Of a weight in a GGUF file; other types have the bits of their name and some.
+BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0}
 
 
 def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstimate]:

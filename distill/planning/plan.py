@@ -250,14 +250,11 @@ def _forecast_blocks(one: SpeedupForecast) -> list[Block]:
     }
     even: list[Value] = ["none" if length.break_even is None else length.break_even for length in one.lengths]
     verify: list[Value] = [length.verify_cost for length in one.lengths]
+    heads = ["", *(f"n = {length.length}" for length in one.lengths)]
     reading = f", {one.new} tokens after a prompt of {one.prompt} that both models read" if one.prompt else ""
     return [
         table_of(one.scenarios, columns, title=one.title, note=f"Predicted speedup over plain decoding{reading}."),
-        Table(
-            ["", *(f"n = {length.length}" for length in one.lengths)],
-            [["pays from", *even], ["T(n + 1)", *verify]],
-            title=f"{one.title}: what drafting takes",
-        ),
+        Table(heads, [["pays from", *even], ["T(n + 1)", *verify]], title=f"{one.title}: what drafting takes"),
         one.sentences,
     ]
 

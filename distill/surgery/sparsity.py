@@ -252,12 +252,8 @@ class GroupLasso(Penalty):
         cut_parts(model, range(len(neurons)), neurons)
         zeros = [1 - count / self.to_remove for count in self.missing]
         zero = f"of the neurons removed {min(zeros):.1%} or more per layer were exactly zero"
-        return f"MLP {self.neurons} -> {self.width}; {zero}", {
-            "width_before": self.neurons,
-            "width": self.width,
-            "frozen_at_step": self.frozen_at,
-            "removed_zero_share": zeros,
-        }
+        facts = {"width_before": self.neurons, "width": self.width, "frozen_at_step": self.frozen_at}
+        return f"MLP {self.neurons} -> {self.width}; {zero}", facts | {"removed_zero_share": zeros}
 
 
 # ── L1 on single weights ──
