@@ -404,6 +404,8 @@ class FallbackDrafter:
     def __init__(self, first: LookupDrafter, second: Drafter) -> None:
         self.first, self.second = first, second
         self._rule = getattr(second, "rule", None)  # none where the second one counts n-grams
+        if isinstance(self._rule, ExpectedValue):
+            self._rule.worth.shares()
         # Those of the second one: a lookup has no distribution that a verifier would ask for.
         self.tree, self.kind = second.tree, second.kind
         self._last: Drafter = second

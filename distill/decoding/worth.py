@@ -51,6 +51,10 @@ class Worth:
         self._lasted = [*self._lasted, self._made][-TEXTS:] if self._made else self._lasted
         self._made = 0
 
+    def shares(self) -> None:
+        """A lookup comes before the draft: the texts are taken to be its by half, until they tell."""
+        self._undrafted = self._tokens / 2
+
     def left(self, limit: float) -> float:
         """How many of at most `limit` further tokens of this text are expected, and not in rounds of text or counts.
 
@@ -349,9 +353,10 @@ class ExpectedValue(LengthRule):
         hoped = self.hoped(depth, chances[leaves[0]])
         for width, node in enumerate(leaves, start=1):
             chance += chances[node]
-            # Behind a full tree, nodes of one, two or four more levels take the place of its least likely ones.
-            full = {max(node + 1, size.most - levels * width) for levels in (1, 2, 4)}
-            for nodes in {max(size.count, node + 1), *full}:
+            # Nodes of one, two or four more levels may take the place of the least likely ones, of the tree as it is
+            # worth most so far and of a full one.
+            kept = {most - levels * width for most in (size.count, size.most) for levels in (1, 2, 4)}
+            for nodes in {max(nodes, node + 1) for nodes in (size.count, *kept)}:
                 own = expected[min(nodes, len(chances))]
                 worth = self.worth.reach(nodes, own, chance, hoped, self.longest - depth, size.most, width)
                 if worth > best:

@@ -1,13 +1,14 @@
 """The expected-value rule against the best fixed length in hindsight, on simulated drafts and measured costs.
 
-python scripts/benchmarks/rules.py [--rounds 64,400] [--worst 10] [--others | --mistimed]
+python scripts/benchmarks/rules.py [--rounds 64,400] [--prompt 0] [--worst 10] [--others | --mistimed]
 
 A text is a sequence of places; at each the target accepts the draft's token with a probability that only the simulation
 knows, and the draft shows features. All rules decode the same texts, as many tokens as the best fixed length (0 to 8,
 plain decoding included) makes of them in the given rounds. Printed is the rule's tokens per second over the fixed
 length's: with the draft's own probabilities (`no`), with a calibration on rounds of other texts (`yes`), and with those
-of these that were accepted whole (`all`). `--others` replays the rules without costs on the same texts instead,
-`--mistimed` the expected-value rule with costs that were timed wrongly.
+of these that were accepted whole (`all`). With `--prompt` a draft that is asked reads so many tokens before the text,
+each in READ of its step, and the texts of a cell are one session. `--others` replays the rules without costs on the
+same texts instead, `--mistimed` the expected-value rule with costs that were timed wrongly.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ CURVES = {  # T(1), …, T(9) over T(1) of Qwen2.5-Coder-1.5B on 2 cores
     "llama.cpp": (1, 1.50, 1.60, 1.63, 2.16, 2.40, 2.65, 2.91, 3.1),
 }
 DRAFTS = 0.05, 0.2, 0.45  # a draft's step over T(1)
+READ = 0.1  # of a draft's step, what it takes to read a token of a prompt
 ACCEPTED = 0.3, 0.6, 0.8, 0.95, 0.99
 KINDS = "constant", "blind", "told", "overconfident", "changing"
 SEEDS = 8
@@ -96,15 +98,20 @@ class Text:
         return rounds
 
 
-def decode(rule: LengthRule, costs: Costs, text: Text, tokens: int) -> float:
-    """Seconds in which a rule decodes this many tokens of a text."""
-    place, seconds, whole = 0, 0.0, False
+def decode(rule: LengthRule, costs: Costs, text: Text, tokens: int, prompt: int = 0) -> float:
+    """Seconds in which a rule decodes this many tokens of a text, behind a prompt that the draft reads once asked."""
+    place, seconds, whole, unread = 0, 0.0, False, bool(prompt)
+    if isinstance(rule, ExpectedValue):
+        rule.begin()
     while place < tokens:
         drafted, taken = 0, 0.0
-        rule.behind(2 if whole else 1)
+        rule.behind(prompt + place + 1 if unread else 2 if whole else 1, tokens - place)
         for _ in range(min(rule.limit(), len(costs.target) - 1)):
             if not rule.step_on(drafted):
                 break
+            if unread and isinstance(rule, ExpectedValue):
+                seconds, unread = seconds + (prompt + place) * costs.draft_prompt, False
+                rule.read((prompt + place) * costs.draft_prompt)
             taken += costs.draft_two if whole and not drafted else costs.draft
             if not rule.go_on(drafted, text.shown[place + drafted]):
                 break
@@ -138,7 +145,11 @@ class Cell:
 
 
 def simulate(
-    rounds: int, kinds: Sequence[str] = KINDS, accepted: Sequence[float] = ACCEPTED, seeds: int = SEEDS
+    rounds: int,
+    kinds: Sequence[str] = KINDS,
+    accepted: Sequence[float] = ACCEPTED,
+    seeds: int = SEEDS,
+    prompt: int = 0,
 ) -> list[Cell]:
     """A cell for each cost curve, draft, kind of text, acceptance and calibration."""
     cells = []
@@ -152,12 +163,12 @@ def simulate(
                 whole = [one for one in others if one.accepted == len(one.features)][:12]
                 fitted.setdefault("all", []).append(fit_calibration(whole, FEATURE_TERMS))
         for where, costs in priced():
-            best, tokens, length = best_fixed(costs, texts, rounds)
+            best, tokens, length = best_fixed(costs, texts, rounds, prompt)
             for name, calibrations in fitted.items():
-                seconds = sum(
-                    decode(ExpectedValue(Worth(costs), calibration, longest=LONGEST), costs, text, made)
-                    for calibration, text, made in zip(calibrations, texts, tokens, strict=True)
-                )
+                rules = [ExpectedValue(Worth(costs), calibration, longest=LONGEST) for calibration in calibrations]
+                rules = rules[:1] * seeds if prompt else rules
+                every = zip(rules, texts, tokens, strict=True)
+                seconds = sum(decode(rule, costs, text, made, prompt) for rule, text, made in every)
                 curve, draft = where
                 cells.append(Cell(sum(tokens) / seconds / best, rounds, (curve, kind, mean, draft, name), length))
     return cells
@@ -166,15 +177,17 @@ def simulate(
 def priced() -> Iterator[tuple[tuple[str, float], Costs]]:
     """The costs of every curve and draft."""
     for (curve, relative), draft in itertools.product(CURVES.items(), DRAFTS):
-        yield (curve, draft), Costs(tuple(0.1 * step for step in relative), 0.1 * draft, 0.105 * draft)
+        step = 0.1 * draft
+        yield (curve, draft), Costs(tuple(0.1 * one for one in relative), step, 1.05 * step, draft_prompt=READ * step)
 
 
-def best_fixed(costs: Costs, texts: Sequence[Text], rounds: int) -> tuple[float, list[int], int]:
+def best_fixed(costs: Costs, texts: Sequence[Text], rounds: int, prompt: int = 0) -> tuple[float, list[int], int]:
     """Tokens per second of the best fixed length in hindsight, the tokens it makes of each text, and the length."""
     best, tokens, length = 0.0, list[int](), 0
     for fixed in range(LONGEST + 1):
         found = [decode_fixed(fixed, costs, text, rounds) for text in texts]
-        rate = sum(made for made, _ in found) / sum(taken for _, taken in found)
+        reading = prompt * costs.draft_prompt * (fixed > 0)
+        rate = sum(made for made, _ in found) / sum(taken + reading for _, taken in found)
         if rate > best:
             best, tokens, length = rate, [made for made, _ in found], fixed
     return best, tokens, length
@@ -247,6 +260,7 @@ def main() -> None:
     """Print the share of cells below the goals, and the worst ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", default="64,400", help="rounds of the fixed length; several with commas")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of a prompt, which the draft reads")
     parser.add_argument("--worst", type=int, default=8, help="cells printed")
     parser.add_argument("--others", action="store_true", help="replay the rules without costs")
     parser.add_argument("--mistimed", action="store_true", help="replay the rule with costs that were timed wrongly")
@@ -259,7 +273,7 @@ def main() -> None:
     print("|--:|--:|--:|--:|--:|--:|--:|--:|")
     worst = []
     for rounds in map(int, asked.rounds.split(",")):
-        cells = sorted(simulate(rounds), key=lambda cell: cell.ratio)
+        cells = sorted(simulate(rounds, prompt=asked.prompt), key=lambda cell: cell.ratio)
         ratios = [cell.ratio for cell in cells]
         figures = ratios[0], ratios[len(ratios) // 20], statistics.median(ratios), statistics.fmean(ratios)
         low = [sum(ratio < goal for ratio in ratios) for goal in (0.95, 0.98)]
