@@ -189,7 +189,7 @@ def test_models_of_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kin
 
 
 @needs_kernel
-@pytest.mark.parametrize(("kind", "width"), [("llama", 32), ("qwen2", 64), ("qwen3", 96)])
+@pytest.mark.parametrize(("kind", "width"), [("llama", 32), ("qwen2", 64), ("qwen3", 160)])
 def test_layers_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, width: int) -> None:
     """Heads that share keys, biases, norms of heads; chains, trees, roll-backs, a cache that grows, rows of a batch."""
     monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))

@@ -228,11 +228,12 @@ INLINE __m128 sums_of(const __m512 (&four)[4]) {
     return _mm_add_ps(_mm256_castps256_ps128(all), _mm256_extractf128_ps(all, 1));
 }
 
-constexpr int WIDEST = 256;  // numbers of a head
+constexpr int WIDEST = 256, TOGETHER = 3;  // numbers of a head; heads that read a value while it is in registers
 
-// What a head's query reads from `shown` keys and values [shown, width]; `scores` holds so many floats, up to 16 more.
-void attend(const uint16_t *query, const uint16_t *keys, const uint16_t *values, const uint16_t *mask, int64_t shown,
-            int64_t width, float scaling, float *scores, uint16_t *out) {
+// Of a head's query, the shares of `shown` keys [shown, width] as bfloat16, in the place of the scores (so many floats,
+// and room for 16 more): e to the power of the score less the largest one. Returns their sum.
+float shares_of(const uint16_t *query, const uint16_t *keys, const uint16_t *mask, int64_t shown, int64_t width,
+                float scaling, float *scores) {
     __m512i own[WIDEST / 32];
     for (int64_t part = 0; part < width / 32; ++part) own[part] = _mm512_loadu_si512(query + 32 * part);
     for (int64_t slot = 0; slot < shown; slot += 4) {
@@ -254,22 +255,64 @@ void attend(const uint16_t *query, const uint16_t *keys, const uint16_t *values,
         largest = _mm512_mask_max_ps(largest, some(slot), largest, score);
     }
     largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
-    for (int64_t slot = 0; slot < shown; slot += 16) {
-        const __m512 share = _mm512_maskz_mov_ps(some(slot), exponential(_mm512_sub_ps(_mm512_loadu_ps(scores + slot), largest)));
-        _mm512_storeu_ps(scores + slot, share);
-        total = _mm512_add_ps(total, share);
+    for (int64_t slot = 0; slot < shown; slot += 16) {  // what is written lies before what is still to be read
+        const __m512 score = _mm512_sub_ps(_mm512_loadu_ps(scores + slot), largest);
+        const __m256i share = narrow(_mm512_maskz_mov_ps(some(slot), exponential(score)));
+        _mm256_storeu_si256((__m256i *)((uint16_t *)scores + slot), share);
+        total = _mm512_add_ps(total, wide(share));
     }
-    const float whole = _mm512_reduce_add_ps(total);
-    __m512 read[WIDEST / 16];
-    for (int64_t part = 0; part < width / 16; ++part) read[part] = _mm512_setzero_ps();
-    for (int64_t slot = 0; slot < shown; ++slot) {
-        if (scores[slot] < 1e-9f * whole) continue;  // what a mask hides, too
-        const __m512 share = _mm512_set1_ps(scores[slot]);
-        for (int64_t part = 0; part < width / 16; ++part)
-            read[part] = _mm512_fmadd_ps(share, wide(values + slot * width + 16 * part), read[part]);
+    return _mm512_reduce_add_ps(total);
+}
+
+// What COUNT heads read from values [shown, width] with their shares, `apart` floats apart; out [COUNT, width].
+template <int COUNT>
+void read_values(const float *scores, const float *totals, const uint16_t *values, int64_t shown, int64_t width,
+                 int64_t apart, uint16_t *out) {
+    alignas(64) static const uint16_t zeros[WIDEST] = {};
+    const __m512i low = _mm512_set_epi32(23, 22, 21, 20, 7, 6, 5, 4, 19, 18, 17, 16, 3, 2, 1, 0);
+    const __m512i high = _mm512_set_epi32(31, 30, 29, 28, 15, 14, 13, 12, 27, 26, 25, 24, 11, 10, 9, 8);
+    for (int64_t first = 0; first < width; first += 128) {  // numbers whose sums fit into registers
+        const int64_t parts = width - first < 128 ? (width - first) / 32 : 4;
+        __m512 sums[COUNT][4][2];
+        for (int h = 0; h < COUNT; ++h)
+            for (int p = 0; p < 4; ++p) sums[h][p][0] = sums[h][p][1] = _mm512_setzero_ps();
+        const auto add = [&](int64_t slot, int64_t of) {
+            const uint16_t *one = values + slot * width + first, *two = slot + 1 < shown ? one + width : zeros;
+            for (int p = 0; p < of; ++p) {
+                const __m512i a = _mm512_loadu_si512(one + 32 * p), b = _mm512_loadu_si512(two + 32 * p);
+                const __m512i even = _mm512_unpacklo_epi16(a, b), odd = _mm512_unpackhi_epi16(a, b);
+                for (int h = 0; h < COUNT; ++h) {
+                    const __m512i share = _mm512_set1_epi32(((const int32_t *)(scores + h * apart))[slot / 2]);
+                    sums[h][p][0] = dot(sums[h][p][0], even, share);
+                    sums[h][p][1] = dot(sums[h][p][1], odd, share);
+                }
+            }
+        };
+        if (parts == 4) for (int64_t slot = 0; slot < shown; slot += 2) add(slot, 4);
+        else for (int64_t slot = 0; slot < shown; slot += 2) add(slot, parts);
+        for (int h = 0; h < COUNT; ++h)
+            for (int p = 0; p < parts; ++p) {
+                const __m512 total = _mm512_set1_ps(totals[h]);
+                uint16_t *to = out + h * width + first + 32 * p;
+                store(to, _mm512_div_ps(_mm512_permutex2var_ps(sums[h][p][0], low, sums[h][p][1]), total));
+                store(to + 16, _mm512_div_ps(_mm512_permutex2var_ps(sums[h][p][0], high, sums[h][p][1]), total));
+            }
     }
-    for (int64_t part = 0; part < width / 16; ++part)
-        store(out + 16 * part, _mm512_div_ps(read[part], _mm512_set1_ps(whole)));
+}
+
+// What `count` heads that share keys read: queries and out [count, width], scores [count, apart].
+void attend(const uint16_t *queries, const uint16_t *keys, const uint16_t *values, const uint16_t *mask, int64_t count,
+            int64_t shown, int64_t width, float scaling, float *scores, int64_t apart, uint16_t *out) {
+    for (int64_t head = 0; head < count; head += TOGETHER) {
+        const int64_t some = count - head < TOGETHER ? count - head : TOGETHER;
+        float totals[TOGETHER], *own = scores + head * apart;
+        for (int64_t h = 0; h < some; ++h)
+            totals[h] = shares_of(queries + (head + h) * width, keys, mask, shown, width, scaling, own + h * apart);
+        uint16_t *to = out + head * width;
+        if (some == 1) read_values<1>(own, totals, values, shown, width, apart, to);
+        if (some == 2) read_values<2>(own, totals, values, shown, width, apart, to);
+        if (some == 3) read_values<3>(own, totals, values, shown, width, apart, to);
+    }
 }
 
 // A head [width], normed if it is said, and turned: each number times its cosine, and that of the other half its sine.
@@ -396,13 +439,19 @@ void distill_step(const Layer *layers, const Step *step, uint16_t *x, const uint
                 __builtin_memcpy(layer.values + place, own + (heads + pairs + pair) * width, 2 * width);
             }
         }
+        // Each token's heads that share keys, in as many parts as give every thread one.
+        const int64_t units = tokens * pairs, wanted = (step->threads + units - 1) / units;
+        const int64_t each = (step->groups + wanted - 1) / wanted, parts = (step->groups + each - 1) / each;
+        const int64_t apart = step->shown + 16;
 #pragma omp parallel for num_threads(step->threads) schedule(static)
-        for (int64_t all = 0; all < tokens * heads; ++all) {
-            const int64_t token = all / heads, head = all % heads, row = token / step->columns;
-            const int64_t place = (row * pairs + head / step->groups) * step->slots * width;
+        for (int64_t all = 0; all < units * parts; ++all) {
+            const int64_t token = all / (pairs * parts), pair = all / parts % pairs, first = all % parts * each;
+            const int64_t head = pair * step->groups + first, row = token / step->columns;
+            const int64_t count = step->groups - first < each ? step->groups - first : each;
+            const int64_t place = (row * pairs + pair) * step->slots * width, number = token * heads + head;
             attend(states + token * stride + head * width, layer.keys + place, layer.values + place,
-                   mask + token * step->shown, step->shown, width, (float)step->scaling, scores + all * (step->shown + 16),
-                   read + all * width);
+                   mask + token * step->shown, count, step->shown, width, (float)step->scaling, scores + number * apart,
+                   apart, read + number * width);
         }
         product(1, heads * width, step->hidden, read, x, x, nullptr);
         product(2, step->hidden, 2 * inner, x, states, nullptr, layer.mlp_norm);
