@@ -407,17 +407,15 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
     """The recipe of a rehearsal in the folder `runs`."""
     name = recipe.name[: 100 - len(SUFFIX)] + SUFFIX
     train, speedup, processes = recipe.train, recipe.speedup, process_count()
-    warming, steps = min(1, train.embedding_steps), STEPS
+    steps = STEPS
     if train.sparsity is not None:  # which takes a number of steps to remove anything
-        ramp = train.sparsity.ramp
-        steps = max(STEPS, math.ceil(LEAST_RAMP / ramp), math.ceil(warming / (1 - ramp)) if ramp < 1 else 0)
+        steps = max(STEPS, math.ceil(LEAST_RAMP / train.sparsity.ramp))
     values: dict[str, Any] = {
         "name": name,
         "corpus": _shortened_corpus(recipe),
         "answers.prompts": min(PROMPTS, recipe.answers.count(PROMPTS)),
         "cut.score_blocks": min(2, recipe.cut.score_blocks),
         "train.steps": steps,
-        "train.embedding_steps": warming,
         "train.save_every": steps,
         "train.acceptance.every": steps,
         "train.acceptance.patience": None,

@@ -109,8 +109,12 @@ class Train(Section):
     )
     checkpointing: bool = Field(False, description="recompute activations in the backward pass to save memory")
     compile: bool = Field(False, description="use torch.compile on the draft's body")
-    embedding_steps: int = Field(
-        0, ge=0, description="initial steps that train only embeddings and head, useful after a transplant"
+    embedding_rate: float | None = Field(
+        None,
+        gt=0,
+        le=1000,
+        description="peak rate of embeddings and head, in multiples of `rate`; null: 1, after a transplant what makes "
+        "it 1.5e-3",
     )
     acceptance: Acceptance | None = Field(
         Acceptance(), description="keep the best weights; null, or with sparsity: keep the last"
@@ -124,10 +128,8 @@ class Train(Section):
     def _settings_fit(self) -> Train:
         if self.adapter is not None and self.sparsity is not None:
             raise ValueError("sparsity changes the draft's own weights, which adapters freeze; leave one out")
-        if self.adapter is not None and self.embedding_steps and not self.adapter.train_outer:
-            raise ValueError(
-                "embedding_steps trains what adapters freeze: embeddings and head; set adapter.train_outer"
-            )
+        if self.adapter is not None and self.embedding_rate and not self.adapter.train_outer:
+            raise ValueError("embedding_rate is of what adapters freeze: embeddings and head; set adapter.train_outer")
         if self.sparsity is not None and self.acceptance is not None and self.acceptance.patience is not None:
             raise ValueError("sparsity needs all steps; leave acceptance.patience out")
         return self

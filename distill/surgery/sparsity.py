@@ -17,9 +17,9 @@ from distill.errors import RecipeError
 from distill.surgery.layers import NEURON_MULTIPLE, cut_parts, gate_and_up, layers_of
 
 # ── The phases of a training and the schedule of λ ──
-# A run has three phases: dense (the first `start` of the steps), ramp (a proximal step after every optimizer step),
-# debias (λ = 0, zeros stay zero, the rest learns on). The proximal step is decoupled from the gradient as weight
-# decay is in AdamW, so its threshold is rate·λ·√|g|, in units of what Adam moves a group in a step.
+# A run has two phases: ramp (a proximal step after every optimizer step), debias (λ = 0, zeros stay zero, the rest
+# learns on). The proximal step is decoupled from the gradient as weight decay is in AdamW, so its threshold is
+# rate·λ·√|g|, in units of what Adam moves a group in a step.
 # Schedule of λ, one per layer (one for all single weights). Let d be the norm of the largest group that is still to
 # be removed, and r the ramp steps that remain, this one included: λ = d / (r·rate·√|g|). The threshold is then d/r:
 # undisturbed, d falls to zero in a straight line; where the loss holds neurons back, d stays above that line and λ
@@ -30,14 +30,8 @@ LEAST_RAMP = 10  # proximal steps; fewer would be pruning in one go
 ROUNDING_MARGIN = 1 + 1e-6  # on λ, so that rounding does not leave the last group alive
 
 
-def require_ramp(steps: int, embedding_steps: int, ramp: float) -> None:
-    """Raise RecipeError where a training of this many steps has no room for a ramp behind those of its embeddings."""
-    if embedding_steps > (1 - ramp) * steps:
-        raise RecipeError(
-            f"train.embedding_steps is {embedding_steps} of {steps} steps, and a ramp of {ramp:g} "
-            "(train.sparsity.ramp) follows them",
-            f"ask for at most {math.floor((1 - ramp) * steps)}, or for a shorter ramp",
-        )
+def require_ramp(steps: int, ramp: float) -> None:
+    """Raise RecipeError where a training of this many steps has no room for a ramp."""
     if round(ramp * steps) < LEAST_RAMP:
         raise RecipeError(
             f"train.steps is {steps}, and a ramp of {ramp:g} (train.sparsity.ramp) needs {LEAST_RAMP} steps",
@@ -54,15 +48,14 @@ def require_fewer(width: int, neurons: int) -> None:
 
 
 class Penalty(ABC):
-    """The phases of a penalty over the steps of a training; `start` and `ramp` are shares of them.
+    """The phases of a penalty over the steps of a training, of which `ramp` is a share.
 
-    Raises RecipeError for a ramp of too few steps, or one that ends after the training.
+    Raises RecipeError for a ramp of too few steps.
     """
 
-    def __init__(self, steps: int, start: float, ramp: float) -> None:
-        require_ramp(steps, round(start * steps), ramp)
+    def __init__(self, steps: int, ramp: float) -> None:
+        require_ramp(steps, ramp)
         self.ramp = round(ramp * steps)  # steps
-        self.dense = min(round(start * steps), steps - self.ramp)  # steps
         self.step = 0
         self.frozen = False
 
@@ -70,11 +63,11 @@ class Penalty(ABC):
     def after_step(self, step: int, rate: float) -> dict[str, Any]:
         """The proximal step that follows optimizer step `step` (from 0), taken at `rate`; figures for the log.
 
-        phase: dense, ramp or debias; lambda: the mean over layers; and those of `_zero_shares`.
+        phase: ramp or debias; lambda: the mean over layers; and those of `_zero_shares`.
         """
         assert step == self.step, f"step {step} after {self.step} steps"
         self.step += 1
-        left = 0 if self.step <= self.dense else max(0, self.dense + self.ramp + 1 - self.step)  # with this one
+        left = max(0, self.ramp + 1 - self.step)  # with this one
         strength = 0.0
         if self.frozen:
             self._hold()
@@ -83,7 +76,7 @@ class Penalty(ABC):
         shares, reached = self._zero_shares()
         if left and not self.frozen and (left == 1 or reached):
             self._freeze()
-        return {"phase": "debias" if self.frozen else "ramp" if left else "dense", "lambda": strength, **shares}
+        return {"phase": "debias" if self.frozen else "ramp", "lambda": strength, **shares}
 
     @abstractmethod
     def state_dict(self) -> dict[str, Any]:
@@ -167,11 +160,11 @@ class GroupLasso(Penalty):
     Raises RecipeError for an impossible width or schedule, DataError for an unknown architecture.
     """
 
-    def __init__(self, model: Any, width: int, steps: int, *, start: float = 0.0, ramp: float = 0.2) -> None:
+    def __init__(self, model: Any, width: int, steps: int, *, ramp: float = 0.2) -> None:
         self.layers = list(layers_of(model))
         self.neurons = int(self.layers[0].mlp.down_proj.in_features)
         require_fewer(width, self.neurons)
-        super().__init__(steps, start, ramp)
+        super().__init__(steps, ramp)
         self.width = width
         self.to_remove = self.neurons - width
         self.root = math.sqrt(sum(part.shape[1] for part in group_parts(self.layers[0])))  # of a group's elements
@@ -269,9 +262,9 @@ class UnstructuredL1(Penalty):
     unknown architecture.
     """
 
-    def __init__(self, model: Any, steps: int, *, sparsity: float, start: float = 0.0, ramp: float = 0.2) -> None:
+    def __init__(self, model: Any, steps: int, *, sparsity: float, ramp: float = 0.2) -> None:
         self.matrices = block_matrices(model)
-        super().__init__(steps, start, ramp)
+        super().__init__(steps, ramp)
         self.weights = sum(weight.numel() for weight in self.matrices.values())
         self.to_remove = max(1, round(sparsity * self.weights))
         self.removed: list[Tensor] = []  # boolean, as the matrices, once frozen

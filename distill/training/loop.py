@@ -34,7 +34,7 @@ from distill.training.saved import (
     whole_of,
 )
 from distill.training.setup import Training, merge, set_up
-from distill.training.step import CLIP, body_share, rate_share, set_rates
+from distill.training.step import CLIP, rate_share, set_rates
 from distill.training.validation import advice, ended, evaluate_weights, evaluation_due, take_best
 
 STOPPING = "interrupted: the training stops after this step and is saved; a second signal ends it at once"
@@ -67,14 +67,13 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             # For a draft with dropout, so that a resumed training draws the same.
             torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)
             rate = work.rate * rate_share(step, settings.steps)
-            body_rate = rate * body_share(step, settings)
-            set_rates(work.optimizer, rate * work.outer, body_rate)
+            set_rates(work.optimizer, rate * work.outer, rate)
             began = time.monotonic()
             figures = one_step(work, step)
             synchronise(work.accelerator.device)
             figures["seconds"] = time.monotonic() - began
             if work.penalty is not None:
-                figures |= work.penalty.after_step(step, body_rate)
+                figures |= work.penalty.after_step(step, rate)
             state["step"] = step + 1
             state["tokens"] += figures["tokens"]
             report_step(work, rate, figures, clock)
@@ -133,7 +132,7 @@ def end_stopped(work: Training, signals: list[int]) -> NoReturn:
 
 def one_step(work: Training, step: int) -> dict[str, Any]:
     """Gradients over all micro-batches and processes, one optimizer step; the means over the step for the log."""
-    accelerator, learner, settings = work.accelerator, work.learner, work.settings
+    accelerator, learner = work.accelerator, work.learner
     device = accelerator.device
     micro_batches = work.micro_batches(step)
     sums: dict[str, torch.Tensor] = {}
@@ -151,11 +150,6 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
     for parameter in learner.parameters():
         if parameter.grad is not None:  # the exchange took the mean over processes
             parameter.grad.mul_(accelerator.num_processes / scored)
-    if step < settings.embedding_steps:
-        for group in work.optimizer.param_groups:
-            if not group["outer"]:
-                for parameter in group["params"]:
-                    parameter.grad = None
     norm = accelerator.clip_grad_norm_(learner.parameters(), CLIP)
     norm = float(whole_of(norm))
     shares = work.loss.losses

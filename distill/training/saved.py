@@ -240,8 +240,7 @@ def set_weights(learner: torch.nn.Module, weights: dict[str, Any]) -> None:
 
 
 def _moments(learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """The optimizer's state by the names of parameters, as `_gathered` gives it. Those that have not learnt yet
-    (train.embedding_steps) have none."""
+    """The optimizer's state by the names of parameters, as `_gathered` gives it."""
     names = {id(parameter): name for name, parameter in _learning(learner).items()}
     groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
     return {"state": {names[id(p)]: _gathered(own) for p, own in optimizer.state.items()}, "param_groups": groups}

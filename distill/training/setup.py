@@ -297,11 +297,10 @@ def penalty_of(model: Any, settings: Train) -> Penalty | None:
     sparsity = settings.sparsity
     if sparsity is None:
         return None
-    start = settings.embedding_steps / settings.steps  # frozen neurons cannot adapt to a penalty
     if sparsity.mlp_width is not None:
-        return GroupLasso(model, sparsity.mlp_width, settings.steps, start=start, ramp=sparsity.ramp)
+        return GroupLasso(model, sparsity.mlp_width, settings.steps, ramp=sparsity.ramp)
     assert sparsity.share is not None
-    return UnstructuredL1(model, settings.steps, sparsity=sparsity.share, start=start, ramp=sparsity.ramp)
+    return UnstructuredL1(model, settings.steps, sparsity=sparsity.share, ramp=sparsity.ramp)
 
 
 def shard(learner: Learner, device: torch.device) -> None:
@@ -329,8 +328,7 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     assert settings.rate is not None
     outer = 1.0 if continues else outer_share(recipe, settings.rate)
     if continues:
-        settings = settings.model_copy(update={"embedding_steps": 0})
-        run.say(f"  goes on from a trained draft: at up to {settings.rate:g}, all weights from the first step")
+        run.say(f"  goes on from a trained draft: all weights at up to {settings.rate:g}")
     recipe = recipe.model_copy(update={"train": settings})
     accelerator = make_accelerator(recipe)
     device = accelerator.device

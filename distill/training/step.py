@@ -124,7 +124,7 @@ def make_optimizer(model: Any, settings: Train) -> torch.optim.AdamW | MuonAndAd
 def parameter_groups(model: Any, *, muon: bool = False) -> list[dict[str, Any]]:
     """The parameters that learn, in groups without weight decay.
 
-    Embeddings and head are a group of their own (`outer`), because they may learn before the rest. With `muon`, the
+    Embeddings and head are a group of their own (`outer`), which may have another rate. With `muon`, the
     matrices of the layers are marked so. Parameters without gradient are in no group.
     """
     outer = {id(model.get_input_embeddings().weight), id(model.lm_head.weight)}
@@ -152,8 +152,9 @@ def set_rates(optimizer: Any, rate: float, body_rate: float) -> None:
 # Shares of the donor's layers that a draft keeps, and peak rates: the first measured, the second as published for whole
 # donors (docs/training.md#the-rate).
 RATES = (1 / 6, 1.5e-3), (1.0, 5e-5)
-# Adapters learn best at ten times the rate of whole weights (Schulman et al. 2025, LoRA Without Regret), up to this.
-ADAPTER, MOST_OF_ADAPTER = 10, 2e-3
+# Adapters learn best at ten times the rate of whole weights (Schulman et al. 2025, LoRA Without Regret), up to what was
+# measured (docs/benchmarks.md#optimizers).
+ADAPTER, MOST_OF_ADAPTER = 10, {"adamw": 2e-3, "muon": 8e-3}
 WARMUP, DECAY_SHARE = 0.03, 0.2  # shares of the steps: of the warm-up, and of the fall at the end
 
 
@@ -172,16 +173,17 @@ def with_rate(settings: Train, kept: float) -> Train:
     if settings.rate is not None:
         return settings
     rate = peak_rate(kept)
-    return settings.model_copy(
-        update={"rate": rate if settings.adapter is None else min(ADAPTER * rate, MOST_OF_ADAPTER)}
-    )
+    if settings.adapter is not None:
+        rate = min(ADAPTER * rate, MOST_OF_ADAPTER[settings.optimizer])
+    return settings.model_copy(update={"rate": rate})
 
 
 def outer_share(recipe: Recipe, rate: float) -> float:
-    """The peak rate of embeddings and head, as a share of the rate of the rest: more than 1 where a transplant made
-    their rows anew and the recipe names no rate; they have as much to relearn as a draft of few layers."""
-    default = recipe.cut.transplant is not None and recipe.train.rate is None
-    return max(1.0, RATES[0][1] / rate) if default else 1.0
+    """The peak rate of embeddings and head, as a share of the rate of the rest. A transplant made their rows anew: they
+    have as much to relearn as a draft of few layers, whatever the rest has."""
+    if recipe.train.embedding_rate is not None:
+        return recipe.train.embedding_rate
+    return 1.0 if recipe.cut.transplant is None else RATES[0][1] / rate
 
 
 def rate_share(step: int, steps: int) -> float:
@@ -189,19 +191,6 @@ def rate_share(step: int, steps: int) -> float:
     last fifth a line to 0."""
     warm, falling = max(1, round(WARMUP * steps)), max(1, round(DECAY_SHARE * steps))
     return min(1.0, (step + 1) / warm, (steps - step) / falling)
-
-
-def body_share(step: int, settings: Train) -> float:
-    """The share of the rate for the body (all but embeddings and head): 0 at first, then a warm-up of its own.
-
-    Adam's first steps have full size whatever the gradient; without the warm-up they undo the embeddings' progress.
-    """
-    if step < settings.embedding_steps:
-        return 0.0
-    if not settings.embedding_steps:
-        return 1.0
-    warm = max(10, round(WARMUP * settings.steps))
-    return min(1.0, (step - settings.embedding_steps + 1) / warm)
 
 
 # ── The loss that a recipe's training takes, and what is checked of a training before it starts ──
@@ -238,13 +227,13 @@ def check_training(recipe: Recipe) -> list[str]:
         what = f"train.temperature is {settings.temperature:g}, and a compact teacher keeps distributions at 1 alone"
         raise RecipeError(what, "use teacher.kind exact or online, or leave train.temperature at 1")
     if settings.sparsity is not None:
-        require_ramp(settings.steps, settings.embedding_steps, settings.sparsity.ramp)
+        require_ramp(settings.steps, settings.sparsity.ramp)
     positions = settings.batch * recipe.corpus.block
     mixture = loss_settings(settings, recipe.sampler.temperature).losses
     loss = ", ".join(f"{weight:g} {name}" for name, weight in mixture.items())
     lines = [f"train: {settings.steps} steps of {positions} positions at up to {settings.rate:g}: {loss}"]
-    if (share := outer_share(recipe, settings.rate)) > 1:
-        lines.append(f"train: embeddings and head at up to {share * settings.rate:g}, as a transplant made their rows")
+    if (share := outer_share(recipe, settings.rate)) != 1:
+        lines.append(f"train: embeddings and head at up to {share * settings.rate:g}")
     if settings.optimizer == "muon":
         lines.append("train: the layers' matrices learn by Muon")
     chosen = "the last weights are taken"

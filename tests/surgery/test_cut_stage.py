@@ -62,7 +62,7 @@ def read(path: Path) -> Any:
 def test_transplanted_donor_becomes_a_draft(begun: Path, world: Path, tmp_path: Path) -> None:
     transplant = {"<|endoftext|>": "pass\n"}
     draft = {"donor": "./donor", "transplant": transplant, "layers": None, "mlp_width": None}
-    run = run_with(begun, world, tmp_path, "eval", cut=draft, train={"embedding_steps": 3, "acceptance": None})
+    run = run_with(begun, world, tmp_path, "eval", cut=draft, train={"acceptance": None})
     change = read(run / "cut" / "surgery.json")["changes"][0]
     assert change["operation"] == "transplant" and change["details"]["zeros"] == 0
     assert change["details"]["overrides"] == 1 and change["close_after"]["kl"] > 0
@@ -72,17 +72,9 @@ def test_transplanted_donor_becomes_a_draft(begun: Path, world: Path, tmp_path: 
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert model.config.vocab_size == AutoModelForCausalLM.from_pretrained(world / "target").config.vocab_size
         assert model.config.eos_token_id == target.eos_token_id
-    # In three of eight steps only embeddings and head moved, in the others all of it.
     before, after = (state_of(run / name) for name in ("cut", "draft"))
     assert all(not torch.equal(before[name], after[name]) for name in before if name.endswith("proj.weight"))
     assert read(run / "eval.json")["domains"]["answers"]["after"]["acceptance_sampling"]["mean"] > 0
-
-
-def test_only_the_embeddings_move_at_first(begun: Path, world: Path, tmp_path: Path) -> None:
-    run = run_with(begun, world, tmp_path, "train", train={"embedding_steps": 8, "acceptance": None})
-    before, after = (state_of(run / name) for name in ("cut", "draft"))
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {"model.embed_tokens.weight", "lm_head.weight"}
 
 
 def test_trimmed_draft(begun: Path, world: Path, tmp_path: Path) -> None:

@@ -210,7 +210,6 @@ def test_balancing_changes_norms_and_nothing_else(kind: str) -> None:
     "method, settings, moments",
     [
         ("group", {}, (20, 52)),
-        ("group", {"start": 0.1}, (8, 30)),
         ("single", {"sparsity": 0.5}, (20, 52)),
     ],
 )
@@ -302,8 +301,6 @@ def test_refusals() -> None:
             RecipeError, match=rf"width is {width}; .* 96 neurons[\s\S]*multiple of 32 below that, such as 32"
         ):
             GroupLasso(model, width, 100)
-    with pytest.raises(RecipeError, match="at most 80, or for a shorter ramp"):
-        GroupLasso(model, WIDTH, 100, start=0.9)
     with pytest.raises(RecipeError, match=r"train.steps is 30.*\n.*at least 50 steps"):
         GroupLasso(model, WIDTH, 30)
     GroupLasso(toy("qwen2", intermediate_size=WIDE), WIDTH, 50)  # the least it names is enough

@@ -130,11 +130,11 @@ def test_settings_that_clash() -> None:
     sparsity = {"mlp_width": 32}
     for values, words in (
         ({"adapter": {"train_outer": True}, "sparsity": sparsity}, "sparsity changes the draft's own weights"),
-        ({"adapter": {}, "embedding_steps": 5}, "set adapter.train_outer"),
+        ({"adapter": {}, "embedding_rate": 5}, "set adapter.train_outer"),
     ):
         with pytest.raises(RecipeError, match=words):
             parse_section(Train, values)
-    assert parse_section(Train, {"adapter": {"train_outer": True}, "embedding_steps": 5}).adapter is not None
+    assert parse_section(Train, {"adapter": {"train_outer": True}, "embedding_rate": 5}).adapter is not None
 
 
 def test_a_quantised_base_is_refused_where_it_cannot_be() -> None:

@@ -134,31 +134,33 @@ def test_the_rate_follows_what_the_cut_leaves(world: Path, ready: Path, tmp_path
     settings = settings_of()
     assert with_rate(settings, 0.4).rate == peak_rate(0.4) and with_rate(settings_of(rate=0.2), 0.4).rate == 0.2
     rates = [with_rate(settings_of(adapter={}), share).rate for share in (1 / 6, 1.0)]
-    assert rates == [2e-3, 5e-4]  # of adapters
+    assert rates == [8e-3, 5e-4] and with_rate(settings_of(adapter={}, optimizer="adamw"), 1 / 6).rate == 2e-3
     recipe = load_recipe(world / "recipe.yaml", ["train.rate=null"])
     donor = load_config(recipe.donor_model)
     left = 2 * 64 / (donor.num_hidden_layers * donor.intermediate_size)
     assert kept_share(recipe) == kept_share(recipe, load_config(str(ready / "cut"))) == pytest.approx(left)
     assert f"at up to {peak_rate(left):g}: " in tiny.shown(capsys, "check", world / "recipe.yaml", "train.rate=null")
     changed = ["cut.transplant={}", "train.rate=null"]
-    given = load_recipe(world / "recipe.yaml", ["cut.transplant={}", "train.rate=0.1"])
+    given = load_recipe(world / "recipe.yaml", ["cut.transplant={}", "train.embedding_rate=0.1"])
     shares = [outer_share(one, 5e-5) for one in (load_recipe(world / "recipe.yaml", changed), recipe, given)]
-    assert shares == pytest.approx([30, 1, 1]) and outer_share(load_recipe(world / "recipe.yaml", changed), 2e-3) == 1
+    assert (
+        shares == pytest.approx([30, 1, 0.1]) and outer_share(load_recipe(world / "recipe.yaml", changed), 3e-3) == 0.5
+    )
     run = trainings.trained(world, ready, tmp_path, "train.rate=null", "train.steps=2", "train.acceptance=null")
     assert json.loads((run / "training.json").read_text())["rate"] == peak_rate(left)
 
 
 def test_a_continuation_goes_on_as_a_whole_donor_does(world: Path, ready: Path, monkeypatch: Patch) -> None:
     """Of a trained draft nothing is new, neither its layers nor the rows of a transplant."""
-    more = ["train.rate=null", "train.embedding_steps=5", "train.acceptance=null"]
+    more = ["train.rate=null", "train.acceptance=null"]
     recipe = load_recipe(world / "recipe.yaml", more)
     monkeypatch.setattr(Run, "parent", lambda _: {"generation": 2})
     monkeypatch.setattr(setup, "outer_share", lambda *_: 30.0)
     work = setup.set_up(recipe, Run(ready, recipe))
-    assert (work.rate, work.settings.embedding_steps, work.outer) == (5e-5, 0, 1.0)
+    assert (work.rate, work.outer) == (5e-5, 1.0)
     monkeypatch.setattr(Run, "parent", lambda _: None)
     work = setup.set_up(recipe, Run(ready, recipe))
-    assert work.rate > 5e-5 and (work.settings.embedding_steps, work.outer) == (5, 30.0)
+    assert work.rate > 5e-5 and work.outer == 30.0
 
 
 def test_the_default_loss_is_that_of_the_protocol() -> None:
@@ -181,7 +183,7 @@ def test_a_rate_that_is_constant_and_then_falls_in_a_line() -> None:
 @pytest.mark.parametrize(
     ("overrides", "killed_at"),
     [
-        ((*MUON, trainings.MIXED, "train.embedding_steps=5"), 3),
+        ((*MUON, trainings.MIXED, "train.embedding_rate=5"), 3),
         ((*MUON, "train.adapter={rank: 4}", "train.acceptance=null"), 5),
         pytest.param(
             (*MUON, "train.steps=12", "train.sparsity={mlp_width: 32, ramp: 0.9}"), 7, marks=pytest.mark.slow
