@@ -88,9 +88,8 @@ def files_of_run(run: Run, outtype: str | None, required: bool) -> PairFiles:
 
 def _gguf(reference: str) -> Path:
     if not is_gguf(reference):
-        raise RecipeError(
-            f"{reference} is not a GGUF file", "llama-server serves those: `distill export-gguf` writes them"
-        )
+        hint = "llama-server serves those: `distill export-gguf` writes them"
+        raise RecipeError(f"{reference} is not a GGUF file", hint)
     return Path(reference)
 
 
@@ -424,9 +423,8 @@ def evaluate(
     kl, acceptance = (kl, acceptance) if kl or acceptance else (True, alone)
     if models:
         if len(models) < 2 or not prompts:
-            raise RecipeError(
-                "models need TARGET, DRAFT and --prompts FILE", "or name a run: `distill runs` lists them"
-            )
+            hint = "or name a run: `distill runs` lists them"
+            raise RecipeError("models need TARGET, DRAFT and --prompts FILE", hint)
         shared.prepare(threads)
         from distill import api
         from distill.sampler import Sampler

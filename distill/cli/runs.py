@@ -194,9 +194,8 @@ def _move_aside(run: Run) -> None:
     if not run.folder.exists():
         return
     if json.dumps(f"{run.folder.resolve()}/")[:-1] in run.recipe.model_dump_json():
-        raise RunError(
-            f"the recipe reads from {run.folder}, which --fresh moves aside", "give it another name (name=…)"
-        )
+        hint = "give it another name (name=…)"
+        raise RunError(f"the recipe reads from {run.folder}, which --fresh moves aside", hint)
     aside = run.folder.with_name(f"{run.folder.name}-{time.strftime('%Y%m%d-%H%M%S')}")
     with run.locked(), faults_explained(run.folder):
         run.folder.rename(aside)

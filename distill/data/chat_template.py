@@ -285,9 +285,8 @@ class PlainTexts(ChatTemplate):
 
     def __init__(self, tokenizer: Any, settings: Chat) -> None:
         if given := [name for name, value in settings if name != "turns" and value != getattr(Chat(), name)]:
-            raise RecipeError(
-                f"chat.{given[0]}: the target has no chat template", "leave it out, or take an instruct model"
-            )
+            hint = "leave it out, or take an instruct model"
+            raise RecipeError(f"chat.{given[0]}: the target has no chat template", hint)
         self.tokenizer, self.settings = tokenizer, settings
 
     def text(self, messages: Sequence[Message], thinking: bool | None = None, generate: bool = True) -> str:

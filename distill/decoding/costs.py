@@ -197,9 +197,8 @@ class CostCurve:
         if not self.depths or len(self.depths) != len(self.seconds) or list(self.depths) != sorted(set(self.depths)):
             raise DataError(f"cost curve of {self.model}: {len(self.seconds)} rows for depths {list(self.depths)}")
         if not all(row and all(0 < value < math.inf for value in row) for row in self.seconds):
-            raise DataError(
-                f"cost curve of {self.model}: the time of a step is not positive", "measure the curve again"
-            )
+            hint = "measure the curve again"
+            raise DataError(f"cost curve of {self.model}: the time of a step is not positive", hint)
 
     def at(self, depth: int) -> tuple[float, ...]:
         """T(1..) of the deepest bucket that is not deeper than `depth`; of the first one where all are deeper."""

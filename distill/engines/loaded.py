@@ -238,9 +238,8 @@ def _require_files(target: Target, draft: str | None, pytorch: PyTorch) -> None:
     """RecipeError for bits of a file that is none, or a target that is to be held otherwise, too."""
     for role, model in (("target", target.model), ("draft", draft)):
         if getattr(pytorch, f"{role}_weights") == "file" and model is not None and not is_gguf(model):
-            raise RecipeError(
-                f"{role}_weights: file is for a GGUF file, and {model} is none", f"leave {role}_weights out"
-            )
+            hint = f"leave {role}_weights out"
+            raise RecipeError(f"{role}_weights: file is for a GGUF file, and {model} is none", hint)
     if pytorch.target_weights == "file" and (target.quantise or target.shard):
         raise RecipeError("target_weights: file goes with neither target.quantise nor target.shard", "choose one")
 

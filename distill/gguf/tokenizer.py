@@ -458,9 +458,8 @@ def _pre_type(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> s
         return pre
     if pre in SAME_BUT_MERGING:
         return SAME_BUT_MERGING[pre]
-    raise DataError(
-        f"{path}: ignore_merges has no counterpart for pre-tokenizer {pre!r}", hint="export to another format"
-    )
+    hint = "export to another format"
+    raise DataError(f"{path}: ignore_merges has no counterpart for pre-tokenizer {pre!r}", hint)
 
 
 def _merges_reach_every_token(content: Mapping[str, Any], tokenizer: Tokenizer) -> bool:

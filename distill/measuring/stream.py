@@ -354,9 +354,8 @@ class Conversation:
         """The text of an answer, which is printed, and its tokens a second."""
         ids, result, capacity = self.answerer.prompt(messages), Decoded(), self.answerer.capacity
         if len(ids) >= capacity:
-            raise DataError(
-                f"this takes {len(ids)} tokens, and the context holds {capacity}", "/new begins another one"
-            )
+            hint = "/new begins another one"
+            raise DataError(f"this takes {len(ids)} tokens, and the context holds {capacity}", hint)
         text = show(self.answerer.answer(request, ids, self.limit, result), marks())
         line = f"{len(result.tokens)} tokens, {result.tokens_per_second():.1f} tokens/s"
         if result.rounds:

@@ -386,9 +386,8 @@ def kind_of_server(http: Http) -> str:
     if http.find("/version", VllmVersion).version is not None:
         return "vllm"
     said = http.words(http.get("/props").content)
-    raise ServingError(
-        f"{http.url} is neither llama-server nor vLLM, by /props ({said}) and /version", "correct the address"
-    )
+    hint = "correct the address"
+    raise ServingError(f"{http.url} is neither llama-server nor vLLM, by /props ({said}) and /version", hint)
 
 
 # ── clients of servers that are started here, and of those that run ──

@@ -230,9 +230,8 @@ def serve(
     try:
         listening = socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
     except OSError as error:
-        raise RecipeError(
-            f"{address[0]}:{address[1]} cannot be listened at: {error.strerror}", "choose another --port"
-        ) from None
+        hint = "choose another --port"
+        raise RecipeError(f"{address[0]}:{address[1]} cannot be listened at: {error.strerror}", hint) from None
     if address[0] not in ("127.0.0.1", "localhost", "::1"):
         warn(f"{address[0]} can be reached from outside: requests are neither encrypted nor checked")
     with listening, answering(opening, chat, request, context) as answerer:

@@ -240,14 +240,10 @@ def _cached(model: str, variable: str, names: str) -> list[Option]:
     return [Option(what + part, variable + k.upper(), "f16", spelt[k]) for k, part in parts.items()]
 
 
+P_MIN_NAMES = ("--spec-draft-p-min", "--draft-p-min")
 OPTIONS = (
     *_cached("draft", "LLAMA_ARG_SPEC_DRAFT_CACHE_TYPE_", "--spec-draft-type-K -ctKd --cache-type-K-draft"),
-    Option(
-        "p_min, the least probability of a drafted token",
-        "LLAMA_ARG_SPEC_DRAFT_P_MIN",
-        "0",
-        ("--spec-draft-p-min", "--draft-p-min"),
-    ),
+    Option("p_min, the least probability of a drafted token", "LLAMA_ARG_SPEC_DRAFT_P_MIN", "0", P_MIN_NAMES),
     Option("n_min, below which a draft is dropped", "LLAMA_ARG_SPEC_DRAFT_N_MIN", "0", ("--spec-draft-n-min",)),
     *_cached("target", "LLAMA_ARG_CACHE_TYPE_", "--cache-type-K -ctK"),
 )

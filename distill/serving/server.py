@@ -321,9 +321,8 @@ def _spawn(settings: LlamaServer, port: int, log: Path) -> subprocess.Popen[byte
                 preexec_fn=_tie_to_parent(),
             )
     except OSError as error:
-        raise ServingError(
-            f"{settings.binary} cannot be started: {error.strerror}", "give a llama-server built for this machine"
-        ) from None
+        hint = "give a llama-server built for this machine"
+        raise ServingError(f"{settings.binary} cannot be started: {error.strerror}", hint) from None
 
 
 def _tie_to_parent() -> Callable[[], object] | None:

@@ -92,9 +92,8 @@ def load_base(folder: Path, settings: Adapter, device: torch.device, dtype: str 
 def require_quantisation(device: torch.device, base: str) -> None:
     """Raise RunError unless bitsandbytes is installed and works on this device."""
     if importlib.util.find_spec("bitsandbytes") is None:
-        raise RunError(
-            f"train.adapter.base is {base}, which needs bitsandbytes", f"`pip install bitsandbytes`, or {UNQUANTISED}"
-        )
+        hint = f"`pip install bitsandbytes`, or {UNQUANTISED}"
+        raise RunError(f"train.adapter.base is {base}, which needs bitsandbytes", hint)
     from bitsandbytes import supported_torch_devices
 
     if device.type not in supported_torch_devices:

@@ -352,9 +352,8 @@ def stated_ends(reference: str) -> list[int]:
     path = text_folder(reference) / "generation_config.json"
     stated = read_object(path).get("eos_token_id") if path.is_file() else None
     if not (stated is None or has_form(stated, int) or has_form(stated, [int])):
-        raise DataError(
-            f"{path}: eos_token_id is {stated!r}", "an id, or a list of ids, is needed; copy the file again"
-        )
+        hint = "an id, or a list of ids, is needed; copy the file again"
+        raise DataError(f"{path}: eos_token_id is {stated!r}", hint)
     config = load_config(reference)
     named = (config.eos_token_id, config.get_text_config().eos_token_id, stated)
     return [one for eos in named for one in (eos if isinstance(eos, list) else [eos]) if one is not None]
@@ -565,9 +564,8 @@ def require_possible(reference: str, config: Any) -> None:
     )
     largest = hidden * max(rows, mlp, heads * size, hidden)
     if stored and largest > VALUES_PER_BYTE * stored:
-        raise DataError(
-            f"{reference}/config.json: a tensor of {largest} values cannot be in weight files of {stored} bytes", AGAIN
-        )
+        what = f"{reference}/config.json: a tensor of {largest} values cannot be in weight files of {stored} bytes"
+        raise DataError(what, AGAIN)
 
 
 def require_whole(reference: str, model: Any, info: dict[str, Any]) -> None:
