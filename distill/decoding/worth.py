@@ -39,7 +39,7 @@ class Worth:
         self._told = [[0.0, 0.0] for _ in self._factors]  # sums of logarithms of measured ÷ timed, and of weights
         self._tokens, self._seconds = 16.0, 16.0 * costs.target[0]
         self.rate = self._tokens / self._seconds
-        self._undrafted = 0.0  # of these tokens, those of rounds of text or counts
+        self.shared, self._undrafted = False, 0.0  # of these tokens, those of rounds of text or counts
         self._made, self._lasted = 0, list[int]()  # tokens of this text, and of those before
 
     def begin(self, rate: float) -> None:
@@ -53,7 +53,7 @@ class Worth:
 
     def shares(self) -> None:
         """A lookup comes before the draft: the texts are taken to be its by half, until they tell."""
-        self._undrafted = self._tokens / 2
+        self.shared, self._undrafted = True, self._tokens / 2
 
     def left(self, limit: float) -> float:
         """How many of at most `limit` further tokens of this text are expected, and not in rounds of text or counts.
@@ -281,12 +281,16 @@ class ExpectedValue(LengthRule):
         """What a round must earn for its first step, and each of its tokens for reading a long text, such as a prompt.
 
         What was decoded without the draft is read for the rounds to come as well. Of a few tokens this one pays the
-        share of rounds that begin so; a long text is paid by all tokens that are left of the text.
+        share of rounds that begin so; a long text is paid by all tokens that are left of the text. A draft alone of
+        which nothing is known reads one to be tried.
         """
-        few = min(self._unread, len(self.costs.target))
-        alone, long = self.costs.draft_step(min(few, 2)), self.costs.draft_prompt * (self._unread - few)
-        late = (self.costs.draft_step(few) - alone) * self._interrupted / self._rounds
-        return alone + late, long / max(self.worth.left(self._left), 1.0)
+        if self._unread <= len(self.costs.target):
+            alone = self.costs.draft_step(min(self._unread, 2))
+            late = (self.costs.draft_step(self._unread) - alone) * self._interrupted / self._rounds
+            return alone + late, 0.0
+        known = self.calibration.judged or any(self._seen) or self.worth.shared
+        long = self.costs.draft_prompt * self._unread / max(self.worth.left(self._left), 1.0)
+        return self.costs.draft, long if known else 0.0
 
     def _affordable(self) -> bool:
         """Whether drafting has not lost more than it may."""

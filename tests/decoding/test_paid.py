@@ -16,6 +16,7 @@ from table_model import TableModel
 from test_configurations import settings_with
 from toys import speculative
 
+from distill.decoding.calibration import Calibration
 from distill.decoding.configured import DrafterInputs, make_drafter
 from distill.decoding.costs import Costs, accepted_by_position, measure_steps, rising
 from distill.decoding.decode import decode_text, plain
@@ -171,7 +172,8 @@ def test_a_draft_that_is_not_asked_reads_nothing(pair: tuple[Any, Any]) -> None:
     assert not draft.steps and result.tokens == plain(target, [1, 2, 3], 40).tokens
 
     # It reads the prompt apart from the rounds, for as many tokens as are worth it: a text that outlasts all lasts.
-    rule, prompt = ExpectedValue(Worth(replace(costs, draft_prompt=1.0))), [1 + i % 6 for i in range(60)]
+    known, prompt = Calibration(accepted=70, judged=100), [1 + i % 6 for i in range(60)]
+    rule = ExpectedValue(Worth(replace(costs, draft_prompt=1.0)), known)
     drafter = ModelDrafter(draft, rule, Rules().sampler, Rules().random)
     few, many = (decode_text(target, drafter, prompt, tokens, Rules()) for tokens in (9, 300))
     assert not few.reading and draft.steps[0] > 59 and many.reading == pytest.approx(2 + (draft.steps[0] - 1) * 0.25)
