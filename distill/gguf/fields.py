@@ -10,7 +10,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NoReturn
 
-import gguf
 import numpy as np
 
 import distill
@@ -596,6 +595,7 @@ def add_general_fields(writer: Any, folder: Path, origin: Origin, outtype: str, 
 
     Raises DataError for a model card whose head is no YAML, or holds values that GGUF has no place for.
     """
+    import gguf
     import yaml
 
     folder = folder.resolve()
@@ -622,11 +622,15 @@ def add_general_fields(writer: Any, folder: Path, origin: Origin, outtype: str, 
 
 def file_type_number(outtype: str) -> int:
     """llama.cpp's number of a type of files (gguf.LlamaFileType)."""
+    import gguf
+
     return int(gguf.LlamaFileType["ALL_F32" if outtype == "f32" else f"MOSTLY_{outtype.upper()}"])
 
 
 def _complete(metadata: Any, origin: Origin) -> None:
     """Fill what the model card leaves out, in the words that the gguf package makes of such a card."""
+    import gguf
+
     card: dict[str, Any] = {
         "license": origin.licence,
         "datasets": list(origin.datasets),

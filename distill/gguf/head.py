@@ -14,9 +14,8 @@ import shlex
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, NoReturn
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
-import gguf
 import numpy as np
 
 from distill.errors import DataError
@@ -24,7 +23,10 @@ from distill.files import split_parts
 from distill.vocabulary.encoding import LLAMA3_NAMES
 from distill.vocabulary.vocabulary import FILL
 
-TensorRow = tuple[str, tuple[int, ...], gguf.GGMLQuantizationType, int]  # name, shape, type, bytes
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
+    TensorRow = tuple[str, tuple[int, ...], GGMLQuantizationType, int]  # name, shape, type, bytes
 
 # By gguf.GGUFValueType.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
@@ -215,22 +217,28 @@ def shortest(value: float) -> float:
     return float(str(np.float32(value)))
 
 
-def tensor_bytes(shape: Sequence[int], kind: gguf.GGMLQuantizationType) -> int:
+def tensor_bytes(shape: Sequence[int], kind: GGMLQuantizationType) -> int:
     """Bytes of a tensor's data."""
+    import gguf
+
     block, size = gguf.GGML_QUANT_SIZES[kind]
     return int(math.prod(shape) // block * size)
 
 
-def known_type(number: int) -> gguf.GGMLQuantizationType | None:
+def known_type(number: int) -> GGMLQuantizationType | None:
     """The type of ggml with this number; None for one that the gguf package does not know."""
+    import gguf
+
     try:
         return gguf.GGMLQuantizationType(number)
     except ValueError:
         return None
 
 
-def ggml_type(name: str) -> gguf.GGMLQuantizationType:
+def ggml_type(name: str) -> GGMLQuantizationType:
     """The type of ggml with this name; DataError where there is none."""
+    import gguf
+
     try:
         return gguf.GGMLQuantizationType[name.upper()]
     except KeyError:

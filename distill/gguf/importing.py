@@ -15,9 +15,8 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
-import gguf
 import numpy as np
 from numpy.typing import NDArray
 
@@ -44,6 +43,9 @@ from distill.progress import Progress, note
 # ── The tensors as model.safetensors: dequantised and put back into Hugging Face's order ──
 # A tensor is read, converted and written some rows at a time, so that memory does not grow with the model.
 
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
+
 PART_VALUES = 2**21  # values of a tensor converted at a time, when written by each thread
 ROTARY = (LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 Dtype = Literal["float32", "bfloat16", "float16"]
@@ -62,7 +64,7 @@ class FileTensor:
 
     path: Path
     name: str
-    kind: gguf.GGMLQuantizationType
+    kind: GGMLQuantizationType
     start: int
     shape: tuple[int, ...]
     heads: int = 0
@@ -76,17 +78,23 @@ class FileTensor:
     @property
     def bits(self) -> int:
         """Bits of a value, its share of scales left out; of a float those of its significand."""
+        import gguf
+
         block, size = gguf.GGML_QUANT_SIZES[self.kind]
         return FLOAT_BITS.get(self.kind.name, 8 * size // block)
 
     def blocks(self) -> NDArray[np.uint8]:
         """The rows of a matrix as the file has them, in blocks of its type [rows, blocks, bytes]; read when used."""
+        import gguf
+
         block, size = gguf.GGML_QUANT_SIZES[self.kind]
         shape = (self.shape[0], self.shape[1] // block, size)
         return np.memmap(self.path, np.uint8, "r", self.start, shape)
 
     def parts(self) -> Iterator[Floats]:
         """The rows in order, some at a time, as fp32; of reordered tensors whole heads at a time."""
+        import gguf
+
         block, size = gguf.GGML_QUANT_SIZES[self.kind]
         rows = 1 if len(self.shape) == 1 and not self.heads else self.shape[0]  # a reordered bias has one value a row
         width = self.values // rows
@@ -168,7 +176,9 @@ def _place(name: str) -> tuple[int, int]:
     return (1, int(parts[2])) if parts[1] == "layers" else (0 if "embed" in name else 2, 0)
 
 
-def _kind(head: FileHead, name: str, width: int) -> gguf.GGMLQuantizationType:
+def _kind(head: FileHead, name: str, width: int) -> GGMLQuantizationType:
+    import gguf
+
     kind = known_type(head.kinds[name])
     if kind is None or (kind.name not in DTYPES and kind not in gguf.quants._type_traits):
         what = f"{name} is {type_name(head.kinds[name])}, which the gguf package cannot dequantise"
@@ -244,6 +254,8 @@ FORMAT = 4  # of the folders in the cache
 
 def file_type(path: Path) -> str:
     """The type that a GGUF file names for its weights, such as q4_k_m, or that of most of its matrices."""
+    import gguf
+
     head = open_head(path)
     try:
         name = gguf.LlamaFileType(head.values["general.file_type"]).name

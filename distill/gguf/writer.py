@@ -17,9 +17,8 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import TYPE_CHECKING, Any, BinaryIO
 
-import gguf
 import numpy as np
 
 from distill.errors import DataError
@@ -44,6 +43,9 @@ from distill.machine import usable_cores
 from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.recipe.measuring import DIRECT, OUTTYPES
+
+if TYPE_CHECKING:
+    from gguf import GGMLQuantizationType
 
 # ── The tensors under llama.cpp's names: read and converted in parts by a few threads, written ──
 
@@ -132,7 +134,7 @@ def _constant(values: Floats, first: int, count: int) -> Floats:
 
 
 def write_tensors(
-    tensors: list[GgufTensor], outputs: Sequence[tuple[BinaryIO, Sequence[gguf.GGMLQuantizationType]]]
+    tensors: list[GgufTensor], outputs: Sequence[tuple[BinaryIO, Sequence[GGMLQuantizationType]]]
 ) -> None:
     """Append the tensors, each in its type for a file, to the files, each padded to GGUF's alignment; a part is read
     once for all files.
@@ -160,8 +162,10 @@ def write_tensors(
             write_first()
 
 
-def _converted(tensor: GgufTensor, first: int, count: int, kinds: Sequence[gguf.GGMLQuantizationType]) -> list[bytes]:
+def _converted(tensor: GgufTensor, first: int, count: int, kinds: Sequence[GGMLQuantizationType]) -> list[bytes]:
     """Rows of a tensor in each of the types, the last ones with the padding behind the tensor."""
+    import gguf
+
     floats, parts = np.ascontiguousarray(tensor.read(first, count)), []
     for kind in kinds:
         _require_range(tensor.name, floats, kind)
@@ -171,7 +175,7 @@ def _converted(tensor: GgufTensor, first: int, count: int, kinds: Sequence[gguf.
     return parts
 
 
-def _require_range(name: str, array: Floats, kind: gguf.GGMLQuantizationType) -> None:
+def _require_range(name: str, array: Floats, kind: GGMLQuantizationType) -> None:
     """DataError for values that overflow a type; the scales of blocks are f16, and a part of the largest value."""
     if kind.name in ("F32", "BF16"):
         return
@@ -262,6 +266,8 @@ def export_files(
     when the model cannot be exported, RunError when a file cannot be written; a file that stood in its place is then
     intact.
     """
+    import gguf
+
     for outtype in outputs.values():
         if outtype not in OUTTYPES:
             raise DataError(f"outtype {outtype!r} is unknown", hint=f"use one of {', '.join(OUTTYPES)}")
@@ -320,11 +326,15 @@ def _lossless(tensors: list[GgufTensor]) -> str:
 
 def _block(outtype: str) -> int:
     """How many values of a row a type of files stores together; of llama.cpp's mixtures, the largest number."""
+    import gguf
+
     kind = gguf.GGMLQuantizationType.__members__.get(outtype.upper())
     return K_BLOCK if kind is None else int(gguf.GGML_QUANT_SIZES[kind][0])
 
 
-def _tensor_type(tensor: GgufTensor, outtype: str) -> gguf.GGMLQuantizationType:
+def _tensor_type(tensor: GgufTensor, outtype: str) -> GGMLQuantizationType:
+    import gguf
+
     if len(tensor.shape) == 1:
         return gguf.GGMLQuantizationType.F32
     return gguf.GGMLQuantizationType.F16 if tensor.shape[-1] % _block(outtype) else ggml_type(outtype)
