@@ -299,7 +299,7 @@ class ExpectedValue(LengthRule):
 
     def promise(self) -> float:
         """The worth that a round is expected to have, before its first step: of the best length, or of none."""
-        best = self._value(0, 1.0)
+        plain = best = self._value(0, 1.0)
         if self._affordable():
             mean, survival, expected = self.hoped(0, 1.0), 1.0, 1.0
             first, each = self._first_step()
@@ -307,7 +307,10 @@ class ExpectedValue(LengthRule):
             for n in range(1, self.limit() + 1):
                 survival *= mean
                 expected += survival
-                best = max(best, self._value(n, expected) - self.worth.rate * (paid + each * expected))
+                long = self.worth.rate * each * expected
+                if each and not self.worth.shared:  # instead, all these tokens were plain ones, and not the first alone
+                    long = max(long + plain * (expected - 1), 0.0)
+                best = max(best, self._value(n, expected) - self.worth.rate * paid - long)
                 paid += self.costs.draft
         return best
 
