@@ -59,8 +59,7 @@ th:first-child, td:first-child, .text { text-align: left; }
 tr.best td { font-weight: 650; }
 @media print { details::details-content { content-visibility: visible; block-size: auto; }
   figure, tr { break-inside: avoid; }
-  .scroll { overflow: visible; }
-  table { font-size: .58rem; overflow-wrap: anywhere; }
+  .scroll { overflow: visible; } table { font-size: .58rem; overflow-wrap: anywhere; }
   th, td, td:first-child { white-space: normal; min-width: 0; padding: .2rem .3rem; } }
 """
 
