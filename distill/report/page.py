@@ -58,9 +58,9 @@ th, td:first-child { white-space: normal; min-width: 3.4rem; }
 th:first-child, td:first-child, .text { text-align: left; }
 tr.best td { font-weight: 650; }
 @media print { details::details-content { content-visibility: visible; block-size: auto; }
-  figure, tr { break-inside: avoid; }
-  .scroll { overflow: visible; } table { font-size: .58rem; overflow-wrap: anywhere; }
-  th, td, td:first-child { white-space: normal; min-width: 0; padding: .2rem .3rem; } }
+  figure, tr { break-inside: avoid; } td:first-child { overflow-wrap: anywhere; }
+  .scroll { overflow: visible; } table { font-size: .52rem; }
+  th, td, td:first-child { white-space: normal; min-width: 0; padding: .2rem .25rem; } }
 """
 
 
