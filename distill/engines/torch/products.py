@@ -408,7 +408,7 @@ def has_four_bits(device: torch.device) -> bool:
     try:
         own = FourBitLinear(levels.to(device, torch.uint8), scale.to(device), -scale.to(device))
         found = own(x.to(device)).float().cpu()
-    except (AttributeError, RuntimeError, NotImplementedError):  # a build or a device without these operators
+    except (AttributeError, RuntimeError):  # a build or a device without these operators; any other fault is ours
         return False
     return bool((found - expected).abs().max() <= 2e-2 * expected.abs().max())
 
