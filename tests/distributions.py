@@ -136,7 +136,7 @@ class Problem:
             return divergences.lk_hybrid(log_p, log_q)
         if name == "jsd":
             return t**2 * divergences.jsd(log_p, log_q)
-        return t**2 * {"forward_kl": divergences.forward_kl, "reverse_kl": divergences.reverse_kl}[name](log_p, log_q)
+        return t**2 * divergences.forward_kl(log_p, log_q)
 
     def expected(
         self, settings: LossSettings, form: LogitForm = PLAIN_LOGITS

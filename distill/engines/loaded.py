@@ -44,8 +44,9 @@ from distill.engines.torch.model import (
     send,
     state_refusal,
 )
-from distill.engines.torch.packed import BITS, SOURCE, NoKernel, kernel, load_packed, rounded_draft
+from distill.engines.torch.packed import BITS, SOURCE, NoKernel, kernel, load_packed
 from distill.engines.torch.products import Bits, prepacked
+from distill.engines.torch.rounded import rounded_draft
 from distill.engines.torch.static import SlotCache, StaticTorchModel, refusal
 from distill.errors import DataError, RecipeError
 from distill.files import cache_folder, digest, digests_of, file_digests, is_gguf, read_result, remember
@@ -168,8 +169,6 @@ def load_pair(
     place = pick_device(device)
     small_place = place if pytorch.draft_device is None else pick_device(pytorch.draft_device)
     big = load_big(target, place, pytorch)
-    if draft is not None and is_gguf(draft) and pytorch.target_weights == "file" and pytorch.draft_weights == "auto":
-        pytorch = pytorch.model_copy(update={"draft_weights": "file"})
     if draft is not None and pytorch.draft_weights == "file":
         small = load_in_bits(draft, small_place)
     else:

@@ -251,7 +251,7 @@ class PyTorch(Section):
     draft_weights: Literal["auto", "file", "int8", "int4"] | None = Field(
         "auto",
         description="CPU: round the draft's linear layers to 8 or 4 bits, which makes its steps faster. file: a GGUF "
-        "draft's own bits. auto: those beside a target in its own, else what measures best; null: as they are",
+        "draft's own bits. auto: what measures best; null: as they are",
     )
     prepack: bool = Field(
         True,

@@ -48,7 +48,7 @@ class Sparsity(Section):
         return self
 
 
-LossName = Literal["forward_kl", "reverse_kl", "jsd", "total_variation", "nla", "lk_hybrid", "cross_entropy"]
+LossName = Literal["forward_kl", "jsd", "total_variation", "nla", "lk_hybrid", "cross_entropy"]
 Loss = dict[LossName, float]
 Protocol = Literal["auto", "sampling", "match", "greedy"]
 
@@ -100,8 +100,7 @@ class Train(Section):
         1.0,
         gt=0,
         le=100,
-        description="of both distributions in forward_kl, reverse_kl and jsd; these losses are multiplied by its "
-        "square",
+        description="of both distributions in forward_kl and jsd; these losses are multiplied by its square",
     )
     save_every: int = Field(100, ge=1, description="steps between checkpoints, of which two are kept")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(

@@ -345,14 +345,10 @@ def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | N
 
 
 def kept_share(recipe: Recipe, draft: Any = None) -> float:
-    """The share of the donor's layers that a cut leaves, narrower MLPs in proportion: that of the configuration of a
-    `draft`, else that of the recipe's cut."""
-    donor = load_config(recipe.donor_model).get_text_config()
-    layers, width = donor.num_hidden_layers, donor.intermediate_size
-    if draft is not None:
-        return float(draft.num_hidden_layers * draft.intermediate_size / (layers * width))
-    left, narrower = _left(recipe.cut, layers, width)
-    return float(left * narrower / (layers * width))
+    """The share of the donor's layers that a cut leaves: that of the configuration of a `draft`, else that of the
+    recipe's cut. Narrower MLPs do not count: such a cut keeps most of what its donor can do."""
+    donor: int = load_config(recipe.donor_model).get_text_config().num_hidden_layers
+    return (recipe.cut.layers or donor if draft is None else draft.num_hidden_layers) / donor
 
 
 def check_smaller(recipe: Recipe, target: Any, donor: Any) -> None:

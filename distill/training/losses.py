@@ -23,7 +23,6 @@ from torch import Tensor
 from distill.devices import as_float64
 from distill.divergences import LEAST_ACCEPTANCE, LK_DECAY
 from distill.engines.torch.products import filled_count
-from distill.errors import DataError
 from distill.recipe.training import LossName
 from distill.teacher.distributions import EMPTY, LogitForm, Teacher, TeacherChunk
 
@@ -42,9 +41,9 @@ Term = tuple[Tensor, Callable[[], Tensor]]  # a loss [r], and its gradient [r, M
 class LossSettings:
     """Weights of the losses of a mixture, and the settings of the losses.
 
-    The target's distribution p is taken at `temperature`, and so is q = softmax(z / temperature) in forward_kl,
-    reverse_kl and jsd, which are multiplied by temperature², and in total_variation, nla and lk_hybrid, which are not;
-    the cross-entropy takes z itself.
+    The target's distribution p is taken at `temperature`, and so is q = softmax(z / temperature) in forward_kl
+    and jsd, which are multiplied by temperature², and in total_variation, nla and lk_hybrid, which are not; the
+    cross-entropy takes z itself.
     """
 
     losses: Mapping[str, float]
@@ -52,7 +51,7 @@ class LossSettings:
 
     def scale(self, name: str) -> float:
         """The factor that keeps a loss's gradient from shrinking with the temperature (Hinton et al. 2015)."""
-        return self.temperature**2 if name in ("forward_kl", "reverse_kl", "jsd") else 1.0
+        return self.temperature**2 if name in ("forward_kl", "jsd") else 1.0
 
 
 # Sums over the N positions of a batch, scalars in fp64 and detached: add those of batches and processes, then divide.
@@ -163,14 +162,6 @@ class Distributions:
         return torch.where(over, below, -above).mul_(self.q)
 
 
-def _reverse_kl(distributions: Distributions) -> Term:
-    """Infinite where q has mass and p has none; the caller refuses such a batch."""
-    ratio = distributions.log_q - distributions.log_p
-    value = (distributions.q * ratio).sum(-1)
-    impossible = ((distributions.log_p <= EMPTY / 2) & (distributions.q > 0)).any(-1)
-    return value.masked_fill(impossible, math.inf), lambda: (ratio - value.unsqueeze(-1)).mul_(distributions.q)
-
-
 def _jsd(distributions: Distributions) -> Term:
     mixed = torch.logaddexp(distributions.log_p + math.log(0.5), distributions.log_q + math.log(0.5))
     ratio = distributions.log_q - mixed
@@ -197,7 +188,6 @@ def _lk_hybrid(distributions: Distributions) -> Term:
 # Losses of the two distributions at the settings' temperature; the cross-entropy reads the draft's alone.
 DIVERGENCES: dict[str, Callable[[Distributions], Term]] = {
     "forward_kl": lambda both: (both.forward_kl, both.forward_kl_gradient),
-    "reverse_kl": _reverse_kl,
     "jsd": _jsd,
     "total_variation": lambda both: (both.excess.sum(-1), both.variation_gradient),
     "nla": _nla,
@@ -391,8 +381,7 @@ def head_loss(
     hidden [N, H] after the final norm, head [R, H] and bias [R] of which the first teacher.columns rows learn, labels
     [N] as columns (outside them: no label), chunk positions at once. The products are in the type of `hidden`, or of an
     enclosing autocast; the rest is in fp32 (fp64 if that is fp64). Gradients reach hidden, head and bias, once; none is
-    computed where none is needed. Raises DataError for a reverse KL that is infinite and for a temperature that the
-    teacher lacks.
+    computed where none is needed. Raises DataError for a temperature that the teacher lacks.
     """
     assert len(teacher) == len(hidden) == len(labels) and teacher.columns <= len(head) and chunk >= 1
     automatic = torch.is_autocast_enabled(hidden.device.type)
@@ -409,15 +398,6 @@ def head_loss(
 
 def _sums(values: Tensor, scoring: _Scoring) -> LossSums:
     settings = scoring.settings
-    if "reverse_kl" in settings.losses:
-        place = len(STATISTICS) + list(settings.losses).index("reverse_kl")
-        infinite = int(torch.isposinf(values[:, place]).sum())
-        if infinite:
-            raise DataError(
-                f"the reverse KL is infinite at {infinite} of {len(values)} positions: the target gives no mass to "
-                "tokens of the draft's",
-                "train on forward_kl or jsd, or on a store with fewer entries than tokens",
-            )
     own = as_float64(values)
     names = (*STATISTICS, *(f"loss/{name}" for name in settings.losses))
     return {"positions": own.new_tensor(len(own)), **dict(zip(names, own.sum(0), strict=True))}

@@ -149,9 +149,8 @@ def set_rates(optimizer: Any, rate: float, body_rate: float) -> None:
 
 # ── Learning rates ──
 
-# Shares of the donor's layers that a draft keeps, and peak rates: the first measured, the second as published for whole
-# donors (docs/training.md#the-rate).
-RATES = (1 / 6, 1.5e-3), (1.0, 5e-5)
+# Shares of the donor's layers that a draft keeps, and peak rates, both measured (docs/training.md#the-rate).
+RATES = (1 / 6, 1.5e-3), (1.0, 1.5e-5)
 # Adapters learn best at ten times the rate of whole weights (Schulman et al. 2025, LoRA Without Regret), up to what was
 # measured (docs/benchmarks.md#optimizers).
 ADAPTER, MOST_OF_ADAPTER = 10, {"adamw": 2e-3, "muon": 8e-3}

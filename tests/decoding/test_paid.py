@@ -225,6 +225,27 @@ def test_small_contexts_and_drafts_without_tokens_end(pair: tuple[Any, Any]) -> 
     assert costs.target == pytest.approx([10 + 1.5 * n for n in range(9)])
 
 
+@pytest.mark.parametrize("branches", [False, True])
+@pytest.mark.parametrize(("room", "draft_room"), [(40, 400), (400, 40), (41, 41), (42, 41)])
+def test_a_context_that_ends_inside_a_round(pair: tuple[Any, Any], room: int, draft_room: int, branches: bool) -> None:
+    """Of the target the text ends there; after the draft's it is plain. Shorter rounds teach no other costs."""
+    target, draft = pair
+    target.model = TableModel(7, seed=3, capacity=room)
+    draft.model = TableModel(7, seed=3, capacity=draft_room).near(0.05, seed=5)
+    rule = ExpectedValue(Worth(Costs(tuple(10 + 1.5 * m for m in range(20)), 2.0, 2.25)), longest=8)
+    chain, tree = ModelDrafter(draft, rule, GREEDY, float), TreeDrafter(draft, GREEDY, float, 12, rule=rule)
+    result = decode_text(target, tree if branches else chain, [1, 2, 3], 100, Rules())
+    assert result.tokens == plain(target, [1, 2, 3], 100).tokens and len(result.tokens) == min(room - 2, 100)
+    drafted = [one.drafted for one in result.rounds]
+    assert max(drafted) > 2  # it drafts where there is room
+    places = list(itertools.accumulate((one.accepted + 1 for one in result.rounds), initial=3))
+    assert all(
+        place + count <= min(room, draft_room + 1) for place, count in zip(places, drafted, strict=False) if count
+    )
+    seconds = [one.seconds for one in result.rounds if not one.drafted and one.accepted == 0]
+    assert all(one == pytest.approx(10) for one in seconds[1:])
+
+
 @pytest.mark.parametrize(("unlike", "more", "gain"), [(0.3, 0.05, 0.93), (0.6, 0.05, 1.05), (0.6, 1.5, 0.93)])
 def test_a_tree_is_as_fast_as_the_chain_that_it_contains(
     pair: tuple[Any, Any], unlike: float, more: float, gain: float

@@ -228,9 +228,9 @@ def test_pairs_of_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None
     """Drafts leave the text as it is; rows of a batch and a static cache; no folder of weights is written."""
     monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
     place = str(saved(tmp_path, "qwen2", "q4_1"))
-    settings = PyTorch(target_weights="file")
+    settings = PyTorch(target_weights="file", draft_weights="file")
     with load_pair(Target(model=place), place, pytorch=settings) as pair:
-        assert pair.backend == "pytorch" and pair.pytorch.draft_weights == "file"
+        assert pair.backend == "pytorch"
         assert pair.pytorch.suffix == ", target in its file's bits, draft in its file's bits"
         assert not [*tmp_path.glob("cache/imported/*/*.safetensors")]
         text = plain(pair.target, [3, 1, 4], 24).tokens

@@ -171,7 +171,7 @@ def test_a_refreshed_run_goes_on_from_the_draft(world: Path, log: Path, runs: Pa
     assert [prompt for prompt, _ in found[: len(expected)]] == expected
     again = found[len(expected) :]
     assert len(again) == min(len(expected), len(before)) > 5 and all(pair in before for pair in again), "old answers"
-    assert json.loads((run / "training.json").read_text())["rate"] == 5e-5, "as a whole donor's, not as a cut one's"
+    assert json.loads((run / "training.json").read_text())["rate"] == 1.5e-5, "as a whole donor's, not as a cut one's"
     pinned = pin_read(run)
     assert (pinned["start_line"], pinned["lines"]) == (33, 55) and pinned["parts"][0]["bytes"] == log.stat().st_size
     parent = json.loads((run / "parent.json").read_text())

@@ -13,7 +13,6 @@ from hypothesis import settings as examples
 from hypothesis import strategies as st
 
 from distill import divergences
-from distill.errors import DataError
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, LogitForm, Teacher, compress
 from distill.training import losses as bucket
 from distill.training.losses import LOSSES, LossSettings, head_loss
@@ -69,11 +68,7 @@ def test_targets_without_mass_on_most_tokens(name: str, k: int | None, left: int
     logits = problem.teacher.logits
     problem.teacher.logits = logits.masked_fill(logits < logits.topk(left).values[:, -1:], -math.inf)
     settings = LossSettings({name: 1.0}, temperature=1.3)
-    if name == "reverse_kl" and (k, left) != (1, 5):  # there the bucket holds four of the five
-        with pytest.raises(DataError, match="infinite"):
-            fused(problem, settings)
-    else:
-        agrees(problem, settings)
+    agrees(problem, settings)
 
 
 @examples(max_examples=60, deadline=None)
@@ -218,16 +213,6 @@ def test_no_positions() -> None:
     total.backward()
     assert total.item() == 0 and not any(map(float, sums.values()))
     assert head.grad is not None and float(head.grad.abs().max()) == 0
-
-
-@pytest.mark.parametrize("k", [None, 5])
-def test_an_infinite_reverse_kl_is_refused(k: int | None) -> None:
-    problem = Problem(k, seed=13)
-    problem.teacher.logits[4] = torch.full((V,), -math.inf).scatter(-1, torch.arange(5), 1.0)
-    for losses in ({"reverse_kl": 1.0}, {"forward_kl": 1.0, "reverse_kl": 0.0}):
-        with pytest.raises(DataError, match="infinite at 1 of 17 positions"):
-            fused(problem, LossSettings(losses))
-    assert bool(fused(problem, LossSettings({"jsd": 1.0}))[0].isfinite())
 
 
 # ── what is really stored: fp16 entries, teachers of teacher/distributions.py, drafts that are sure ──

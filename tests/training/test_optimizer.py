@@ -129,15 +129,18 @@ def test_the_rate_follows_what_the_cut_leaves(world: Path, ready: Path, tmp_path
     """Named by `check`, and taken by the training of that very cut."""
     shares = (0.05, 1 / 6, 0.4, 0.7, 1.0)
     rates = [peak_rate(share) for share in shares]
-    assert rates[:2] == [1.5e-3, 1.5e-3] and rates[-1] == 5e-5 and rates == sorted(rates, reverse=True)
-    assert peak_rate(7 / 12) == pytest.approx((1.5e-3 * 5e-5) ** 0.5, rel=0.05)  # halfway, the geometric mean
+    assert rates[:2] == [1.5e-3, 1.5e-3] and rates[-1] == 1.5e-5 and rates == sorted(rates, reverse=True)
+    assert peak_rate(7 / 12) == pytest.approx(1.5e-4, rel=0.05)  # halfway, the geometric mean
     settings = settings_of()
     assert with_rate(settings, 0.4).rate == peak_rate(0.4) and with_rate(settings_of(rate=0.2), 0.4).rate == 0.2
     rates = [with_rate(settings_of(adapter={}), share).rate for share in (1 / 6, 1.0)]
-    assert rates == [8e-3, 5e-4] and with_rate(settings_of(adapter={}, optimizer="adamw"), 1 / 6).rate == 2e-3
+    assert (
+        rates == pytest.approx([8e-3, 1.5e-4])
+        and with_rate(settings_of(adapter={}, optimizer="adamw"), 1 / 6).rate == 2e-3
+    )
     recipe = load_recipe(world / "recipe.yaml", ["train.rate=null"])
     donor = load_config(recipe.donor_model)
-    left = 2 * 64 / (donor.num_hidden_layers * donor.intermediate_size)
+    left = 2 / donor.num_hidden_layers
     assert kept_share(recipe) == kept_share(recipe, load_config(str(ready / "cut"))) == pytest.approx(left)
     assert f"at up to {peak_rate(left):g}: " in tiny.shown(capsys, "check", world / "recipe.yaml", "train.rate=null")
     changed = ["cut.transplant={}", "train.rate=null"]
@@ -157,7 +160,7 @@ def test_a_continuation_goes_on_as_a_whole_donor_does(world: Path, ready: Path, 
     monkeypatch.setattr(Run, "parent", lambda _: {"generation": 2})
     monkeypatch.setattr(setup, "outer_share", lambda *_: 30.0)
     work = setup.set_up(recipe, Run(ready, recipe))
-    assert (work.rate, work.outer) == (5e-5, 1.0)
+    assert (work.rate, work.outer) == (1.5e-5, 1.0)
     monkeypatch.setattr(Run, "parent", lambda _: None)
     work = setup.set_up(recipe, Run(ready, recipe))
     assert work.rate > 5e-5 and work.outer == 30.0

@@ -14,6 +14,10 @@
 #include <math.h>
 #include <stdint.h>
 
+#include <algorithm>
+#include <functional>
+#include <vector>
+
 #define INLINE inline __attribute__((always_inline))
 
 struct Part {  // a weight [rows, columns]; mirrored in packed.py
@@ -463,6 +467,58 @@ void distill_step(const Layer *layers, const Step *step, uint16_t *x, const uint
             store(read + 16 * all, _mm512_mul_ps(silu, wide(gate + inner)));
         }
         product(3, inner, step->hidden, read, x, x, nullptr);
+    }
+}
+
+// Of each token, the products of x [tokens, columns] with those rows of a weight [rows, columns] whose rough ones [tokens,
+// rows] are the `count` largest (more where they tie, or a few more); out [tokens, rows] is −inf elsewhere. All bfloat16.
+void distill_shortlist(const uint16_t *rough, const uint16_t *x, const uint16_t *weight, const uint16_t *bias, int64_t tokens,
+                       int64_t rows, int64_t columns, int64_t count, int64_t threads, uint16_t *out) {
+    struct Place { int64_t token, row; };
+    constexpr int DEEP = 32;  // numbers of which one is the largest: the `count`-th of these is not above that of all
+    std::vector<std::vector<Place>> found(tokens);
+    const auto ordered = [](__m512i values) {  // bfloat16 numbers as integers in the same order
+        return _mm512_xor_si512(values, _mm512_and_si512(_mm512_srai_epi16(values, 15), _mm512_set1_epi16(0x7fff)));
+    };
+#pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (tokens > 1)
+    for (int64_t token = 0; token < tokens; ++token) {
+        const uint16_t *own = rough + token * rows;
+        const auto load = [&](int64_t row) {  // beyond the last one the smallest number
+            const int64_t left = rows - row;
+            const __mmask32 there = left >= 32 ? 0xffffffff : left > 0 ? (1u << left) - 1 : 0;
+            return ordered(_mm512_mask_loadu_epi16(_mm512_set1_epi16(-1), there, own + row));
+        };
+        std::vector<int16_t> largest;
+        for (int64_t row = 0; row < rows; row += 32 * DEEP) {
+            __m512i best = load(row);
+            for (int i = 1; i < DEEP; ++i) best = _mm512_max_epi16(best, load(row + 32 * i));
+            largest.resize(largest.size() + 32);
+            _mm512_storeu_si512(largest.data() + largest.size() - 32, best);
+        }
+        int16_t least = -32768;
+        if ((int64_t)largest.size() > count) {
+            std::nth_element(largest.begin(), largest.begin() + count - 1, largest.end(), std::greater<int16_t>());
+            least = largest[count - 1];
+        }
+        for (int64_t row = 0; row < rows; row += 32) {
+            __mmask32 in = _mm512_cmpge_epi16_mask(load(row), _mm512_set1_epi16(least));
+            for (; in; in &= in - 1)
+                if (row + __builtin_ctz(in) < rows) found[token].push_back({token, row + __builtin_ctz(in)});
+        }
+    }
+    std::vector<Place> all;
+    for (const auto &own : found) all.insert(all.end(), own.begin(), own.end());
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < tokens * rows; ++i) out[i] = 0xff80;
+#pragma omp parallel for num_threads(threads) schedule(static)
+    for (int64_t i = 0; i < (int64_t)all.size(); ++i) {
+        const uint16_t *row = weight + all[i].row * columns, *own = x + all[i].token * columns;
+        if (i + 4 < (int64_t)all.size())
+            for (int64_t c = 0; c < columns; c += 32) _mm_prefetch((const char *)(weight + all[i + 4].row * columns + c), _MM_HINT_T0);
+        __m512 total = _mm512_setzero_ps();
+        for (int64_t c = 0; c < columns; c += 32) total = dot(total, _mm512_loadu_si512(row + c), _mm512_loadu_si512(own + c));
+        const float shift = bias ? widened(bias[all[i].row]) : 0;
+        out[all[i].token * rows + all[i].row] = bfloat16(_mm512_reduce_add_ps(total) + shift);
     }
 }
 

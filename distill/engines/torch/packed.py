@@ -27,19 +27,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distill.devices import CPU
-from distill.engines.torch.hugging_face import KeptHead, load_config, quiet
-from distill.engines.torch.products import (
-    After,
-    Bits,
-    FourBitLinear,
-    Norm,
-    copy_of,
-    has_four_bits,
-    plain_layers,
-    prepacked,
-    rounded,
-    rounding_refusal,
-)
+from distill.engines.torch.hugging_face import load_config, quiet
+from distill.engines.torch.products import After, FourBitLinear, Norm, has_four_bits
 from distill.errors import DataError
 from distill.files import cache_folder, digest, write_atomically
 from distill.gguf.fields import configuration
@@ -131,7 +120,9 @@ def kernel() -> Any:
     found.distill_products.argtypes = [address, *[number] * 5, *[address] * 5, ctypes.c_double]
     found.distill_pack.argtypes = [number, address, number, number, address, number]
     found.distill_step.argtypes = [address] * 10
-    found.distill_products.restype = found.distill_pack.restype = found.distill_step.restype = None
+    found.distill_shortlist.argtypes = [*[address] * 4, *[number] * 5, address]
+    for name in ("products", "pack", "step", "shortlist"):
+        getattr(found, f"distill_{name}").restype = None
     return found
 
 
@@ -433,26 +424,6 @@ def load_packed(reference: str, device: torch.device | None = None) -> Any:
             model.lm_head.weight = model.get_input_embeddings().weight
         model.to(device)
     return model.eval()
-
-
-def rounded_draft(model: Any, bits: Bits, name: str) -> Any:
-    """A copy of a draft with its linear layers rounded to `bits`, in the kernel's layout where there is one, and else
-    in that of torch's own; DataError where it cannot be (`rounding_refusal`)."""
-    try:
-        kernel()
-    except NoKernel:
-        return rounded(model, bits, name)
-    if model.dtype != torch.bfloat16 or rounding_refusal(model, bits):
-        return rounded(model, bits, name)
-    prepared = copy_of(model)
-    for place, module in plain_layers(model).items():
-        weight, own = PackedWeight.rounded(module.weight, 8 if bits == "int8" else 4), prepared.get_submodule(place)
-        if isinstance(own, KeptHead):
-            del own.weight  # of the tensors that a module saves and moves
-            own.weight = weight
-        else:
-            prepared.set_submodule(place, PackedLinear(weight, module.bias))
-    return prepacked(prepared)[0]
 
 
 def _is_linear(places: Mapping[str, Any], name: str) -> bool:
