@@ -61,13 +61,13 @@ def test_all_rough_logits_alike() -> None:
 
 
 @needs_kernel
-@pytest.mark.parametrize("trimmed", [False, True])
-def test_a_draft_with_a_shortlist(monkeypatch: pytest.MonkeyPatch, trimmed: bool) -> None:
+@pytest.mark.parametrize(("kind", "trimmed"), [("llama", False), ("llama", True), ("gemma3_text", False)])
+def test_a_draft_with_a_shortlist(monkeypatch: pytest.MonkeyPatch, kind: str, trimmed: bool) -> None:
     monkeypatch.setattr(products, "MIN_VALUES", 1)
     monkeypatch.setattr(rounded, "TOKENS", 16)
     sizes = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}
-    target, settings = torch_decoder(toy("llama", vocabulary=2000, **sizes)), PyTorch(draft_weights="int4")
-    model = toy("llama", vocabulary=2000, **sizes).bfloat16()
+    target, settings = torch_decoder(toy(kind, vocabulary=2000, **sizes)), PyTorch(draft_weights="int4")
+    model = toy(kind, vocabulary=2000, **sizes).bfloat16()
     if trimmed:
         model = trim_head(model, range(0, 2000, 2))
     whole = torch_decoder(model, None, settings, is_draft=True)

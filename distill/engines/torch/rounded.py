@@ -18,7 +18,15 @@ from torch.nn.functional import linear
 
 from distill.engines.torch.hugging_face import KeptHead
 from distill.engines.torch.packed import NoKernel, PackedLinear, PackedWeight, kernel
-from distill.engines.torch.products import Bits, copy_of, plain_layers, prepacked, rounded, rounding_refusal
+from distill.engines.torch.products import (
+    Bits,
+    copy_of,
+    is_of_family,
+    plain_layers,
+    prepacked,
+    rounded,
+    rounding_refusal,
+)
 from distill.sampler import largest
 
 LEAST = 2**16  # tokens: the whole of a smaller head is as fast
@@ -98,8 +106,8 @@ def rounded_draft(model: Any, bits: Bits, name: str) -> Any:
             prepared.set_submodule(place, PackedLinear(weight, module.bias))
     prepared = prepacked(prepared)[0]
     head, own = layers.get("lm_head"), getattr(prepared, "lm_head", None)
-    in_one_call = getattr(prepared.base_model, "in_one_call", None) is not None
-    if in_one_call and head is not None and len(head.weight) >= LEAST and getattr(own, "cap", None) is None:
+    known = is_of_family(model, layers) and getattr(own, "cap", None) is None
+    if known and head is not None and len(head.weight) >= LEAST:
         short = ShortlistHead(head.weight, getattr(head, "bias", None), own_states(model))
         if isinstance(own, KeptHead):
             own.product = short
