@@ -134,22 +134,23 @@ torch.set_num_threads(1)
 def faults():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 def step():
-    return len([torch.ones(786432) for _ in range(3)])
-step(), step()
-before = faults()
-for _ in range(20):
+    return len([torch.ones(786432) for _ in range(24)])  # more than glibc keeps by itself, 64 MiB
+counts = [faults()]
+for _ in range(31):
     step()
-print(faults() - before)
+    counts.append(faults())
+print(sorted(after - before for before, after in zip(counts, counts[1:]))[15])
 """
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="the setting is glibc's")
 def test_freed_memory_is_taken_again() -> None:
-    """Three megabytes that come and go cost a page fault for each page without it."""
-    found = []
-    for call in ("", "keep_freed_memory()"):
-        done = subprocess.run(
-            [sys.executable, "-c", FAULTS.format(call=call)], capture_output=True, text=True, check=True
-        )
-        found.append(int(done.stdout))
-    assert found[1] < found[0] / 3
+    """Tensors that come and go cost a page fault for each page without it, unless something small happens to lie above
+    them."""
+
+    def faults(call: str) -> int:
+        command = [sys.executable, "-c", FAULTS.format(call=call)]
+        return int(subprocess.run(command, capture_output=True, text=True, check=True).stdout)
+
+    assert faults("keep_freed_memory()") == 0
+    assert any(faults("") > 1000 for _ in range(8))
