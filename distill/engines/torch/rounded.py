@@ -96,21 +96,23 @@ def rounded_draft(model: Any, bits: Bits, name: str) -> Any:
         return rounded(model, bits, name)
     if model.dtype != torch.bfloat16 or rounding_refusal(model, bits):
         return rounded(model, bits, name)
-    prepared, layers = copy_of(model), plain_layers(model)
+    prepared, layers, short = copy_of(model), plain_layers(model), None
+    head = layers.get("lm_head")
+    known = is_of_family(model, layers) and getattr(head, "cap", None) is None
+    if known and head is not None and len(head.weight) >= LEAST:
+        short = ShortlistHead(head.weight, getattr(head, "bias", None), own_states(model))
     for place, module in layers.items():
-        weight, own = PackedWeight.rounded(module.weight, 8 if bits == "int8" else 4), prepared.get_submodule(place)
+        own = prepared.get_submodule(place)
+        if module is head and short is not None and not isinstance(own, KeptHead):
+            prepared.lm_head = short
+            continue
+        weight = PackedWeight.rounded(module.weight, 8 if bits == "int8" else 4)
         if isinstance(own, KeptHead):
             del own.weight  # of the tensors that a module saves and moves
             own.weight = weight
         else:
             prepared.set_submodule(place, PackedLinear(weight, module.bias))
     prepared = prepacked(prepared)[0]
-    head, own = layers.get("lm_head"), getattr(prepared, "lm_head", None)
-    known = is_of_family(model, layers) and getattr(own, "cap", None) is None
-    if known and head is not None and len(head.weight) >= LEAST:
-        short = ShortlistHead(head.weight, getattr(head, "bias", None), own_states(model))
-        if isinstance(own, KeptHead):
-            own.product = short
-        else:
-            prepared.lm_head = short
+    if short is not None and isinstance(head, KeptHead):
+        prepared.lm_head.product = short
     return prepared
