@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from distill.decoding.calibration import UNFITTED, Calibration, Recorded
+from distill.decoding.calibration import UNFITTED, Calibration, Correction, Recorded
 from distill.decoding.costs import Costs
 from distill.decoding.decode import Decoded, decode, decode_text
 from distill.decoding.drafters import NOTHING, Drafter, FallbackDrafter, LookupDrafter, ModelDrafter, NoDrafter
@@ -22,7 +22,7 @@ from distill.decoding.other_vocabulary import DraftReader, StringMatchDrafter
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.trees import Choices, Shape, TreeDrafter, best_first, by_chance, calibrated
 from distill.decoding.verify import Random, refusal
-from distill.decoding.worth import ExpectedValue, Size, Worth
+from distill.decoding.worth import WITH_CALIBRATION, WITHOUT_CALIBRATION, ExpectedValue, Losses, Size, Worth
 from distill.engines.model import SPARE_NODES, Model
 from distill.engines.torch.hugging_face import load_config
 from distill.engines.torch.model import mask_refusal
@@ -78,7 +78,8 @@ class _Place(NamedTuple):
 class TableDrafter:
     """The `nodes` likeliest nodes by a mixture of counts, of at most `longest` tokens on a path.
 
-    By its `worth` as many of them as are worth verifying. `max_leaves` 1 makes chains, for models that take no trees.
+    By its `worth` as many of them as are worth verifying, at chances that this session's text corrects, drafted or not,
+    and none where that has lost more than `Losses` allows. `max_leaves` 1 makes chains, for models that take no trees.
     """
 
     kind = "deterministic"
@@ -96,10 +97,16 @@ class TableDrafter:
         self.mixture, self.nodes, self.longest = Mixture(table), nodes, longest
         self.calibration, self.worth, self.max_leaves = calibration, worth, max_leaves
         self.tree = max_leaves > 1
+        self._losses = Losses()
+        self._correction = Correction(WITHOUT_CALIBRATION if calibration is None else WITH_CALIBRATION)
+        # Of the nodes looked at behind `_length` tokens, by depth and last tokens: the likeliest next one, its chance.
+        self._guessed: dict[tuple[int, tuple[int, ...]], tuple[int, float]] = {}
+        self._length = 0
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Forget the last text; the prompt is read with the first proposal."""
         self.mixture.begin()
+        self._guessed, self._length = {}, len(prompt)
 
     def room(self, length: int) -> int:
         """Always the full length: there is no context that could be full."""
@@ -107,6 +114,8 @@ class TableDrafter:
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """The likeliest nodes, parents first; an end token has no children."""
+        if self.worth is not None:
+            self._judge(context)
         self.mixture.read(context)
         # The target holds a path of limit + 1 nodes and SPARE_NODES beside it; the context's last token is one of them.
         most = min(self.nodes, limit + SPARE_NODES - 2) if self.tree else min(self.nodes, limit)
@@ -115,6 +124,8 @@ class TableDrafter:
         longest = min(self.longest, limit)
         if most <= 0 or longest <= 0:
             return NOTHING
+        if not self._losses.affordable():
+            most = 0  # the tree is grown all the same: its nodes tell how good the counts are
 
         def below(place: _Place, token: int) -> Choices:
             if token in ends:
@@ -130,12 +141,31 @@ class TableDrafter:
         chances = guess.chances
         if self.calibration is not None and guess.tokens:
             chances = self.calibration.chances(guess, place.depth)
+        if self.worth is not None and guess.tokens:
+            first = chances[0]
+            self._guessed[place.depth, place.tail] = guess.tokens[0], first
+            corrected = self._correction.probability(first)
+            scale = (1 - corrected) / (1 - first) if first < 1 else 0.0
+            chances = [corrected, *[chance * scale for chance in chances[1:]]]
         return by_chance(guess.tokens, chances, place)
+
+    def _judge(self, context: Sequence[int]) -> None:
+        """Learn from the text since the last round, drafted or not, as far as its nodes were looked at."""
+        new = range(self._length, len(context))
+        for depth, end in enumerate(new):
+            found = self._guessed.get((depth, tuple(context[max(end - ORDER, 0) : end])))
+            if found is None:
+                break
+            token, chance = found
+            self._correction.learn(chance, token == context[end])
+        self._correction.age(len(new))
+        self._losses.age(len(new))
+        self._guessed, self._length = {}, len(context)
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Learn what rounds give; their tokens are counted with the next proposal."""
         if self.worth is not None:
-            self.worth.learn(count + 1, seconds, len(proposal.tokens))
+            self._losses.learn(self.worth, len(proposal.tokens), count + 1, seconds)
 
 
 def guesses(

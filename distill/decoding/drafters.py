@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distill.decoding.lengths import LONGEST, Features, LengthRule, NGramIndex, Proposal, features_of
 from distill.decoding.verify import Random, draw_token
-from distill.decoding.worth import ExpectedValue, Size, Worth
+from distill.decoding.worth import ExpectedValue, Losses, Size, Worth
 from distill.engines.model import Model
 from distill.sampler import Sampler
 
@@ -326,11 +326,11 @@ KEEP = 0.995  # of earlier counts, with each new one
 
 class LookupDrafter:
     """What followed the longest match before (Saxena 2023), at most `length` tokens after at least `shortest`; by its
-    `worth` as many as are worth verifying.
+    `worth` as many as are worth verifying, and none where that has lost more than `Losses` allows.
 
     The token after a match of m, if it is right, makes a match of m + 1. The probability of each length is counted in
-    this session, beginning with USUAL. `rival`: mean net gain of a round of the fallback drafter; plain decoding gives
-    1 − λ·T(1).
+    this session, in every round, beginning with USUAL. `rival`: mean net gain of a round of the fallback drafter; plain
+    decoding gives 1 − λ·T(1).
     """
 
     kind = "deterministic"
@@ -341,7 +341,8 @@ class LookupDrafter:
         self.rival = float("-inf")
         self._right = [WEIGHT * usual for usual in USUAL]
         self._judged = [WEIGHT] * len(USUAL)
-        self._index = SuffixIndex()
+        self._index, self._losses = SuffixIndex(), Losses()
+        self._expected: list[int] = []  # what would follow the last context, if it went on as before
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Forget the last context."""
@@ -353,14 +354,27 @@ class LookupDrafter:
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """The tokens that followed last time, up to an end token."""
+        if self.worth is not None and self._index.text:
+            self._judge(context[len(self._index.text) :])
         self._index.read(context)
         match = self._index.match
-        count = min(limit, self.length) if match >= self.shortest else 0
+        self._expected = self._index.continuation(self.length) if match >= self.shortest else []
+        count = min(limit, len(self._expected))
         if count > 0 and self.worth is not None:
             count = self.best(match, count)
-        tokens = self._index.continuation(count) if count > 0 else []
+        tokens = self._expected[: max(count, 0)]
         stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), len(tokens))
         return Proposal.chain(tokens[:stop])
+
+    def _judge(self, new: Sequence[int]) -> None:
+        """Count which of the expected tokens the text went on with, verified or not, up to the first that was wrong."""
+        self._losses.age(len(new))
+        for place, (token, expected) in enumerate(zip(new, self._expected, strict=False)):
+            row = min(self._index.match + place, len(USUAL)) - 1
+            self._right[row] = KEEP * self._right[row] + (token == expected)
+            self._judged[row] = KEEP * self._judged[row] + 1
+            if token != expected:
+                break
 
     def chance(self, match: int) -> float:
         """The probability that the token after a match of this length is right."""
@@ -370,6 +384,8 @@ class LookupDrafter:
     def best(self, match: int, limit: int) -> int:
         """How many of `limit` tokens after a match are verified; 0: none is worth it."""
         assert self.worth is not None
+        if not self._losses.affordable():
+            return 0
         limit = min(limit, len(self.worth.costs.undrafted) - 1)
         size, survival = Size(self.worth, limit, self.rival), 1.0
         for n in range(1, limit + 1):
@@ -379,13 +395,8 @@ class LookupDrafter:
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Learn what rounds give; the index reads accepted tokens with the next proposal."""
-        if self.worth is None:
-            return
-        for place in range(min(len(proposal.tokens), count + 1)):
-            row = min(self._index.match + place, len(USUAL)) - 1
-            self._right[row] = KEEP * self._right[row] + (place < count)
-            self._judged[row] = KEEP * self._judged[row] + 1
-        self.worth.learn(count + 1, seconds, len(proposal.tokens))
+        if self.worth is not None:
+            self._losses.learn(self.worth, len(proposal.tokens), count + 1, seconds)
 
     def passed(self, accepted: int, seconds: float) -> None:
         """A round of the fallback drafter, which learns from it itself."""

@@ -132,6 +132,46 @@ class Worth:
         return best
 
 
+class Losses:
+    """What drafting has lost against plain decoding, in tokens' time, and whether it may go on.
+
+    It may lose `allowance` in all, or what chance explains (`doubt` times the root of the sum of squared losses), a
+    hundredth of a token more with each token decoded, and half of the most that it has gained in this session.
+    """
+
+    def __init__(self, allowance: float = 2.5, doubt: float = 1.5) -> None:
+        self._allowance, self._doubt = allowance, doubt
+        # What was gained in all, the most that it ever was, and the squares of losses since then.
+        self._gained, self._most, self._squares, self._tokens = 0.0, 0.0, 0.0, 0
+
+    def affordable(self) -> bool:
+        """Whether drafting has not lost more than it may."""
+        lost, most = self._most - self._gained, max(self._allowance, self._doubt * self._squares**0.5)
+        return lost < most + 0.01 * self._tokens + 0.5 * self._most
+
+    def age(self, tokens: int) -> None:
+        """So many tokens were decoded."""
+        self._tokens += tokens
+        self._squares *= 0.5 ** (tokens / 400)
+
+    def lose(self, lost: float) -> None:
+        """A cost that no round has."""
+        self._gained -= lost
+
+    def learn(self, worth: Worth, drafted: int, tokens: int, seconds: float) -> None:
+        """A round without a model gave this many tokens: tell `worth`, and count it if some were drafted."""
+        seconds = worth.learn(tokens, seconds, drafted)
+        if drafted:
+            self.count(seconds / worth.costs.target[0] - tokens)
+
+    def count(self, lost: float) -> None:
+        """A round with drafted tokens, or with a draft's steps."""
+        self._gained -= lost
+        self._squares += lost * lost
+        if self._gained >= self._most:
+            self._most, self._squares = self._gained, 0.0
+
+
 class Size:
     """How many of the nodes found so far are worth verifying: those of greatest E − λ·T(n + 1), where that is more than
     what plain decoding and a `rival` give; without a worth, all.
@@ -195,9 +235,7 @@ class ExpectedValue(LengthRule):
     standard deviations of it, so that a draft of which little is known is tried, and likewise whether its first token
     is verified. Probabilities are corrected by the session's own rounds.
 
-    Rounds with a draft may lose `allowance` tokens' time against plain decoding in all, or what chance explains
-    (`doubt` times the root of the sum of squared losses), a hundredth of a token more with each token decoded, and half
-    of the most that drafting has gained in this session. Beyond that the rule decodes plainly.
+    Where rounds with a draft have lost more than `Losses` allows, the rule decodes plainly.
     """
 
     worth: Worth
@@ -228,8 +266,7 @@ class ExpectedValue(LengthRule):
         self._unread, self._left = 1, math.inf
         # Rounds with a draft, and those of them that began with what was decoded without it.
         self._rounds, self._interrupted = 8.0, 1.0
-        # In tokens' time: what drafting gained in all, the most that it ever had, and the squares of losses since then.
-        self._gained, self._most, self._squares, self._tokens = 0.0, 0.0, 0.0, 0
+        self._losses = Losses(self.allowance, self.doubt)
 
     @property
     def costs(self) -> Costs:
@@ -292,15 +329,10 @@ class ExpectedValue(LengthRule):
         long = self.costs.draft_prompt * self._unread / max(self.worth.left(self._left), 1.0)
         return self.costs.draft, long if known else 0.0
 
-    def _affordable(self) -> bool:
-        """Whether drafting has not lost more than it may."""
-        lost, most = self._most - self._gained, max(self.allowance, self.doubt * self._squares**0.5)
-        return lost < most + 0.01 * self._tokens + 0.5 * self._most
-
     def promise(self) -> float:
         """The worth that a round is expected to have, before its first step: of the best length, or of none."""
         plain = best = self._value(0, 1.0)
-        if self._affordable():
+        if self._losses.affordable():
             mean, survival, expected = self.hoped(0, 1.0), 1.0, 1.0
             first, each = self._first_step()
             paid = self.costs.overhead + first
@@ -378,7 +410,7 @@ class ExpectedValue(LengthRule):
     def caught_up(self, seconds: float) -> None:
         """Catching up counts as a loss; the first step of this round read one token after it."""
         self._paid -= self.costs.draft_step(self._unread) - self.costs.draft
-        self._gained -= seconds / self.costs.target[0]
+        self._losses.lose(seconds / self.costs.target[0])
 
     def read(self, seconds: float) -> None:
         """The draft has read the prompt, which no round pays for; the first step reads one token after it."""
@@ -387,8 +419,7 @@ class ExpectedValue(LengthRule):
         self._unread = 1
 
     def _age(self, tokens: int) -> None:
-        self._tokens += tokens
-        self._squares *= 0.5 ** (tokens / 400)
+        self._losses.age(tokens)
         self._correction.age(tokens)
         self._seen = [self.forget**tokens * seen for seen in self._seen]
 
@@ -409,9 +440,5 @@ class ExpectedValue(LengthRule):
             self._rounds += 1
             self._interrupted += self._unread > 2
         if drafted or self._paid:
-            lost = seconds / plain - tokens
-            self._gained -= lost
-            self._squares += lost * lost
-            if self._gained >= self._most:
-                self._most, self._squares = self._gained, 0.0
+            self._losses.count(seconds / plain - tokens)
         self._start()

@@ -113,7 +113,7 @@ def preflight(
     ahead = NAMES if until is None else NAMES[: NAMES.index(until) + 1]
     if inputs:
         found.lines, found.skipped, documents = check_corpus(recipe, offline)
-        prompts = recipe.answers.count(round(split_counts(recipe, documents)["train"]))
+        prompts = planned_prompts(recipe, documents)
         if not found.skipped and "train" in ahead:
             found.lines += check_epochs(recipe, documents, prompts)
         if "answers" in ahead or recipe.corpus.asked:
@@ -279,12 +279,20 @@ def check_static(recipe: Recipe) -> list[str]:
     return []
 
 
+def planned_prompts(recipe: Recipe, documents: list[Document]) -> int:
+    """About how many train prompts are answered: a conversation or question gives one, other text one from each stretch
+    as long as a prompt and its answer."""
+    own = [one for one in documents if one.split == "train"]
+    each = 4 * (recipe.answers.prompt_tokens + recipe.answers.new_tokens)  # in characters
+    texts = sum(1 if one.messages is not None else 1 + len(one.text) // each for one in own)
+    count = round(split_counts(recipe, documents)["train"])
+    return min(recipe.answers.count(count), count - len(own) + texts)
+
+
 def check_epochs(recipe: Recipe, documents: list[Document], prompts: int) -> list[str]:
     """About how often training sees its text, where each answer is as long as it may be."""
     own = [one for one in documents if one.split == "train"]
     answers, each = recipe.answers, recipe.answers.prompt_tokens + recipe.answers.new_tokens
-    texts = sum(1 if one.messages is not None else 1 + len(one.text) // (4 * each) for one in own)
-    prompts = min(prompts, round(split_counts(recipe, documents)["train"]) - len(own) + texts)
     given = min(recipe.corpus.tokens, sum(len(one.plain_text) for one in own if one.has_answer))
     served = 0 if answers.traffic is None else pin_of(Path(answers.traffic))["lines"]
     positions = given + prompts * each + served * recipe.corpus.block

@@ -160,8 +160,7 @@ ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"  # the variable that decides accel
 
 # The state before the first step. `tokens` counted in the loss; expected acceptance is measured on `texts`; `ended` is
 # the last step of a training that is over.
-START: dict[str, Any] = dict.fromkeys(("step", "best", "misses", "sparsity", "tokens", "texts", "ended"))
-START |= {"step": 0, "misses": 0, "tokens": 0}
+START: dict[str, Any] = dict(step=0, best=None, misses=0, sparsity=None, tokens=0, texts=None, ended=None)
 
 
 @dataclass

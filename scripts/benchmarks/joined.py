@@ -1,12 +1,12 @@
 """A lookup before a draft against each of them alone and plain decoding, and a draft's tree against its chain, on
 simulated texts and measured costs.
 
-python scripts/benchmarks/joined.py [--tokens 64,400] [--prompt 200] [--seeds 4] [--worst 10]
+python scripts/benchmarks/joined.py [--tokens 64,400] [--prompt 200] [--seeds 4] [--sessions 1] [--worst 8]
 
 A text is new tokens and copies of earlier stretches; at each place the draft's best token is right with a probability
 that it knows, the next ones with half of what is left each. Drafters, rule and λ are the real ones, time is simulated,
-and the draft's reading of prompts is a part of it. All ways decode the same texts, in one session of each way. Printed
-is a way's speed over the fastest of the others in each cell.
+and the draft's reading of prompts is a part of it. All ways decode the same texts, in sessions of some texts each.
+Printed is a way's speed over the fastest of the others in each cell.
 """
 
 from __future__ import annotations
@@ -168,17 +168,23 @@ class Cell:
         return self.speeds[way] / max(*others, 1.0 if way == "joined" else 0.0)
 
 
-def simulate(tokens: int, seeds: int, copied: Sequence[float] = COPIED, prompt: int = 200) -> list[Cell]:
-    """A cell for each share of copies, acceptance, cost curve and draft: a session of `seeds` texts."""
+def simulate(
+    tokens: int, seeds: int, copied: Sequence[float] = COPIED, prompt: int = 200, sessions: int = 1
+) -> list[Cell]:
+    """A cell for each share of copies, acceptance, cost curve and draft: sessions of `seeds` texts."""
     cells = []
     for share, mean in itertools.product(copied, ACCEPTED):
-        texts = [Text(share, mean, seed, prompt + tokens + 2 * LONGEST + 2) for seed in range(seeds)]
+        texts = [Text(share, mean, seed, prompt + tokens + 2 * LONGEST + 2) for seed in range(sessions * seeds)]
+        parts = [texts[start : start + seeds] for start in range(0, len(texts), seeds)]
         for (name, curve), draft in itertools.product(CURVES.items(), DRAFTS):
             curve = (*curve, *[curve[-1] + (curve[-1] - curve[4]) / 4 * more for more in range(1, 5)])
             target = tuple(0.1 * step for step in curve)
             costs = Costs(target, 0.1 * draft, 0.1 * draft * curve[1], draft_prompt=0.1 * draft * READ)
-            plain = 0.1 * tokens * seeds
-            taken = {way: seconds_of(one, texts, costs, curve, prompt, tokens) for way, one in WAYS.items()}
+            plain = 0.1 * tokens * len(texts)
+            taken = {
+                way: sum(seconds_of(one, part, costs, curve, prompt, tokens) for part in parts)
+                for way, one in WAYS.items()
+            }
             cells.append(Cell((name, share, mean, draft), tokens, {way: plain / own for way, own in taken.items()}))
     return cells
 
@@ -189,9 +195,13 @@ def main() -> None:
     parser.add_argument("--tokens", default="64,400", help="tokens of a text; several with commas")
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
     parser.add_argument("--seeds", type=int, default=4, help="texts of a session")
+    parser.add_argument("--sessions", type=int, default=1, help="sessions of a cell")
     parser.add_argument("--worst", type=int, default=8, help="cells printed")
     asked = parser.parse_args()
-    found = [simulate(int(tokens), asked.seeds, prompt=asked.prompt) for tokens in asked.tokens.split(",")]
+    found = [
+        simulate(int(tokens), asked.seeds, prompt=asked.prompt, sessions=asked.sessions)
+        for tokens in asked.tokens.split(",")
+    ]
     print("| tokens | way | cells | least | median | mean | most | below .98 |")
     print("|--:|---|--:|--:|--:|--:|--:|--:|")
     for cells, way in itertools.product(found, COMPARED):

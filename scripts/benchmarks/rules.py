@@ -1,6 +1,6 @@
 """The expected-value rule against the best fixed length in hindsight, on simulated drafts and measured costs.
 
-python scripts/benchmarks/rules.py [--rounds 64,400] [--prompt 0] [--worst 10] [--others | --mistimed]
+python scripts/benchmarks/rules.py [--rounds 64,400] [--seeds 8] [--prompt 0] [--worst 8] [--others | --mistimed]
 
 A text is a sequence of places; at each the target accepts the draft's token with a probability that only the simulation
 knows, and the draft shows features. All rules decode the same texts, as many tokens as the best fixed length (0 to 8,
@@ -161,7 +161,7 @@ def simulate(
             fitted["yes"].append(fit_calibration(others, FEATURE_TERMS))
             if mean >= 0.95:
                 whole = [one for one in others if one.accepted == len(one.features)][:12]
-                fitted.setdefault("all", []).append(fit_calibration(whole, FEATURE_TERMS))
+                fitted.setdefault("all", []).append(fit_calibration(whole, FEATURE_TERMS) if whole else UNFITTED)
         for where, costs in priced():
             best, tokens, length = best_fixed(costs, texts, rounds, prompt)
             for name, calibrations in fitted.items():
@@ -260,6 +260,7 @@ def main() -> None:
     """Print the share of cells below the goals, and the worst ones."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", default="64,400", help="rounds of the fixed length; several with commas")
+    parser.add_argument("--seeds", type=int, default=SEEDS, help="texts of a cell")
     parser.add_argument("--prompt", type=int, default=0, help="tokens of a prompt, which the draft reads")
     parser.add_argument("--worst", type=int, default=8, help="cells printed")
     parser.add_argument("--others", action="store_true", help="replay the rules without costs")
@@ -273,7 +274,7 @@ def main() -> None:
     print("|--:|--:|--:|--:|--:|--:|--:|--:|")
     worst = []
     for rounds in map(int, asked.rounds.split(",")):
-        cells = sorted(simulate(rounds, prompt=asked.prompt), key=lambda cell: cell.ratio)
+        cells = sorted(simulate(rounds, seeds=asked.seeds, prompt=asked.prompt), key=lambda cell: cell.ratio)
         ratios = [cell.ratio for cell in cells]
         figures = ratios[0], ratios[len(ratios) // 20], statistics.median(ratios), statistics.fmean(ratios)
         low = [sum(ratio < goal for ratio in ratios) for goal in (0.95, 0.98)]

@@ -3,15 +3,16 @@
     python scripts/benchmarks/tables.py runs/smollm2-demo --costs 1,1.13,1.04,1.03,1.05,1.1,1.15,1.2,1.21
 
 RUN has answers/ and teacher/ (`distill train RECIPE --until teacher`). Every fifth answer is held out: half of those
-calibrate, the others are followed as if the target wrote them, at most `--tokens` of each. No model runs, so all but
-the milliseconds is the same on every machine. `--costs` are T(1), T(2), … in plain steps; a longer step costs what the
-last one does.
+calibrate, the others are followed as if the target wrote them, at most `--tokens` of each, in sessions of `--texts`. No
+model runs, so all but the milliseconds is the same on every machine. `--costs` are T(1), T(2), … in plain steps; a
+longer step costs what the last one does.
 """
 
 from __future__ import annotations
 
 import argparse
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -44,11 +45,11 @@ def follow(proposal: Proposal, text: list[int]) -> int:
     return len(text)
 
 
-def replay(drafter: Drafter, texts: list[Text], costs: Costs) -> tuple[float, float, float]:
+def replay(make: Callable[[], Drafter], texts: list[Text], costs: Costs, session: int) -> tuple[float, float, float]:
     """Tokens of a round, their speed in plain ones, and the milliseconds in which a round was drafted."""
-    rounds, paid, tokens, drafting = 0, 0.0, 0, 0.0
-    for prompt, new in texts:
-        text, at = [*prompt, *new], len(prompt)
+    rounds, paid, tokens, drafting, drafter = 0, 0.0, 0, 0.0, make()
+    for number, (prompt, new) in enumerate(texts):
+        text, at, drafter = [*prompt, *new], len(prompt), drafter if number % session else make()
         drafter.begin(prompt)
         while at + 1 < len(text):
             started = time.process_time()
@@ -66,6 +67,7 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--costs", default="1")
     parser.add_argument("--tokens", type=int, default=96)
+    parser.add_argument("--texts", type=int, default=8)
     given = parser.parse_args()
     run = Run(given.run, load_recipe(given.run / "config.yaml"))
     steps = numbers(given.costs, "--costs", float, "1,1.1,1.2")
@@ -76,9 +78,8 @@ def main() -> None:
     likely = dict(zip(stored.column("id"), expected, strict=True))
     held: list[Text] = [(one.prompt, one.answer[: given.tokens]) for one in answers[::5]]
     counted = [[*one.prompt[-ORDER:], *one.answer] for place, one in enumerate(answers) if place % 5]
-    rows: list[Row] = [
-        ["lookup", *map(Cell, [None] * 2), *replay(LookupDrafter(LENGTH, worth=Worth(costs)), held[1::2], costs)]
-    ]
+    looked_up = replay(lambda: LookupDrafter(LENGTH, worth=Worth(costs)), held[1::2], costs, given.texts)
+    rows: list[Row] = [["lookup", *map(Cell, [None] * 2), *looked_up]]
     expected = [likely[one.id] for place, one in enumerate(answers) if place % 5]
     for count, by_store in ((0, False), (50, False), (100, False), (len(counted), False), (len(counted), True)):
         levels = count_ngrams(counted[:count], expected=expected[:count] if by_store else None)
@@ -87,13 +88,17 @@ def main() -> None:
         fits = (
             fit_calibration([one for text in some for one in text], TABLE_TERMS) for some in zip(*known[0], strict=True)
         )
-        worth = Worth(costs)
-        own = TableDrafter(table, TABLE_NODES, LENGTH, calibration=TableCalibration(*fits), worth=worth)
-        drafter = FallbackDrafter(LookupDrafter(LENGTH, LOOKED_UP, worth), own)
+        calibration = TableCalibration(*fits)
+
+        def make(table: NGramTable | None = table, calibration: TableCalibration = calibration) -> Drafter:
+            worth = Worth(costs)
+            own = TableDrafter(table, TABLE_NODES, LENGTH, calibration=calibration, worth=worth)
+            return FallbackDrafter(LookupDrafter(LENGTH, LOOKED_UP, worth), own)
+
         right = sum(one.accepted > 0 for text, _ in known[1] for one in text) / sum(len(new) for _, new in held[1::2])
         ngrams = 0 if table is None else sum(len(level.tokens) for level in table.levels)
         name = f"table of {count} answers" + (", by the teacher's probabilities" if by_store else "")
-        rows.append([name, ngrams, Cell(right, "%"), *replay(drafter, held[1::2], costs)])
+        rows.append([name, ngrams, Cell(right, "%"), *replay(make, held[1::2], costs, given.texts)])
     heads = [
         "drafter",
         "n-grams",

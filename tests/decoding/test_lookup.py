@@ -10,9 +10,9 @@ import random
 
 import pytest
 
+from distill.decoding.configured import TableDrafter
 from distill.decoding.costs import Costs
 from distill.decoding.drafters import FallbackDrafter, LookupDrafter, SuffixIndex
-from distill.decoding.lengths import Proposal
 from distill.decoding.worth import Worth
 
 
@@ -95,11 +95,32 @@ def test_a_priced_lookup_drafts_what_pays() -> None:
             lookup.rival = max(values) + 0.1
             assert lookup.best(match, 8) == 0  # the other drafter gives more
             lookup.rival = -math.inf
-    lookup = LookupDrafter(worth=Worth(flat))
-    before, lookup._index.match = lookup.chance(3), 3
-    for _ in range(200):
-        lookup.accepted(Proposal.chain([1, 2]), 0, 9, 1.0)
-    assert lookup.chance(3) < 0.05 < before and lookup.chance(4) == pytest.approx(0.59)  # never reached
-    assert (
-        lookup.worth.rate == pytest.approx(1.0, rel=0.01) and lookup.best(3, 1) == 1
-    )  # a token of 1 % costs less than it gives
+
+
+def test_a_lookup_learns_from_what_it_did_not_draft() -> None:
+    """After 1, 2, 3 the text never goes on as before; what is seen of a match of three says nothing of longer ones."""
+    text = [token for other in range(100) for token in (1, 2, 3, 100 + other)]
+    for steep in (0.01, 1.0):
+        lookup = LookupDrafter(worth=Worth(Costs(tuple(1 + steep * m for m in range(9)), 0.0, 0.0)))
+        before, drafted = lookup.chance(3), 0
+        lookup.begin(text[:8])
+        for end in range(8, len(text)):
+            drafted += len(lookup.propose(text[:end], 8, ()).tokens)
+        assert lookup.chance(3) < 0.08 < before and lookup.chance(1) > 0.9
+        assert lookup.chance(4) == pytest.approx(0.59)  # never reached
+        assert (drafted > 0) == (steep < 1)
+
+
+def test_lookups_and_counts_that_lose_stop() -> None:
+    """Rounds that take twice a plain step's time and give one token: soon none but one in a hundred is tried again."""
+    costs = Costs((1.0, *[1.01] * 8), 0.0, 0.0)
+    for make in (lambda: LookupDrafter(worth=Worth(costs)), lambda: TableDrafter(None, 8, 8, worth=Worth(costs))):
+        drafter, drafted, text = make(), list[int](), [1, 2, 3, 4] * 20
+        drafter.begin(text)
+        for _ in range(400):
+            proposal = drafter.propose(text, 8, ())
+            drafted.append(len(proposal.tokens))
+            drafter.accepted(proposal, 0, len(text), 2.0 if proposal.tokens else 1.0)
+            text = [*text, text[-4]]
+        tried = [sum(count > 0 for count in drafted[start : start + 100]) for start in range(0, 400, 100)]
+        assert drafted[0] == 8 and tried[0] <= 12 and all(1 <= count <= 2 for count in tried[1:]), tried

@@ -20,6 +20,7 @@ from distill.decoding import ngrams
 from distill.decoding.calibration import TABLE_TERMS, Calibration, fit_calibration
 from distill.decoding.configured import TableCalibration, TableDrafter, guesses
 from distill.decoding.costs import Costs
+from distill.decoding.lengths import Proposal
 from distill.decoding.ngrams import ORDER, OWN_WEIGHT, Expected, Mixture, NGramTable, count_ngrams, write_table
 from distill.decoding.worth import Worth
 from distill.errors import DataError
@@ -189,6 +190,28 @@ def test_a_price_drafts_what_is_worth_verifying(table: NGramTable) -> None:
         assert worth[count] == pytest.approx(max(worth), abs=1e-12)
         chosen.add(count)
     assert {0, 12} <= chosen
+
+
+def test_the_text_corrects_the_chances_of_what_is_not_drafted(table: NGramTable) -> None:
+    """A calibration that promises too much, at costs that draft nothing: promises become the share that is right."""
+    draws = random.Random(11)
+    text = draws.choices(range(V), [2**-i for i in range(V)], k=600)
+    drafter = TableDrafter(
+        table,
+        12,
+        4,
+        calibration=TableCalibration(Calibration(4.0)),
+        worth=Worth(Costs(tuple(range(1, 40, 3)), 0.0, 0.0)),
+    )
+    drafter.begin(text[:20])
+    told = []
+    for end in range(20, len(text)):
+        assert not drafter.propose(text[:end], 8, ()).tokens
+        drafter.accepted(Proposal.chain([]), 0, end + 1, 1.0)
+        token, chance = drafter._guessed[0, tuple(text[end - ORDER : end])]
+        told.append((chance, drafter._correction.probability(chance), token == text[end]))
+    promised, corrected, right = (sum(each) / 400 for each in zip(*told[-400:], strict=True))
+    assert promised > right + 0.3 and corrected == pytest.approx(right, abs=0.05)
 
 
 def test_one_token_again_and_again(table: NGramTable) -> None:

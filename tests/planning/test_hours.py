@@ -11,6 +11,8 @@ import pytest
 import tiny
 from transformers import LlamaConfig, Qwen2Config
 
+from distill.data.sources import Document
+from distill.pipeline.preflight import planned_prompts
 from distill.planning.hours import MEASURED_SPEED, planned_hours, time_left
 from distill.recipe import load_recipe
 
@@ -79,3 +81,14 @@ def test_nothing_is_said_of_what_servers_do(tmp_path: Path, world: Path) -> None
     assert {one.stage for one in planned_hours(load_recipe(world / "recipe.yaml"), 10, MEASURED_SPEED)} == {
         *("corpus", "answers", "teacher", "cut", "train", "eval", "export", "speedup", "report")
     }
+
+
+def test_no_more_prompts_are_planned_than_the_corpus_gives() -> None:
+    asked = ["corpus.sources.0.questions=12", "corpus.sources.1.questions=36", "corpus.validation=0.25"]
+    path = tiny.ROOT / "recipes" / "qwen-coder-1.5b.yaml"
+    recipe = load_recipe(path, asked)
+    assert planned_prompts(recipe, []) == 36  # answers.prompts asks for 256 where texts have them
+    assert planned_prompts(load_recipe(path, ["answers.prompts=20"]), []) == 20
+    held_out = Document("a", "validation", "t" * 9_999)
+    text = Document("b", "train", "t" * 4 * 10 * (recipe.answers.prompt_tokens + recipe.answers.new_tokens))
+    assert planned_prompts(recipe, [held_out, text]) == 36 + 11
