@@ -16,7 +16,7 @@ from torch import Tensor
 
 from distill.decoding.lengths import LONGEST, Features, LengthRule, NGramIndex, Proposal, features_of
 from distill.decoding.verify import Random, draw_token
-from distill.decoding.worth import ExpectedValue, Losses, Size, Worth
+from distill.decoding.worth import ExpectedValue, Losses, Worth
 from distill.engines.model import Model
 from distill.sampler import Sampler
 
@@ -329,8 +329,8 @@ class LookupDrafter:
     `worth` as many as are worth verifying, and none where that has lost more than `Losses` allows.
 
     The token after a match of m, if it is right, makes a match of m + 1. The probability of each length is counted in
-    this session, in every round, beginning with USUAL. `rival`: mean net gain of a round of the fallback drafter; plain
-    decoding gives 1 − λ·T(1).
+    this session, in every round, beginning with USUAL. `rival`: expected tokens and seconds of a round of the fallback
+    drafter, if there is one.
     """
 
     kind = "deterministic"
@@ -338,7 +338,7 @@ class LookupDrafter:
 
     def __init__(self, length: int = 8, shortest: int = 1, worth: Worth | None = None) -> None:
         self.length, self.shortest, self.worth = length, shortest, worth
-        self.rival = float("-inf")
+        self.rival: tuple[float, float] | None = None
         self._right = [WEIGHT * usual for usual in USUAL]
         self._judged = [WEIGHT] * len(USUAL)
         self._index, self._losses = SuffixIndex(), Losses()
@@ -386,12 +386,16 @@ class LookupDrafter:
         assert self.worth is not None
         if not self._losses.affordable():
             return 0
-        limit = min(limit, len(self.worth.costs.undrafted) - 1)
-        size, survival = Size(self.worth, limit, self.rival), 1.0
-        for n in range(1, limit + 1):
+        curve, costs = self.worth.costs.undrafted, self.worth.costs
+        survival, expected = 1.0, 1.0
+        offers = [(1.0, curve[0] + costs.again(0, 1.0, 1.0))]
+        for n in range(1, min(limit, len(curve) - 1) + 1):
             survival *= self.chance(match + n - 1)
-            size.add(n, survival)
-        return size.count
+            expected += survival
+            offers.append((expected, curve[n] + costs.again(n, expected, survival)))
+        count = len(offers)
+        best = self.worth.best(offers if self.rival is None else [*offers, self.rival])
+        return best if best < count else 0
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Learn what rounds give; the index reads accepted tokens with the next proposal."""
@@ -401,8 +405,8 @@ class LookupDrafter:
     def passed(self, accepted: int, seconds: float) -> None:
         """A round of the fallback drafter, which learns from it itself."""
         if self.worth is not None:
-            value = self.worth.value(accepted + 1, seconds)
-            self.rival = value if self.rival == float("-inf") else self.rival + 0.05 * (value - self.rival)
+            tokens, before = self.rival or (accepted + 1.0, seconds)
+            self.rival = tokens + 0.05 * (accepted + 1 - tokens), before + 0.05 * (seconds - before)
 
 
 class FallbackDrafter:
@@ -442,7 +446,8 @@ class FallbackDrafter:
         if isinstance(self._rule, ExpectedValue):
             assert isinstance(self.second, Asking)
             self._rule.behind(self.second.unread(context), min(limit, self.second.room(len(context))))
-            self.first.rival = self._rule.promise()
+            offers = self._rule.offers()
+            self.first.rival = offers[self._rule.worth.best(offers)]
         proposal = self.first.propose(context, min(limit, self.first.room(len(context))), ends)
         self._last = self.first if proposal.tokens else self.second
         return proposal

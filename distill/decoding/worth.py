@@ -113,6 +113,15 @@ class Worth:
         """The worth of a round."""
         return expected - self.rate * seconds
 
+    def best(self, offers: Sequence[tuple[float, float]]) -> int:
+        """Which of some rounds, (E, seconds) each, to begin; of equal ones the first.
+
+        Where none of them brings λ, the text is slow here, and the next rounds will be, too: the fastest of them is
+        begun. By λ that would be the shortest.
+        """
+        rate = min(self.rate, max(expected / seconds for expected, seconds in offers))
+        return max(range(len(offers)), key=lambda number: offers[number][0] - rate * offers[number][1])
+
     def reach(
         self, nodes: int, expected: float, chance: float, hoped: float, levels: int, most: int, width: int = 1
     ) -> float:
@@ -174,19 +183,19 @@ class Losses:
 
 class Size:
     """How many of the nodes found so far are worth verifying: those of greatest E − λ·T(n + 1), where that is more than
-    what plain decoding and a `rival` give; without a worth, all.
+    what plain decoding gives; without a worth, all.
 
     `by_model`: a model drafted them, whose steps are paid already.
     """
 
-    def __init__(self, worth: Worth | None, most: int, rival: float = float("-inf"), by_model: bool = False) -> None:
-        self.expected, self.count, self.best, self.most = 1.0, 0, rival, most
+    def __init__(self, worth: Worth | None, most: int, by_model: bool = False) -> None:
+        self.expected, self.count, self.best, self.most = 1.0, 0, float("-inf"), most
         self._worth, self._by_model = worth, by_model
         self._costs: list[float] = []  # λ·T(n + 1)
         if worth is not None:
             curve = worth.costs.target if by_model else worth.costs.undrafted
             self._costs = [worth.rate * seconds for seconds in curve[: most + 1]]
-            self.best = max(rival, self._value(0, 1.0))
+            self.best = self._value(0, 1.0)
 
     def _value(self, nodes: int, chance: float) -> float:
         assert self._worth is not None
@@ -329,28 +338,28 @@ class ExpectedValue(LengthRule):
         long = self.costs.draft_prompt * self._unread / max(self.worth.left(self._left), 1.0)
         return self.costs.draft, long if known else 0.0
 
-    def promise(self) -> float:
-        """The worth that a round is expected to have, before its first step: of the best length, or of none."""
-        plain = best = self._value(0, 1.0)
+    def offers(self) -> list[tuple[float, float]]:
+        """(E, seconds) of the rounds of 0, 1, … tokens that are expected before the first step; beyond plain ones none
+        where drafting has lost too much."""
+        found = [(1.0, self.costs.target[0])]
         if self._losses.affordable():
-            mean, survival, expected = self.hoped(0, 1.0), 1.0, 1.0
             first, each = self._first_step()
+            # No prompt is read on the hope alone that a draft of which nothing is known is better than usual.
+            hope = self.optimism if self.calibration.judged or not each else 0.0
+            mean, survival, expected = self._mean(hope), 1.0, 1.0
             paid = self.costs.overhead + first
             for n in range(1, self.limit() + 1):
                 survival *= mean
                 expected += survival
-                long = self.worth.rate * each * expected
-                if each and not self.worth.shared:  # instead, all these tokens were plain ones, and not the first alone
-                    long = max(long + plain * (expected - 1), 0.0)
-                best = max(best, self._value(n, expected) - self.worth.rate * paid - long)
+                found.append((expected, self.costs.target[n] + paid + each * expected))
                 paid += self.costs.draft
-        return best
+        return found
 
     def step_on(self, position: int) -> bool:
         """Whether drafting more could beat the tokens drafted so far."""
         if position == 0:
             self._start()
-            if self.worth.asks_for_plain() or self.promise() <= self._value(0, 1.0):
+            if self.worth.asks_for_plain() or not self.worth.best(self.offers()):
                 return False
             self._paid = self.costs.draft_step(self._unread) + self.costs.overhead
             return True

@@ -102,8 +102,8 @@ def time_left(expected: Sequence[StageEstimate], took: Mapping[str, float | None
 # Fitted to whole runs on 2 cores: SmolLM2-135M, and Qwen2.5-Coder-1.5B with its 0.5B sibling. Their seconds and bytes,
 # and how far off this is, stand in tests/planning/test_hours.py.
 
-MEASURED_SPEED = 1.5e12  # products and sums a second of those cores; slower or busier ones also read memory more slowly
-SHARE = 0.45  # of the speed of a large product, in the steps of a model
+MEASURED_SPEED = 1.05e12  # products and sums a second of those cores; slower ones also read memory more slowly
+SHARE = 0.64  # of the speed of a large product, in the steps of a model
 LAYER, LOGIT = 1.3e-3, 8e-9  # seconds of a layer's step beside its products, and of a logit that is drawn from
 FEWEST = 32  # rows up to which a step takes as long: it reads all weights
 TRIED, AT_ONCE = 2.2, 384  # texts written for a usable question; questions written at once

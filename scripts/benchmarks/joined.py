@@ -1,12 +1,13 @@
 """A lookup before a draft against each of them alone and plain decoding, and a draft's tree against its chain, on
 simulated texts and measured costs.
 
-python scripts/benchmarks/joined.py [--tokens 64,400] [--prompt 200] [--seeds 4] [--sessions 1] [--worst 8]
+python scripts/benchmarks/joined.py [--tokens 64,400] [--prompt 200] [--seeds 4] [--sessions 1] [--calibrated]
 
 A text is new tokens and copies of earlier stretches; at each place the draft's best token is right with a probability
 that it knows, the next ones with half of what is left each. Drafters, rule and λ are the real ones, time is simulated,
 and the draft's reading of prompts is a part of it. All ways decode the same texts, in sessions of some texts each.
-Printed is a way's speed over the fastest of the others in each cell.
+Printed is a way's speed over the fastest of the others in each cell. `--calibrated`: the draft's probabilities are, on
+60 rounds of another text.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ import torch
 from rules import CURVES, LONGEST
 
 from distill.decoding import drafters
+from distill.decoding.calibration import FEATURE_TERMS, Calibration, Recorded, fit_calibration
 from distill.decoding.configured import DrafterInputs, make_drafter
 from distill.decoding.costs import Costs
-from distill.decoding.lengths import ROOT, Proposal
+from distill.decoding.lengths import ROOT, Proposal, features_of
 from distill.engines.torch.model import TorchLogits
 from distill.recipe import Configuration
+from distill.recipe.configuration import CALIBRATION
 from distill.sampler import Sampler
 
 VOCABULARY, READ = 64, 0.1  # of a draft's step, what it takes to read a token of a prompt
@@ -132,12 +135,18 @@ def accepted(proposal: Proposal, text: Sequence[int]) -> int:
 
 
 def seconds_of(
-    configuration: Configuration, texts: Sequence[Text], costs: Costs, curve: Sequence[float], prompt: int, count: int
+    configuration: Configuration,
+    texts: Sequence[Text],
+    inputs: DrafterInputs,
+    curve: Sequence[float],
+    prompt: int,
+    count: int,
 ) -> float:
     """The time of `count` tokens after each text's prompt; its last round may make more, and counts by its share."""
+    costs = inputs.costs
     draft, sampler, total = Draft(costs.draft, curve), Sampler(temperature=0), 0.0
     drafters.time = SimpleNamespace(perf_counter=lambda: draft.seconds)  # type: ignore[assignment]
-    drafter = make_drafter(configuration, draft, sampler, lambda: 0.0, DrafterInputs(costs))  # type: ignore[arg-type]
+    drafter = make_drafter(configuration, draft, sampler, lambda: 0.0, inputs)  # type: ignore[arg-type]
     for text in texts:
         draft.text, place, rounds, begun = text, prompt, 0.0, draft.seconds
         drafter.begin(text.tokens[:place])
@@ -168,21 +177,39 @@ class Cell:
         return self.speeds[way] / max(*others, 1.0 if way == "joined" else 0.0)
 
 
+def fitted(copied: float, mean: float, rounds: int = 60) -> Calibration:
+    """A calibration on rounds of LONGEST drafted tokens of a text of its own."""
+    text, place, found = Text(copied, mean, -1, 200 + rounds * (LONGEST + 1)), 200, list[Recorded]()
+    for _ in range(rounds):
+        ahead = range(place, place + LONGEST)
+        right = next((n for n, at in enumerate(ahead) if text.ranks[at]), LONGEST)
+        shown = [features_of(text.logits(at, True).softmax(-1))[0] for at in ahead]
+        found.append(Recorded(shown, right))
+        place += right + 1
+    return fit_calibration(found, FEATURE_TERMS)
+
+
 def simulate(
-    tokens: int, seeds: int, copied: Sequence[float] = COPIED, prompt: int = 200, sessions: int = 1
+    tokens: int,
+    seeds: int,
+    copied: Sequence[float] = COPIED,
+    prompt: int = 200,
+    sessions: int = 1,
+    calibrated: bool = False,
 ) -> list[Cell]:
     """A cell for each share of copies, acceptance, cost curve and draft: sessions of `seeds` texts."""
     cells = []
     for share, mean in itertools.product(copied, ACCEPTED):
         texts = [Text(share, mean, seed, prompt + tokens + 2 * LONGEST + 2) for seed in range(sessions * seeds)]
+        calibrations = {CALIBRATION: fitted(share, mean)} if calibrated else {}
         parts = [texts[start : start + seeds] for start in range(0, len(texts), seeds)]
         for (name, curve), draft in itertools.product(CURVES.items(), DRAFTS):
             curve = (*curve, *[curve[-1] + (curve[-1] - curve[4]) / 4 * more for more in range(1, 5)])
             target = tuple(0.1 * step for step in curve)
             costs = Costs(target, 0.1 * draft, 0.1 * draft * curve[1], draft_prompt=0.1 * draft * READ)
-            plain = 0.1 * tokens * len(texts)
+            inputs, plain = DrafterInputs(costs, calibrations), 0.1 * tokens * len(texts)
             taken = {
-                way: sum(seconds_of(one, part, costs, curve, prompt, tokens) for part in parts)
+                way: sum(seconds_of(one, part, inputs, curve, prompt, tokens) for part in parts)
                 for way, one in WAYS.items()
             }
             cells.append(Cell((name, share, mean, draft), tokens, {way: plain / own for way, own in taken.items()}))
@@ -196,10 +223,11 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
     parser.add_argument("--seeds", type=int, default=4, help="texts of a session")
     parser.add_argument("--sessions", type=int, default=1, help="sessions of a cell")
+    parser.add_argument("--calibrated", action="store_true", help="the draft's probabilities are")
     parser.add_argument("--worst", type=int, default=8, help="cells printed")
     asked = parser.parse_args()
     found = [
-        simulate(int(tokens), asked.seeds, prompt=asked.prompt, sessions=asked.sessions)
+        simulate(int(tokens), asked.seeds, COPIED, asked.prompt, asked.sessions, asked.calibrated)
         for tokens in asked.tokens.split(",")
     ]
     print("| tokens | way | cells | least | median | mean | most | below .98 |")

@@ -70,31 +70,37 @@ def test_a_lookup_learns_what_the_other_drafter_gives() -> None:
     seen = [1, 2, 3, 9, 9, 1, 2]
     assert other.propose(seen, 8, ()).tokens == [3, 9, 9, 1]  # its own: a match of two tokens pays at these costs
     other.accepted(other.propose(seen, 8, ()), 0, 8, 1.0)
-    assert lookup.rival == -math.inf
+    assert lookup.rival is None
     for _ in range(40):  # rounds of the other drafter that give four tokens in the time of one
         found = other.propose([4, 5, 6, 7, 8], 8, ())
         other.accepted(found, 3, 9, 1.0)
         other.begin([])
-    assert lookup.rival > 0 and other.propose(seen, 8, ()).tokens == [3, 9, 9]  # the other one's
+    assert lookup.rival == pytest.approx((4, 1.0)) and other.propose(seen, 8, ()).tokens == [3, 9, 9]  # the other one's
 
 
 def test_a_priced_lookup_drafts_what_pays() -> None:
-    """Exact choices at given chances: by enumeration of every length."""
+    """Exact choices at given chances, by enumeration of every length: the greatest E − λ·t, or where none reaches λ the
+    fastest; none where the other drafter's round is better."""
     flat, steep = Costs(tuple(1 + 0.01 * m for m in range(9)), 0.0, 0.0), Costs(tuple(range(1, 10)), 0.0, 0.0)
-    for costs, rate in itertools.product((flat, steep), (0.5, 1.0, 1.4)):
+    chosen = set()
+    for costs, rate in itertools.product((flat, steep), (0.5, 1.0, 1.4, 9.0)):
         lookup = LookupDrafter(worth=Worth(costs))
         lookup.worth.rate = rate
         for match in (1, 2, 5, 12):
-            values = [
-                1
-                + sum(math.prod(lookup.chance(match + j) for j in range(i + 1)) for i in range(n))
-                - rate * costs.target[n]
-                for n in range(9)
+            tokens = [
+                1 + sum(math.prod(lookup.chance(match + j) for j in range(i + 1)) for i in range(n)) for n in range(9)
             ]
-            assert lookup.best(match, 8) == values.index(max(values))
-            lookup.rival = max(values) + 0.1
+            local = min(rate, max(e / t for e, t in zip(tokens, costs.target, strict=True)))
+            values = [e - local * t for e, t in zip(tokens, costs.target, strict=True)]
+            best = values.index(max(values))
+            assert lookup.best(match, 8) == best
+            chosen.add((rate > local, best))
+            lookup.rival = tokens[best] + 0.1, costs.target[best]
             assert lookup.best(match, 8) == 0  # the other drafter gives more
-            lookup.rival = -math.inf
+            lookup.rival = tokens[best] - 0.1, costs.target[best]
+            assert lookup.best(match, 8) == best
+            lookup.rival = None
+    assert {(False, 8), (True, 8), (True, 0)} <= chosen
 
 
 def test_a_lookup_learns_from_what_it_did_not_draft() -> None:
