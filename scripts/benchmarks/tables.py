@@ -3,9 +3,9 @@
     python scripts/benchmarks/tables.py runs/smollm2-demo --costs 1,1.13,1.04,1.03,1.05,1.1,1.15,1.2,1.21
 
 RUN has answers/ and teacher/ (`distill train RECIPE --until teacher`). Every fifth answer is held out: half of those
-calibrate, the others are followed as if the target wrote them, at most `--tokens` of each, in sessions of `--texts`. No
-model runs, so all but the milliseconds is the same on every machine. `--costs` are T(1), T(2), … in plain steps; a
-longer step costs what the last one does.
+calibrate (`--fitted`: at most so many), the others are followed as if the target wrote them, at most `--tokens` of
+each, in sessions of `--texts`. No model runs, so all but the milliseconds is the same on every machine. `--costs` are
+T(1), T(2), … in plain steps; a longer step costs what the last one does.
 """
 
 from __future__ import annotations
@@ -68,6 +68,7 @@ def main() -> None:
     parser.add_argument("--costs", default="1")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--texts", type=int, default=8)
+    parser.add_argument("--fitted", type=int)
     given = parser.parse_args()
     run = Run(given.run, load_recipe(given.run / "config.yaml"))
     steps = numbers(given.costs, "--costs", float, "1,1.1,1.2")
@@ -84,7 +85,7 @@ def main() -> None:
     for count, by_store in ((0, False), (50, False), (100, False), (len(counted), False), (len(counted), True)):
         levels = count_ngrams(counted[:count], expected=expected[:count] if by_store else None)
         table = NGramTable(levels, {}) if count else None
-        known = [[guesses(table, *text) for text in some] for some in (held[::2], held[1::2])]
+        known = [[guesses(table, *text) for text in some] for some in (held[::2][: given.fitted], held[1::2])]
         fits = (
             fit_calibration([one for text in some for one in text], TABLE_TERMS) for some in zip(*known[0], strict=True)
         )
