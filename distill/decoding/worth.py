@@ -345,8 +345,8 @@ class ExpectedValue(LengthRule):
         if self._losses.affordable():
             first, each = self._first_step()
             # No prompt is read on the hope alone that a draft of which nothing is known is better than usual.
-            hope = self.optimism if self.calibration.judged or not each else 0.0
-            mean, survival, expected = self._mean(hope), 1.0, 1.0
+            hoping = self.calibration.judged or not each
+            mean, survival, expected = self.hoped(0, 1.0) if hoping else self._mean(), 1.0, 1.0
             paid = self.costs.overhead + first
             for n in range(1, self.limit() + 1):
                 survival *= mean
