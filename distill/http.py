@@ -1,8 +1,9 @@
-"""Requests to servers: one client with one policy, for servers that write, that give distributions, and under test.
+"""HTTP client for all servers: writers of answers, sources of distributions, and servers under test.
 
-A proxy is the environment's, never for this machine. A reply has `seconds` in all, and its form is checked whole. A
-request is sent again where that may help, as often as its sender allows: one that is measured never is. Nothing here
-puts a key, a header or a URL's secrets into a message.
+Proxies come from the environment. Requests to this machine never use a proxy. A whole reply must arrive within
+`seconds` and within a number of bytes. JSON replies are validated in full. The caller decides how often a failed
+request is retried, with `retrying`. Timed requests are never retried. Messages contain no keys, headers or secrets of
+URLs.
 """
 
 from __future__ import annotations
@@ -11,18 +12,20 @@ import contextlib
 import ipaddress
 import json
 import os
-import random
 import socket
 import threading
 import time
+import urllib.request
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
 
 import httpx2
+import tenacity
 from pydantic import BaseModel, ValidationError
 
 from distill.errors import EndpointError, RecipeError, server_words
@@ -30,8 +33,9 @@ from distill.files import has_halves, parse_object
 
 CONNECT_SECONDS = 10.0
 FIRST_DELAY, LONGEST_DELAY, LONGEST_ASKED = 0.5, 60.0, 600.0  # seconds
-AGAIN = {408, 425, 429}  # and 5xx
+RETRY_STATUSES = {408, 425, 429}  # and 5xx
 KEYLESS = (401, 403)  # statuses of a request without the server's key
+SMALL_REPLY = 2**24  # bytes of a reply whose size is not known from its request
 EVENT = b"\ndata:"  # a space may follow
 PARTING_SECONDS = 2.0  # for requests under way when the work ends early
 
@@ -122,14 +126,31 @@ class HttpClient:
         # again then breaks.
         limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=0)
         timeout = httpx2.Timeout(seconds, connect=min(CONNECT_SECONDS, seconds))
-        self._far, self._near = (
-            httpx2.Client(headers=sent, timeout=timeout, limits=limits, trust_env=proxies) for proxies in (True, False)
-        )
+        open_client = partial(httpx2.Client, headers=sent, timeout=timeout, limits=limits)
+        self._near = open_client(trust_env=False)
+        self._far, self._proxy_fault = None, ""
+        try:
+            self._far = open_client(trust_env=True)
+        except (ImportError, ValueError, httpx2.InvalidURL) as error:  # only requests that need the proxy are refused
+            self._proxy_fault = str(error).partition(". ")[0]
 
-    def send(self, url: str, body: dict[str, Any] | None = None) -> Received:
-        """The reply to a GET, or to a POST of a body; Unanswered where none comes."""
-        client = self._near if _is_here(url) else self._far
+    def _client_of(self, url: str) -> httpx2.Client:
+        """The client with or without proxies; EndpointError if the environment's proxy cannot be used."""
+        if is_here(url):
+            return self._near
+        if self._far is None:
+            raise EndpointError(
+                f"the proxy of the environment ({proxy_of(url) or 'HTTP_PROXY, ALL_PROXY'}) cannot be used: "
+                f"{self._proxy_fault}",
+                "correct the variable, or unset it. A socks5 proxy needs `pip install socksio`",
+            )
+        return self._far
+
+    def send(self, url: str, body: dict[str, Any] | None = None, most_bytes: int = SMALL_REPLY) -> Received:
+        """Return the reply to a GET, or to a POST of a body. Raise Unanswered without a whole reply of `most_bytes`."""
+        client = self._client_of(url)
         parts: list[bytes] = []
+        size = 0
         times, tail = list[float](), b"\n"
         deadline = Deadline(self.seconds)
         started = time.perf_counter()
@@ -138,6 +159,9 @@ class HttpClient:
             with deadline, client.stream(method, url, json=body, extensions=extensions) as response:
                 for part in response.iter_bytes():
                     parts.append(part)
+                    size += len(part)
+                    if size > most_bytes:
+                        raise Unanswered(f"a reply of more than {most_bytes} bytes")
                     tail += part
                     times += [time.perf_counter()] * tail.count(EVENT)
                     tail = tail[1 - len(EVENT) :]  # the next part may end what this one begins
@@ -179,23 +203,40 @@ class HttpClient:
 
     def require_usable(self, received: Received) -> None:
         """Raise Unanswered for a status after which the same request may succeed later."""
-        if received.status in AGAIN or received.status >= 500:
+        if received.status in RETRY_STATUSES or received.status >= 500:
             words = self.words(received.content)
             raise Unanswered(f"status {received.status}", words, received.wait_seconds, received.status)
 
     def close(self) -> None:
         """Free the connections; safe to call twice."""
-        self._far.close()
         self._near.close()
+        if self._far is not None:
+            self._far.close()
 
 
-def _is_here(url: str) -> bool:
+def is_here(url: str) -> bool:
     """Whether an address is on this machine."""
     try:
         host = urlsplit(url).hostname or ""
         return host == "localhost" or ipaddress.ip_address(host).is_loopback
     except ValueError:
         return False
+
+
+def proxy_of(url: str) -> str:
+    """Scheme, host and port of the environment's proxy for an address, without its password. Empty without a proxy."""
+    parts, proxies = urlsplit(url), urllib.request.getproxies()
+    address = proxies.get(parts.scheme) or proxies.get("all") or ""
+    if not address or is_here(url) or urllib.request.proxy_bypass(parts.hostname or ""):
+        return ""
+    scheme, _, rest = address.rpartition("://")
+    return f"{scheme or 'http'}://{rest.rpartition('@')[2]}"
+
+
+def proxy_hint(url: str) -> str:
+    """Advice for a fault that the environment's proxy may have caused. Empty without a proxy."""
+    proxy = proxy_of(url)
+    return f"; the request went through the proxy {proxy}: NO_PROXY={urlsplit(url).hostname} avoids it" if proxy else ""
 
 
 def _secret(variable: str, setting: str) -> str:
@@ -207,10 +248,33 @@ def _secret(variable: str, setting: str) -> str:
     return value
 
 
-def delay_seconds(attempt: int, asked: float | None) -> float:
-    """Seconds to wait after a failed attempt: doubled each time, spread by chance, and no less than the server asks."""
-    delay = min(LONGEST_DELAY, FIRST_DELAY * 2.0 ** min(attempt, 30)) * random.uniform(0.5, 1.0)
-    return max(delay, min(asked or 0.0, LONGEST_ASKED))
+def delay_seconds(state: tenacity.RetryCallState) -> float:
+    """Seconds to wait after a failed attempt: a random delay whose limit doubles, and no less than the server asks."""
+    drawn = tenacity.wait_random_exponential(multiplier=FIRST_DELAY, max=LONGEST_DELAY)(state)
+    fault = state.outcome.exception() if state.outcome is not None else None
+    asked = fault.wait_seconds if isinstance(fault, ReplyError) else None
+    return max(drawn, min(asked or 0.0, LONGEST_ASKED))
+
+
+def retrying(retries: int, stop: threading.Event, note: Callable[[Unanswered], object]) -> tenacity.Retrying:
+    """Call a function again after Unanswered, at most `retries` times and until `stop` is set. `note` gets each fault.
+
+    The last fault is raised.
+    """
+
+    def after(state: tenacity.RetryCallState) -> None:
+        fault = state.outcome.exception() if state.outcome is not None else None
+        if isinstance(fault, Unanswered) and not stop.is_set():
+            note(fault)
+
+    return tenacity.Retrying(
+        retry=tenacity.retry_if_exception_type(Unanswered),
+        stop=tenacity.stop_after_attempt(retries + 1) | tenacity.stop_when_event_set(stop),
+        wait=delay_seconds,
+        sleep=tenacity.sleep_using_event(stop),
+        after=after,
+        reraise=True,
+    )
 
 
 def retry_after(value: str | None) -> float | None:
@@ -219,9 +283,9 @@ def retry_after(value: str | None) -> float | None:
 
 
 def at_once(
-    ask: Callable[[Item], Result], waiting: deque[Item], count: Callable[[], int], stop: Callable[[], object]
+    ask: Callable[[Item], Result], waiting: deque[Item], count: int, stop: Callable[[], object]
 ) -> Generator[Result, None, None]:
-    """ask(item) of each item that waits, in any order, `count` at a time, which may rise; more may be appended.
+    """ask(item) of each item that waits, in any order, `count` at a time; more may be appended.
 
     The first error, or the end of the caller, ends all: `stop` is called, and requests under way are left after a
     moment.
@@ -241,7 +305,7 @@ def at_once(
     running = 0
     try:
         while waiting or running:
-            while waiting and running < count():
+            while waiting and running < count:
                 if running == len(threads):
                     threads.append(threading.Thread(target=work, daemon=True))
                     threads[-1].start()

@@ -261,7 +261,7 @@ def _texts(recipe: Recipe, whole: int, part: int) -> tuple[float, float]:
     """How many times longer the target writes `whole` texts than `part`, from a low to a high bound."""
     texts = _ratio(whole, part)
     if recipe.answers.writer is not None:  # text by text, or as many at once as the servers take
-        return texts * min(part, recipe.answers.writer.concurrency) / recipe.answers.writer.concurrency, texts
+        return texts * min(part, recipe.answers.writer.connections) / recipe.answers.writer.connections, texts
     batch = recipe.answers.batch
     batches = _ratio(math.ceil(whole / batch), math.ceil(part / batch))
     # A batch of many prompts takes as long as one of few where the device is not busy, else longer in proportion.

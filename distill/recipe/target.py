@@ -109,7 +109,7 @@ def parse_section(section: type[SomeSection], raw: dict[str, Any], where: str = 
 
 VARIABLE = r"^[A-Za-z_][A-Za-z0-9_]*$"
 LONGEST_WAIT = 86400  # seconds
-CONNECTION_KEYS = ("urls", "key", "headers", "concurrency", "timeout", "retries")  # none of them changes a reply
+CONNECTION_KEYS = ("urls", "key", "headers", "connections", "timeout", "retries")  # none of them changes a reply
 
 
 class Servers(Section):
@@ -123,12 +123,8 @@ class Servers(Section):
     headers: dict[str, str] = Field(
         {}, description="additional HTTP headers: name, and environment variable that holds the value"
     )
-    concurrency: int = Field(
-        256,
-        ge=1,
-        le=4096,
-        description="most simultaneous requests, over all servers: 8 at first, doubled while that raises the tokens "
-        "per second",
+    connections: int = Field(
+        64, ge=1, le=4096, description="simultaneous requests, over all servers: their queues hold what waits"
     )
     timeout: float = Field(600, gt=0, le=LONGEST_WAIT, description="seconds that a whole reply may take")
     retries: int = Field(

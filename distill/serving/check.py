@@ -616,7 +616,7 @@ def send(client: Client, prompts: Sequence[Sequence[int]], limit: int, together:
         return number, Answered(prompt, client.complete(prompts[prompt], limit, turn))
 
     waiting = deque(range(max(len(prompts), PASSES * together)))
-    with contextlib.closing(at_once(ask, waiting, lambda: together, ended.set)) as answered:
+    with contextlib.closing(at_once(ask, waiting, together, ended.set)) as answered:
         return [request for _, request in sorted(answered, key=lambda one: one[0])]
 
 

@@ -25,7 +25,7 @@ from pydantic import BaseModel
 
 from distill.engines.server_commands import pair_arguments
 from distill.errors import RecipeError, ServingError
-from distill.http import KEYLESS, Form, HttpClient, Received, Unanswered
+from distill.http import KEYLESS, Form, HttpClient, Received, Unanswered, proxy_hint
 from distill.recipe.measuring import SHORT
 
 # ── Requests ──
@@ -126,7 +126,8 @@ class Http:
                 return ServingError(f"the server died under a request: {death}", "see why in its last lines")
             time.sleep(0.01)
         if reason == "no connection":
-            return ServingError(f"{self.url} cannot be reached", "start the server, or correct --url")
+            hint = f"start the server, or correct --url{proxy_hint(self.url)}"
+            return ServingError(f"{self.url} cannot be reached", hint)
         return ServingError(f"{self.url} broke the connection under a request", "see its log: it may have died")
 
     def _refused(self, path: str, status: int, content: bytes) -> ServingError:
@@ -138,7 +139,8 @@ class Http:
             hint = NEITHER
         elif "context" in text or "max_model_len" in text:
             hint = "give shorter prompts, fewer --tokens, or start the server with a larger context"
-        return ServingError(f"{self.url}{path} refused a request (status {status}): {text}", hint)
+        what = f"{self.url}{path} refused a request (status {status}): {text}"
+        return ServingError(what, f"{hint}{proxy_hint(self.url)}")
 
     def close(self) -> None:
         """Free the connections."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import json
 import threading
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
@@ -14,12 +13,31 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 
+from distill.devices import process_index
 from distill.errors import EndpointError
 from distill.files import read_json, write_json
-from distill.http import KEYLESS, HttpClient, Item, Received, Refused, Result, Unanswered, at_once, delay_seconds
+from distill.http import (
+    KEYLESS,
+    SMALL_REPLY,
+    HttpClient,
+    Item,
+    Received,
+    Refused,
+    Result,
+    Unanswered,
+    at_once,
+    proxy_hint,
+    retrying,
+)
 from distill.recipe.target import Servers
 
 ABSENT = (404, 405)  # statuses of an address that is not there
+ENTRY_BYTES = 512  # at most, on average, of a token in a reply: its text, its bytes as numbers, its log-probability
+
+
+def reply_bytes(tokens: int, entries: int = 0) -> int:
+    """The most bytes of a reply that has so many tokens, with the log-probabilities of `entries` tokens at each."""
+    return SMALL_REPLY + ENTRY_BYTES * tokens * (1 + entries)
 
 
 class ModelEntry(BaseModel):
@@ -51,30 +69,6 @@ class FromModel(BaseModel):
 Reply = TypeVar("Reply", bound=FromModel)
 
 
-FIRST, WINDOW, GROWTH = 8, 4, 1.1  # requests at once; replies to each that are timed; of the throughput
-
-
-class Rising:
-    """How many requests are under way at once: 8 at first, then twice as many as long as that raises the tokens per
-    second by a tenth, `most` at most."""
-
-    def __init__(self, most: int, clock: Callable[[], float] = time.monotonic) -> None:
-        self.count, self.most, self._clock = min(FIRST, most), most, clock
-        self._best, self._replies, self._tokens, self._began = 0.0, 0, 0, clock()
-
-    def note(self, tokens: int) -> None:
-        """A reply of this many tokens came."""
-        self._replies, self._tokens = self._replies + 1, self._tokens + tokens
-        if self.count == self.most or self._replies < WINDOW * self.count:
-            return
-        rate = self._tokens / max(1e-9, self._clock() - self._began)
-        if rate < GROWTH * self._best:
-            self.most = self.count = self.count // 2
-            return
-        self._best, self.count = rate, min(2 * self.count, self.most)
-        self._replies, self._tokens, self._began = 0, 0, self._clock()
-
-
 class Endpoint:
     """The servers of a recipe's section, such as `answers.writer`, which messages name. Threads may share it.
 
@@ -84,18 +78,18 @@ class Endpoint:
 
     def __init__(self, settings: Servers, section: str) -> None:
         self.settings, self.section = settings, section
-        self.rising = Rising(settings.concurrency)
         self.identities: list[list[Any]] = []  # of the servers' models, once `served` has asked
         self.counts: Counter[str] = Counter()
         self._turns = itertools.count()
         self._lock, self._closed = threading.Lock(), threading.Event()
         self._client = HttpClient(
-            settings.timeout, settings.concurrency, settings.key, f"{section}.key", settings.headers
+            settings.timeout, settings.connections, settings.key, f"{section}.key", settings.headers
         )
+        self._retrying = retrying(settings.retries, self._closed, self._note)
 
     # ── requests ──
 
-    def post(self, path: str, body: dict[str, Any], form: type[Reply]) -> Reply:
+    def post(self, path: str, body: dict[str, Any], form: type[Reply], most_bytes: int = SMALL_REPLY) -> Reply:
         """A server's reply, of this form; requests begin at each URL in turn, further attempts at the next.
 
         Raises Refused, Unanswered after `retries` further attempts, and EndpointError where no request can succeed: a
@@ -115,27 +109,31 @@ class Endpoint:
                 )
             return found
 
-        return self._repeated(places, body, read)
+        return self._repeated(places, body, read, most_bytes)
 
     def _repeated(
-        self, places: Sequence[str], body: dict[str, Any] | None, read: Callable[[str, Received], Result]
+        self,
+        places: Sequence[str],
+        body: dict[str, Any] | None,
+        read: Callable[[str, Received], Result],
+        most_bytes: int = SMALL_REPLY,
     ) -> Result:
-        """What is read of the reply of the places in turn, the first that one of them gives."""
-        for attempt in range(self.settings.retries + 1):
+        """Return the first usable reply, as `read` gives it. Attempts go to the places in turn."""
+        turns = itertools.cycle(places)
+
+        def attempt() -> Result:
             if self._closed.is_set():
                 raise Unanswered("the client was closed")
-            place = places[attempt % len(places)]
-            try:
-                received = self._client.send(place, body)
-                self._client.require_usable(received)
-                return read(place, received)
-            except Unanswered as error:
-                fault = error
-            with self._lock:
-                self.counts[fault.reason] += 1
-            if attempt < self.settings.retries:
-                self._closed.wait(delay_seconds(attempt, fault.wait_seconds))
-        raise fault
+            place = next(turns)
+            received = self._client.send(place, body, most_bytes)
+            self._client.require_usable(received)
+            return read(place, received)
+
+        return self._retrying(attempt)
+
+    def _note(self, fault: Unanswered) -> None:
+        with self._lock:
+            self.counts[fault.reason] += 1
 
     def _refusal(self, place: str, received: Received) -> Exception:
         """The error for a status below 500 that is neither a success nor tried again."""
@@ -143,29 +141,25 @@ class Endpoint:
         if status in KEYLESS:
             key = self.settings.key
             hint = f"correct the key in {key}" if key else f"name the variable that holds its key: {section}.key"
-            return EndpointError(f"{place} refuses this client (status {status}): {message}", hint)
+            return EndpointError(
+                f"{place} refuses this client (status {status}): {message}", f"{hint}{proxy_hint(place)}"
+            )
         if status < 400 or status in ABSENT:
             return EndpointError(
                 f"{place} gives no completions (status {status}): {message}",
-                f"correct {section}.urls (most end with /v1; of a redirect, where it leads to) and {section}.model",
+                f"correct {section}.urls (most end with /v1; of a redirect, where it leads to) and {section}.model"
+                f"{proxy_hint(place)}",
             )
         return Refused(f"status {status}", message)
 
-    def stream(
-        self, ask: Callable[[Item], Result], waiting: deque[Item], tokens: Callable[[Result], int]
-    ) -> Generator[Result, None, None]:
-        """ask(item) of each item that waits, as of `at_once`, as many at a time as `rising` says of their tokens."""
-        with closing(at_once(ask, waiting, lambda: self.rising.count, self._closed.set)) as replies:
-            for reply in replies:
-                self.rising.note(tokens(reply))
-                yield reply
+    def stream(self, ask: Callable[[Item], Result], waiting: deque[Item]) -> Generator[Result, None, None]:
+        """ask(item) of each item that waits, in any order, `connections` at a time; more may be appended."""
+        return at_once(ask, waiting, self.settings.connections, self._closed.set)
 
-    def each(self, ask: Callable[[Item], Result], items: Sequence[Item], tokens: Callable[[Item], int]) -> list[Result]:
+    def each(self, ask: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
         """ask(item) of each item, in their order; the first error ends all."""
         waiting = deque(range(len(items)))
-        with closing(
-            self.stream(lambda at: (at, ask(items[at])), waiting, lambda one: tokens(items[one[0]]))
-        ) as replies:
+        with closing(self.stream(lambda at: (at, ask(items[at])), waiting)) as replies:
             results = dict(replies)
         return [results[at] for at in range(len(items))]
 
@@ -200,11 +194,15 @@ class Endpoint:
         return served
 
     def require_same(self, folder: Path) -> None:
-        """Note in a stage's folder which model the servers have; EndpointError where what is there is another's."""
+        """Note in a stage's folder which model the servers have; EndpointError where what is there is another's.
+
+        Of several processes, only the main one writes.
+        """
         path, found = folder / ".served.json", sorted({json.dumps(one) for one in self.identities})
         known: list[str] = read_json(path, [str]) if path.exists() else []
-        if not known and found:
-            write_json(path, found)
+        if not known:
+            if found and process_index() == 0:
+                write_json(path, found)
         elif not {*found} <= {*known}:
             raise EndpointError(
                 f"{self.section}.urls serve {', '.join(found)}, and what is in {folder} comes from {', '.join(known)} "
@@ -222,7 +220,8 @@ class Endpoint:
                 raise self._refusal(place, received)
             return self._client.read(received.content, Models).data
 
-        place, hint = f"{url}/models", f"start the server, or correct {self.section}.urls"
+        place = f"{url}/models"
+        hint = f"start the server, or correct {self.section}.urls{proxy_hint(url)}"
         try:
             return self._repeated([place], None, read)
         except Refused as refusal:

@@ -66,7 +66,7 @@ from distill.recipe.measuring import CHANGES_LOGITS
 from distill.recipe.target import TYPE_BYTES, TeacherSettings
 from distill.run import Run
 from distill.teacher.distributions import CompactTeacher, Head, LogitForm, Teacher, compress, require_head
-from distill.teacher.endpoint import Endpoint, FromModel
+from distill.teacher.endpoint import Endpoint, FromModel, reply_bytes
 from distill.teacher.writers import require_gguf
 
 ROWS = 512  # positions whose logits are read at once
@@ -249,10 +249,7 @@ class ServerReader:
 
     def __call__(self, blocks: Packed, k: int) -> Entries:
         """As of ModelReader."""
-        parts = self.endpoint.each(
-            lambda document: self._read(document, k), listed_documents(blocks), lambda document: len(document.ids)
-        )
-        return joined(parts, k)
+        return joined(self.endpoint.each(lambda document: self._read(document, k), listed_documents(blocks)), k)
 
     def close(self) -> None:
         """End the connections."""
@@ -269,14 +266,15 @@ class ServerReader:
             "add_special_tokens": False,
             "return_token_ids": True,
         }
-        places = self._places(self._choice(body), document.ids)
+        size = reply_bytes(len(document.ids), k + self.padding + 1)
+        places = self._places(self._choice(body, size), document.ids)
         tokens, logs = map(torch.from_numpy, self._entries(places, numpy.array(document.scored) + 1, k))
         return tokens, logs.float(), log_tails(logs).float()
 
-    def _choice(self, body: dict[str, Any]) -> ScoredPrompt:
+    def _choice(self, body: dict[str, Any], most_bytes: int) -> ScoredPrompt:
         """A server's reply; EndpointError, with what to do, where none comes."""
         try:
-            return self.endpoint.post("completions", body, ScoredPrompts).choices[0]
+            return self.endpoint.post("completions", body, ScoredPrompts, most_bytes).choices[0]
         except Refused as refusal:
             hint = "see the server's log"
             if "greater than max allowed" in refusal.detail:
@@ -290,7 +288,7 @@ class ServerReader:
             raise EndpointError(
                 f"the servers of {self.settings.model} gave no usable reply, {self.settings.retries + 1} times in a "
                 f"row, the last time: {fault.reason} {fault.detail}".rstrip(),
-                "see the server's log; the same command goes on with what is missing. teacher.server.concurrency, "
+                "see the server's log; the same command goes on with what is missing. teacher.server.connections, "
                 "retries and timeout can be changed without losing anything",
             ) from None
 

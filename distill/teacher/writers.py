@@ -192,7 +192,7 @@ class Completion(FromModel):
 
 
 class ServerWriter:
-    """The target on servers, up to `concurrency` requests at a time, each sent again where it may succeed later.
+    """The target on servers, up to `connections` requests at a time, each sent again where it may succeed later.
 
     A prompt goes as token ids. The ids of a reply are the server's where it gives them, else those of its text.
     """
@@ -203,7 +203,7 @@ class ServerWriter:
         settings = recipe.answers.writer
         assert settings is not None
         self.settings, self.recipe, self.tokenizer = settings, recipe, tokenizer
-        self.together = settings.concurrency
+        self.together = settings.connections
         self.ends, self.vocabulary = end_ids(recipe.target.model, tokenizer), real_tokens(config, tokenizer)
         stated = {tokenizer.eos_token_id, *stated_ends(recipe.target.model)}
         self.untold = [token for token in turn_end(tokenizer) if token not in stated]  # ends that no file names
@@ -230,7 +230,7 @@ class ServerWriter:
         """
         answered = faults = 0
         held: list[Reply] = []
-        with closing(self.endpoint.stream(self._ask, waiting, lambda reply: len(reply.ids))) as replies:
+        with closing(self.endpoint.stream(self._ask, waiting)) as replies:
             for reply in replies:
                 if reply.dropped:
                     faults += 1
@@ -246,7 +246,7 @@ class ServerWriter:
 
     def _require_answers(self, reply: Reply, answered: int, faults: int) -> None:
         """Raise EndpointError where requests fail one after another: none would bring an answer."""
-        limit = MAX_FAULTS if not answered else max(MAX_FAULTS, 4 * self.endpoint.rising.count)
+        limit = MAX_FAULTS if not answered else max(MAX_FAULTS, 4 * self.together)
         if faults >= limit and not (answered and reply.lasting):
             fault = ": ".join(filter(None, (reply.dropped, reply.detail)))
             raise EndpointError(

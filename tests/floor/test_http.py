@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import time
 from collections.abc import Iterator
 
@@ -11,7 +12,8 @@ from loopback import LoopbackHandler, running
 from pydantic import BaseModel
 from tiny import Patch
 
-from distill.http import HttpClient, Unanswered
+from distill.errors import EndpointError
+from distill.http import HttpClient, Unanswered, proxy_hint, proxy_of
 
 
 class Pieces(LoopbackHandler):
@@ -74,6 +76,33 @@ def test_no_proxy_stands_before_this_machine(monkeypatch: Patch) -> None:
             assert own.send(f"http://{host}:{port}/").content == b"here"
         with pytest.raises(Unanswered, match="no connection"):  # of the proxy, which is not there
             own.send("http://server.invalid/")
+
+
+@pytest.mark.parametrize(("variable", "value"), [("all_proxy", "socks5://127.0.0.1:9"), ("http_proxy", "ftp://a:9")])
+def test_a_proxy_that_cannot_be_used_stops_only_its_own_requests(monkeypatch: Patch, variable: str, value: str) -> None:
+    monkeypatch.setitem(sys.modules, "socksio", None)
+    monkeypatch.setenv(variable, value)
+    with running(Pieces, [b"here"]) as port, client(20) as own:
+        assert own.send(f"http://127.0.0.1:{port}/").content == b"here"
+        with pytest.raises(EndpointError, match=f"proxy of the environment \\({value}\\) cannot be used") as error:
+            own.send("http://server.invalid/")
+        assert "unset it" in str(error.value)
+
+
+def test_a_proxy_is_named_without_its_password(monkeypatch: Patch) -> None:
+    for name, value in (("http_proxy", "http://me:secret@proxy.invalid:3128"), ("no_proxy", "near.invalid,10.0.0.7")):
+        monkeypatch.setenv(name, value)
+    assert proxy_of("http://far.invalid/v1") == "http://proxy.invalid:3128"
+    assert "http://proxy.invalid:3128: NO_PROXY=far.invalid avoids it" in proxy_hint("http://far.invalid/v1")
+    for direct in ("http://near.invalid:8000", "http://10.0.0.7", "http://localhost:1", "https://far.invalid"):
+        assert proxy_of(direct) == proxy_hint(direct) == ""
+
+
+def test_a_reply_has_a_limit_of_bytes() -> None:
+    with running(Pieces, [b"x" * 600] * 4) as port, client(20) as own:
+        assert len(own.send(f"http://127.0.0.1:{port}/", most_bytes=2400).content) == 2400
+        with pytest.raises(Unanswered, match="a reply of more than 2399 bytes"):
+            own.send(f"http://127.0.0.1:{port}/", most_bytes=2399)
 
 
 def test_forms_are_read_whole() -> None:

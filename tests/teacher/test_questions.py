@@ -373,7 +373,7 @@ def test_a_gguf_file_and_a_server_write_questions(talking: Path, gguf: Path, tmp
             return {"model": body["model"], "choices": [choice], "usage": usage}
 
     with Asked(tokenizer, lambda *_: "ok") as server:
-        served = {"urls": [server.url], "model": "tiny", "concurrency": 2}
+        served = {"urls": [server.url], "model": "tiny", "connections": 2}
         recipe, run = worlds.begin(talking, tmp_path / "server", f"answers.writer={json.dumps(served)}", *more[1:])
         questions(recipe, run)
         body = server.bodies[0]

@@ -7,17 +7,20 @@ import copy
 import errno
 import json
 import os
+import socket
 import subprocess
 import sys
 import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import tiny
 import wheel_server
+from tenacity import Future
 from tiny import Capture, Patch
 from writing_worlds import BadServer, answer_lines, begin
 
@@ -30,7 +33,6 @@ from distill.pipeline.stages import difference, find_stage, key_parts
 from distill.run import Run
 from distill.serving.server import LlamaServer, started
 from distill.teacher.answers import Group, answers
-from distill.teacher.endpoint import Rising
 from distill.teacher.writers import OTHER_PROMPT, Choice, Completion, ServerWriter
 
 
@@ -45,7 +47,7 @@ def quick(monkeypatch: Patch) -> None:
 
 
 def served(*urls: str, **more: Any) -> str:
-    return "answers.writer=" + json.dumps({"urls": list(urls), "model": "tiny", "concurrency": 4, **more})
+    return "answers.writer=" + json.dumps({"urls": list(urls), "model": "tiny", "connections": 4, **more})
 
 
 def ok(prompt: Any, attempt: int) -> str:
@@ -103,17 +105,6 @@ def test_several_servers_share_the_work(tokenizer: Any, write: Any) -> None:
         run = write(12, first, second)
         assert first.asked.total() == 12 and 1 <= second.asked.total() <= 12
     assert len(answer_lines(run)) == 12 and tiny.contents(run.path("answers")) == tiny.contents(whole.path("answers"))
-
-
-def test_requests_rise_while_that_is_quicker() -> None:
-    """Of a server that takes 20 requests at once, 32 are no quicker than 16; a lower limit holds."""
-    for most, ends in ((256, 16), (8, 8), (12, 12), (1, 1)):
-        seconds = [0.0]
-        rising = Rising(most, lambda now=seconds: now[0])
-        for _ in range(2000):
-            seconds[0] += 1 / min(rising.count, 17)
-            rising.note(100)
-        assert rising.count == ends
 
 
 def test_another_model_than_before_is_refused(tokenizer: Any, write: Any) -> None:
@@ -174,7 +165,7 @@ def test_prompts_without_a_reply_are_asked_again(tokenizer: Any, write: Any) -> 
         return "500" if hopeless["on"] and len(prompt) == 8 else "ok"
 
     with BadServer(tokenizer, behave) as server:
-        settings: Any = {"retries": 2, "concurrency": 1, "overrides": ["answers.group=10"]}
+        settings: Any = {"retries": 2, "connections": 1, "overrides": ["answers.group=10"]}
         with pytest.raises(EndpointError, match=r"4 of 24 .* no reply .*4 × no reply \(status 500\)") as error:
             write(24, server, **settings)
         assert "answers.writer.missing" in str(error.value)
@@ -195,9 +186,9 @@ def test_answers_to_other_prompts_are_asked_again(tokenizer: Any, write: Any) ->
     mixed = {"on": True}
     with BadServer(tokenizer, lambda prompt, _: "other ids" if mixed["on"] and len(prompt) == 8 else "ok") as server:
         with pytest.raises(EndpointError, match=r"4 of 24 .* no reply .*4 × the server read other tokens"):
-            write(24, server, concurrency=1)
+            write(24, server, connections=1)
         mixed["on"], before = False, server.asked.copy()
-        run = write(24, server, concurrency=1)
+        run = write(24, server, connections=1)
         assert (server.asked - before).total() == 4 and not any(line["dropped"] for line in answer_lines(run))
 
 
@@ -225,7 +216,7 @@ def test_prompts_that_a_wrong_setting_refused_are_asked_again(tokenizer: Any, wr
     """A server that takes none of the first requests is set up wrongly: nothing was answered, nothing is dropped."""
     refusing = {"on": True}
     with BadServer(tokenizer, lambda *_: "400" if refusing["on"] else "ok") as server:
-        settings: Any = {"concurrency": 3, "overrides": ["answers.group=4"]}
+        settings: Any = {"connections": 3, "overrides": ["answers.group=4"]}
         with pytest.raises(EndpointError, match="the last 8 requests brought no answer"):
             write(24, server, **settings)
         refusing["on"] = False
@@ -375,10 +366,36 @@ def test_retry_after_and_delays(monkeypatch: Patch) -> None:
     assert http.retry_after("7") == 7
     assert http.retry_after("Wed, 21 Oct 2015 07:28:00 GMT") is None
     monkeypatch.setattr(http, "FIRST_DELAY", 0.5)
-    for attempt in range(200):
-        full = min(60, 0.5 * 2**attempt)
-        assert full / 2 <= http.delay_seconds(attempt, None) <= full
-        assert http.delay_seconds(attempt, 100) == 100 and http.delay_seconds(attempt, 10**9) == 600
+    for attempt in range(1, 200):
+        for asked, least, most in ((None, 0, min(60, 0.25 * 2**attempt)), (100, 100, 100), (10**9, 600, 600)):
+            outcome: Future[None] = Future(attempt)
+            outcome.set_exception(http.Unanswered("busy", "", asked))
+            state: Any = SimpleNamespace(attempt_number=attempt, outcome=outcome)
+            assert least <= http.delay_seconds(state) <= most
+
+
+def test_processes_note_the_servers_model_once(tokenizer: Any, world: Path, tmp_path: Path) -> None:
+    """Two processes of one launch begin the stage at once; the main one writes the note, and both go on."""
+    with BadServer(tokenizer, ok) as server:
+        overrides = (served(server.url), "answers.group=2")
+        _, run = begin(world, tmp_path / "run", 12, *overrides)
+        command = [sys.executable, "-c", JOB, str(world / "recipe.yaml"), str(run.folder), *overrides]
+        with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
+            port = free.getsockname()[1]
+        launch = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "WORLD_SIZE": "2", "ACCELERATE_USE_CPU": "1"}
+        jobs = [
+            subprocess.Popen(
+                command,
+                cwd=tiny.ROOT,
+                stderr=subprocess.PIPE,
+                env={**os.environ, **launch, "RANK": rank, "LOCAL_RANK": rank},
+            )
+            for rank in "01"
+        ]
+        told = [job.communicate(timeout=120)[1].decode() for job in jobs]
+    assert [job.returncode for job in jobs] == [0, 0], told
+    assert read_json(run.path("answers", ".served.json")) == ['["tiny", null, null, null]']
+    assert len(answer_lines(run)) == 12 and server.asked.total() == 12
 
 
 # ── kills, and a server as users run it ──
@@ -402,7 +419,6 @@ from pathlib import Path
 from distill.recipe import load_recipe
 from distill.run import Run
 from distill.teacher.answers import Group, answers
-from distill.teacher.endpoint import Rising
 recipe = load_recipe(Path(sys.argv[1]), sys.argv[3:])
 answers(recipe, Run(Path(sys.argv[2]), recipe))
 """
@@ -423,7 +439,7 @@ def journalled(run: Run) -> dict[str, Any]:
 
 
 def test_a_killed_client_asks_for_what_is_missing(world: Path, tokenizer: Any, tmp_path: Path) -> None:
-    """100 prompts at concurrency 8, killed in the middle and started again."""
+    """100 prompts over 8 connections, killed in the middle and started again."""
     killed = threading.Event()
 
     def behave(prompt: Any, attempt: int) -> str:
@@ -432,7 +448,7 @@ def test_a_killed_client_asks_for_what_is_missing(world: Path, tokenizer: Any, t
         return "ok"
 
     with BadServer(tokenizer, behave) as server:
-        overrides = (served(server.url, concurrency=8), "answers.group=30")
+        overrides = (served(server.url, connections=8), "answers.group=30")
         recipe, run = begin(world, tmp_path / "run", 100, *overrides)
         command = [sys.executable, "-c", JOB, str(world / "recipe.yaml"), str(run.folder), *overrides]
         with subprocess.Popen(command, cwd=tiny.ROOT, stderr=subprocess.DEVNULL) as job:
@@ -457,7 +473,7 @@ def test_a_llama_server_of_today_answers(world: Path, gguf: Path, tmp_path: Path
     with started(LlamaServer(wheel_server.program(tmp_path), gguf, threads=1, parallel=4), 60) as running:
         for temperature in (0.0, 0.8):
             own = (*settings, f"sampler.temperature={temperature}", "sampler.min_p=0.05")
-            place = served(f"{running.url}/v1", model=str(gguf), concurrency=4)
+            place = served(f"{running.url}/v1", model=str(gguf), connections=4)
             recipe, run = begin(world, tmp_path / f"run-{temperature}", 24, place, *own)
             answers(recipe, run)
             assert len(answer_lines(run)) == 24 and not any(line["dropped"] for line in answer_lines(run))
@@ -479,7 +495,7 @@ def test_the_address_of_a_server_is_not_part_of_the_key(stage: str, section: str
 
     first = parts()
     assert "http" not in json.dumps(first)
-    assert parts(urls=["http://b/v1"], concurrency=9, key="K", retries=1, timeout=3) == first
+    assert parts(urls=["http://b/v1"], connections=9, key="K", retries=1, timeout=3) == first
     assert difference(first, parts(model="other")) == [f"{section}.model: 'tiny' -> 'other'"]
     file = "answers.writer.gguf" if stage == "answers" else "teacher.gguf"
     found = []

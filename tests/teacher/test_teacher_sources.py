@@ -154,7 +154,7 @@ def test_another_gguf_file_is_refused(target: Path, tmp_path: Path) -> None:
 def served(folder: Path, target: Path, *servers: VllmServer, **more: Any) -> tuple[Recipe, Run]:
     """A run whose teacher is the servers."""
     entries = {name: more.pop(name) for name in ("top_k", "mass") if name in more}
-    server = {"urls": [one.url for one in servers], "model": "target", "concurrency": 3, "retries": 5} | more
+    server = {"urls": [one.url for one in servers], "model": "target", "connections": 3, "retries": 5} | more
     return begin(folder, target, server=server, **({"top_k": 10} | entries))
 
 
@@ -234,7 +234,7 @@ def test_other_replies_are_refused_and_nothing_is_lost(
 ) -> None:
     """At the first request or later; the shards that are whole stay, and the same command finishes the store."""
     with VllmServer(model, max_logprobs=64, faults=[None] * first + [fault] * 99).running() as one:
-        recipe, run = served(tmp_path, target, one, concurrency=1)
+        recipe, run = served(tmp_path, target, one, connections=1)
         with pytest.raises(DistillError, match=REFUSED[fault]):
             teacher(recipe, run)
         assert not run.path("teacher", "manifest.json").exists()

@@ -228,7 +228,7 @@ SMALL = {"name": "a", "target": {"model": "a"}, "corpus": {"sources": [{"kind": 
     [
         ({"writer": {}}, "either gguf, a file, or urls"),
         ({"writer": {"gguf": "a", "urls": ["http://a/v1"]}}, "either gguf, a file, or urls"),
-        ({"writer": {"gguf": "a", "concurrency": 2}}, "concurrency: for servers"),
+        ({"writer": {"gguf": "a", "connections": 2}}, "connections: for servers"),
         ({"writer": {"urls": ["localhost:8000"]}}, "a URL such as"),
         ({"writer": {"urls": ["http://user:secret@a/v1"]}}, "keys come from the environment"),
         ({"writer": {"urls": ["http://a/v1?key=secret"]}}, "keys come from the environment"),
