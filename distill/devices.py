@@ -242,17 +242,18 @@ Item = TypeVar("Item")
 # launcher ends the others.
 PATIENCE = datetime.timedelta(days=1)
 
-# With which `accelerate launch` asks for FSDP. It is kept under a name of our own, because accelerate would shard on
-# GPUs alone, and transformers would load no weights in all processes but the first.
-ASKED, KEPT = "ACCELERATE_USE_FSDP", "DISTILL_USE_FSDP"
+# What `accelerate launch` sets to spread the weights of a model over processes. Training copies them to each process.
+SPREADING = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
 
 
 def _state() -> Any:
     """accelerate's state, None in a process that was not launched with others."""
     if "WORLD_SIZE" not in os.environ:
         return None
-    if ASKED in os.environ:
-        os.environ[KEPT] = os.environ.pop(ASKED)
+    for name, kind in SPREADING.items():
+        if os.environ.get(name, "").lower() == "true":
+            hint = "launch with recipes/accelerate/ddp.yaml, or with torchrun: each process then holds the whole draft"
+            raise RunError(f"the processes were launched for {kind}, which spreads weights: distill does not", hint)
     import torch
     from accelerate import PartialState
 
@@ -281,11 +282,6 @@ def process_count() -> int:
     """How many processes work together."""
     state = _state()
     return 1 if state is None else int(state.num_processes)
-
-
-def shards() -> bool:
-    """Whether the processes were launched for FSDP: each holds a part of the draft in training."""
-    return process_count() > 1 and os.environ.get(KEPT, "").lower() == "true"
 
 
 def is_main() -> bool:

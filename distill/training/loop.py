@@ -24,6 +24,8 @@ from distill.folders import copy_tokenizer
 from distill.progress import duration, noting
 from distill.recipe import Recipe
 from distill.run import BEGIN, Run
+from distill.training.learner import CLIP
+from distill.training.optimizer import rate_share, set_rates
 from distill.training.saved import (
     MOST_EPOCHS,
     EvaluatedWeights,
@@ -31,10 +33,8 @@ from distill.training.saved import (
     load_checkpoint,
     newest_checkpoint,
     save_checkpoint,
-    whole_of,
 )
 from distill.training.setup import Training, merge, set_up
-from distill.training.step import CLIP, rate_share, set_rates
 from distill.training.validation import advice, ended, evaluate_weights, evaluation_due, take_best
 
 STOPPING = "interrupted: the training stops after this step and is saved; a second signal ends it at once"
@@ -151,7 +151,7 @@ def one_step(work: Training, step: int) -> dict[str, Any]:
         if parameter.grad is not None:  # the exchange took the mean over processes
             parameter.grad.mul_(accelerator.num_processes / scored)
     norm = accelerator.clip_grad_norm_(learner.parameters(), CLIP)
-    norm = float(whole_of(norm))
+    norm = float(norm)
     shares = work.loss.losses
     losses = {name: totals.pop(f"loss/{name}") / scored for name in shares}
     loss = sum(shares[name] * value for name, value in losses.items())

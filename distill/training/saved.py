@@ -197,34 +197,14 @@ def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     return {name: parameter for name, parameter in plain(learner).named_parameters() if parameter.requires_grad}
 
 
-def whole_of(value: Any) -> Any:
-    """A tensor of which each process may hold a part (FSDP), in all of them; a collective then."""
-    return value.full_tensor() if hasattr(value, "full_tensor") else value
-
-
-def _gathered(tensors: dict[str, Any]) -> dict[str, Any]:
-    """Gather full tensors (and numbers) on the main process's CPU; a collective under FSDP."""
-    gathered: dict[str, Any] = {}
-    for name, value in tensors.items():
-        value = whole_of(value)
-        if is_main():
-            gathered[name] = value.detach().cpu() if isinstance(value, torch.Tensor) else value
-    return gathered
-
-
-def part_of(whole: Any, parameter: torch.nn.Parameter) -> Any:
-    """What a process that holds a part of a parameter holds of a tensor of the same shape."""
-    if not hasattr(parameter, "full_tensor") or whole.shape != parameter.shape:
-        return whole
-    from torch.distributed.tensor import distribute_tensor
-
-    mesh, placements = parameter.device_mesh, parameter.placements  # type: ignore[attr-defined]
-    return distribute_tensor(whole.to(parameter.device), mesh, placements, src_data_rank=None)
+def _on_cpu(tensors: dict[str, Any]) -> dict[str, Any]:
+    """Tensors (and numbers) on the CPU."""
+    return {k: v.detach().cpu() if isinstance(v, torch.Tensor) else v for k, v in tensors.items()}
 
 
 def present_weights(learner: torch.nn.Module) -> dict[str, Any]:
-    """The parameters that learn, as `_gathered` gives them."""
-    return _gathered(_learning(learner))
+    """The parameters that learn, on the CPU."""
+    return _on_cpu(_learning(learner))
 
 
 @torch.no_grad()
@@ -236,28 +216,24 @@ def set_weights(learner: torch.nn.Module, weights: dict[str, Any]) -> None:
     for name, parameter in learning.items():
         if weights[name].shape != parameter.shape:
             raise ValueError(f"{name} is {[*weights[name].shape]}, not {[*parameter.shape]}")
-        parameter.copy_(part_of(weights[name], parameter))
+        parameter.copy_(weights[name])
 
 
 def _moments(learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """The optimizer's state by the names of parameters, as `_gathered` gives it."""
+    """The optimizer's state by the names of parameters, on the CPU."""
     names = {id(parameter): name for name, parameter in _learning(learner).items()}
     groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-    return {"state": {names[id(p)]: _gathered(own) for p, own in optimizer.state.items()}, "param_groups": groups}
+    return {"state": {names[id(p)]: _on_cpu(own) for p, own in optimizer.state.items()}, "param_groups": groups}
 
 
 def _set_moments(learner: torch.nn.Module, optimizer: Any, moments: dict[str, Any]) -> None:
     """Take the state that `_moments` gave; raises a ValueError or an error of torch's where it does not fit."""
-    learning = _learning(learner)
-    names = {id(parameter): name for name, parameter in learning.items()}
+    names = {id(parameter): name for name, parameter in _learning(learner).items()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]  # torch counts by this order
     saved = [name for group in moments["param_groups"] for name in group["params"]]
     if sorted(saved) != sorted(order):
         raise ValueError("its optimizer held other parameters")
-    state = {
-        order.index(name): {key: part_of(value, learning[name]) for key, value in own.items()}
-        for name, own in moments["state"].items()
-    }
+    state = {order.index(name): own for name, own in moments["state"].items()}
     own_groups = optimizer.state_dict()["param_groups"]
     groups = [{**kept, "params": own["params"]} for kept, own in zip(moments["param_groups"], own_groups, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
@@ -272,6 +248,8 @@ def _check_digests(folder: Path) -> None:
 
 def _save(run: Run, name: str, learner: torch.nn.Module, state: dict[str, Any], optimizer: Any = None) -> None:
     """Write checkpoints/`name` with the present weights, the optimizer's state if there is one, and `state`."""
+    if not is_main():
+        return
     tensors = {"model.pt": present_weights(learner)}
     if optimizer is not None:
         tensors["optimizer.pt"] = _moments(learner, optimizer)
@@ -282,13 +260,11 @@ def _save(run: Run, name: str, learner: torch.nn.Module, state: dict[str, Any], 
         write_json(folder / DIGESTS, {file: file_digest(folder / file) for file in tensors})
         write_json(folder / "state.json", state)
 
-    if is_main():
-        write_folder(run.path("checkpoints", name), write)
+    write_folder(run.path("checkpoints", name), write)
 
 
 def save_checkpoint(run: Run, step: int, learner: torch.nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
-    """Write checkpoints/step-NNNNNN with `state` and delete all but the newest KEPT, in the main process; every
-    process must call it."""
+    """Write checkpoints/step-NNNNNN with `state` and delete all but the newest KEPT, in the main process."""
     _save(run, f"step-{step:06d}", learner, {**state, "step": step}, optimizer)
     for old in checkpoints(run.path("checkpoints"))[:-KEPT] if is_main() else ():
         shutil.rmtree(old)

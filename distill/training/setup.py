@@ -9,7 +9,6 @@ blocks of a step.
 from __future__ import annotations
 
 import contextlib
-import copy
 import importlib.util
 import logging
 from collections.abc import Iterator
@@ -21,7 +20,7 @@ import torch
 from torch import Tensor
 
 from distill.data.packing import token_ids
-from distill.devices import CPU, is_main, make_current, pick_device, process_count, shards
+from distill.devices import CPU, make_current, pick_device, process_count
 from distill.engines.torch.hugging_face import (
     check_folder,
     load_config,
@@ -37,18 +36,11 @@ from distill.run import Run
 from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
 from distill.teacher.store import TeacherSource, open_teacher, read_manifest, require_fit
+from distill.training.learner import CHUNK, Columns, Learner, batch_blocks
 from distill.training.losses import LossSettings
-from distill.training.saved import plain, present_weights, set_weights
-from distill.training.step import (
-    CHUNK,
-    Columns,
-    Learner,
-    batch_blocks,
-    loss_settings,
-    make_optimizer,
-    outer_share,
-    with_rate,
-)
+from distill.training.optimizer import make_optimizer, outer_share, with_rate
+from distill.training.saved import plain
+from distill.training.step import loss_settings
 
 # ── Adapters ──
 
@@ -177,7 +169,6 @@ class Training:
     penalty: Penalty | None
     kept: list[int] | None
     outer: float = 1.0  # the rate of embeddings and head, as a share of that of the rest
-    spare: Learner | None = None  # of a sharded draft, in the main process: it takes the whole weights
     target: Any = None  # of an online teacher; else loaded on first use
     state: dict[str, Any] = field(default_factory=START.copy)
 
@@ -203,15 +194,8 @@ class Training:
 
     @contextlib.contextmanager
     def draft(self) -> Iterator[Any]:
-        """Within the block, the draft with the present weights; every process must call it. Of a sharded one the main
-        process has a whole copy, the others what they hold."""
-        learner: Any = self.spare or plain(self.learner)
-        if shards():
-            weights = present_weights(self.learner)
-            if self.spare is None:
-                yield learner.draft
-                return
-            set_weights(self.spare, weights)
+        """Within the block, the draft with the present weights and all its rows."""
+        learner: Any = plain(self.learner)
         with learner.whole() as draft:
             yield draft
 
@@ -231,13 +215,6 @@ def require_processes(recipe: Recipe, device: torch.device) -> None:
     if recipe.train.batch % processes:
         what = f"a step's {recipe.train.batch} blocks cannot be shared evenly by {processes} processes"
         raise RecipeError(what, f"set train.batch to a multiple of {processes}, or start fewer processes")
-    settings = recipe.train
-    quantised = settings.adapter is not None and settings.adapter.base is not None
-    if shards() and (settings.sparsity is not None or quantised or settings.compile):
-        raise RecipeError(
-            "the processes were started for FSDP, which excludes sparsity, compile and quantised bases of adapters",
-            "leave these out, or start with recipes/accelerate/ddp.yaml: each process then holds the whole draft",
-        )
 
 
 def make_accelerator(recipe: Recipe) -> Any:
@@ -301,18 +278,6 @@ def penalty_of(model: Any, settings: Train) -> Penalty | None:
     return UnstructuredL1(model, settings.steps, sparsity=sparsity.share, ramp=sparsity.ramp)
 
 
-def shard(learner: Learner, device: torch.device) -> None:
-    """Spread the draft over the processes (FSDP2): each layer is gathered while it computes, and all else while the
-    whole does."""
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import fully_shard
-
-    mesh = init_device_mesh(device.type, (process_count(),))
-    for layer in learner.draft.base_model.layers:
-        fully_shard(layer, mesh=mesh)
-    fully_shard(learner, mesh=mesh)
-
-
 def set_up(recipe: Recipe, run: Run) -> Training:
     """Load everything, and refuse incompatible parts before the first step.
 
@@ -340,12 +305,6 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     penalty = penalty_of(draft, settings)
     ids = None if kept is None else token_ids(source.packed, source.vocabulary)
     learner: Any = Learner(draft, Columns(source.vocabulary, kept, device), CHUNK, ids)
-    spare = None
-    if shards():
-        spare = copy.deepcopy(learner) if is_main() else None
-        shard(learner, device)
-        optimizer = accelerator.prepare(make_optimizer(draft, settings))
-    else:
-        learner, optimizer = accelerator.prepare(learner, make_optimizer(draft, settings))
+    learner, optimizer = accelerator.prepare(learner, make_optimizer(draft, settings))
     learner.train()
-    return Training(recipe, run, accelerator, loss, source, learner, optimizer, penalty, kept, outer, spare, target)
+    return Training(recipe, run, accelerator, loss, source, learner, optimizer, penalty, kept, outer, target)

@@ -34,6 +34,7 @@ from distill.run import Run
 from distill.sampler import Sampler
 from distill.teacher.distributions import TeacherChunk, head_logits
 from distill.teacher.store import TeacherStore, held_out
+from distill.training.learner import CHUNK
 from distill.training.saved import (
     ACCEPTANCE_STAGE,
     BEST,
@@ -44,7 +45,7 @@ from distill.training.saved import (
     step_of_weights,
 )
 from distill.training.setup import Training
-from distill.training.step import CHUNK, Verifying, protocol_of
+from distill.training.step import Verifying, protocol_of
 
 # ── The message when memory runs out: during which work, and which settings to lower ──
 

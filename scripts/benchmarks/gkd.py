@@ -42,7 +42,8 @@ from distill.progress import Progress
 from distill.recipe import load_recipe
 from distill.run import Run
 from distill.teacher.store import open_teacher
-from distill.training.step import batch_blocks, parameter_groups, rate_share
+from distill.training.learner import batch_blocks
+from distill.training.optimizer import parameter_groups, rate_share
 
 NEW_TOKENS = 128  # GKDConfig's default
 UNSCORED = -100

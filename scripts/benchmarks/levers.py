@@ -34,9 +34,10 @@ from distill.run import Run
 from distill.sampler import Sampler
 from distill.tables import Table, document, paired_ratio_interval, ratio_interval
 from distill.training import loop
+from distill.training.learner import batch_blocks
+from distill.training.optimizer import rate_share, set_rates
 from distill.training.saved import plain
 from distill.training.setup import Training, set_up
-from distill.training.step import batch_blocks, rate_share, set_rates
 
 CPU = torch.device("cpu")
 PART = 64  # positions whose distributions are made at once

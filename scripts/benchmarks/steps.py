@@ -28,8 +28,9 @@ from distill.data.packing import Packed, hidden_states
 from distill.devices import CPU, device_name, peak_memory_bytes, pick_device, synchronise, take_peaks
 from distill.machine import machine
 from distill.teacher.distributions import CompactTeacher, Head, Teacher
+from distill.training.learner import Columns, Learner
 from distill.training.losses import LossSettings
-from distill.training.step import Columns, Learner, parameter_groups
+from distill.training.optimizer import parameter_groups
 
 
 class Shape(NamedTuple):

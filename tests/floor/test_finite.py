@@ -37,7 +37,7 @@ from distill.engines.loaded import BatchedTorchModel
 from distill.engines.torch.model import TorchLogits, TorchModel
 from distill.errors import DataError
 from distill.sampler import Sampler
-from distill.training.step import Learner
+from distill.training.learner import Learner
 
 INF, NAN = math.inf, math.nan
 WRONG = {"NaN": [0.0, NAN, 1.0], "+inf": [0.0, INF, 1.0], "all -inf": [-INF] * 3}

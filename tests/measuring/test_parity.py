@@ -22,8 +22,8 @@ from distill.measuring.evaluation import Measured, block_values, sum_by_document
 from distill.recipe import Target
 from distill.sampler import Sampler
 from distill.teacher.distributions import Head
+from distill.training.learner import Columns, Learner
 from distill.training.losses import LossSettings
-from distill.training.step import Columns, Learner
 
 CPU = torch.device("cpu")
 

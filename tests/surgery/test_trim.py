@@ -32,8 +32,8 @@ from distill.surgery.vocabulary import (
     smallest_size,
 )
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, compress
+from distill.training.learner import Columns
 from distill.training.losses import LossSettings, head_loss
-from distill.training.step import Columns
 from distill.vocabulary.vocabulary import Vocabulary
 
 torch.set_num_threads(1)

@@ -21,18 +21,17 @@ from distill.recipe import Adapter, Train, load_recipe, parse_section
 from distill.run import Run
 from distill.surgery.cutter import kept_share
 from distill.training import setup
-from distill.training.setup import attach
-from distill.training.step import (
-    loss_settings,
+from distill.training.optimizer import (
     make_optimizer,
     orthogonalised,
     outer_share,
     peak_rate,
-    protocol_of,
     rate_share,
     set_rates,
     with_rate,
 )
+from distill.training.setup import attach
+from distill.training.step import loss_settings, protocol_of
 
 MUON = ("train.optimizer=muon",)
 

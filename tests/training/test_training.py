@@ -50,7 +50,9 @@ from distill.run import BEGIN, Run
 from distill.sampler import Sampler
 from distill.teacher.distributions import Head
 from distill.training import loop, validation
+from distill.training.learner import Columns, Learner
 from distill.training.losses import LossSettings
+from distill.training.optimizer import make_optimizer
 from distill.training.saved import (
     BEST,
     load_checkpoint,
@@ -60,7 +62,6 @@ from distill.training.saved import (
     step_of_weights,
 )
 from distill.training.setup import Training, make_accelerator
-from distill.training.step import Columns, Learner, make_optimizer
 from distill.training.validation import ServedTarget, decoded_acceptance, served_form
 
 
@@ -448,8 +449,6 @@ step_of, (number, last, index) = loop.one_step, (int(sys.argv.pop(1)) for _ in r
 
 def signalled(work, step):
     if step == last and work.accelerator.process_index == index:
-        held = sum(p.to_local().numel() for p in work.learner.parameters() if hasattr(p, "to_local"))
-        print("holds", held / sum(p.numel() for p in work.learner.parameters()), flush=True)
         os.kill(os.getpid(), number)
     return step_of(work, step)
 
@@ -459,7 +458,7 @@ main()
 
 
 def signalled(folder: Path, number: signal.Signals, step: int, process: int) -> list[str]:
-    """`distill` that sends itself a signal in this step of one process, which first says what share it holds."""
+    """`distill` that sends itself a signal in this step of one process."""
     program = folder / "signalled.py"
     program.write_text(SIGNALLED)
     return [str(program), *map(str, (int(number), step, process))]
@@ -639,33 +638,29 @@ def test_an_adapter_is_trained_resumed_and_merged(
     load_model(str(one / "draft"), "float32", torch.device("cpu"))
 
 
-def test_what_fsdp_excludes_is_refused_before_the_first_stage(
-    world: Path, tmp_path: Path, monkeypatch: Patch, capsys: Any
+@pytest.mark.parametrize(("variable", "kind"), [("FSDP", "FSDP"), ("DEEPSPEED", "DeepSpeed")])
+def test_processes_that_would_spread_the_draft_are_refused(
+    world: Path, tmp_path: Path, monkeypatch: Patch, capsys: Any, variable: str, kind: str
 ) -> None:
-    monkeypatch.setattr("distill.training.setup.shards", lambda: True)
-    for arguments in (("check", world / "recipe.yaml"), ("train", world / "recipe.yaml", "--runs", tmp_path)):
-        assert "FSDP, which excludes" in tiny.refused(capsys, *arguments, "train.compile=true")
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv(f"ACCELERATE_USE_{variable}", "true")
+    words = tiny.refused(capsys, "train", world / "recipe.yaml", "--runs", tmp_path)
+    assert f"launched for {kind}" in words and "ddp.yaml" in words
     assert not (tmp_path / "tiny" / "corpus").exists()
 
 
-@pytest.mark.parametrize(("kind", "kills"), [("compact", [4]), pytest.param("online", [4, 6], marks=pytest.mark.slow)])
-def test_fsdp_from_the_first_question_on_killed_and_resumed(tmp_path: Path, kind: str, kills: list[int]) -> None:
-    """By two processes that hold the draft in parts, killed in these steps, and in the end by one."""
+@pytest.mark.slow
+def test_two_processes_from_the_first_question_on_killed_and_resumed(tmp_path: Path) -> None:
+    """Killed in a step, and in the end by one process."""
     recipe = question_worlds.build(tmp_path)
     asked = "corpus.sources=[{kind: target, questions: 12, tokens: 24}]"
-    small = ("answers.new_tokens=8", "answers.group=4", "teacher.shard_blocks=1")
-    overrides = (asked, *small, f"teacher.kind={kind}")
-    whole = tmp_path / "whole" / "tiny"
+    overrides = (asked, "answers.new_tokens=8", "answers.group=4", "teacher.shard_blocks=1", "train.save_every=3")
+    whole, runs = tmp_path / "whole" / "tiny", tmp_path / "runs"
     with tiny.one_thread():
         assert tiny.call(*command(tmp_path, whole.parent, *overrides)[1:]) == 0
-    for step in kills:
-        program = signalled(tmp_path, signal.SIGKILL, step, process=0)
-        runs = tmp_path / "runs"
-        result = two_processes(tmp_path, runs, *overrides, launcher=accelerate("fsdp"), program=program)
-        held = [float(line.split()[1]) for line in result.stdout.splitlines() if line.startswith("holds")]
-        assert result.returncode and held == pytest.approx([0.5], abs=0.02), result.stderr
-    assert ("resuming at step 4 of 8" in result.stderr) == (len(kills) > 1)
-    run = tmp_path / "runs" / "tiny"
+    program = signalled(tmp_path, signal.SIGKILL, 4, process=0)
+    assert two_processes(tmp_path, runs, *overrides, launcher=accelerate("ddp"), program=program).returncode
+    run = runs / "tiny"
     with tiny.one_thread():
         assert tiny.call("train", recipe, "--runs", run.parent, "--until", "train", *overrides) == 0
     for name in ("questions", "corpus", "answers", "teacher"):
