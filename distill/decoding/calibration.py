@@ -134,7 +134,8 @@ def fit_calibration(rounds: Sequence[Recorded], terms: Sequence[str], ridge: flo
     penalty = numpy.diag([1e-9, *([ridge] * len(terms))])
     if accepted in (0, len(y)):
         penalty = numpy.diag([1.0, *([1e9] * len(terms))])
-        centre[1 + terms.index("logit_top")] = 1.0
+        if terms:
+            centre[1 + terms.index("logit_top")] = 1.0
     weights = centre
 
     def loss(w: Array) -> float:

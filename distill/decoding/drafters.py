@@ -91,14 +91,19 @@ class ChainDraft:
         self.random, self._rule, self._argmax, self._ends = random, rule, argmax, ends
         self.limit = min(limit, rule.limit()) if limit > 0 else 0
         self._stopped = False
+        self._asked = -1, False  # the position that the rule was last asked about, and its answer
         self.tokens: list[int] = []
         self._distributions: list[Tensor] = []  # [V] each; none where tokens are chosen without chance
         self._features: list[Features] = []  # none where the largest logit alone decides
 
     def goes_on(self) -> bool:
-        """Whether the draft takes another step, asked before each one."""
-        ended = self._stopped or (bool(self.tokens) and self.tokens[-1] in self._ends)
-        return not ended and len(self.tokens) < self.limit and self._rule.step_on(len(self.tokens))
+        """Whether the draft takes another step. The rule is asked once about each position."""
+        position = len(self.tokens)
+        if self._stopped or position >= self.limit or (position and self.tokens[-1] in self._ends):
+            return False
+        if self._asked[0] != position:
+            self._asked = position, self._rule.step_on(position)
+        return self._asked[1]
 
     def unread(self, context: Sequence[int], read: int) -> list[int]:
         """The tokens that the draft takes in this step, of which it has read the first `read` of the context.

@@ -136,7 +136,8 @@ class Constrained:
 
     def __init__(self, model: Model, constraint: Constraint) -> None:
         self._inner, self.constraint = model, constraint
-        self._states: list[State | None] = []  # after each committed token; None inside the prompt
+        # After each committed token; None inside the prompt, of which the model may hold the beginning.
+        self._states: list[State | None] = [None] * model.lengths[0]
         self._nodes: list[State] = []  # after each node of the pending tree
 
     def __getattr__(self, name: str) -> Any:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -57,11 +58,11 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Calibrations:
-    """What speedup/calibration.json holds: `fits` on all rounds of the draft, and the guesses of a table, by name.
+    """What speedup/calibration.json holds: the calibrations of the draft, and of the guesses of a table, by name.
 
-    `log_loss` (nats) is of fits on the even prompts, scored on the odd ones, beside that of `uncalibrated`, the draft's
-    own probability. `unfitted` gives the reason where the rounds do not allow a fit, for instance without both outcomes
-    among them.
+    They are fitted on all rounds. `log_loss` (nats) is of fits on the even prompts, scored on the odd ones. A fit that
+    scores no better than a simpler calibration is not used: the simpler one gets its name, or none if the draft's own
+    probability is best. `unfitted` gives that reason, or why the rounds do not allow a fit.
     """
 
     texts: str
@@ -72,10 +73,10 @@ class Calibrations:
 
     @property
     def words(self) -> str:
-        """What was fitted on which texts, how well it does on text new to it, and what could not be fitted."""
+        """What was fitted on which texts, how well it does on text new to it, and what is not used."""
         scores = ", ".join(f"{name} {loss:.3f}" for name, loss in self.log_loss.items())
         line = f"log loss {scores}" if scores else "no calibration"
-        line += "".join(f"; {name} not fitted: {reason}" for name, reason in self.unfitted.items())
+        line += "".join(f"; {name} not used: {reason}" for name, reason in self.unfitted.items())
         return f"{self.texts}, {self.rounds} rounds of the draft: {line}"
 
 
@@ -100,31 +101,50 @@ Rounds = Sequence[Sequence[Recorded]]  # of each text
 
 
 def calibrate(drafted: Mapping[str, Rounds], texts: str, counted: Mapping[str, Rounds] = NONE) -> Calibrations:
-    """Fit on the rounds of each text, which `texts` describes.
+    """Fit on the rounds of each text, which `texts` describes, and choose by the scores.
 
     `drafted` are those of a draft, by what the names of their calibrations end with; `counted` the guesses of a table
     of n-grams at the texts, by the name of the calibration that they get.
     """
     found = Calibrations(texts, sum(len(text) for rounds in drafted.values() for text in rounds), {}, {}, {})
-
-    def score(calibration: Calibration, rounds: Rounds) -> float:
-        probabilities, accepted = predicted(calibration, [*chain.from_iterable(rounds[1::2])])
-        if not probabilities:
-            raise DataError("no judged position in the odd-numbered texts, which score a fit", "give more prompts")
-        return log_loss(probabilities, accepted)
-
-    fits = [(name + end, terms, rounds) for end, rounds in drafted.items() for name, terms in FITTED_TERMS.items()]
-    for name, terms, rounds in [*fits, *((name, TABLE_TERMS, rounds) for name, rounds in counted.items())]:
-        try:
-            fit = fit_calibration([*chain.from_iterable(rounds)], terms)
-            half = fit_calibration([*chain.from_iterable(rounds[::2])], terms)
-            if name.startswith("features"):
-                found.log_loss[name.replace("features", "uncalibrated")] = score(UNFITTED, rounds)
-            found.log_loss[name] = score(half, rounds)
-            found.fits[name] = fit
-        except DataError as error:
-            found.unfitted[name] = error.what
+    # The simplest first. Without terms (None) it is the own probability, with none of them a constant: a table has no
+    # probability that one of its other guesses is right.
+    ways: list[tuple[dict[str, Sequence[str] | None], Rounds]] = [
+        ({f"uncalibrated{end}": None} | {name + end: terms for name, terms in FITTED_TERMS.items()}, rounds)
+        for end, rounds in drafted.items()
+    ]
+    for name, rounds in counted.items():
+        simplest = {f"constant, {name}": ()} if "others" in name else {f"uncalibrated, {name}": None}
+        ways.append((simplest | {name: TABLE_TERMS}, rounds))
+    for candidates, rounds in ways:
+        even, odd = ([*chain.from_iterable(rounds[start::2])] for start in (0, 1))
+        best, least, simplest_name = UNFITTED, math.inf, next(iter(candidates))
+        better = simplest_name
+        for name, terms in candidates.items():
+            try:
+                fit, half = (
+                    UNFITTED if terms is None else fit_calibration(part, terms)
+                    for part in ([*chain.from_iterable(rounds)], even)
+                )
+                found.log_loss[name] = loss = _score(half, odd)
+            except DataError as error:
+                if name != simplest_name:
+                    found.unfitted[name] = error.what
+                continue
+            if loss < least:
+                best, least, better = fit, loss, name
+            else:
+                found.unfitted[name] = f"no better than {better}"
+            if best is not UNFITTED and name != simplest_name:
+                found.fits[name] = best
     return found
+
+
+def _score(calibration: Calibration, rounds: Sequence[Recorded]) -> float:
+    probabilities, accepted = predicted(calibration, rounds)
+    if not probabilities:
+        raise DataError("no judged position in the odd-numbered texts, which score a fit", "give more prompts")
+    return log_loss(probabilities, accepted)
 
 
 def calibrate_pair(

@@ -66,7 +66,7 @@ def opened(opening: Opening, request: Continuation, tokens: int) -> Iterator[tup
     if configuration.needs_calibration and name not in request.calibrations:
         greedy = configuration.counts_ngrams and "table" in request.calibrations
         other = "that of greedy texts stands" if greedy else "the drafter's own probabilities stand"
-        note(f"no calibration `{name}` was fitted: {other} in for it")
+        note(f"there is no calibration `{name}`: {other} in for it")
     if configuration.other_vocabulary and is_gguf(target.model) and not opening.pytorch.in_bits:
         raise DataError(f"drafter {configuration.drafter} reads both tokenizers from Hugging Face folders")
     alone = not configuration.asks_the_draft
@@ -167,16 +167,15 @@ def _drafter(
 ) -> Drafter:
     """The drafter of the request; `reader` is a draft of another vocabulary, which obeys no grammar.
 
-    The expected-value rule's costs are those kept of this pair, or are timed behind the prompt `ids`. Under a grammar
-    the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for free.
+    Costs, if the configuration needs them, are those kept of this pair, or are timed behind the prompt `ids`. Under a
+    grammar the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for free.
     """
     configuration, grammar = request.configuration, rules.constraint
     if not configuration.drafts:
         return NoDrafter() if grammar is None else Forced(NoDrafter(), grammar)
     if reader is not None:
         return make_drafter(configuration, reader, rules.sampler, rules.random)
-    priced = configuration.rule == "expected-value"
-    costs = pair_costs(pair, [ids], configuration.longest_round) if priced else NO_COSTS
+    costs = pair_costs(pair, [ids], configuration.longest_round) if configuration.needs_costs else NO_COSTS
     asked: Any = pair.draft if grammar is None else Constrained(pair.draft, grammar)
     table = None if request.table is None else open_table(request.table, pair.reference)
     inputs = DrafterInputs(costs, request.calibrations, table=table, max_leaves=pair.target.max_leaves)
@@ -229,8 +228,9 @@ SESSIONS = 8  # that are kept
 
 class Answerer:
     """A pair that answers prompts in turn. Its target does not read again what a prompt shares with the last text;
-    greedy requests that are equal but for their prompt are one session, which goes on learning. `context` are the
-    tokens of a prompt and its answer at most."""
+    greedy requests that are equal but for their prompt are one session, which goes on learning. A drawn text has a
+    session of its own, because its draws begin with the seed. `context` are the tokens of a prompt and its answer at
+    most."""
 
     def __init__(self, pair: LoadedPair, reader: DraftReader | None, template: ChatTemplate, context: int) -> None:
         self.pair, self.reader, self.template = pair, reader, template
@@ -241,10 +241,14 @@ class Answerer:
     def session(self, request: Continuation, ids: Sequence[int]) -> Session:
         """What decodes a request; DataError as `begin`."""
         found = next((session for one, session in self._sessions if one == request), None)
-        if found is None or request.sampler.temperature:  # its draws begin with the seed
-            self._held = []  # steps are timed with the pair
+        if found is None:
+            costs = dict(self.pair.costs)
             found = begin(self.pair, self.reader, request, ids)
-            self._sessions = [(request, found), *self._sessions[: SESSIONS - 1]]
+            if self.pair.costs != costs:  # steps were timed, in the target's cache
+                self._held = []
+        if not request.sampler.temperature:
+            others = [one for one in self._sessions if one[0] != request]
+            self._sessions = [(request, found), *others[: SESSIONS - 1]]
         return found
 
     def prompt(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any] | None = None) -> list[int]:

@@ -178,20 +178,30 @@ def recorded(*rounds: tuple[float, int, int]) -> list[Recorded]:
 def test_calibrations_are_saved_and_read_again(tmp_path: Path) -> None:
     own = [recorded((0.9, 4, 4), (0.5, 4, 0), (0.8, 3, 1), (0.4, 2, 1)) for _ in range(40)]
     made = calibrate({"": own}, "40 texts")
-    assert made.unfitted == {} and made.words.startswith("40 texts, 160 rounds of the draft: log loss uncalibrated 0.")
+    assert made.words.startswith("40 texts, 160 rounds of the draft: log loss uncalibrated 0.")
+    assert made.words.endswith("; context not used: no better than features") and [*made.unfitted] == ["context"]
     write_result(tmp_path / "calibration.json", made)
     found = load_calibrations(tmp_path / "calibration.json")
     everything = [one for prompt in own for one in prompt]
-    assert found == {name: fit_calibration(everything, terms) for name, terms in FITTED_TERMS.items()}
+    assert found == dict.fromkeys(FITTED_TERMS, fit_calibration(everything, FITTED_TERMS["features"]))
     # Scores are of text the fit has not seen: outcomes that turn round between even and odd prompts must score badly.
     good, bad = recorded((0.9, 1, 1), (0.2, 1, 0)), recorded((0.9, 1, 0), (0.2, 1, 1))
-    turned = calibrate({"": [good, bad, good, bad]}, "here").log_loss["features"]
-    assert turned > 1.0 > calibrate({"": [good, good, good, good]}, "here").log_loss["features"]
+    turned = calibrate({"": [good, bad, good, bad]}, "here")
+    right = calibrate({"": [good, good, good, good]}, "here")
+    assert turned.log_loss["features"] > 1.0 > right.log_loss["features"] and "features" in right.fits
+    # None is used where none is better than the draft's own probability, which is right of these texts.
+    told = dict.fromkeys(FITTED_TERMS, "no better than uncalibrated")
+    assert (turned.fits, turned.unfitted) == ({}, told)
+    other = calibrate(
+        {", match": [good, bad] * 2}, "here", {"table": [good, bad] * 2, "table, others": [good, bad] * 2}
+    )
+    assert other.fits["table, others"].terms == () and [*other.fits] == ["table, others"]
+    assert {name.partition(",")[0] for name in other.unfitted} == {*FITTED_TERMS, "table"}
 
 
 def test_calibrations_of_one_outcome_and_of_other_formats(tmp_path: Path) -> None:
     made = calibrate({"": [recorded((0.9, 4, 4)), recorded((0.9, 4, 4))]}, "here")
-    assert made.fits.keys() == FITTED_TERMS.keys() and not made.unfitted
+    assert made.fits.keys() == FITTED_TERMS.keys() and made.fits["context"] == made.fits["features"]
     assert all(one.accepted == one.judged == 8 for one in made.fits.values())
     (tmp_path / "calibration.json").write_text('{"format": 0, "fits": {}}')
     with pytest.raises(DataError, match="does not hold what this version writes"):
@@ -229,4 +239,4 @@ def test_lossy_configurations_are_refused_or_labelled(copied: Path, capsys: pyte
     assert "LOSSY: this text does not follow" in tiny.told(capsys, *generate, *hot)
     # Greedy, nothing is.
     told = tiny.told(capsys, *generate, "-C", "rule=expected-value", "--allow-lossy")
-    assert "LOSSY" not in told and "no calibration `features` was fitted" in told
+    assert "LOSSY" not in told and "there is no calibration `features`" in told

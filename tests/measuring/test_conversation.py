@@ -4,12 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import importlib.util
 import io
 import json
+import re
 import socket
 import sys
 import threading
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,7 @@ from toys import blurred, save_toy, toy, toy_tokenizer
 
 from distill.decoding.decode import Decoded, plain
 from distill.engines.loaded import Opening, load_pair
-from distill.measuring.stream import Answerer, Continuation, answering
+from distill.measuring.stream import Answerer, Continuation, answering, begin
 from distill.recipe import Chat, Configuration, Corpus, Target
 from distill.sampler import Sampler
 
@@ -75,6 +79,33 @@ def test_what_is_held_changes_no_answer(answerer: Answerer, folders: Path) -> No
             assert result.tokens == plain(fresh.target, ids, 12, fresh.ends).tokens
             assert text == fresh.text(result.tokens) and (number == 0 or answerer._held[: len(ids)] == ids)
             messages.append({"role": "assistant", "content": text})
+
+
+def test_drawn_answers_keep_what_is_held_and_the_greedy_sessions(
+    answerer: Answerer, folders: Path, monkeypatch: Patch
+) -> None:
+    """Each turn reads what is new, under a grammar too, and no drawn one evicts a session that learns."""
+    (kept,) = answerer._sessions
+    drawn = Continuation(Configuration(length=3, sampler="recipe"), Sampler(0.9))
+    grammar = ("regex", "[a-z]{9}") if importlib.util.find_spec("llguidance") else None
+    read, extend = list[int](), answerer.pair.target.extend
+    monkeypatch.setattr(
+        answerer.pair.target, "extend", lambda ids, *a, **k: (read.append(len(ids)), extend(ids, *a, **k))[1]
+    )
+    messages: list[dict[str, Any]] = []
+    for seed in range(5):
+        messages.append({"role": "user", "content": f"a = {seed}"})
+        ids, result, length = answerer.prompt(messages), Decoded(), len(answerer._held)
+        request = replace(drawn, seed=seed, grammar=grammar if seed % 3 == 1 else None)
+        read.clear()
+        text = "".join(piece for piece, _ in answerer.answer(request, ids, 9, result))
+        same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(ids, answerer._held, strict=False))])
+        assert same == len(ids) and (seed == 0 or read[0] < len(ids) - length // 2)
+        with load_pair(Target(model=str(folders / "target")), str(folders / "draft")) as fresh:
+            assert begin(fresh, None, request, ids).text(ids, 9).tokens == result.tokens
+        assert request.grammar is None or re.fullmatch("[a-z]{1,9}", text)
+        messages.append({"role": "assistant", "content": text})
+    assert answerer._sessions == [kept]
 
 
 def test_a_conversation(folders: Path, monkeypatch: Patch, capsys: Capture, tmp_path: Path) -> None:

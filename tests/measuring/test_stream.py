@@ -116,6 +116,9 @@ def test_a_pair_is_timed_once(folders: Path, tmp_path: Path, monkeypatch: pytest
     assert decoded(draft, 2, 2, prompt=[1] * 600) == [2] and decoded(draft, 2, prompt=[1] * 1023) == []
     assert decoded(None, 3, 3) == [3] and decoded(None, 3) == []  # another pair: the target alone
     assert len(list((tmp_path / "costs").iterdir())) == 2 and capsys.readouterr().err == ""
+    with load_pair(target, str(draft), tokens=40, threads=1) as pair:  # a tree is priced as `speedup` prices it
+        tree = begin(pair, None, asked(drafter="tree"), (1, 2)).drafter
+        assert isinstance(tree, TreeDrafter) and tree.rule is not None and len(tree.rule.worth.costs.target) == 7
     for seconds, times in ((1.19, []), (1.3, [6]), (1.3, []), (1.0, [6])):  # faster or slower by more than a fifth
         step[0] = seconds
         assert decoded(draft, 6, 6) == times
