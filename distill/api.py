@@ -171,12 +171,13 @@ def evaluate(
 def measure_speedup(
     target: str | Path,
     draft: str | Path | None,
-    prompts: Paths,
+    prompts: Paths = (),
     *,
+    suite: str | Path | None = None,
     lengths: Iterable[int] = (1, 2, 4),
     configurations: Iterable[Configuration | Mapping[str, Any]] = (),
     sampler: SamplerSettings | None = None,
-    count: int = 12,
+    count: int | None = None,
     tokens: int = 96,
     prompt_tokens: int = 64,
     dtype: str = "float32",
@@ -193,20 +194,29 @@ def measure_speedup(
     """Plain against speculative decoding, end to end, on the prompts in files, as `distill speedup` measures them.
 
     The draft's fixed `lengths` and every other configuration are decoded interleaved with plain decoding; with a
-    `sampler` all of them are sampled. `table` holds n-grams of the target. DataError or RecipeError for prompts,
-    contexts and configurations that do not go together; lossy ones, where allowed, are named on stderr.
+    `sampler` all of them are sampled. `count` prompts are measured, by default 12. A `suite` (a file of Spec-Bench's
+    form) stands in place of `prompts`: `count` questions of each category, by default all, with every turn, both
+    greedy and sampled (by default at temperature 1). `table` holds n-grams of the target. DataError or RecipeError for
+    prompts, contexts and configurations that do not go together; lossy ones, where allowed, are named on stderr.
     """
-    sampler, pytorch = sampler or SamplerSettings(temperature=0), pytorch or PyTorch()
-    sampled = {"sampler": "recipe"} if sampler.temperature else {}
+    if bool(prompts) == (suite is not None):
+        raise RecipeError("speedup measures prompts or a suite", "give one of them")
+    sampler, pytorch = sampler or SamplerSettings(temperature=0 if suite is None else 1), pytorch or PyTorch()
+    kinds = ["greedy"] if suite is not None or not sampler.temperature else []
+    kinds += ["recipe"] if sampler.temperature else []
     fixed = tuple(lengths)
-    configured = [
-        one if isinstance(one, Configuration) else parse_section(Configuration, {**sampled, **one})
-        for one in (*({"length": length} for length in fixed if sampled), *configurations)
-    ]
-    counts = {"prompts": count, "new_tokens": tokens, "allow_lossy": allow_lossy, "configurations": configured}
-    speedup = parse_section(Speedup, counts | {"lengths": () if sampled else fixed})
+    configured = [Configuration(length=length, sampler="recipe") for length in fixed if "recipe" in kinds]
+    for one in configurations:
+        if isinstance(one, Configuration):
+            configured.append(one)
+        else:
+            samplers = [one["sampler"]] if "sampler" in one else kinds
+            configured += [parse_section(Configuration, {"sampler": kind, **one}) for kind in samplers]
+    counts: dict[str, Any] = {"prompts": 12 if count is None or suite is not None else count, "new_tokens": tokens}
+    counts |= {"allow_lossy": allow_lossy, "configurations": configured}
+    speedup = parse_section(Speedup, counts | {"lengths": fixed if "greedy" in kinds else ()})
     every = (*map(fixed_length, speedup.lengths), *configured)
-    drawn = next((one for one in every if one.sampler == "recipe" and not sampled), None)
+    drawn = next((one for one in every if one.sampler == "recipe" and "recipe" not in kinds), None)
     if drawn is not None:
         raise RecipeError(f"`{drawn.described}` is sampled", "give a sampler (--sampler temperature=1)")
     for line in check_configurations(speedup, sampler, "the options"):
@@ -220,6 +230,7 @@ def measure_speedup(
     settings = PairSettings(place, small, device, threads, gguf or Gguf(), pytorch, speedup, sampler, seed)
     names = str(target), None if draft is None else str(draft)
     more: dict[str, Any] = {"chat": chat, "table": table, "command": command}
+    more |= {} if suite is None else {"suite": Path(suite), "count": count}
     return measure_any_pair(settings, names, prompts, prompt_tokens=prompt_tokens, **more)
 
 

@@ -474,12 +474,18 @@ def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, output: 
 def speedup(
     words: shared.PairArgument = None,
     prompts: shared.PromptsOption = None,
-    count: Annotated[int | None, shared.number_option(min=2, help="Most prompts; by default 12.")] = None,
+    suite: shared.SuiteOption = None,
+    count: Annotated[
+        int | None,
+        shared.number_option(min=1, help="Most prompts; by default 12. --suite: questions of each category, or all."),
+    ] = None,
     prompt_tokens: Annotated[
         int | None, shared.number_option(min=2, help="Tokens of a prompt that is cut from text; by default 64.")
     ] = None,
     tokens: Annotated[int | None, shared.number_option(min=8, help="Most new tokens a prompt; by default 96.")] = None,
-    lengths: Annotated[str | None, typer.Option(help="Fixed draft lengths; 0: none; by default 1,2,4,8.")] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Fixed draft lengths; 0: none; by default 1,2,4,8, of a suite 4.")
+    ] = None,
     configuration: Annotated[
         list[str] | None,
         typer.Option(
@@ -490,7 +496,9 @@ def speedup(
         ),
     ] = None,
     sampler: shared.SamplerOption = None,
-    seed: Annotated[int | None, shared.number_option(min=0, help="Seed of all draws; by default 0.")] = None,
+    seed: Annotated[
+        int | None, shared.number_option(min=0, help="Seed of all draws, the questions' too; by default 0.")
+    ] = None,
     table: shared.TableOption = None,
     dtype: Annotated[str | None, typer.Option(help=shared.DTYPE_HELP)] = None,
     pytorch: shared.PyTorchOption = None,
@@ -502,10 +510,13 @@ def speedup(
     llama_draft: shared.LlamaDraftOption = None,
 ) -> None:
     """Plain against speculative decoding, end to end: of a run on its test prompts (RUN), of a run on your prompts (RUN
-    --prompts FILE), or of any models (TARGET [DRAFT] --prompts FILE)."""
+    --prompts FILE), or of any models (TARGET [DRAFT] --prompts FILE). With --suite FILE as papers report it: tokens a
+    round and speedup by category, at temperature 0 and 1."""
     models = shared.models_of(words, runs)
     name = words[0] if words and not models else None
-    if not prompts:
+    if suite is not None and (prompts or prompt_tokens is not None):
+        raise RecipeError("--suite has prompts of its own", "leave --prompts and --prompt-tokens out")
+    if not prompts and suite is None:
         of_prompts = (count, prompt_tokens, tokens, lengths, configuration, sampler, seed, table, dtype, pytorch)
         options = (*of_prompts, threads, llama, llama_draft, allow_lossy or None)
         if models or any(value is not None for value in options):
@@ -516,7 +527,9 @@ def speedup(
             )
         _of_run(name, runs, output)
         return
-    swept = sorted({n for n in shared.numbers(lengths or "1,2,4,8", "--lengths", int, "1,2,4") if n})
+    swept = sorted(
+        {n for n in shared.numbers(lengths or ("1,2,4,8" if suite is None else "4"), "--lengths", int, "1,2,4") if n}
+    )
     device, chat, own = "auto", None, PyTorch()
     if models:
         gguf = shared.gguf_of(models, llama, llama_draft)
@@ -535,11 +548,12 @@ def speedup(
     report = api.measure_speedup(
         models[0],
         models[1] if len(models) > 1 else None,
-        prompts,
+        prompts or (),
+        suite=suite,
         lengths=swept,
         configurations=[shared.keys_of(Configuration, one, "--configuration") for one in configuration or ()],
-        sampler=shared.sampler_of(sampler),
-        count=12 if count is None else count,
+        sampler=shared.sampler_of(sampler) if sampler or suite is None else None,
+        count=count,
         tokens=96 if tokens is None else tokens,
         prompt_tokens=64 if prompt_tokens is None else prompt_tokens,
         dtype=dtype or "float32",

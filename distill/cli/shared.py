@@ -62,6 +62,9 @@ FormatOption = Annotated[
 PromptsOption = Annotated[
     list[Path] | None, typer.Option("--prompts", help="Text or records (docs/prompts.md); repeatable.")
 ]
+SuiteOption = Annotated[
+    Path | None, typer.Option("--suite", help="Spec-Bench, MT-Bench or SPEED-Bench, as its file is published.")
+]
 SamplerOption = Annotated[
     str | None,
     typer.Option("--sampler", metavar="K=V,...", help="Of temperature, top_k, top_p, min_p; greedy if left out."),

@@ -50,7 +50,7 @@ from distill.progress import Progress
 from distill.recipe import Configuration, SamplerSettings, Speedup
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, names
 from distill.recipe.measuring import fixed_length
-from distill.tables import speed_ratio
+from distill.tables import ratio_interval, speed_ratio
 
 # ── A configuration made ready for one pair: the rules it decodes under, and its drafter ──
 
@@ -225,10 +225,18 @@ def accepted_per_drafted(rounds: Sequence[Round]) -> tuple[float | None, float |
     return each, accepted / drafted if drafted else None
 
 
-def totals(texts: Sequence[TimedText]) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Tokens and seconds [prompts] of each text."""
-    tokens = numpy.array([len(text.decoded.tokens) for text in texts], float)
-    return tokens, numpy.array([text.seconds for text in texts], float)
+def totals(texts: Sequence[TimedText], units: Sequence[int] = ()) -> tuple[numpy.ndarray, numpy.ndarray]:
+    """Tokens and seconds [prompts] of each text; with `units`, the unit of each prompt, of each unit."""
+    tokens = [len(text.decoded.tokens) for text in texts]
+    return by_unit(texts, tokens, units), by_unit(texts, [text.seconds for text in texts], units)
+
+
+def by_unit(texts: Sequence[TimedText], values: Sequence[float], units: Sequence[int]) -> numpy.ndarray:
+    """Sums of the texts' values over the prompts of each unit that has a text; without `units` the values."""
+    if not units:
+        return numpy.array(values, float)
+    _, places = numpy.unique([units[text.prompt] for text in texts], return_inverse=True)
+    return numpy.bincount(places, values).astype(float)
 
 
 def rate(texts: Sequence[TimedText]) -> float:
@@ -246,14 +254,13 @@ def measurement(
     identity: Identity | None,
     steps: StepFigures,
     pair: PairMeasured,
-    prompts: Sequence[Sequence[int]],
-    classes: Sequence[str] = (),
+    given: PairTexts,
     synchronous: bool = True,
 ) -> Measurement:
     """What a configuration gave on all prompts; its speedup is over the plain run of the same sampler."""
     each, accepted = accepted_per_drafted(one.rounds)
-    base = one.plain.texts[: len(one.texts)]
-    ratio = speed_ratio(*totals(one.texts), *totals(base))
+    base, prompts = one.plain.texts[: len(one.texts)], given.prompts
+    ratio = speed_ratio(*totals(one.texts, given.units), *totals(base, given.units))
     counted = dict.fromkeys(("identical", "excused", "different")) if identity is None else asdict(identity)
     configuration = one.configuration
     return Measurement(
@@ -277,7 +284,7 @@ def measurement(
         repeated=repeated_share((prompts[text.prompt], text.decoded.tokens) for text in one.texts),
         prompt_seconds=prompt_seconds(one),
         rounds=round_figures(one, steps, synchronous),
-        by_class=by_class(one, classes),
+        by_class=by_class(one, given.classes, given.units),
         stopped=len(one.texts) if len(one.texts) < len(prompts) else None,
         positions=_positions(one, prompts) if configuration.drafter == "draft" else {},
     )
@@ -309,17 +316,26 @@ def predicted_speedup(one: TimedConfiguration, steps: StepFigures) -> float | No
     return plain_seconds / (prompt_seconds(one) + behind / tokens * round_seconds)
 
 
-def by_class(one: TimedConfiguration, classes: Sequence[str]) -> list[GroupFigures]:
-    """A configuration on the prompts of each class; none where there is one class only."""
+ALL = "all"  # the group of all prompts of a suite
+
+
+def by_class(one: TimedConfiguration, classes: Sequence[str], units: Sequence[int] = ()) -> list[GroupFigures]:
+    """A configuration on the prompts of each class, none where there is one class only; with `units`, whose prompts are
+    the turns of one question, on all of them, too."""
+    names = [*dict.fromkeys(classes[t.prompt] for t in one.texts)] if len(set(classes)) > 1 else []
     groups = []
-    for name in dict.fromkeys(classes[t.prompt] for t in one.texts) if len(set(classes)) > 1 else ():
+    for name in [*names, *([ALL] if units else [])]:
         texts = one.texts, one.plain.texts[: len(one.texts)]
-        own, base = ([t for t in of if classes[t.prompt] == name] for of in texts)
-        ratio = speed_ratio(*totals(own), *totals(base))
-        if len(own) == 1:
-            ratio = replace(ratio, low=math.nan, high=math.nan)
+        own, base = ([t for t in of if name == ALL or classes[t.prompt] == name] for of in texts)
+        ratio = speed_ratio(*totals(own, units), *totals(base, units))
+        emitted = [sum(r.accepted + 1 for r in text.decoded.rounds) for text in own]
+        counts = by_unit(own, [len(text.decoded.rounds) for text in own], units)
+        tokens = ratio_interval(by_unit(own, emitted, units), counts)
+        if len(counts) == 1:
+            ratio, tokens = (replace(found, low=math.nan, high=math.nan) for found in (ratio, tokens))
         accepted = accepted_per_drafted([r for text in own for r in text.decoded.rounds])
-        groups.append(GroupFigures(name, len(own), rate(own), *accepted, *astuple(ratio)))
+        figures = GroupFigures(name, len(counts), rate(own), *accepted, *astuple(ratio))
+        groups.append(replace(figures, tokens_low=tokens.low, tokens_high=tokens.high))
     return groups
 
 
@@ -386,7 +402,8 @@ class PairTexts:
     """On which prompts a pair is measured, and what is known of them.
 
     Costs are timed behind `spare` prompts. `calibrations` by name. `classes` are those of the prompts, where
-    they are to be told apart. `table` holds n-grams of the target's other texts, where there are any.
+    they are to be told apart. `table` holds n-grams of the target's other texts, where there are any. `units` number
+    the questions of a suite, whose turns are prompts: intervals resample questions.
     """
 
     prompts: list[list[int]]
@@ -394,6 +411,7 @@ class PairTexts:
     calibrations: Mapping[str, Calibration] = field(default_factory=dict)
     classes: Sequence[str] = ()
     table: NGramTable | None = None
+    units: Sequence[int] = ()
 
 
 def measure_pair(
@@ -416,14 +434,14 @@ def measure_pair(
         drafting.model = draft
     prepared = prepare_all(settings, target, drafting, pair.ends, inputs)
     with_room = draft if reader is None else target  # a draft of another vocabulary checks its own room
-    time_texts(target, with_room, prompts, new_tokens, prepared, f"{pair.backend}, prompts", watch, stop=True)
+    time_texts(target, with_room, prompts, new_tokens, prepared, f"{pair.backend}, prompts", watch, not given.units)
     plain = prepared[0].texts[0].decoded.tokens
     rounding = measured_rounding(settings.target, pair.backend, pair.target, prompts[0], plain, settings.configurations)
     identities = judge_identity(pair.target, prompts, prepared, rounding)
     steps = time_steps(prepared, pair.target, None if small is pair.target else small, STEP_REPEATS)
     waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
     rows = [
-        measurement(one, identity, steps, label, prompts, given.classes, waits)
+        measurement(one, identity, steps, label, given, waits)
         for one, identity in zip(prepared, identities, strict=True)
     ]
     return SpeedupPart(*label.key, rows, steps, target=settings.target.model, draft=settings.draft)

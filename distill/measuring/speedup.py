@@ -7,7 +7,7 @@ import math
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from itertools import chain
 from pathlib import Path
 from types import MappingProxyType
@@ -16,6 +16,7 @@ from typing import Any
 from distill.data.packing import Packed
 from distill.data.prompts import UserPrompts, read_user_prompts, sources_of
 from distill.data.samples import read_prompts
+from distill.data.suites import SuitePrompts, read_suite, suite_prompts
 from distill.decoding.calibration import (
     FITTED_TERMS,
     TABLE_TERMS,
@@ -377,11 +378,13 @@ def measure_any_pair(
     files: Sequence[str | Path],
     *,
     prompt_tokens: int,
+    suite: Path | None = None,
+    count: int | None = None,
     chat: Chat | None = None,
     table: Path | None = None,
     command: str = "",
 ) -> SpeedupReport:
-    """Read the prompts in files, load both models and measure them.
+    """Read the prompts in files, or `count` questions of each category of a suite, load both models and measure them.
 
     `table` holds n-grams of the target, or is a run that has some. `names` are target and draft as they were given.
     Plain text is cut into prompts of `prompt_tokens`. Raises RecipeError or DataError for prompts, contexts and
@@ -392,12 +395,32 @@ def measure_any_pair(
     own_draft = None if other_vocabulary else settings.draft
     # Calibrations and costs are measured on other prompts.
     more = settings.speedup.prompts if any(one.needs_calibration or one.needs_costs for one in configurations) else 0
-    prompts = _read_prompts(settings, own_draft, files, chat or Chat(), more, prompt_tokens)
-    measured, spare = [one.prompt for one in prompts.measured], [one.prompt for one in prompts.others]
+    room = _room_of(settings, own_draft)
+    asked: SuitePrompts | None = None
+    if suite is None:
+        corpus = Corpus(sources=sources_of([Path(one) for one in files]))
+        given_texts = settings.target.model, corpus, chat or Chat()
+        prompts = read_user_prompts(*given_texts, settings.speedup.prompts, more, prompt_tokens, room)
+    else:
+        asked = suite_prompts(
+            read_suite(suite), settings.target.model, chat or Chat(), count, settings.seed, room, new_tokens, more
+        )
+        prompts = UserPrompts(asked.asked, asked.others, {}, [])
+        if need_calibration(configurations) and not asked.others:
+            hint = "lower --count, or calibration=none (of drafter table: another rule)"
+            raise RecipeError("no question of the suite is left for calibrations", hint)
+    longest = max(len(one.prompt) for one in (*prompts.measured, *prompts.others))
+    longest = longest if asked is None else max(longest, asked.longest)
     counted = None if table is None else open_table(table, settings.target.model)
     longest_step = max(16, *(one.longest_round + 1 for one in configurations))
-    room = max(max(map(len, [*measured, *spare])) + new_tokens, 2 * longest_step)
-    with settings.load(room, settings.largest_tree, alone=other_vocabulary) as pair:
+    tokens = max(longest + new_tokens, 2 * longest_step)
+    with settings.load(tokens, settings.largest_tree, alone=other_vocabulary) as pair:
+        units: list[int] = []
+        if asked is not None:
+            write = partial(write_texts, pair.target, new_tokens=new_tokens, rules=Rules(ends=pair.ends))
+            turns, units = asked.all_turns(write, pair.text)
+            prompts = replace(prompts, measured=turns, dropped=dict(asked.dropped))
+        measured, spare = [one.prompt for one in prompts.measured], [one.prompt for one in prompts.others]
         reader = None
         if other_vocabulary and settings.draft is not None:
             reader = read_with(pair, settings.target, settings.draft, settings.device)
@@ -405,7 +428,7 @@ def measure_any_pair(
         if need_calibration(configurations):
             calibration = calibrate_pair(pair, spare, settings, "prompts of the same files", counted)
         calibrations = {} if calibration is None else calibration.fits
-        given = PairTexts(measured, spare or measured, calibrations, classes=prompts.classes(), table=counted)
+        given = PairTexts(measured, spare or measured, calibrations, prompts.classes(), counted, units)
         part = measure_pair(settings, pair, PairMeasured("draft + target", pair.backend), given, reader)
         part = replace(part, pytorch=_settings_of(pair))
         report = SpeedupReport(
@@ -421,8 +444,9 @@ def measure_any_pair(
             target=names[0],
             draft=names[1],
             dropped=prompts.dropped,
-            texts=", ".join(Path(one).name for one in files),
+            texts=", ".join(Path(one).name for one in files) if asked is None else asked.suite.name,
             table="" if table is None else str(table),
+            suite="" if asked is None else asked.words,
         )
         return replace(report, verdict=verdict(report))
 
@@ -435,10 +459,8 @@ def _settings_of(pair: LoadedPair) -> str:
     return f"{said} ({kl_of_bits(pair.reference, growing_decoder(pair.hugging_face[0])).words})"
 
 
-def _read_prompts(
-    settings: PairSettings, draft: str | None, files: Sequence[str | Path], chat: Chat, spare: int, prompt_tokens: int
-) -> UserPrompts:
-    """The user's prompts, as long as the contexts of target and draft leave room for; loads no weights."""
+def _room_of(settings: PairSettings, draft: str | None) -> int:
+    """The most tokens of a prompt for which the contexts of target and draft leave room; loads no weights."""
     new_tokens, target = settings.speedup.new_tokens, settings.target.model
     contexts = [context for one in (target, draft) if one is not None and (context := context_of(one)) is not None]
     room = min(contexts, default=2**31) - new_tokens
@@ -446,5 +468,4 @@ def _read_prompts(
         raise RecipeError(
             f"--tokens {new_tokens} leave {max(room, 0)} tokens of the context of {min(contexts)} for a prompt"
         )
-    corpus = Corpus(sources=sources_of([Path(one) for one in files]))
-    return read_user_prompts(target, corpus, chat, settings.speedup.prompts, spare, prompt_tokens, room)
+    return room

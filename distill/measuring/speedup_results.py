@@ -67,7 +67,7 @@ class RoundFigures:
 class GroupFigures:
     """A configuration on the `count` prompts of a class, which is the `group`, over plain decoding of the same.
 
-    The interval is by prompt, NaN where there is one.
+    The intervals of `speedup` and `tokens_per_round` are by prompt, of a suite by question, NaN where there is one.
     """
 
     group: str
@@ -78,6 +78,8 @@ class GroupFigures:
     speedup: float | None
     speedup_low: Figure
     speedup_high: Figure
+    tokens_low: Figure = math.nan
+    tokens_high: Figure = math.nan
 
 
 @dataclass(frozen=True)
@@ -216,7 +218,8 @@ class SpeedupReport:
     engines' settings that are not the defaults. Of any two models, `target` and `draft` are their names as they were
     given, and `dropped` counts the records that were left out, by reason. A backend whose KL is above MOST_KL is not
     the target's; of all others, `in_turns` has plain decoding and the fastest way, the fastest first. `texts` are what
-    the prompts were taken from, `table` the run or file whose n-grams were read.
+    the prompts were taken from, `table` the run or file whose n-grams were read. `suite` names a published suite and
+    what was taken of it, empty for other prompts; its turns are the prompts.
     """
 
     command: str
@@ -235,6 +238,7 @@ class SpeedupReport:
     texts: str = ""
     table: str = ""
     verdict: str = ""
+    suite: str = ""
     version: Literal[1] = 1
 
     @property
@@ -292,3 +296,8 @@ class SpeedupReport:
 def speedup_of(row: Measurement | GroupFigures) -> Value:
     """A speedup with its interval; None where it was not measured."""
     return None if row.speedup is None else Interval(row.speedup, row.speedup_low, row.speedup_high)
+
+
+def tokens_of(row: GroupFigures) -> Value:
+    """Return the tokens per round with their interval; None where nothing was drafted."""
+    return None if row.tokens_per_round is None else Interval(row.tokens_per_round, row.tokens_low, row.tokens_high)

@@ -6,7 +6,15 @@ import math
 from collections.abc import Iterable, Sequence
 
 from distill.data.samples import REPEATED
-from distill.measuring.speedup_results import GroupFigures, InTurns, Measurement, SpeedupPart, SpeedupReport, speedup_of
+from distill.measuring.speedup_results import (
+    GroupFigures,
+    InTurns,
+    Measurement,
+    SpeedupPart,
+    SpeedupReport,
+    speedup_of,
+    tokens_of,
+)
 from distill.measuring.verdict import explanations, next_steps
 from distill.recipe.configuration import described
 from distill.recipe.measuring import MOST_KL, engine_name
@@ -84,20 +92,41 @@ def step_table(part: SpeedupPart, command: str) -> Table:
     return Table(heads, rows, command, "a step of m tokens, T(m), with one model alone")
 
 
-def group_table(rows: Sequence[tuple[Measurement, GroupFigures]], command: str) -> Table:
-    """Speeds by class of prompt; the classes in the order in which they first come."""
+VERIFIED = {"greedy": "the target's best token decides", "token": "rejection sampling", "match": "the draw decides"}
+SHAPELESS = {"top_k": 0, "top_p": 1, "min_p": 0}  # settings of a sampler that change nothing
+
+
+def suite_line(report: SpeedupReport) -> str:
+    """Return the line that names suite, questions, tokens and verifiers, as a paper does."""
+    verifiers: dict[str, None] = {}
+    for one in report.measurements:
+        if one.drafter is not None:
+            given = {name: value for name, value in (one.sampler or {}).items() if value != SHAPELESS.get(name)}
+            sampler = ", ".join(f"{name} {value:g}" for name, value in (given or {"temperature": 0}).items())
+            verifier = one.settings["verifier"]
+            verifiers[f"{sampler}: verifier {verifier} ({VERIFIED.get(verifier, 'see below')})"] = None
+    return (
+        f"{report.suite}, up to {report.new_tokens} new tokens a turn. Later turns follow the target's own greedy "
+        f"answers. {'; '.join(verifiers)}."
+    )
+
+
+def group_table(rows: Sequence[tuple[Measurement, GroupFigures]], command: str, suite: bool = False) -> Table:
+    """Speeds by class of prompt, or by category of a suite; the classes in the order in which they first come."""
     order = list(dict.fromkeys(group.group for _, group in rows))
     columns: Columns[tuple[Measurement, GroupFigures]] = {
-        "class of prompt": lambda one: one[1].group,
+        "category" if suite else "class of prompt": lambda one: one[1].group,
         "configuration": lambda one: one[0].configuration,
-        "of": lambda one: one[1].count,
+        "questions" if suite else "of": lambda one: one[1].count,
         "tokens/s": lambda one: one[1].tokens_per_second,
-        "tokens per round": lambda one: one[1].tokens_per_round,
+        "tokens per round": lambda one: tokens_of(one[1]),
         "acceptance rate": lambda one: Cell(one[1].acceptance, "%"),
-        "speedup": lambda one: Cell(speedup_of(one[1]), "×"),
+        "speedup": lambda one: Cell(1.0 if one[0].is_plain else speedup_of(one[1]), "×"),
     }
     by_group = sorted(rows, key=lambda one: order.index(one[1].group))
-    return table_of(by_group, columns, command, "by class of prompt, with the prompts")
+    title = "by category, with the prompts" if suite else "by class of prompt, with the prompts"
+    note = "Tokens per round: accepted + 1, the mean accepted tokens of papers." if suite else ""
+    return table_of(by_group, columns, command, title, note)
 
 
 def engine_table(report: SpeedupReport) -> Table:
@@ -140,6 +169,7 @@ def speedup_blocks(report: SpeedupReport) -> list[Block]:
     """Everything that was measured of a run, also its speedup.md, or of any pair."""
     blocks: list[Block] = [
         report.verdict,
+        *([suite_line(report), *_categories(report)] if report.suite else []),
         *_head(report),
         *([engine_table(report)] if len(report.parts) > 1 else []),
         *([turn_table(report)] if report.in_turns else []),
@@ -151,7 +181,7 @@ def speedup_blocks(report: SpeedupReport) -> list[Block]:
     for part in report.parts:
         if len(report.parts) > 1:
             blocks.append(f"{part.pair}, {part.backend}:")
-        blocks += _part(part, report.command)
+        blocks += _part(part, report.command, bool(report.suite))
     return [*blocks, legend(report), *([Code(next_steps(report), "sh")] if report.plain else [])]
 
 
@@ -166,19 +196,26 @@ def legend(report: SpeedupReport) -> Table:
     )
 
 
-def _part(part: SpeedupPart, command: str) -> list[Block]:
+def _part(part: SpeedupPart, command: str, suite: bool) -> list[Block]:
     blocks: list[Block] = [round_table(part, command), step_table(part, command)]
     by_class = [(row, group) for row in part.measurements for group in row.by_class]
-    if by_class:
+    if by_class and not suite:
         blocks.append(group_table(by_class, command))
     return blocks
 
 
+def _categories(report: SpeedupReport) -> list[Block]:
+    """The table that papers print of a suite."""
+    rows = [(row, group) for row in report.measurements for group in row.by_class]
+    return [group_table(rows, report.command, suite=True)] if rows else []
+
+
 def _head(report: SpeedupReport) -> list[str]:
     named = ", ".join(f"{name} {value:g}" for name, value in report.sampler.items())
+    interleaved = INTERLEAVED.replace("by prompt", "by question") if report.suite else INTERLEAVED
     pair = f"Target {report.target}, draft {report.draft or 'none'}. " if report.target else ""
     lines = [
-        f"{pair}Up to {report.new_tokens} tokens after each of {report.prompts} {INTERLEAVED} Sampler of sampled "
+        f"{pair}Up to {report.new_tokens} tokens after each of {report.prompts} {interleaved} Sampler of sampled "
         f"configurations: {named}."
     ]
     notes = {

@@ -19,7 +19,7 @@ from distill.decoding.lengths import Features, NGramIndex
 from distill.decoding.rules import GREEDY, Rules
 from distill.errors import DataError, RecipeError
 from distill.files import write_result
-from distill.measuring.compare import PairSettings, judge_identity, measurement, prepare_all, time_texts
+from distill.measuring.compare import PairSettings, PairTexts, judge_identity, measurement, prepare_all, time_texts
 from distill.measuring.identity import Identity, Rounding
 from distill.measuring.speedup import calibrate, load_calibrations, record_rounds, write_texts
 from distill.measuring.speedup_results import PairMeasured, StepFigures
@@ -139,7 +139,7 @@ def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableMode
     every = [PLAIN, Configuration(length=2), *CONFIGURATIONS]
     assert [one.configuration for one in prepared] == every and [one.name for one in prepared] == names(every)
     assert judge_identity(target, prompts, prepared, Rounding(0)) == [Identity(identical=6)] * len(prepared)
-    rows = {one.name: measurement(one, None, NOT_TIMED, LABEL, prompts) for one in prepared}
+    rows = {one.name: measurement(one, None, NOT_TIMED, LABEL, PairTexts(prompts, [])) for one in prepared}
     drafted = {title for title, row in rows.items() if (row.tokens_per_round or 0) > 1.05}
     assert drafted == set(rows) - {"plain"}  # each of them does draft, and is right now and then
     assert not any(row.lossy for row in rows.values())
@@ -162,7 +162,7 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
     assert [one.lossy is not None for one in others] == [False, False, True]
     prompts = random_prompts(4, 12, 3)
     time_texts(target, draft, prompts, 16, prepared, "prompts")
-    rows = [measurement(one, None, NOT_TIMED, LABEL, prompts) for one in prepared]
+    rows = [measurement(one, None, NOT_TIMED, LABEL, PairTexts(prompts, [])) for one in prepared]
     *_, plain_row, lossless, lossy = rows
     assert plain_row.speedup == 1 and plain_row.tokens_per_round is None
     assert lossless.plain_tokens_per_second == plain_row.tokens_per_second and lossless.identical is None
