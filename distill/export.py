@@ -19,7 +19,7 @@ from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.torch.hugging_face import encode_text, load_model, load_tokenizer, local_folder, text_folder
 from distill.engines.torch.model import model_name
 from distill.errors import DataError, DistillError
-from distill.files import is_gguf, read_json, read_utf8, write_result
+from distill.files import is_gguf, parts_of, read_json, read_utf8, write_result
 from distill.folders import Floats
 from distill.gguf.fields import Origin, Shape, read_shape
 from distill.gguf.head import open_head
@@ -235,12 +235,12 @@ def check_texts(folder: Path) -> list[str]:
 
 def origins(recipe: Recipe, run: Run) -> dict[str, Origin]:
     """The origins of a run's draft and target, by name."""
-    donor = recipe.donor_model
+    donor, _ = parts_of(recipe.donor_model)
     draft = Origin(
         name=f"{recipe.name} draft",
         recipe=recipe.name,
         base_model=None if is_path(donor) else donor,
-        licence=licence_of(donor, run),
+        licence=licence_of(recipe.donor_model, run),
         datasets=tuple(source.path for source in recipe.corpus.sources if source.kind == "hub"),
     )
     return {"draft": draft, "target": Origin(f"{recipe.name} target")}

@@ -377,8 +377,25 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(handle, "sha256").hexdigest()
 
 
+OVER, ADAPTER = " + ", "adapter_config.json"
+
+
+def over(base: str, adapter: str) -> str:
+    """The reference of a model with a PEFT adapter merged into it, which every reader of models takes."""
+    return f"{base}{OVER}{adapter}"
+
+
+def parts_of(reference: str) -> tuple[str, str | None]:
+    """A model's base and the folder of the adapter over it (see `over`); None without one."""
+    base, mark, adapter = reference.rpartition(OVER)
+    return (base, adapter) if mark and not os.path.exists(reference) else (reference, None)
+
+
 def reference_digest(reference: str) -> str:
     """Digest of the content of a local model or source; for a hub name, the name itself."""
+    base, adapter = parts_of(reference)
+    if adapter is not None:
+        return joint_digest({"base": reference_digest(base), "adapter": reference_digest(adapter)})
     files = file_digests(reference)
     return reference if files is None else joint_digest(files)
 
@@ -399,6 +416,8 @@ def is_gguf(reference: str) -> bool:
     A piece of a file that was cut for an upload is one too; see `distill.gguf.head.open_head`.
     """
     path = Path(reference)
+    if OVER in reference and parts_of(reference)[1] is not None:
+        return False
     with contextlib.suppress(OSError, ValueError):  # of names that no file can have, too
         if path.is_dir():
             return False
@@ -453,7 +472,7 @@ def _digest_at(path: Path, state: tuple[int, ...]) -> str:
     return found
 
 
-CacheKind = Literal["imported", "batches", "costs", "digests", "weights", "kernels"]
+CacheKind = Literal["imported", "merged", "batches", "costs", "digests", "weights", "kernels"]
 
 
 def cache_folder(kind: CacheKind) -> Path:

@@ -14,7 +14,17 @@ import numpy
 from numpy.typing import NDArray
 
 from distill.errors import DataError
-from distill.files import LARGEST, copy_file, has_form, kind_of, parse_json, read_object, write_json, write_text
+from distill.files import (
+    ADAPTER,
+    LARGEST,
+    copy_file,
+    has_form,
+    kind_of,
+    parse_json,
+    read_object,
+    write_json,
+    write_text,
+)
 from distill.progress import warn_once
 from distill.vocabulary.encoding import QWEN2
 from distill.vocabulary.vocabulary import tokenizer_content, tokenizer_settings
@@ -202,7 +212,7 @@ class Stored:
 
 # Every command reads weights through these functions. Other programs choose differently among several files, so files
 # that disagree are refused here, with their names.
-SINGLE, INDEX, ADAPTER = "model.safetensors", "model.safetensors.index.json", "adapter_config.json"
+SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 AS_SAFETENSORS = "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
 COMPUTED = ("inv_freq", "masked_bias")  # buffers that old versions of transformers saved
 EMBEDDINGS = ("embed_tokens.weight", "embed_in.weight", "wte.weight", "word_embeddings.weight")
@@ -216,11 +226,11 @@ def refuse_adapter(folder: Path) -> None:
     if not path.is_file():
         return
     base = read_object(path, "delete it, or copy the folder again").get("base_model_name_or_path")
-    beside = ", or delete it and its weights to use the model without it" if (folder / "config.json").is_file() else ""
+    named = "name the model that it was trained on, and this folder as its adapter (target.adapter, --adapter)"
+    if (folder / "config.json").is_file():
+        named = f"move its files to a folder of their own and {named}, or delete them to use the model without it"
     raise DataError(
-        f"{folder} holds an adapter ({ADAPTER}, for {str(base)[:200]}), which is not read",
-        "merge it: peft.AutoPeftModelForCausalLM.from_pretrained(FOLDER).merge_and_unload().save_pretrained(NEW), and "
-        f"copy the tokenizer{beside}",
+        f"{folder} holds an adapter ({ADAPTER}, for {str(base)[:200]}), which is not read as a model", named
     )
 
 
@@ -363,6 +373,14 @@ def read_header(path: Path) -> dict[str, Stored]:
         if negative or last != [first + tensor.bytes] or tensor.start + tensor.bytes > size:
             raise DataError(f"{path} is cut short or damaged: {name} does not fit into it", hint)
     return tensors
+
+
+def is_whole(path: Path) -> bool:
+    """Whether a safetensors file is there and whole, by its header."""
+    try:
+        return bool(read_header(path))
+    except (DataError, OSError):
+        return False
 
 
 def write_header(file: BinaryIO, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:

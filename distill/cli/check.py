@@ -24,7 +24,7 @@ from distill import __version__, machine
 from distill.cli import shared
 from distill.devices import accelerators, device_name, llama_option, torch_build
 from distill.errors import DataError, DistillError, PairError, RecipeError, RunError
-from distill.files import is_gguf, require_path, write_text
+from distill.files import is_gguf, over, require_path, write_text
 from distill.progress import note
 from distill.recipe import is_path, resolve_model
 from distill.tables import Columns, table_of
@@ -38,6 +38,7 @@ def check(
             help="A recipe, and keys to override; or two models: folders, hub names or GGUF files.",
         ),
     ],
+    adapter: shared.AdapterOption = None,
     offline: Annotated[bool, typer.Option("--offline", help="Open no connection; list what is not checked.")] = False,
 ) -> None:
     """Check a recipe, or a target and a draft, in seconds.
@@ -46,7 +47,11 @@ def check(
     """
     first, *others = words
     if len(others) == 1 and "=" not in others[0] and not first.endswith((".yaml", ".yml")):
-        _check_standalone(first, others[0], offline)
+        _check_standalone(first if adapter is None else over(first, adapter), others[0], offline)
+    elif adapter is not None:
+        raise RecipeError(
+            "--adapter goes with TARGET DRAFT", f"of a recipe: distill check {first} target.adapter={adapter}"
+        )
     else:
         _check_recipe(Path(first), others, offline)
 

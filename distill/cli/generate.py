@@ -37,6 +37,7 @@ ContextOption = Annotated[
 def _opening(
     words: Sequence[str],
     temperature: float | None = None,
+    adapter: shared.AdapterOption = None,
     configuration: Annotated[
         str | None,
         typer.Option(
@@ -53,7 +54,7 @@ def _opening(
     llama_draft: shared.LlamaDraftOption = None,
 ) -> Opened:
     """The pair that a command names, how it decodes, and the settings of its chat template."""
-    drawn, models = shared.sampler_of(sampler, temperature), shared.models_of(words, runs)
+    drawn, models = shared.sampler_of(sampler, temperature), shared.models_of(words, runs, adapter=adapter)
     given = shared.keys_of(Configuration, configuration, "--configuration")
     chosen = _configuration(given, drawn)
     from distill.engines.loaded import settled_decoding

@@ -400,6 +400,7 @@ def evaluate(
     types: Annotated[
         str | None, typer.Option(help=f"Compare the draft in these GGUF types, with commas: {shared.FILE_TYPES}.")
     ] = None,
+    adapter: shared.AdapterOption = None,
     prompts: shared.PromptsOption = None,
     temperature: Annotated[
         float | None, shared.number_option(min=0, max=100, help="Models: of the sampler; by default 1.")
@@ -413,7 +414,7 @@ def evaluate(
 ) -> None:
     """Measure a target and its draft: divergences and acceptance, with intervals. Both by default; of several
     drafts or types, divergences alone, and how they differ from the first by prompt."""
-    models = shared.models_of(words, runs, most=64)
+    models = shared.models_of(words, runs, most=64, adapter=adapter)
     command = command_line(sys.argv)
     from distill.measuring.evaluation import evaluate_types
 
@@ -473,6 +474,7 @@ def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, output: 
 
 def speedup(
     words: shared.PairArgument = None,
+    adapter: shared.AdapterOption = None,
     prompts: shared.PromptsOption = None,
     suite: shared.SuiteOption = None,
     count: Annotated[
@@ -512,7 +514,7 @@ def speedup(
     """Plain against speculative decoding, end to end: of a run on its test prompts (RUN), of a run on your prompts (RUN
     --prompts FILE), or of any models (TARGET [DRAFT] --prompts FILE). With --suite FILE as papers report it: tokens a
     round and speedup by category, at temperature 0 and 1."""
-    models = shared.models_of(words, runs)
+    models = shared.models_of(words, runs, adapter=adapter)
     name = words[0] if words and not models else None
     if suite is not None and (prompts or prompt_tokens is not None):
         raise RecipeError("--suite has prompts of its own", "leave --prompts and --prompt-tokens out")

@@ -11,7 +11,7 @@ import typer
 
 from distill.cli import shared
 from distill.errors import DataError, RecipeError
-from distill.files import is_gguf, read_utf8, require_new_folder
+from distill.files import is_gguf, over, parts_of, read_utf8, require_new_folder
 from distill.progress import announce, note, warn
 from distill.recipe import resolve_model
 from distill.recipe.measuring import OUTTYPES, UNQUANTISED
@@ -98,6 +98,7 @@ USUAL_LENGTH = 4  # drafted where nothing was measured
 
 def export_gguf(
     model: Annotated[str | None, typer.Argument(metavar="[RUN|MODEL]", help="Run, or Hugging Face folder.")] = None,
+    adapter: shared.AdapterOption = None,
     outtype: Annotated[
         list[str] | None, typer.Option(help=f"One of {shared.FILE_TYPES}. May be repeated; f16 and q8_0 if left out.")
     ] = None,
@@ -122,7 +123,7 @@ def export_gguf(
 
     if unweighed:
         warn(f"--imatrix changes nothing in {' and '.join(unweighed)}")
-    sources, place = _find(model, runs)
+    sources, place = _find(model, runs, adapter)
     place = folder or place
     outputs = {name: {place / f"{name}-{kind}.gguf": kind for kind in kinds} for name in sources}
     there = [path for paths in outputs.values() for path in paths if path.exists()]
@@ -146,13 +147,17 @@ def export_gguf(
         raise DataError("; ".join(faults), "the file was written; do not use it for what it does not pass")
 
 
-def _find(model: str | None, runs: Path) -> tuple[dict[str, tuple[Path, Origin]], Path]:
+def _find(model: str | None, runs: Path, adapter: str | None) -> tuple[dict[str, tuple[Path, Origin]], Path]:
     """What to export, by name, and the place for the files: of a Hugging Face folder, or of draft and target of a run
     with a trained draft."""
     from distill.engines.torch.hugging_face import local_folder
     from distill.folders import refuse_adapter
     from distill.gguf.fields import NO_ORIGIN
 
+    if model is not None and (found := parts_of(shared.model_of(model, adapter)))[1] is not None:
+        return {Path(str(found[1])).name: (local_folder(over(found[0], str(found[1]))), NO_ORIGIN)}, Path(".")
+    if adapter is not None:
+        raise RecipeError("--adapter goes with a model", "name MODEL; a run's adapter is its recipe's (target.adapter)")
     if model is not None:
         refuse_adapter(Path(model))
     if model is not None and (Path(model) / "config.json").exists():

@@ -32,6 +32,7 @@ def profile(
     depths: Annotated[str, typer.Option(help="Tokens already in the cache, separated by commas.")] = "64,512",
     max_tokens: Annotated[int, typer.Option(min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
     repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
+    adapter: shared.AdapterOption = None,
     dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
     pytorch: shared.PyTorchOption = None,
     types: Annotated[
@@ -47,6 +48,7 @@ def profile(
 
     T(m) is the time of a step of m tokens, in seconds, with a given number of tokens (depth) in the cache.
     """
+    model = model if adapter is None else shared.model_of(model, adapter)
     gguf = shared.gguf_of([model], llama)
     decoding = shared.pytorch_of(pytorch, PyTorch(), [model])
     if types is not None:
@@ -156,6 +158,7 @@ def plan(
     lengths: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "1,2,3,4,6,8",
     depth: Annotated[int, typer.Option(min=1, max=2**20, help="Prompt length, of models.")] = 128,
     tokens: Annotated[int, typer.Option(min=8, max=2**20, help="New tokens, of models.")] = 96,
+    adapter: shared.AdapterOption = None,
     dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
     threads: shared.ThreadsOption = None,
     output: shared.FormatOption = "md",
@@ -176,6 +179,10 @@ def plan(
 
     first, *others = words
     if first.endswith(RECIPES):
+        if adapter is not None:
+            raise RecipeError(
+                "--adapter goes with a model", f"set it in the recipe: distill plan {first} target.adapter={adapter}"
+            )
         recipe = shared.read_recipe(Path(first), others)
         request = replace(PlanRequest.of(recipe), lengths=drafted)
         threads = recipe.threads
@@ -183,7 +190,9 @@ def plan(
         if len(others) > 1 or any("=" in one and not Path(one).exists() for one in others):
             raise RecipeError("expected RECIPE [a.b=c]..., or TARGET [DRAFT]", "`distill plan --help` shows the forms")
         second, cost = _cost(others[0] if others else "0")
-        model = first if _is_model(first) else None
+        model = shared.model_of(first, adapter) if _is_model(first) else None
+        if adapter is not None and model is None:
+            raise RecipeError("--adapter goes with a model", "name a folder or file as TARGET")
         if second is not None and _is_model(second):
             if model is None:
                 hint = "give the draft's curve, or the cost of its step in T(1)"
@@ -193,7 +202,7 @@ def plan(
             small = None
         models = [model, small] if small is not None else [model]
         gguf = shared.gguf_of(models, llama, llama_draft)
-        place = settled_target(resolve_model(model or "."), dtype)
+        place = settled_target(model or resolve_model("."), dtype)
         request = PlanRequest(place, small, cost, None, drafted, depth, tokens, threads, gguf)
     curve: CostCurve | None = None
     if request.recipe is not None or request.draft is not None:

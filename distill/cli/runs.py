@@ -270,6 +270,7 @@ def _best_of(folder: Path) -> list[str]:
 
 KEPT: dict[CacheKind, str] = {
     "imported": "models imported from GGUF files",
+    "merged": "models with an adapter merged into them",
     "batches": "checks of batches in llama.cpp",
     "costs": "seconds of steps and rounds",
     "weights": "which weights of a draft draft fastest",

@@ -14,7 +14,7 @@ from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
 import typer
 
 from distill.errors import RecipeError, RunError
-from distill.files import LARGEST, as_json, is_gguf, require_path
+from distill.files import LARGEST, as_json, is_gguf, over, parts_of, require_path
 from distill.machine import keep_freed_memory, thread_count
 from distill.progress import is_verbose, note
 from distill.recipe import (
@@ -55,6 +55,10 @@ PairArgument = Annotated[
         metavar="[RUN | TARGET [DRAFT]]",
         help="A run (by default the newest), or models: Hugging Face folders, hub names or GGUF files.",
     ),
+]
+AdapterOption = Annotated[
+    str | None,
+    typer.Option("--adapter", metavar="FOLDER", help="PEFT adapter to merge into TARGET (docs/tuned-target.md)."),
 ]
 FormatOption = Annotated[
     Literal["md", "json", "jsonl", "csv"], typer.Option("--output", "-o", help="Format of the results.")
@@ -239,21 +243,36 @@ def is_run(word: str, runs: Path) -> bool:
     return any((folder / "config.yaml").exists() for folder in (Path(word), runs / word))
 
 
-def models_of(words: Sequence[str] | None, runs: Path, most: int = 2) -> list[str]:
-    """RUN | TARGET [DRAFT]: the references of the models; none of a run, which may be left out."""
+def models_of(words: Sequence[str] | None, runs: Path, most: int = 2, adapter: str | None = None) -> list[str]:
+    """RUN | TARGET [DRAFT]: the references of the models; none of a run, which may be left out. An `adapter` joins the
+    target."""
     words = words or []
     for word in words:
         require_path(word, "the run or model")
     if len(words) > most:
         raise RecipeError(f"{len(words)} models are named: {' '.join(words)}", "give RUN, or TARGET and DRAFT")
     if len(words) < 2 and not any(_is_model(word) and not is_run(word, runs) for word in words):
+        if adapter is not None:
+            raise RecipeError(
+                "--adapter goes with a model", "name TARGET; a run's adapter is its recipe's (target.adapter)"
+            )
         return []
-    return [resolve_model(word) for word in words]
+    return [model_of(words[0], adapter), *map(resolve_model, words[1:])]
+
+
+def model_of(word: str, adapter: str | None) -> str:
+    """The reference of a model of the command line, with the adapter that joins it, if any."""
+    return resolve_model(word if adapter is None else over(word, adapter))
 
 
 def _is_model(word: str) -> bool:
     path = Path(word)
-    return is_gguf(word) or path.is_dir() or (HUB.fullmatch(word) is not None and not path.parent.is_dir())
+    return (
+        parts_of(word)[1] is not None
+        or is_gguf(word)
+        or path.is_dir()
+        or (HUB.fullmatch(word) is not None and not path.parent.is_dir())
+    )
 
 
 HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")

@@ -32,7 +32,7 @@ from distill.files import (
     write_json,
     write_text,
 )
-from distill.folders import ITEM_BYTES, Floats, from_floats, pin_tokenizer, read_header, to_floats, write_header
+from distill.folders import ITEM_BYTES, Floats, from_floats, is_whole, pin_tokenizer, to_floats, write_header
 from distill.gguf.families import ATTENTION, FAMILIES, LLAMA3_FACTORS, LONG_FACTORS, MLP, SHORT_FACTORS, Sizes
 from distill.gguf.fields import configuration
 from distill.gguf.head import FileHead, known_type, open_head, type_name
@@ -356,7 +356,7 @@ def folder_of(reference: str, weights: bool = True) -> Path:
     """
     path = Path(reference)
     folder = cache_folder("imported") / file_name(path)
-    small, whole = _is_intact(folder), not weights or _fits(folder / WEIGHTS)
+    small, whole = _is_intact(folder), not weights or is_whole(folder / WEIGHTS)
     if small and whole:
         return folder
     imported = read_import(path, quantised="BF16")
@@ -391,14 +391,6 @@ def _into(folder: Path, imported: Import) -> None:
             os.replace(place / name, folder / name)
     finally:
         shutil.rmtree(place, ignore_errors=True)
-
-
-def _fits(weights: Path) -> bool:
-    """Whether a file of weights is there and whole, by its header."""
-    try:
-        return bool(read_header(weights))
-    except (DataError, OSError):
-        return False
 
 
 def file_name(path: Path) -> str:

@@ -49,7 +49,7 @@ from distill.engines.torch.hugging_face import (
 from distill.engines.torch.model import UNDECODABLE, growing_cache, mask_refusal, state_refusal
 from distill.engines.torch.static import require_static
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
-from distill.files import is_gguf, read_result, write_atomically, write_result, write_text
+from distill.files import is_gguf, parts_of, read_result, write_atomically, write_result, write_text
 from distill.gguf.families import FAMILIES
 from distill.gguf.fields import read_shape
 from distill.gguf.library import describe_build, require_build, require_cache_types
@@ -148,9 +148,12 @@ def preflight(
 
 def check_models(recipe: Recipe) -> None:
     """Target and donor are there, where the recipe names them by a path."""
-    for key, model in (("target.model", recipe.target.model), ("cut.donor", recipe.donor_model)):
-        if (is_path(model) or is_gguf(model)) and not Path(model).exists():
-            raise DataError(f"{key}: {model} does not exist", "correct the path, which starts at the recipe's folder")
+    for key, reference in (("target.model", recipe.target.model), ("cut.donor", recipe.donor_model)):
+        base, adapter = parts_of(reference)
+        for model in filter(None, (base, adapter)):
+            if (is_path(model) or is_gguf(model)) and not Path(model).exists():
+                hint = "correct the path, which starts at the recipe's folder"
+                raise DataError(f"{key}: {model} does not exist", hint)
 
 
 def check_device(recipe: Recipe) -> list[str]:

@@ -16,7 +16,7 @@ from distill.engines.pairs import compare_pair
 from distill.engines.server_commands import MORE, MOST_BESIDE, shipped_heads
 from distill.engines.torch.hugging_face import load_config, local_snapshot
 from distill.errors import DistillError
-from distill.files import is_gguf
+from distill.files import is_gguf, parts_of
 from distill.folders import present_files
 from distill.gguf.head import open_head
 from distill.planning.plan import Case
@@ -92,9 +92,10 @@ def _needed(case: Case, step: float) -> float:
 def siblings(target: str) -> Iterator[tuple[str, float, float]]:
     """Smaller models with the target's tokens, beside its file or folder or in the hub's cache: each with its share of
     the target's bytes, and that with a smaller head."""
+    base, _ = parts_of(target)
     with contextlib.suppress(DistillError, OSError):
-        whole = _bytes(target)[0]
-        for name in list(_beside(target))[:MOST_BESIDE]:
+        whole = _bytes(base)[0]
+        for name in list(_beside(base))[:MOST_BESIDE]:
             with contextlib.suppress(DistillError, OSError):
                 size, head, rows = _bytes(name)
                 if size < 0.75 * whole and compare_pair(target, name).distill is None:

@@ -14,8 +14,8 @@ from typing import Any, Literal
 import yaml
 from pydantic import Field, model_validator
 
-from distill.errors import RecipeError
-from distill.files import is_gguf, is_utf8, kind_of, read_utf8, require_path
+from distill.errors import DataError, RecipeError
+from distill.files import ADAPTER, is_gguf, is_utf8, kind_of, over, parts_of, read_object, read_utf8, require_path
 from distill.machine import MOST_THREADS
 from distill.recipe.corpus import Chat, Corpus
 from distill.recipe.measuring import ON_CPU, Evaluate, Export, Gguf, GgufOptions, Speedup
@@ -250,17 +250,34 @@ def resolve_model(reference: str, base: Path = Path(), where: str = "the model")
     """A model as a recipe or a command line names it: an absolute path, or a hub name.
 
     A path (see `is_path`) starts at `base`: the recipe's folder, or the working directory of a command. So does any
-    other name under which a file or folder exists there: it wins over a hub name. Raises RecipeError, which names
-    `where`, for a path that no file can have.
+    other name under which a file or folder exists there: it wins over a hub name. A folder with a PEFT adapter alone is
+    the adapter over the base that it names. Raises RecipeError, which names `where`, for a path that no file can have.
     """
+    under, adapter = parts_of(reference)
+    if adapter is not None:
+        return over(resolve_model(under, base, where), _absolute(adapter, base, f"{where}, its adapter"))
     place = _absolute(reference, base, where)
+    if (named := _base_of(Path(place))) is not None:
+        return over(resolve_model(named, base, f"{where}, the base of its adapter"), place)
     return place if is_path(reference) or os.path.exists(place) else reference
+
+
+def _base_of(folder: Path) -> str | None:
+    """The model that an adapter's folder says it was made for; None of a folder with a model, or without an adapter."""
+    path = folder / ADAPTER
+    if not path.is_file() or (folder / "config.json").is_file():
+        return None
+    base = read_object(path, "copy the folder again").get("base_model_name_or_path")
+    if not isinstance(base, str) or not base:
+        hint = "name both: target.adapter in a recipe, --adapter with the base as TARGET on the command line"
+        raise DataError(f"{path} does not name the model that the adapter is for (base_model_name_or_path)", hint)
+    return base
 
 
 # The keys that hold a path or a model, and how each is resolved.
 PATHS = {
     **dict.fromkeys(("target.model", "cut.donor"), resolve_model),
-    **dict.fromkeys(("answers.traffic", "answers.writer.gguf", "teacher.gguf"), _absolute),
+    **dict.fromkeys(("target.adapter", "answers.traffic", "answers.writer.gguf", "teacher.gguf"), _absolute),
 }
 
 

@@ -10,11 +10,20 @@ import typing
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    SerializerFunctionWrapHandler,
+    ValidationError,
+    field_validator,
+    model_serializer,
+    model_validator,
+)
 from pydantic_core import to_json
 
 from distill.errors import RecipeError
-from distill.files import LARGEST
+from distill.files import LARGEST, over, parts_of
 
 # ── The base class of recipe sections ──
 
@@ -210,6 +219,11 @@ class Target(Section):
     """The large model that the draft is for."""
 
     model: str = Field(description="folder (`./name` for a relative one), hub name, or GGUF file")
+    adapter: str | None = Field(
+        None,
+        description="folder of a PEFT adapter that is merged into `model` when it is first used "
+        "([a tuned target](tuned-target.md))",
+    )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "float32",
         description="number type it runs in; auto: bfloat16 if the device has instructions for it, else float32 (a "
@@ -224,6 +238,20 @@ class Target(Section):
         None, description="load the weights in 8 or 4 bits with bitsandbytes"
     )
     shard: bool = Field(False, description="spread the layers over all accelerators of this machine")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _adapter_joins_the_model(cls, raw: Any) -> Any:
+        """Read `model` and `adapter` as one reference, which every reader of models takes."""
+        if isinstance(raw, dict) and isinstance(raw.get("adapter"), str) and isinstance(raw.get("model"), str):
+            return raw | {"model": over(raw["model"], raw["adapter"]), "adapter": None}
+        return raw
+
+    @model_serializer(mode="wrap")
+    def _as_in_a_recipe(self, write: SerializerFunctionWrapHandler) -> dict[str, Any]:
+        base, adapter = parts_of(self.model)
+        written = write(self)
+        return written | {name: value for name, value in (("model", base), ("adapter", adapter)) if name in written}
 
 
 class PyTorch(Section):

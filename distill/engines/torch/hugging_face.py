@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from distill.devices import CPU, free_memory, has_fast_bfloat16, pick_device, process_count
+from distill.engines.torch.adapters import merged_folder
 from distill.errors import DataError, DistillError, RunError
-from distill.files import finish_folder, has_form, is_gguf, read_object, write_json
+from distill.files import finish_folder, has_form, is_gguf, parts_of, read_object, write_json
 from distill.folders import (
     COMPUTED,
     HINT,
@@ -72,6 +73,9 @@ def settle_types(recipe: Recipe, begun: Recipe | None = None) -> Recipe:
 
 def check_folder(reference: str) -> None:
     """Raise DataError when a reference is a path without a model folder."""
+    if parts_of(reference)[1] is not None:
+        text_folder(reference)
+        return
     if is_gguf(reference):
         folder_of(reference, weights=False)
         return
@@ -382,8 +386,14 @@ def describe_model(reference: str, model: Any) -> ModelSizes:
 def local_folder(reference: str, weights: bool = True) -> Path:
     """The folder of a model: itself when it is a path, else its snapshot in the hub's cache (fetched if need be).
 
-    Of a GGUF file, the folder that it is imported to. Without `weights`, the folder may hold the other files alone.
+    Of a GGUF file, the folder that it is imported to; of a base with an adapter, the one that they are merged into.
+    Without `weights`, the folder may hold the other files alone.
     """
+    base, adapter = parts_of(reference)
+    if adapter is not None:
+        own = not is_gguf(base) and Path(base).is_dir()
+        load = _merging if weights else None
+        return merged_folder(local_folder(base, weights), own, Path(adapter), _without_weights, load)
     check_folder(reference)
     if is_gguf(reference):
         return folder_of(reference, weights)
@@ -394,6 +404,15 @@ def local_folder(reference: str, weights: bool = True) -> Path:
     return _snapshot(reference, allow_patterns=[*SMALL_FILES, "*.safetensors"], ignore_patterns=OTHER_WEIGHTS)
 
 
+def _without_weights(folder: Path) -> Any:
+    return empty_model(load_config(str(folder)))
+
+
+def _merging(folder: Path, dtype: str) -> Any:
+    """A model that an adapter is merged into; its head stays whole."""
+    return load_model(str(folder), dtype, torch.device(CPU), trimmed=False)
+
+
 def text_folder(reference: str) -> Path:
     """The folder of a model's tokenizer and configuration; see `local_folder`."""
     return local_folder(reference, weights=False)
@@ -402,10 +421,13 @@ def text_folder(reference: str) -> Path:
 def local_snapshot(reference: str) -> Path | None:
     """The folder of a model if it is on this machine, as a folder or with its weights in the hub's cache; else None.
 
-    Of a GGUF file, that of its small files, whether the weights are imported or not.
+    Of a GGUF file or an adapter, that of its small files, whether the weights are imported or not.
     """
-    if is_gguf(reference):
-        return folder_of(reference, weights=False)
+    base, adapter = parts_of(reference)
+    if adapter is not None and local_snapshot(base) is None:
+        return None
+    if adapter is not None or is_gguf(reference):
+        return local_folder(reference, weights=False)
     if Path(reference).is_dir():
         return Path(reference)
     check_folder(reference)
@@ -450,6 +472,10 @@ def check_weights(reference: str) -> str:
     """
     if is_gguf(reference):
         return check_import(reference)
+    base, adapter = parts_of(reference)
+    if adapter is not None:
+        text_folder(reference)  # which compares the adapter with its base
+        return f"{check_weights(base)}; the adapter {adapter} fits it"
     folder = local_snapshot(reference)
     unproven = f"tensors of {reference}: not checked before they are loaded,"
     if folder is None:
