@@ -59,7 +59,7 @@ class Reply:
     """New ids after a request's prompt, an end token included where the target gave one (`ended`: or a stop string).
 
     `dropped` is a reason why there is no answer, `detail` what a server said about it, `lasting` false where another
-    attempt may bring one.
+    attempt may bring one. `scores` has the target's distributions at the ids, packed as text, if they were asked for.
     """
 
     id: str
@@ -68,6 +68,7 @@ class Reply:
     dropped: str = ""
     detail: str = ""
     lasting: bool = True
+    scores: str = ""
 
 
 TEXT_FAULTS = "looping", "empty"

@@ -41,9 +41,11 @@ def reply_bytes(tokens: int, entries: int = 0) -> int:
 
 
 class ModelEntry(BaseModel):
-    """A model that a server lists; vLLM tells its context and where it comes from, llama-server its size."""
+    """A model that a server lists; vLLM tells its context and where it comes from, llama-server its size. `owned_by`
+    is the kind of server."""
 
     id: str
+    owned_by: str | None = None
     max_model_len: int | None = None
     root: str | None = None
     meta: dict[str, Any] | None = None
@@ -79,6 +81,7 @@ class Endpoint:
     def __init__(self, settings: Servers, section: str) -> None:
         self.settings, self.section = settings, section
         self.identities: list[list[Any]] = []  # of the servers' models, once `served` has asked
+        self.owners: set[str | None] = set()  # the kinds of servers, once `served` has asked
         self.counts: Counter[str] = Counter()
         self._turns = itertools.count()
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -89,20 +92,29 @@ class Endpoint:
 
     # ── requests ──
 
-    def post(self, path: str, body: dict[str, Any], form: type[Reply], most_bytes: int = SMALL_REPLY) -> Reply:
-        """A server's reply, of this form; requests begin at each URL in turn, further attempts at the next.
+    def post(
+        self,
+        path: str,
+        body: dict[str, Any],
+        form: type[Reply],
+        most_bytes: int = SMALL_REPLY,
+        start: int | None = None,
+    ) -> Reply:
+        """A server's reply, of this form; requests begin at each URL in turn, or at number `start`, and further
+        attempts go to the next. A path with a leading / begins at the server's root, not at the URL.
 
         Raises Refused, Unanswered after `retries` further attempts, and EndpointError where no request can succeed: a
         wrong key, an address without this API, a server of another model than `body` names.
         """
-        start, urls = next(self._turns), self.settings.urls
-        places = [f"{urls[(start + number) % len(urls)]}/{path}" for number in range(len(urls))]
+        urls = [url.removesuffix("/v1") if path.startswith("/") else f"{url}/" for url in self.settings.urls]
+        first = next(self._turns) if start is None else start
+        places = [f"{urls[(first + number) % len(urls)]}{path}" for number in range(len(urls))]
 
         def read(place: str, received: Received) -> Reply:
             if received.status >= 300:
                 raise self._refusal(place, received)
             found = self._client.read(received.content, form)
-            if found.model not in (None, "", body["model"]):
+            if "model" in body and found.model not in (None, "", body["model"]):
                 raise EndpointError(
                     f"a server answers for the model {str(found.model)[:80]}, and {body['model']} was asked",
                     f"all servers of {self.section}.urls must hold the same target under one name",
@@ -174,7 +186,9 @@ class Endpoint:
         served, model = [], self.settings.model
         for url in self.settings.urls:
             listing = self._models(url)
-            self.identities += [one.identity for one in listing or () if model in (None, one.id)]
+            own = [one for one in listing or () if model in (None, one.id)]
+            self.identities += [one.identity for one in own]
+            self.owners |= {one.owned_by for one in own} or {None}
             models = {one.id: one.max_model_len for one in listing or ()}
             if listing is None and model is not None:
                 models = {model: None}

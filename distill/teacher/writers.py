@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 from threading import Lock
-from typing import Any, Literal
-
-from pydantic import BaseModel, Field
+from typing import Any
 
 from distill.data.records import fault_of_text
 from distill.data.samples import Reply, Request, decoded, listed
@@ -35,9 +34,20 @@ from distill.errors import DataError, EndpointError, PairError
 from distill.gguf.head import open_head
 from distill.gguf.library import require_loadable
 from distill.http import Refused, Unanswered
-from distill.recipe import Recipe
+from distill.recipe import Recipe, SamplerSettings
 from distill.sampler import Sampler
-from distill.teacher.endpoint import Endpoint, FromModel
+from distill.teacher.endpoint import Endpoint, reply_bytes
+from distill.teacher.forms import (
+    LEAST_DIFFERENCE,
+    Choice,
+    Completion,
+    NotDistributions,
+    Scores,
+    Spellings,
+    form_of,
+    largest_difference,
+    scores_of,
+)
 from distill.vocabulary.vocabulary import Vocabulary
 
 
@@ -136,70 +146,24 @@ MAX_FAULTS = 8  # replies without one answer, after which it is the settings tha
 LARGEST_SEED = 2**31
 MISCOUNTED = "answers whose text has another number of tokens than the server counted"
 OTHER_PROMPT = "the server read other tokens than the prompt's"
-
+NO_SCORES = "without usable log-probabilities"
+MOST_ENTRIES = re.compile(r"max allowed: (\d+)")  # vLLM's words for --max-logprobs
 
 # How servers are told that no top-k is asked for, in the order in which they are tried: llama-server and vLLM of today;
 # vLLM before 0.9 and SGLang; whoever takes none of these.
 ALL_TOKENS: list[dict[str, Any]] = [{"top_k": 0}, {"top_k": -1}, {}]
 
 
-class Usage(BaseModel):
-    """The tokens that a server counted."""
-
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-
-
-class Choice(BaseModel):
-    """A finished text: `text` of a completion, and the generated ids where the server gives them (vLLM)."""
-
-    finish_reason: Literal["stop", "length"]
-    text: str = ""
-    token_ids: list[int] | None = None
-    prompt_token_ids: list[int] | None = None
-    stop_reason: Any = None  # vLLM
-    matched_stop: Any = None  # SGLang
-
-    @property
-    def ended(self) -> bool:
-        """Whether the target ended it."""
-        return self.finish_reason != "length"
-
-    @property
-    def ended_by(self) -> list[Any]:
-        """The stop string or end token that ended it, null for the end; nothing where the server does not tell."""
-        given = ("stop_reason", "matched_stop")
-        return [getattr(self, name) for name in given if name in self.model_fields_set]
-
-
-class Completion(FromModel):
-    """The reply of /v1/completions: one answer, as was asked."""
-
-    choices: list[Choice] = Field(min_length=1, max_length=1)
-    prompt_token_ids: list[int] | None = None
-    usage: Usage | None = None
-
-    @property
-    def prompt_ids(self) -> list[int] | None:
-        """The tokens that the server read, where it tells."""
-        return self.choices[0].prompt_token_ids or self.prompt_token_ids
-
-    def is_of(self, ids: list[int]) -> bool:
-        """Whether the server read these tokens, as far as it tells."""
-        if self.prompt_ids is not None:
-            return self.prompt_ids == ids
-        return self.usage is None or self.usage.prompt_tokens in (None, len(ids))
-
-
 class ServerWriter:
     """The target on servers, up to `connections` requests at a time, each sent again where it may succeed later.
 
-    A prompt goes as token ids. The ids of a reply are the server's where it gives them, else those of its text.
+    A prompt goes as token ids. The ids of a reply are the server's where it gives them, else those of its text. With
+    `entries`, each request also asks for the log-probabilities of so many tokens, as the kind of server gives them.
     """
 
     by_prompt = True
 
-    def __init__(self, recipe: Recipe, tokenizer: Any, config: Any) -> None:
+    def __init__(self, recipe: Recipe, tokenizer: Any, config: Any, entries: int = 0) -> None:
         settings = recipe.answers.writer
         assert settings is not None
         self.settings, self.recipe, self.tokenizer = settings, recipe, tokenizer
@@ -214,8 +178,12 @@ class ServerWriter:
         self.all_tokens = 0  # the form of ALL_TOKENS that the servers have not refused
         self.first_faults: dict[str, str] = {}  # what the server said about the first of each kind
         self._lock = Lock()
+        self.entries, self.form, self.notes = 0, form_of(None), list[str]()
+        self.spellings = Spellings(lambda: Vocabulary.read(text_folder(recipe.target.model)))
         try:
             self.model = self.endpoint.served()[0][1]
+            if entries:
+                self._ask_for_scores(entries)
         except BaseException:
             self.endpoint.close()
             raise
@@ -255,27 +223,102 @@ class ServerWriter:
                 "answers.writer. A server must take token ids as a prompt, as vLLM, SGLang and llama-server do",
             )
 
+    def _ask_for_scores(self, entries: int) -> None:
+        """Choose the servers' form of log-probabilities, and try it on each server.
+
+        Raises EndpointError if a server gives none, or those after its sampler.
+        """
+        if len(self.endpoint.owners) > 1:
+            kinds = ", ".join(sorted(str(one) for one in self.endpoint.owners))
+            raise EndpointError(
+                f"answers.writer.urls are servers of several kinds: {kinds}", "name servers of one kind"
+            )
+        self.form = form_of(*self.endpoint.owners)
+        self.entries = min(entries, self.form.most or entries, self.vocabulary)
+        for number, url in enumerate(self.settings.urls):
+            difference = largest_difference(self._probe(number, served=True), self._probe(number, served=False))
+            if difference > LEAST_DIFFERENCE:
+                raise EndpointError(
+                    f"{url} ({self.form.name}) gives log-probabilities after its sampler: with the recipe's sampler "
+                    f"they differ by {difference:.2g} from those at temperature 1",
+                    f"{self.form.setting}; or name a teacher: teacher.server or teacher.gguf",
+                )
+
+    def _probe(self, number: int, served: bool) -> Scores:
+        """The scores of the first token of one server's reply, with the `served` sampler or with one that changes
+        nothing; EndpointError, with what to change, without any."""
+        request = Request("probe", [0, 1 % self.vocabulary, 0], 0, 1)  # A token that is repeated shows penalties.
+        body = self._body(request) if served else self._body(request, SamplerSettings(), 1.0)
+        try:
+            scores = self._scored(body, number)[1]
+        except Refused as error:
+            if (allowed := MOST_ENTRIES.search(error.detail)) and 0 < int(allowed[1]) < self.entries:
+                self.notes.append(
+                    f"the server gives {allowed[1]} log-probabilities a token, fewer than teacher.top_k: start it with "
+                    f"--max-logprobs {self.entries} for more"
+                )
+                self.entries = int(allowed[1])
+                return self._probe(number, served)
+            if "top_k" in error.detail and self._without_top_k(self.all_tokens):
+                return self._probe(number, served)
+            fault = f"it refused the request ({error}): {error.detail}"
+        except Unanswered as error:
+            fault = f"{error} {error.detail}".rstrip()
+        except NotDistributions as error:
+            fault = str(error)
+        else:
+            if len(scores.counts) and scores.counts[0]:
+                return scores
+            fault = "the reply has no log-probabilities of its first token"
+        raise EndpointError(
+            f"{self.settings.urls[number]} ({self.form.name}) gives no log-probabilities of the tokens that it "
+            f"generates: {fault}",
+            self.form.setting,
+        )
+
+    def _scored(self, body: dict[str, Any], start: int | None = None) -> tuple[Completion, Scores]:
+        """An answer, and the scores of its tokens; NotDistributions if they cannot be used."""
+        size = reply_bytes(len(body["prompt"]) + body["max_tokens"], self.entries + 1)
+        reply = self.endpoint.post(self.form.path, self.form.ask(body, self.entries), self.form.reply, size, start)
+        answer, rows = self.form.read(reply, self.spellings)
+        return answer, scores_of(rows, self.vocabulary)
+
+    def _without_top_k(self, refused: int) -> bool:
+        """Go on to the next of ALL_TOKENS after the servers refused one; whether there is another."""
+        with self._lock:
+            self.all_tokens = max(self.all_tokens, min(refused + 1, len(ALL_TOKENS) - 1))
+        return refused < len(ALL_TOKENS) - 1
+
     def _ask(self, request: Request) -> Reply:
         """The reply to one request; runs in a thread of the pool."""
-        form = self.all_tokens
+        form, body, scores = self.all_tokens, self._body(request), None
         try:
-            answer = self.endpoint.post("completions", self._body(request), Completion)
+            if self.entries:
+                answer, scores = self._scored(body)
+            else:
+                answer = self.endpoint.post(
+                    "completions", body, Completion, reply_bytes(len(request.ids) + request.limit)
+                )
         except Refused as error:
-            if "top_k" not in error.detail or self.recipe.sampler.top_k or form == len(ALL_TOKENS) - 1:
-                return Reply(request.id, [], False, f"refused by the server ({error})", error.detail)
-            with self._lock:
-                self.all_tokens = max(self.all_tokens, form + 1)
-            return self._ask(request)
+            if "top_k" in error.detail and not self.recipe.sampler.top_k and self._without_top_k(form):
+                return self._ask(request)
+            return Reply(request.id, [], False, f"refused by the server ({error})", error.detail)
         except Unanswered as error:
             return Reply(request.id, [], False, f"no reply ({error})", error.detail, lasting=False)
+        except NotDistributions as error:
+            return Reply(request.id, [], False, NO_SCORES, str(error))
         if not answer.is_of(request.ids):
             # The answer to another prompt is nothing that this one brought about: it is asked again.
             return Reply(request.id, [], False, OTHER_PROMPT, lasting=answer.prompt_ids is None)
-        return self._reply(request, answer)
+        return self._reply(request, answer, scores)
 
-    def _body(self, request: Request) -> dict[str, Any]:
-        """A request. Every setting is sent: the servers' defaults differ, and none is off."""
-        sampler, answers = self.recipe.sampler, self.recipe.answers
+    def _body(
+        self, request: Request, sampler: SamplerSettings | None = None, penalty: float | None = None
+    ) -> dict[str, Any]:
+        """A request, by default with the recipe's sampler and penalty. Every setting is sent: the servers' defaults
+        differ, and none is off."""
+        answers, sampler = self.recipe.answers, sampler or self.recipe.sampler
+        penalty = answers.repetition_penalty if penalty is None else penalty
         body = {
             "model": self.model,
             "prompt": request.ids,
@@ -286,8 +329,8 @@ class ServerWriter:
             "min_p": sampler.min_p,
             "presence_penalty": 0.0,
             "frequency_penalty": 0.0,
-            "repetition_penalty": answers.repetition_penalty,  # vLLM, SGLang
-            "repeat_penalty": answers.repetition_penalty,  # llama-server, llama-cpp-python
+            "repetition_penalty": penalty,  # vLLM, SGLang
+            "repeat_penalty": penalty,  # llama-server, llama-cpp-python
             "repeat_last_n": len(request.ids) + request.limit,  # llama-server: over the whole text; some refuse −1
             "seed": request.seed % LARGEST_SEED,
             "stream": False,
@@ -300,8 +343,8 @@ class ServerWriter:
         body |= {"stop_token_ids": self.untold} if self.untold else {}  # vLLM, SGLang
         return body | top_k | ({"stop": list(answers.stop)} if answers.stop else {})
 
-    def _reply(self, request: Request, answer: Completion) -> Reply:
-        """The reply of a server's answer to the request."""
+    def _reply(self, request: Request, answer: Completion, scores: Scores | None = None) -> Reply:
+        """The reply of a server's answer to the request, with the scores of the answer's tokens."""
         choice = answer.choices[0]
         by_string, ended = self._by_stop_string(choice), choice.ended
         new = choice.token_ids
@@ -309,6 +352,8 @@ class ServerWriter:
             if by_string and self.stop is not None:
                 stopped = self.stop(new, 0)
                 new = new[: stopped.kept] if stopped.ended else new
+        elif new and scores is not None:
+            return Reply(request.id, [], False, NO_SCORES, "the server generated ids without a token")
         else:
             # What a cut text may end with is the beginning of a character whose other tokens were not generated.
             text = choice.text if ended else choice.text.rstrip("\ufffd")
@@ -325,7 +370,8 @@ class ServerWriter:
         if ended and not by_string and not (new and new[-1] in self.ends):
             # The end token: the server's where it names one of the target's, else the template's or the tokenizer's.
             new = [*new, next((int(one) for one in choice.ended_by if one in self.ends), self.end)]
-        return Reply(request.id, new[: request.limit], ended and len(new) <= request.limit)
+        ended, new = ended and len(new) <= request.limit, new[: request.limit]
+        return Reply(request.id, new, ended, scores="" if scores is None else scores.fitted(len(new)).packed())
 
     def _by_stop_string(self, choice: Choice) -> bool:
         """Whether a stop string may have ended a text: sure where the server tells, else wherever there are some."""
@@ -338,6 +384,7 @@ class ServerWriter:
         self.endpoint.close()
         failed = self.endpoint.counts
         return [
+            *self.notes,
             *([f"{failed.total()} requests were sent again: {listed(failed, ' × ')}"] if failed else []),
             *([f"{self.miscounted} {MISCOUNTED}"] if self.miscounted else []),
             *(f"{what}, the first: {detail}" for what, detail in self.first_faults.items() if detail),

@@ -33,7 +33,8 @@ from distill.pipeline.stages import difference, find_stage, key_parts
 from distill.run import Run
 from distill.serving.server import LlamaServer, started
 from distill.teacher.answers import Group, answers
-from distill.teacher.writers import OTHER_PROMPT, Choice, Completion, ServerWriter
+from distill.teacher.forms import Choice, Completion
+from distill.teacher.writers import OTHER_PROMPT, ServerWriter
 
 
 @pytest.fixture(scope="module")

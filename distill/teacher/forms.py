@@ -1,0 +1,492 @@
+"""Log-probabilities of generated tokens: how each kind of server is asked for them, and how its replies are read.
+
+docs/answers.md#log-probabilities has the table, from the servers' sources. What every form is read into: for each
+generated token the ids and natural logarithms of the likeliest tokens, and the log of the mass of all others.
+
+Legend: T generated tokens, K entries asked for, M entries of all tokens.
+"""
+
+from __future__ import annotations
+
+import base64
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from itertools import chain
+from typing import Annotated, Any, Literal
+
+import numpy
+from pydantic import BaseModel, Field
+
+from distill.teacher.endpoint import FromModel
+from distill.vocabulary.vocabulary import Vocabulary
+
+# ── Distributions of generated tokens ──
+
+STORED_MASS = 0.9999  # of a distribution: the fewest likeliest tokens that hold it are kept, the rest is in the tail
+LEAST_LOG = -100.0  # Below it a token has no mass. Servers write -9999 or -3.4e38 for the log of 0.
+EXCESS = 1e-3  # Rounding may lift a sum of probabilities this far above 1.
+ROUNDING = float(numpy.finfo(numpy.float32).eps)
+
+Row = tuple[Sequence[int], Sequence[float]]  # ids and natural logarithms at one token, in any order
+
+
+class NotDistributions(Exception):
+    """Numbers of a reply that are not the log-probabilities of its tokens, with the fault."""
+
+
+@dataclass(frozen=True)
+class Scores:
+    """The target's distributions at T generated tokens.
+
+    counts int32 [T] has the entries of each token. ids int32 [M] and logs float32 [M] have them token by token, the
+    likeliest first. tails float32 [T] is the log of the mass of all other tokens. A token without entries has no known
+    distribution.
+    """
+
+    counts: Any
+    ids: Any
+    logs: Any
+    tails: Any
+
+    def fitted(self, tokens: int) -> Scores:
+        """The first tokens alone. Tokens beyond those that there are have no known distribution."""
+        more = max(0, tokens - len(self.counts))
+        counts = numpy.concatenate([self.counts[:tokens], numpy.zeros(more, numpy.int32)])
+        tails = numpy.concatenate([self.tails[:tokens], numpy.zeros(more, numpy.float32)])
+        entries = int(counts.sum())
+        return Scores(counts, self.ids[:entries], self.logs[:entries], tails)
+
+    def packed(self) -> str:
+        """As text for a journal; logarithms in half precision, as in stores."""
+        parts = (self.counts.astype("<i4"), self.ids.astype("<i4"), self.logs.astype("<f2"), self.tails.astype("<f4"))
+        return base64.b64encode(b"".join(part.tobytes() for part in parts)).decode()
+
+    @classmethod
+    def unpacked(cls, text: str, tokens: int) -> Scores:
+        """The scores of so many tokens from their text; ValueError for another number."""
+        data = base64.b64decode(text, validate=True)
+        counts = numpy.frombuffer(data, "<i4", tokens)
+        entries = int(counts.sum())
+        if (counts < 0).any() or len(data) != 8 * tokens + 6 * entries:
+            raise ValueError("the text holds the scores of another number of tokens")
+        ids = numpy.frombuffer(data, "<i4", entries, 4 * tokens)
+        logs = numpy.frombuffer(data, "<f2", entries, 4 * tokens + 4 * entries)
+        return cls(counts, ids, logs, numpy.frombuffer(data, "<f4", tokens, 4 * tokens + 6 * entries))
+
+
+def scores_of(rows: Sequence[Row | None], vocabulary: int) -> Scores:
+    """The scores of tokens from a row each, None without a distribution; `vocabulary` ids are tokens.
+
+    Raises NotDistributions for a row whose numbers are no log-probabilities.
+    """
+    known = [row or ((), ()) for row in rows]
+    lengths = numpy.array([len(ids) for ids, _ in known], int)
+    ids = numpy.fromiter(chain.from_iterable(one for one, _ in known), numpy.int64, lengths.sum())
+    logs = numpy.fromiter(chain.from_iterable(one for _, one in known), float, lengths.sum())
+    places = numpy.arange(len(known)).repeat(lengths)
+    _require_normalised(places, logs, len(known))
+    real = (ids >= 0) & (ids < vocabulary) & (logs > LEAST_LOG)
+    order = real.nonzero()[0]
+    order = order[numpy.lexsort((ids[order], -logs[order], places[order]))]
+    ids, logs, places = ids[order], logs[order], places[order]
+    shares = numpy.exp(logs)
+    sums, firsts = shares.cumsum(), numpy.searchsorted(places, places)
+    before = sums - shares - (sums - shares)[firsts]
+    kept = before < STORED_MASS
+    ids, logs, places, shares = ids[kept], logs[kept], places[kept], shares[kept]
+    mass = numpy.bincount(places, shares, len(known))
+    # A server rounds logarithms to float32, so a smaller tail is not known.
+    rounding = numpy.bincount(places, shares * (1 + abs(logs)), len(known)) * ROUNDING
+    counts = numpy.bincount(places, minlength=len(known))
+    tails = numpy.where(counts > 0, numpy.log(numpy.maximum(1 - mass, numpy.maximum(rounding, ROUNDING))), 0.0)
+    return Scores(
+        counts.astype(numpy.int32), ids.astype(numpy.int32), logs.astype(numpy.float32), tails.astype(numpy.float32)
+    )
+
+
+def _require_normalised(places: Any, logs: Any, tokens: int) -> None:
+    """Raise NotDistributions unless the probabilities at each token are at most 1 and add up to at most 1."""
+    shares = numpy.exp(numpy.minimum(logs, 1.0))
+    totals = numpy.bincount(places, shares, tokens)
+    wrong = numpy.bincount(places, ~numpy.isfinite(logs) | (logs > EXCESS), tokens) + (totals > 1 + EXCESS)
+    if wrong.any():
+        bad = int(wrong.argmax())
+        raise NotDistributions(
+            f"at generated token {bad} the numbers are not log-probabilities: the largest is "
+            f"{logs[places == bad].max():g}, and their probabilities add up to {totals[bad]:g}"
+        )
+
+
+def largest_difference(left: Scores, right: Scores) -> float:
+    """The largest difference of logarithms at the first token, over the likeliest entries of either."""
+    known = [
+        dict(zip(one.ids[: one.counts[0]].tolist(), one.logs[: one.counts[0]].tolist(), strict=True))
+        for one in (left, right)
+    ]
+    found = 0.0
+    for one, other in (known, known[::-1]):
+        for token in list(one)[:COMPARED]:
+            found = max(found, abs(one[token] - other.get(token, LEAST_LOG)))
+    return found
+
+
+COMPARED = 3  # likeliest tokens
+LEAST_DIFFERENCE = 0.1  # of logarithms. Batches and narrow types change them by less, a sampler by more.
+
+
+# ── Tokens that a server names by their text ──
+
+
+class Spellings:
+    """The ids of a vocabulary's tokens by their bytes; opened when a reply needs it."""
+
+    def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
+        self._open = vocabulary
+
+    @cached_property
+    def vocabulary(self) -> Vocabulary:
+        """The tokens."""
+        return self._open()
+
+    @cached_property
+    def ids(self) -> dict[bytes, int | None]:
+        """The id of each token's bytes; None if several tokens have them."""
+        found: dict[bytes, int | None] = {}
+        for token, spelled in enumerate(self.vocabulary.bytes_of):
+            if spelled:
+                found[spelled] = None if spelled in found else token
+        return found
+
+    def id_of(self, spelled: bytes) -> int | None:
+        """The token with these bytes; None if there is none, or several."""
+        return self.ids.get(spelled)
+
+
+# ── Replies ──
+
+
+class Usage(BaseModel):
+    """The tokens that a server counted."""
+
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+
+
+class Entry(BaseModel):
+    """One likely token: llama-server gives its id, OpenAI's chat form its text and bytes."""
+
+    logprob: float
+    id: int | None = None
+    token: str = ""
+    spelled: list[Annotated[int, Field(ge=0, le=255)]] | None = Field(None, alias="bytes")
+
+    @property
+    def text(self) -> bytes:
+        """The token's bytes."""
+        return self.token.encode() if self.spelled is None else bytes(self.spelled)
+
+
+class ScoredToken(Entry):
+    """A generated token with the likeliest tokens in its place."""
+
+    top_logprobs: list[Entry] | None = None
+
+
+class TokenScores(BaseModel):
+    """`logprobs` of a choice: the older form of completions has lists, the chat form `content`."""
+
+    tokens: list[str] | None = None
+    top_logprobs: list[dict[str, float] | None] | None = None
+    content: list[ScoredToken] | None = None
+
+
+class Choice(BaseModel):
+    """A finished text: `text` of a completion, and the generated ids where the server gives them (vLLM)."""
+
+    finish_reason: Literal["stop", "length"]
+    text: str = ""
+    token_ids: list[int] | None = None
+    prompt_token_ids: list[int] | None = None
+    stop_reason: Any = None  # vLLM
+    matched_stop: Any = None  # SGLang
+    logprobs: TokenScores | None = None
+
+    @property
+    def ended(self) -> bool:
+        """Whether the target ended it."""
+        return self.finish_reason != "length"
+
+    @property
+    def ended_by(self) -> list[Any]:
+        """The stop string or end token that ended it, null for the end; nothing where the server does not tell."""
+        given = ("stop_reason", "matched_stop")
+        return [getattr(self, name) for name in given if name in self.model_fields_set]
+
+
+class Completion(FromModel):
+    """The reply of /v1/completions: one answer, as was asked."""
+
+    choices: list[Choice] = Field(min_length=1, max_length=1)
+    prompt_token_ids: list[int] | None = None
+    usage: Usage | None = None
+
+    @property
+    def prompt_ids(self) -> list[int] | None:
+        """The tokens that the server read, where it tells."""
+        return self.choices[0].prompt_token_ids or self.prompt_token_ids
+
+    def is_of(self, ids: list[int]) -> bool:
+        """Whether the server read these tokens, as far as it tells."""
+        if self.prompt_ids is not None:
+            return self.prompt_ids == ids
+        return self.usage is None or self.usage.prompt_tokens in (None, len(ids))
+
+
+Answered = tuple[Completion, list[Row | None]]  # an answer with its generated ids, and a row for each of them
+
+
+def _require_tokens(ids: Sequence[int | None], named: Iterable[int | None]) -> None:
+    """Raise NotDistributions unless log-probabilities are those of the generated tokens."""
+    if list(ids) != list(named):
+        raise NotDistributions("the log-probabilities are those of other tokens than the generated ones")
+
+
+# ── vLLM: the older form, whose texts are ids (`return_tokens_as_token_ids`) ──
+
+ID_MARK = "token_id:"
+
+
+def _ask_vllm(body: Mapping[str, Any], entries: int) -> dict[str, Any]:
+    return {**body, "logprobs": entries, "return_tokens_as_token_ids": True}
+
+
+def _read_vllm(reply: Completion, spellings: Spellings) -> Answered:
+    choice = reply.choices[0]
+    found = choice.logprobs
+    if choice.token_ids is None or found is None or found.tokens is None or found.top_logprobs is None:
+        raise NotDistributions("the reply has no ids or no log-probabilities of its tokens")
+    try:
+        _require_tokens(choice.token_ids, [int(token.removeprefix(ID_MARK)) for token in found.tokens])
+        rows: list[Row | None] = [
+            None if one is None else ([int(token.removeprefix(ID_MARK)) for token in one], list(one.values()))
+            for one in found.top_logprobs
+        ]
+    except ValueError:
+        raise NotDistributions("the reply names tokens by their text instead of their id") from None
+    return reply, rows
+
+
+# ── SGLang: its own form, /generate ──
+
+
+class SglangEnd(BaseModel):
+    """How a text ended; `matched` is the end token or the stop string."""
+
+    type: str
+    matched: Any = None
+
+
+class SglangMeta(BaseModel):
+    """What SGLang tells about a text: (logarithm, id, text or null) of each token, and of the likeliest ones."""
+
+    finish_reason: SglangEnd
+    prompt_tokens: int | None = None
+    completion_tokens: int | None = None
+    output_token_logprobs: list[tuple[float, int, Any]] | None = None
+    output_top_logprobs: list[list[tuple[float, int, Any]] | None] | None = None
+
+
+class SglangReply(FromModel):
+    """The reply of /generate."""
+
+    text: str = ""
+    output_ids: list[int] | None = None
+    meta_info: SglangMeta
+
+
+def _ask_sglang(body: Mapping[str, Any], entries: int) -> dict[str, Any]:
+    names = ("temperature", "top_p", "top_k", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+    sampling = {name: body[name] for name in (*names, "stop", "stop_token_ids") if name in body}
+    sampling["top_k"] = body.get("top_k") or -1
+    return {
+        "input_ids": body["prompt"],
+        "sampling_params": sampling | {"max_new_tokens": body["max_tokens"], "skip_special_tokens": False},
+        "return_logprob": True,
+        "top_logprobs_num": entries,
+        "stream": False,
+    }
+
+
+def _read_sglang(reply: SglangReply, spellings: Spellings) -> Answered:
+    about = reply.meta_info
+    if reply.output_ids is None or about.output_token_logprobs is None or about.output_top_logprobs is None:
+        raise NotDistributions("the reply has no ids or no log-probabilities of its tokens")
+    if about.finish_reason.type not in ("stop", "length"):
+        raise NotDistributions(f"the server broke off ({about.finish_reason.type})")
+    _require_tokens(reply.output_ids, [token for _, token, _ in about.output_token_logprobs])
+    rows: list[Row | None] = [
+        None if one is None else ([token for _, token, _ in one], [log for log, _, _ in one])
+        for one in about.output_top_logprobs
+    ]
+    if len(rows) != len(reply.output_ids):
+        raise NotDistributions("there are other numbers of tokens and of log-probabilities")
+    kind: Literal["stop", "length"] = "stop" if about.finish_reason.type == "stop" else "length"
+    choice = Choice(
+        finish_reason=kind, text=reply.text, token_ids=reply.output_ids, matched_stop=about.finish_reason.matched
+    )
+    usage = Usage(prompt_tokens=about.prompt_tokens, completion_tokens=about.completion_tokens)
+    return Completion(model=reply.model, choices=[choice], usage=usage), rows
+
+
+# ── llama-server: its own form, /completion, because /v1/completions names no ids of unfinished characters ──
+
+
+class LlamaReply(FromModel):
+    """The reply of /completion with `return_tokens`."""
+
+    content: str = ""
+    tokens: list[int] | None = None
+    stop_type: str = ""
+    stopping_word: str = ""
+    tokens_evaluated: int | None = None
+    tokens_predicted: int | None = None
+    completion_probabilities: list[ScoredToken] | None = None
+
+
+def _ask_llama(body: Mapping[str, Any], entries: int) -> dict[str, Any]:
+    own = {"n_predict": body["max_tokens"], "n_probs": entries, "post_sampling_probs": False, "return_tokens": True}
+    return {**body, **own}
+
+
+def _read_llama(reply: LlamaReply, spellings: Spellings) -> Answered:
+    if reply.tokens is None or reply.completion_probabilities is None:
+        raise NotDistributions("the reply has no tokens or no completion_probabilities")
+    if reply.stop_type not in ("eos", "word", "limit"):
+        raise NotDistributions(f"the server broke off ({reply.stop_type or 'no stop_type'})")
+    kind: Literal["stop", "length"] = "length" if reply.stop_type == "limit" else "stop"
+    by = reply.stopping_word if reply.stop_type == "word" else None
+    choice = Choice(finish_reason=kind, text=reply.content, token_ids=reply.tokens, stop_reason=by)
+    usage = Usage(prompt_tokens=reply.tokens_evaluated, completion_tokens=reply.tokens_predicted)
+    answer = Completion(model=reply.model, choices=[choice], usage=usage)
+    return answer, _llama_rows(reply.tokens, reply.completion_probabilities, spellings.vocabulary)
+
+
+def _llama_rows(tokens: Sequence[int], scored: Sequence[ScoredToken], vocabulary: Vocabulary) -> list[Row | None]:
+    """A row for each token that the server scored: it leaves out those after which a character is unfinished."""
+    left = list(reversed(scored))
+    rows: list[Row | None] = []
+    text = b""
+    for token in tokens:
+        text = (text + vocabulary.text_bytes([token]))[-4:]
+        if left and left[-1].id == token and not unfinished(text):
+            top = left.pop().top_logprobs or []
+            rows.append(([-1 if one.id is None else one.id for one in top], [one.logprob for one in top]))
+        else:
+            rows.append(None)
+    if left:
+        raise NotDistributions("the log-probabilities are those of other tokens than the generated ones")
+    return rows
+
+
+def unfinished(text: bytes) -> bool:
+    """Whether llama-server holds a text back as ending within a character (validate_utf8 of its server-common.cpp)."""
+    for back, byte in enumerate(reversed(text[-4:]), 1):
+        length = 2 if byte & 0xE0 == 0xC0 else 3 if byte & 0xF0 == 0xE0 else 4 if byte & 0xF8 == 0xF0 else 0
+        if back < length:
+            return True
+    return False
+
+
+# ── OpenAI's completions, and servers that keep to them: tokens are texts ──
+
+
+def _ask_openai(body: Mapping[str, Any], entries: int) -> dict[str, Any]:
+    return {**body, "logprobs": entries}
+
+
+def _read_openai(reply: Completion, spellings: Spellings) -> Answered:
+    choice = reply.choices[0]
+    found = choice.logprobs
+    if found is not None and found.content is not None:
+        content = found.content
+    elif found is not None and found.tokens is not None and found.top_logprobs is not None:
+        content = [
+            ScoredToken(
+                logprob=0, token=token, top_logprobs=[Entry(token=one, logprob=log) for one, log in (top or {}).items()]
+            )
+            for token, top in zip(found.tokens, found.top_logprobs, strict=True)
+        ]
+    else:
+        raise NotDistributions("the reply has no log-probabilities (choices[0].logprobs)")
+    text = b"".join(one.text for one in content)
+    if not text.startswith(choice.text.encode()):
+        raise NotDistributions("the texts of its tokens are not the text of the reply")
+    ids = [one.id if one.id is not None else spellings.id_of(one.text) for one in content]
+    if None in ids:
+        unknown = content[ids.index(None)].token
+        raise NotDistributions(f"no token, or several, are spelled {unknown[:40]!r}, and the reply has no ids")
+    rows: list[Row | None] = []
+    for one in content:
+        top = [
+            (entry.id if entry.id is not None else spellings.id_of(entry.text), entry)
+            for entry in one.top_logprobs or []
+        ]
+        rows.append(([-1 if token is None else token for token, _ in top], [entry.logprob for _, entry in top]))
+    if choice.token_ids is not None:
+        _require_tokens(choice.token_ids, ids)
+    return reply.model_copy(update={"choices": [choice.model_copy(update={"token_ids": ids})]}), rows
+
+
+# ── Which server has which form ──
+
+
+@dataclass(frozen=True)
+class Form:
+    """A kind of server: the path below its base URL (from its root with a leading /), the most entries of a token, the
+    request, the reply, and the setting under which its values come before the sampler."""
+
+    name: str
+    path: str
+    most: int | None
+    ask: Callable[[Mapping[str, Any], int], dict[str, Any]]
+    reply: type[FromModel]
+    read: Callable[[Any, Spellings], Answered]
+    setting: str
+
+
+VLLM = Form(
+    "vLLM", "completions", None, _ask_vllm, Completion, _read_vllm, "start vLLM with --logprobs-mode raw_logprobs"
+)
+SGLANG = Form(
+    "SGLang",
+    "/generate",
+    None,
+    _ask_sglang,
+    SglangReply,
+    _read_sglang,
+    "start SGLang with SGLANG_RETURN_ORIGINAL_LOGPROB=1",
+)
+LLAMA_SERVER = Form(
+    "llama-server",
+    "/completion",
+    None,
+    _ask_llama,
+    LlamaReply,
+    _read_llama,
+    "start llama-server without a draft, which leaves the log-probabilities out, and from October 2026 or later",
+)
+OPENAI = Form(
+    "a server with OpenAI's API",
+    "completions",
+    20,
+    _ask_openai,
+    Completion,
+    _read_openai,
+    "use vLLM, SGLang or llama-server, or name a teacher: teacher.server or teacher.gguf",
+)
+
+
+def form_of(owner: str | None) -> Form:
+    """The form of a server, by what /v1/models says of its owner."""
+    return {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMA_SERVER}.get(owner or "", OPENAI)
