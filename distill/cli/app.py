@@ -32,8 +32,9 @@ from distill.recipe.target import shown, worded
 
 app = typer.Typer(
     help="Make draft models for speculative decoding: cut a draft from a donor, train it on the target, measure it.",
-    epilog="Commands that take a RUN use the newest one by default. Exit status: 0 success, 2 user error, "
-    "130 or 143 interrupted, 1 bug. Documents: README.md lists them; docs/troubleshooting.md goes by symptom.",
+    epilog="Commands that take a RUN use the newest one by default. Exit status: 0 success, 2 user error, 3 less "
+    "acceptance (serve-check --fail-if-worse), 130 or 143 interrupted, 1 bug. Documents: README.md lists them; "
+    "docs/troubleshooting.md goes by symptom.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

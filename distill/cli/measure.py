@@ -118,13 +118,13 @@ def room_of(files: PairFiles, behind: int) -> int:
 Prompts = tuple["list[Sample]", dict[str, int]]  # and those left out, by reason
 
 
-def prompts_of_files(files: PairFiles, paths: list[Path], count: int, size: int, room: int) -> Prompts:
-    """Up to `count` prompts of files; texts are cut into prompts of `size` tokens."""
+def prompts_of_files(files: PairFiles, paths: list[Path], count: int, sizes: Sequence[int], room: int) -> Prompts:
+    """Up to `count` prompts of files; texts are cut into prompts of these `sizes`, in tokens, as many of each."""
     from distill.data.prompts import read_user_prompts, sources_of
 
     if files.target is None:
         raise RecipeError("--prompts are encoded with the target's tokenizer", "give its GGUF file: TARGET DRAFT")
-    read = read_user_prompts(str(files.target), Corpus(sources=sources_of(paths)), Chat(), count, 0, size, room)
+    read = read_user_prompts(str(files.target), Corpus(sources=sources_of(paths)), Chat(), count, 0, sizes, room)
     return read.measured, read.dropped
 
 
@@ -175,7 +175,9 @@ def serve_check(
     words: shared.PairArgument = None,
     prompts: shared.PromptsOption = None,
     count: Annotated[int, shared.number_option(min=2, help="Maximum number of prompts.")] = 12,
-    prompt_tokens: Annotated[int, typer.Option(min=2, max=2**20, help="Tokens of a prompt cut from text.")] = 64,
+    prompt_tokens: Annotated[
+        str, typer.Option(help="Tokens of a prompt cut from text; several, with commas, for acceptance by length.")
+    ] = "64",
     tokens: Annotated[int, shared.number_option(min=8, help="Maximum new tokens after each prompt.")] = 96,
     repeats: Annotated[int, typer.Option(min=1, max=100, help="Replays of every prompt.")] = 3,
     sampler: shared.SamplerOption = None,
@@ -195,6 +197,12 @@ def serve_check(
     plain_url: Annotated[str | None, served_option(help="The same without the draft.")] = None,
     key: Annotated[str | None, served_option(help="Environment variable that holds the servers' key.")] = None,
     model: Annotated[str | None, served_option(help="vLLM: the model's name, if it serves several.")] = None,
+    history: Annotated[
+        Path | None, typer.Option(help="File that keeps the results; by default serve-checks.json of the run.")
+    ] = None,
+    fail_if_worse: Annotated[
+        bool, typer.Option("--fail-if-worse", help="Exit with 3 if acceptance fell since the last result.")
+    ] = False,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
@@ -207,17 +215,22 @@ def serve_check(
     drawn = shared.sampler_of(sampler)
     _check_options(further, url, draft_sampling, drawn.temperature > 0)
     counts = sorted({1, *shared.numbers(concurrency, "--concurrency", int, "1,4,16", 1, 64)})
+    sizes = shared.numbers(prompt_tokens, "--prompt-tokens", int, "64,512,2048", LEAST, 2**20)
     files = pair_files(named, runs, outtype, server is not None, bool(prompts))
+    kept_in = _place_of_history(history, files.run, fail_if_worse)
     length = n_max or USUAL_LENGTH
     shared.prepare(threads)
+    from distill.engines.loaded import context_of
     from distill.engines.server_commands import SAMPLING
     from distill.serving.check import Addresses, CheckSettings, check_addresses, check_started
+    from distill.serving.history import History, compared, keep, read_history
     from distill.serving.server import LlamaServer, require_binary
 
+    earlier = History() if kept_in is None else read_history(kept_in)
     with ExitStack() as stack, _kept(output) as kept:
         room = room_of(files, tokens + 2 * length + 2)
         if prompts:
-            measured, left_out = prompts_of_files(files, prompts, count, prompt_tokens, room)
+            measured, left_out = prompts_of_files(files, prompts, count, sizes, room)
         else:
             measured, left_out = prompts_of_run(files, count, room)
         settings = CheckSettings(
@@ -232,6 +245,7 @@ def serve_check(
             seconds=(wait, wait),
             left_out=left_out,
             command=command_line(sys.argv),
+            context=None if server is None or files.target is None else context_of(str(files.target)),
         )
         probabilistic = draft_sampling == "probabilistic"
         if url is not None:
@@ -254,7 +268,32 @@ def serve_check(
             if draft_sampling is None and drawn.temperature:
                 probabilistic = started.has(SAMPLING)
             report = check_started(settings, replace(started, probabilistic=probabilistic), kept.append)
+    report = compared(report, earlier)
     _show(report, output)
+    if kept_in is not None:
+        try:
+            keep(kept_in, earlier, report)
+        except RunError as error:
+            if history is not None:
+                raise
+            warn(f"the result is not kept: {error.what}")
+    if fail_if_worse and report.change is not None and report.change.fell:
+        raise typer.Exit(WORSE)
+
+
+WORSE = 3  # exit status
+
+
+def _place_of_history(given: Path | None, run: Run | None, needed: bool) -> Path | None:
+    """The file that keeps the results; None where there is no run and none is given."""
+    if given is None:
+        if run is None and needed:
+            raise RecipeError("--fail-if-worse compares with a result that was kept", "name a file for them: --history")
+        return None if run is None else run.path("serve-checks.json")
+    require_path(given, "--history")
+    if given.is_dir() or not given.absolute().parent.is_dir():
+        raise RecipeError(f"--history {given} is no file in a folder that exists", "name a file, such as checks.json")
+    return given
 
 
 def _show(report: ServeReport, output: str) -> None:

@@ -277,7 +277,7 @@ def read_user_prompts(
     chat: Chat,
     count: int,
     others: int,
-    tokens: int,
+    tokens: int | Sequence[int],
     room: int,
     *,
     answer: int = 0,
@@ -286,8 +286,9 @@ def read_user_prompts(
     """Up to `count` prompts, and `others` more of the same files where something has to be fitted.
 
     Conversations go through the target's chat template, up to the first question; plain texts are cut into prompts of
-    `tokens` tokens, with room for `answer` tokens between them. `room` is the most tokens of a prompt. Loads no
-    weights. Raises DataError for fewer than `least` prompts, or too few others.
+    `tokens` tokens, with room for `answer` tokens between them; of several numbers of tokens as many prompts each.
+    `room` is the most tokens of a prompt. Loads no weights. Raises DataError for fewer than `least` prompts, or too few
+    others, and where no text has so many tokens.
     """
     try:
         documents, dropped = read_documents(corpus, needed=("test",))
@@ -301,9 +302,19 @@ def read_user_prompts(
         chats = None
         if any(document.messages is not None for document in documents):
             chats = ChatPrompts(ChatTemplate(tokenizer, chat), room, SEED)
-        size = min(tokens, room)
-        stride = 4 * (size + answer)
-        prompts = [*cut_prompts(documents, to_ids, count + others, size, stride, SEED, chats, dropped=dropped)]
+        size, *longer = sorted({*tokens}) if isinstance(tokens, Sequence) else [min(tokens, room)]
+        first = (count + others) // (1 + len(longer))
+        cut = functools.partial(cut_prompts, encode=to_ids, seed=SEED, chat=chats, dropped=dropped)
+        size = min(size, room)
+        prompts = [*cut(documents, count=first, tokens=size, stride=4 * (size + answer))]
+        texts = [one for one in documents if one.messages is None] if longer else []
+        for number, further in enumerate(longer):
+            wanted = (count + others - len(prompts)) // (len(longer) - number)
+            found = [*cut(texts, count=wanted, tokens=further, stride=4 * further)] if further <= room else []
+            if not found:
+                what = f"no text gives a prompt of {further} tokens (the context has room for {room})"
+                raise DataError(what, "give longer texts, more prompts (--count), or fewer --prompt-tokens")
+            prompts += found
     dropped += Counter({} if chats is None else chats.dropped)
     least += min(others, 2)
     if len(prompts) < least:

@@ -34,7 +34,6 @@ from distill.data.prompts import UserPrompts, open_tokenizer, read_user_prompts
 from distill.data.samples import NEW, SEEN, Request, Sample, how_to_redo, prompt_seed, read_prompts, repetition
 from distill.decoding.batch import refill
 from distill.decoding.calibration import Recorded, Recorder
-from distill.decoding.costs import range_start
 from distill.decoding.decode import Round, decode_text, room_for
 from distill.decoding.drafters import ModelDrafter, distribution_sampler
 from distill.decoding.lengths import LONGEST, Features, NGramIndex, features_of
@@ -60,6 +59,7 @@ from distill.measuring.evaluation_results import (
     Group,
     PositionAcceptance,
     StoredMeasures,
+    depth_label,
     evaluation_blocks,
 )
 from distill.measuring.identity import files_in_types, kl_of_bits
@@ -278,8 +278,6 @@ def _require_finite(logits: Sequence[tuple[Any, Tensor]], lengths: Sequence[int]
 
 # ── Slices of positions: how deep in the text they stand, and whether their text was there before ──
 
-SHALLOWEST = 64  # tokens of the first bucket of depths
-
 
 @dataclass(frozen=True)
 class SlicedValues:
@@ -296,10 +294,12 @@ class SlicedValues:
     def of(cls, blocks: Packed) -> Self:
         """For the scored documents of `blocks`."""
         labels: dict[int, dict[str, list[str]]] = {}
+        longest = int(blocks.positions.max()) if len(blocks) else 0
         for block, place, here in scored_documents(blocks):
             number, own = blocks.number(block, place), blocks.documents[block] == place
             ids = blocks.ids[block][own].tolist()
-            found = {"depth": [depth_label(place) for place in range(len(ids))], "repetition": repetition(ids)}
+            depths = [depth_label(place, longest) for place in range(len(ids))]
+            found = {"depth": depths, "repetition": repetition(ids)}
             places = (here[own].nonzero()[:, 0] + 1).tolist()
             kept = labels.setdefault(number, {name: [] for name in SLICES})
             for name, of_tokens in found.items():
@@ -335,12 +335,6 @@ class SlicedValues:
                 }
                 found.append(Group(name, label, int((tokens > 0).sum()), int(tokens.sum()), acceptance))
         return found
-
-
-def depth_label(place: int) -> str:
-    """The bucket of this many tokens before: the first ones, then doubling."""
-    low = range_start(place, SHALLOWEST)
-    return f"{low} to {(2 * low or SHALLOWEST) - 1}"
 
 
 # ── Decoded rounds ──

@@ -33,6 +33,24 @@ AGREEMENT = "top-1 agreement"  # label where it is no acceptance probability
 SLICES = {"depth": "tokens before it", "repetition": "in the text before"}
 GROUPS = {"class": "class", **SLICES}
 
+CONTEXT_CLASSES = 5  # of lengths of the context, which double
+
+
+def depth_label(place: int, longest: int) -> str:
+    """Return the class of a position with this many tokens before it, of five that double up to the `longest`."""
+    top = 1 << max(longest.bit_length() - 1, CONTEXT_CLASSES - 2)
+    least = top >> (CONTEXT_CLASSES - 2)
+    low = 0 if place < least else 1 << (place.bit_length() - 1)
+    return f"{low} to {(2 * low or least) - 1}"
+
+
+def measured_of(longest: int, context: int | None, who: str, advice: str) -> str:
+    """Return the sentence about a context that is longer than what was measured; empty where none is."""
+    if context is None or longest >= context // 2:
+        return ""
+    return f"Nothing beyond {longest:,} tokens was measured, and {who} {context:,}: {advice}."
+
+
 FEW_PROMPTS = 8  # an interval over fewer says nothing
 SIDES = ("before", "after")  # the drafts of a run: as cut, and as trained
 

@@ -41,6 +41,7 @@ from distill.progress import Progress, note
 from distill.recipe import SamplerSettings, Target, parse_section
 from distill.sampler import Sampler
 from distill.serving import results
+from distill.serving.history import digest_of
 from distill.serving.results import (
     Counts,
     ServedSpeed,
@@ -125,6 +126,10 @@ class Client(ABC):
     def build(self) -> str:
         """The build or version that it names."""
 
+    @abstractmethod
+    def context(self) -> int | None:
+        """The tokens that a text may have; None where it does not say."""
+
     def totals(self) -> Counts | None:
         """Its counters of speculation, summed over engines; None where it shows none."""
         received = self.http.get("/metrics")
@@ -169,6 +174,7 @@ class ServedModel(BaseModel):
 
     id: str
     meta: LlamaModelMeta | None = None
+    max_model_len: int | None = None
 
 
 class ServedModels(BaseModel):
@@ -220,15 +226,22 @@ class LlamaClient(Client):
         """The build that /props names."""
         return self.http.find("/props", LlamaProps).build_info or "a build that does not name itself"
 
-    def drafts(self) -> bool | None:
-        """Whether its slots speculate."""
+    def slots(self) -> list[LlamaSlot]:
+        """Its slots; none where it does not show them."""
         received = self.http.get("/slots")
         try:
-            slots = LlamaSlots.validate_json(received.content if received.status == 200 else b"[]")
+            return LlamaSlots.validate_json(received.content if received.status == 200 else b"[]")
         except ValidationError:
-            return None
-        said = [slot.speculative for slot in slots if slot.speculative is not None]
+            return []
+
+    def drafts(self) -> bool | None:
+        """Whether its slots speculate."""
+        said = [slot.speculative for slot in self.slots() if slot.speculative is not None]
         return any(said) if said else None
+
+    def context(self) -> int | None:
+        """The tokens of its smallest slot."""
+        return min((slot.n_ctx for slot in self.slots() if slot.n_ctx is not None), default=None)
 
     def vocabulary_size(self) -> int | None:
         """Tokens of its model; None where it does not say."""
@@ -246,9 +259,10 @@ class LlamaClient(Client):
 
 
 class LlamaSlot(BaseModel):
-    """What a slot says of itself."""
+    """What a slot says of itself; `n_ctx` are the tokens that it takes."""
 
     speculative: bool | None = None
+    n_ctx: int | None = None
 
 
 LlamaSlots = TypeAdapter(list[LlamaSlot])  # /slots
@@ -362,6 +376,11 @@ class VllmClient(Client):
                 return found
             last = found
             time.sleep(SETTLED_SECONDS)
+
+    def context(self) -> int | None:
+        """The max_model_len of its model."""
+        served = self.http.find("/v1/models", ServedModels).data
+        return next((one.max_model_len for one in served if one.id == self.model), None)
 
     def build(self) -> str:
         """/version; empty where there is none."""
@@ -710,7 +729,8 @@ class CheckSettings:
 
     Under a sampler that is not greedy, each repeat of a prompt is a text of its own. `made` are the run's own target
     and draft, where there is a run; `predicted` is its greedy acceptance rate at this draft length. `template` is the
-    pair's own. `seconds` limit a server's start and a reply.
+    pair's own. `seconds` limit a server's start and a reply. `context` are the tokens that the pair takes, of a server
+    that is started for the check alone.
     """
 
     prompts: Sequence[Sample]
@@ -724,6 +744,7 @@ class CheckSettings:
     seconds: tuple[float, float] = (300.0, 300.0)
     left_out: dict[str, int] = field(default_factory=dict)
     command: str = ""
+    context: int | None = None
 
     @property
     def ids(self) -> list[list[int]]:
@@ -850,6 +871,10 @@ def _replay(
         same_texts=sum(plain[0].tokens == draft[0].tokens for plain, draft in pairs),
         texts=len(pairs),
         notes=notes,
+        digest=digest_of(ids),
+        lengths=[*map(len, ids)],
+        by_prompt=texts,
+        context=settings.context or drafting.context(),
     )
     return Check(settings, server, replayed, texts, files, report)
 

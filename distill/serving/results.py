@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 from distill.engines.pairs import compare_pair
 from distill.files import Figure
+from distill.measuring.evaluation_results import depth_label, measured_of
 from distill.serving.server import LlamaServer
 from distill.tables import (
     UNKNOWN,
@@ -95,6 +96,25 @@ class Difference:
         return self.loss.low > LEAST_LOSS
 
 
+@dataclass(frozen=True)
+class Change:
+    """The acceptance rate on the same prompts in the last result that is kept (`before`, of this time, build and flags)
+    and now (`after`), its rise with the interval by prompt, and the tokens per second of both."""
+
+    time: str
+    build: str
+    served: str
+    before: float
+    after: float
+    rise: Interval
+    tokens_per_second: tuple[float, float]
+
+    @property
+    def fell(self) -> bool:
+        """Whether acceptance fell by more than its interval."""
+        return self.rise.high < 0
+
+
 @dataclass
 class ServeReport:
     """A pair on the user's server, with and without its draft, under `sampler` and from cold caches.
@@ -102,7 +122,9 @@ class ServeReport:
     `acceptance` holds the server's own counts first. `reference` is our decoder on the same prompts, with
     the run's own files where there is a run, and `short` the tokens per round that the server lacks.
     `predicted` is what the run measured for the same draft length on its own test prompts; NaN where there is no run,
-    and of sampled requests. `same_texts` of `texts` have the tokens of the plain server.
+    and of sampled requests. `same_texts` of `texts` have the tokens of the plain server. `digest` is that of the
+    prompts, `lengths` are their tokens, and `by_prompt` the server's counts behind each. The server takes `context`
+    tokens; None where it does not say. `change` is that since the last result on the same prompts.
     """
 
     command: str
@@ -124,6 +146,11 @@ class ServeReport:
     reference: ServedAcceptance | None = None
     short: Interval = UNKNOWN
     notes: list[str] = field(default_factory=list)
+    digest: str = ""
+    lengths: list[int] = field(default_factory=list)
+    by_prompt: list[Counts] = field(default_factory=list)
+    context: int | None = None
+    change: Change | None = None
 
 
 # ── What servers and our own decoder drafted and accepted: by text, by a server's counters, and the rates of both ──
@@ -313,7 +340,8 @@ EXPLAINED_SHARE = 0.5  # of a shortfall: differences that explain less leave som
 
 def sentences(report: ServeReport) -> list[str]:
     """About the acceptance rate, differences, the texts and the speed, in order of weight."""
-    found = [_beside(report, report.acceptance[0])]
+    found = [] if report.change is None else [_changed(report.change, report)]
+    found.append(_beside(report, report.acceptance[0]))
     found += [_difference(one) for one in sorted(report.differences, key=lambda one: not one.explains)]
     if report.short.low > LEAST_LOSS:
         short, explained = report.short.mean, sum(one.loss.mean for one in report.differences if one.explains)
@@ -344,6 +372,16 @@ def _beside(report: ServeReport, own: ServedAcceptance) -> str:
     if known(report.predicted):
         text += f". The run measured an acceptance rate of {shown(report.predicted, '%')} at this draft length"
     return text + "."
+
+
+def _changed(change: Change, report: ServeReport) -> str:
+    word = "FELL" if change.fell else "rose" if change.rise.low > 0 else "is the same within its interval"
+    flags = "" if change.served == report.served else f" Its flags were `{change.served}`."
+    speeds = " → ".join(f"{one:.1f}" for one in change.tokens_per_second)
+    return (
+        f"Acceptance {word}: {change.before:.2f} → {change.after:.2f} since build {change.build} of {change.time} "
+        f"(interval of the difference {shown(change.rise, '+.3f')}, by prompt), {speeds} tokens/s.{flags}"
+    )
 
 
 def _both(found: ServedAcceptance) -> str:
@@ -380,6 +418,7 @@ def serving_blocks(report: ServeReport) -> list[Block]:
         f"up to {report.new_tokens} tokens, cold caches, servers in turn; intervals resample prompts.",
         sentences(report),
         _acceptance(report),
+        *_by_context(report),
         _speeds(report),
     ]
     if report.differences:
@@ -419,6 +458,25 @@ def _acceptance(report: ServeReport) -> Table:
         rows.append(["the run's own measurement", None, None, Cell(report.predicted, "%"), None, ""])
     heads = ["counted by", "accepted", "drafted", "acceptance rate", "tokens per round"]
     return Table([*heads, "rounds that accepted position 1, 2, …"], rows, report.command, "acceptance rate")
+
+
+def _by_context(report: ServeReport) -> list[Block]:
+    """The server's acceptance by the length of the context, which is the prompt's, and how much of it was measured."""
+    groups: dict[str, list[Counts]] = {}
+    longest = max(report.lengths, default=0)
+    for length, counts in sorted(zip(report.lengths, report.by_prompt, strict=True), key=lambda one: one[0]):
+        groups.setdefault(depth_label(length, longest), []).append(counts)
+    columns: Columns[tuple[str, ServedAcceptance, int]] = {
+        "tokens before the answer": lambda one: one[0],
+        "prompts": lambda one: one[2],
+        "acceptance rate": lambda one: Cell(one[1].rate, "%"),
+        "tokens per round": lambda one: one[1].tokens_per_round,
+    }
+    rows = [(label, acceptance(label, texts), len(texts)) for label, texts in groups.items()]
+    title = "by length of context"
+    words = measured_of(longest + report.new_tokens, report.context, "the server takes", "--prompt-tokens sets lengths")
+    table = [table_of(rows, columns, report.command, title)] if len(rows) > 1 else []
+    return [*table, *([words] if words else [])]
 
 
 def _speeds(report: ServeReport) -> Table:

@@ -17,6 +17,7 @@ from typing import Any, NoReturn
 import torch
 
 from distill.devices import any_process, barrier, is_main, memory_explained, peak_memory_bytes, synchronise
+from distill.engines.loaded import context_of
 from distill.engines.torch.hugging_face import FILE as KEPT_FILE
 from distill.errors import DataError
 from distill.files import copy_file, from_json, link_file, write_folder, write_json, write_result
@@ -57,6 +58,8 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     planned = summary_of(work)
     many = planned.epochs > MOST_EPOCHS
     run.say(f"  {'warning: ' if many else ''}{planned.text}", warning=many)
+    if words := beyond_blocks(recipe):
+        run.say(f"  {words}")
     if not resumed and settings.acceptance is not None:
         evaluate_weights(work)  # the untrained draft is a candidate too, so that nothing worse is ever taken
     clock = Clock(state["step"])
@@ -88,6 +91,17 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     with memory_explained(advice, recipe, "while the draft was written", state):
         take_best(work)
         return write_draft(work)
+
+
+def beyond_blocks(recipe: Recipe) -> str:
+    """Return the sentence about a target that serves longer contexts than the blocks of training; empty for others."""
+    context, block = context_of(recipe.target.model), recipe.corpus.block
+    if context is None or context <= block:
+        return ""
+    return (
+        f"blocks have {block:,} tokens, and the target takes up to {context:,}: acceptance may fall beyond the blocks. "
+        "If you serve longer contexts, raise corpus.block; `distill serve-check` shows acceptance by length"
+    )
 
 
 def leave_untrained(run: Run) -> list[Path]:

@@ -16,12 +16,15 @@ from distill.data.samples import NEW, SEEN, repetition
 from distill.measuring import evaluation
 
 
-@pytest.mark.parametrize(
-    ("place", "label"),
-    [(0, "0 to 63"), (63, "0 to 63"), (64, "64 to 127"), (127, "64 to 127"), (4096, "4096 to 8191")],
-)
-def test_depths(place: int, label: str) -> None:
-    assert evaluation.depth_label(place) == label
+@pytest.mark.parametrize("longest", [0, 7, 8, 100, 127, 128, 20_000, 32_767])
+def test_five_classes_of_depths(longest: int) -> None:
+    """The first, and four that double up to the longest, each of its own places."""
+    labels = dict.fromkeys(evaluation.depth_label(place, longest) for place in range(max(longest, 15) + 1))
+    bounds = [tuple(map(int, label.split(" to "))) for label in labels]
+    assert len(bounds) == 5 and bounds[0][0] == 0 and bounds[-1][0] <= max(longest, 15) <= bounds[-1][1]
+    assert [low for low, _ in bounds[1:]] == [high + 1 for _, high in bounds[:-1]]
+    assert [high + 1 for _, high in bounds[1:]] == [2 * low for low, _ in bounds[1:]]
+    assert evaluation.depth_label(bounds[2][1], longest) == [*labels][2]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -46,7 +49,8 @@ def test_sums_are_those_of_every_position() -> None:
         own = (blocks.documents[block] == document).nonzero()[:, 0].tolist()
         number = blocks.number(block, document)
         ids = blocks.ids[block][own].tolist()
-        names = {"depth": [*map(evaluation.depth_label, range(len(ids)))], "repetition": repetition(ids)}
+        depths = [evaluation.depth_label(place, 89) for place in range(len(ids))]
+        names = {"depth": depths, "repetition": repetition(ids)}
         places = here.nonzero()[:, 0].tolist()
         repeated += [names["repetition"][own.index(place) + 1] == SEEN for place in places]
         least, most = torch.from_numpy(draws.random((2, len(places), len(evaluation.METRICS))))

@@ -26,7 +26,7 @@ from distill.data.samples import Sample
 from distill.decoding.decode import Decoded, Round
 from distill.engines.server_commands import SAMPLING
 from distill.errors import EndpointError, RecipeError, ServingError
-from distill.files import read_result
+from distill.files import from_json, read_result
 from distill.progress import Interrupted
 from distill.recipe import SamplerSettings
 from distill.serving import check
@@ -41,6 +41,7 @@ from distill.serving.check import (
     kind_of_server,
     vllm_text,
 )
+from distill.serving.history import History, compared
 from distill.serving.results import (
     OURS,
     Counts,
@@ -541,6 +542,42 @@ def test_the_whole_command(
     found = read_result(tmp_path / "found.json", ServeReport)
     assert "| 2 at once | plain | 4 |" in out and [one.concurrency for one in found.speeds] == [1, 1, 2, 2]
     assert found.prompts == 3 and str(files[1]) in found.served and "-ctkd q4_0" in found.served
+
+
+@pytest.mark.usefixtures("ours")
+def test_a_draft_that_is_watched(
+    settings: LlamaServer, files: tuple[Path, Path], tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+    """Each result is kept; the next one on the same prompts is compared with it, text by text."""
+    kept = tmp_path / "checks.json"
+    pair = asked(settings, files, tmp_path)
+    small = ("--count", 6, "--tokens", 24, "--prompt-tokens", "8,32", "--repeats", 1, "--concurrency", "1")
+    command = ("serve-check", *pair, *small, "--fail-if-worse")
+    assert "name a file for them: --history" in tiny.refused(capsys, *command)
+    command = (*command, "--history", kept)
+    first = tiny.shown(capsys, *command)
+    assert "since build" not in first and "| 8 to 15 | 3 |" in first and "| 32 to 63 | 3 |" in first
+    again = tiny.shown(capsys, *command, "-o", "json")
+    found = from_json(json.loads(again), ServeReport, "-")
+    assert found.change is not None and found.change.rise.mean == 0 and not found.change.fell
+    assert found.lengths == [8] * 3 + [32] * 3 and found.context == 512
+    assert sum(one.drafted for one in found.by_prompt) == found.acceptance[0].drafted
+    capsys.readouterr()
+    assert tiny.call(*command, "--", "-ctkd", "q4_0") == 3  # which lowers its acceptance
+    out = capsys.readouterr().out
+    worse = read_result(kept, History).checks
+    rates = [sum(text.accepted for text in one.texts) / sum(text.drafted for text in one.texts) for one in worse]
+    assert len(worse) == 3 and rates[0] == rates[1] > rates[2]
+    assert f"Acceptance FELL: {rates[1]:.2f} → {rates[2]:.2f} since build b1-0c1e570" in out
+    assert "Its flags were `" in out and "-ctkd" not in worse[1].served and "-ctkd q4_0" in worse[2].served
+    rose = compared(found, read_result(kept, History)).change
+    assert rose is not None and rose.rise.low > 0 and not rose.fell and rose.served == worse[2].served
+    for other in ({"n_max": 2}, {"new_tokens": 8}, {"digest": "0"}, {"sampler": {"temperature": 1}}):
+        assert compared(replace(found, change=None, **other), read_result(kept, History)).change is None
+    kept.write_text('{"checks": [1]}')
+    assert "move the file away" in tiny.refused(capsys, *command)
+    missing = ("--history", tmp_path / "none" / "checks.json")
+    assert "in a folder that exists" in tiny.refused(capsys, "serve-check", *pair, *small, *missing)
 
 
 @pytest.mark.usefixtures("ours")

@@ -686,3 +686,13 @@ def test_every_kind_of_teacher_trains(train: Trainer, tmp_path: Path) -> None:
         losses.append([line["loss"] for line in metrics(run)])
     assert losses[1] == pytest.approx(losses[0], rel=2e-3)  # fp16 in the store
     assert losses[2] == pytest.approx(losses[1], rel=2e-3)
+
+
+def test_blocks_that_are_shorter_than_what_is_served(finished: Path, world: Path) -> None:
+    """The log of a training says so, where the target takes more."""
+    log = (finished / "log.txt").read_text()
+    recipe = load_recipe(world / "recipe.yaml")
+    context = json.loads((world / "target" / "config.json").read_text())["max_position_embeddings"]
+    assert f"blocks have 64 tokens, and the target takes up to {context:,}:" in log
+    assert loop.beyond_blocks(load_recipe(world / "recipe.yaml", [f"corpus.block={context}"])) == ""
+    assert loop.beyond_blocks(recipe) in log
