@@ -104,8 +104,9 @@ def cross_entropy(draft_logits: Tensor, tokens: Tensor) -> Tensor:
 def bucketed_forward_kl(ids: Tensor, log_probabilities: Tensor, log_tail: Tensor, draft_logits: Tensor) -> Tensor:
     """KL [N] between the distributions in which every token outside the K stored ones is one bucket.
 
-    ids, log_probabilities [N, K]; log_tail [N], the log of the target's mass outside them; draft_logits [N, V].
-    It is a lower bound of the full forward KL (data processing), and equal to it at K = V.
+    ids, log_probabilities [N, K], likeliest first; log_tail [N], the log of the target's mass outside them;
+    draft_logits [N, V]. An id of V or more stands for no token: its probability is 0. The first id of each row is a
+    token. It is a lower bound of the full forward KL (data processing), and equal to it at K = V.
     """
     # At K = V nothing is outside and the bucket is empty on both sides.
     stored, draft_tail = _draft_outcomes(ids, draft_logits)
@@ -136,7 +137,7 @@ def acceptance_match_bounds(
     """
     hit = ids == draft_logits.argmax(-1, keepdim=True)
     least = (log_probabilities.exp() * hit).sum(-1)
-    unknown = torch.minimum(log_probabilities.amin(-1), log_tail).exp()
+    unknown = torch.minimum(_last_stored(ids, log_probabilities, draft_logits), log_tail).exp()
     return least, torch.where(hit.any(-1), least, unknown)
 
 
@@ -151,16 +152,28 @@ def forward_kl_bounds(
     least = bucketed_forward_kl(ids, log_probabilities, log_tail, draft_logits)
     stored, _ = _draft_outcomes(ids, draft_logits)
     log_q = draft_logits.log_softmax(-1)
-    rarest = log_q.scatter(-1, ids, torch.inf).amin(-1)
-    likeliest = torch.minimum(log_probabilities.amin(-1), log_tail)
+    rarest = log_q.scatter(-1, _tokens(ids, draft_logits), torch.inf).amin(-1)
+    likeliest = torch.minimum(_last_stored(ids, log_probabilities, draft_logits), log_tail)
     tail = log_tail.exp()
     outside = torch.where(rarest.isfinite(), tail * (likeliest - rarest), torch.zeros_like(tail))
     most = _weighted_log_ratio(log_probabilities.exp(), log_probabilities, stored) + outside
     return least, torch.maximum(least, most)
 
 
+def _tokens(ids: Tensor, draft_logits: Tensor) -> Tensor:
+    """The ids [N, K], with the first one of the row in the place of those that stand for no token."""
+    return torch.where(ids < draft_logits.shape[-1], ids, ids[:, :1])
+
+
+def _last_stored(ids: Tensor, log_probabilities: Tensor, draft_logits: Tensor) -> Tensor:
+    """The least logarithm [N] of a row's entries that are tokens."""
+    return log_probabilities.masked_fill(ids >= draft_logits.shape[-1], torch.inf).amin(-1)
+
+
 def _draft_outcomes(ids: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
     """log q of the stored tokens [N, K], and of all others together [N], from logits [N, V]."""
+    tokens = _tokens(ids, draft_logits)
     normaliser = draft_logits.logsumexp(-1, keepdim=True)
-    outside = draft_logits.scatter(-1, ids, float("-inf")).logsumexp(-1)
-    return draft_logits.gather(-1, ids) - normaliser, outside - normaliser.squeeze(-1)
+    outside = draft_logits.scatter(-1, tokens, float("-inf")).logsumexp(-1)
+    stored = (draft_logits.gather(-1, tokens) - normaliser).masked_fill(ids >= draft_logits.shape[-1], float("-inf"))
+    return stored, outside - normaliser.squeeze(-1)

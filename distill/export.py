@@ -27,7 +27,7 @@ from distill.gguf.importing import file_type
 from distill.gguf.tokenizer import PROBE, as_llama_reads
 from distill.gguf.writer import WrittenFile, export_files, own_file
 from distill.recipe import Recipe
-from distill.recipe.recipe import REASON, is_path
+from distill.recipe.recipe import is_path, not_loadable
 from distill.run import Run
 from distill.sampler import place_of, require_finite
 from distill.surgery.layers import watching
@@ -268,7 +268,7 @@ PARITY_POSITIONS = 2000  # of test texts, on which each file is compared with tr
 def export(recipe: Recipe, run: Run) -> list[Path]:
     """Write gguf/MODEL-OUTTYPE.gguf for draft and target, and gguf/export.json with the parity of each file.
 
-    Without `export.outtypes` no model is opened: GGUF may not hold it. A target that the recipe never loads is left
+    Without `export.outtypes` no model is opened: GGUF may not hold it. A target that this machine cannot load is left
     out. One that is a GGUF file is not written again: its own file is compared with the folder that it is imported to.
     """
     folder = run.path("gguf")
@@ -280,10 +280,11 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
     texts = read_json(run.path("corpus", "documents-test.json"), [str])
     sources = {"draft": run.path("draft")}
     own = own_file(recipe)
-    if recipe.target.load:
+    reason = not_loadable(recipe)
+    if reason is None:
         sources["target"] = local_folder(recipe.target.model)
     else:
-        run.say(f"  no file of the target is written: {REASON}")
+        run.say(f"  no file of the target is written: {reason}")
     origin_of = origins(recipe, run)
     for name, folder_of_model in sources.items():
         if name == "target" and own is not None:

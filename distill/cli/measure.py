@@ -622,10 +622,13 @@ def _pair_of(
     shared.require_draft(found)
     measured = set(recipe.speedup.backends)
     served = is_gguf(recipe.target.model) and recipe.speedup.files and not found.outdated("export")
-    if gguf is None and recipe.target.load and "pytorch" in measured and (folders or not served):
+    from distill.recipe.recipe import not_loadable
+
+    loadable = not_loadable(recipe) is None
+    if gguf is None and loadable and "pytorch" in measured and (folders or not served):
         return recipe, found, (recipe.target.model, str(found.path("draft"))), recipe.target.dtype
 
-    timed = recipe.speedup.outtype if recipe.target.load and recipe.speedup.files else None
+    timed = recipe.speedup.outtype if loadable and recipe.speedup.files else None
     files = files_of_run(found, timed, required=True)
     return recipe, found, (str(files.target), str(files.draft)), "float32"
 

@@ -15,7 +15,7 @@ from distill.files import is_gguf, over, parts_of, read_utf8, require_new_folder
 from distill.progress import announce, note, warn
 from distill.recipe import resolve_model
 from distill.recipe.measuring import OUTTYPES, UNQUANTISED
-from distill.recipe.recipe import REASON
+from distill.recipe.recipe import not_loadable
 
 if TYPE_CHECKING:
     from distill.export import Parity
@@ -173,10 +173,10 @@ def _find(model: str | None, runs: Path, adapter: str | None) -> tuple[dict[str,
     sources = {"draft": (run.path("draft"), known["draft"])}
     if is_gguf(recipe.target.model):
         note(f"the target is served as it is: {recipe.target.model}")
-    elif recipe.target.load:
+    elif (reason := not_loadable(recipe)) is None:
         sources["target"] = (local_folder(recipe.target.model), known["target"])
     else:
-        print(f"no file of the target is written: {REASON}", file=sys.stderr)
+        print(f"no file of the target is written: {reason}", file=sys.stderr)
     return sources, run.path("gguf", "extra")
 
 
@@ -226,8 +226,8 @@ def export_lookup(
         raise DataError(f"there is no folder {to.resolve().parent}", "make it, or correct --to")
     recipe, run = shared.find_run(name, runs)
     from distill.engines.server_commands import drafting_from_texts
-    from distill.teacher.store import FORMS
-    from distill.teacher.store import export_lookup as export
+    from distill.teacher.ngrams import FORMS
+    from distill.teacher.ngrams import export_lookup as export
 
     path = to or run.path("lookup", FORMS[server][0])
     if path.exists() and not overwrite:

@@ -25,7 +25,7 @@ from distill.pipeline.stages import NAMES, find_stage
 from distill.progress import announce, note, warn
 from distill.recipe import Recipe, load_recipe
 from distill.recipe.corpus import SourceKind
-from distill.recipe.recipe import HELD_OUT, QUESTIONS, left_out
+from distill.recipe.recipe import QUESTIONS, left_out
 from distill.recipe.training import LossName
 from distill.run import Run, now
 from distill.tables import Cell, Columns, Row, Table, table_of
@@ -206,8 +206,7 @@ def _check(recipe: Recipe, run: Run, until: str | None) -> list[StageEstimate]:
     """Print the warnings of a run's preflight and what its stages are expected to take, which is returned."""
     from distill.pipeline.preflight import expected_lines, expected_stages, preflight
 
-    stages = ["teacher", *(HELD_OUT if not recipe.target.load else [])]  # those that read the teacher's source
-    unread = any(run.done(name) is None for name in stages)
+    unread = run.done("teacher") is None
     found = preflight(recipe, run.done("corpus") is None, until=until, teacher=unread, folder=run.folder)
     if run.done("train") is None:
         from distill.planning.order import decide
@@ -381,7 +380,7 @@ def _stages(config: Path) -> list[str]:
     try:
         absent = set(left_out(load_recipe(config)))
     except DistillError:
-        absent = {*HELD_OUT, QUESTIONS}
+        absent = {QUESTIONS}
     return [name for name in NAMES if name not in absent]
 
 

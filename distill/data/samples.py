@@ -238,12 +238,16 @@ def read_prompts(run: Run, split: Split) -> Samples:
     return joined_samples([*own, read_samples(run.path("corpus", f"prompts-{split}.arrow"), "corpus")])
 
 
-def read_answers(run: Run, name: str, stage: str = "answers") -> Samples:
-    """All answers that a stage wrote into files called `name`, in prompt order, served ones last.
+def read_answers(run: Run, split: Split) -> Samples:
+    """All answers to the prompts of a split that stage `answers` wrote, in prompt order, served ones last.
 
-    Stage `answers` has those to `train` prompts. Raises DataError when a file is damaged.
+    Raises DataError when a file is damaged.
     """
-    paths = sorted(run.path(stage).glob(f"{name}-*.arrow"))
+    return read_groups(sorted(run.path("answers", split).glob("*.arrow")), "answers")
+
+
+def read_groups(paths: Sequence[Path], stage: str) -> Samples:
+    """The samples in some files of a stage, by their numbers; those without one come last."""
     answers = joined_samples([read_samples(path, stage) for path in paths])
     numbers = answers.column("number").astype(float)  # NaN, which comes last, where there is none
     return answers.take(numpy.argsort(numbers, kind="stable"))

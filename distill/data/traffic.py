@@ -312,7 +312,7 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> S
 
 
 def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
-    """Write answers/train-traffic-NNNNN.arrow, prompts-validation.arrow, prompts-test.arrow and traffic.json.
+    """Write answers/train/traffic-NNNNN.arrow, prompts-validation.arrow, prompts-test.arrow and traffic.json.
 
     Does nothing where they exist. Raises DataError when the file no longer begins with the pinned part, or when no line
     of it can be learnt from; the pin is then deleted, so that the next command reads the file as it is then.
@@ -330,7 +330,7 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
     if not train:  # only then is the pin deleted
         raise no_answers(found, pin, _unpin(run))
     files: dict[str, Iterable[Sample]] = {
-        f"train-traffic-{number:05d}.arrow": train[start : start + LINES_PER_FILE]
+        f"train/traffic-{number:05d}.arrow": train[start : start + LINES_PER_FILE]
         for number, start in enumerate(range(0, len(train), LINES_PER_FILE))
     }
     files |= {f"prompts-{split}.arrow": found.samples[split].values() for split in ("validation", "test")}
@@ -356,7 +356,7 @@ def no_answers(found: Sorted, pin: dict[str, Any], again: str) -> DataError:
 
 def _unpin(run: Run) -> str:
     """Delete the pin, unless generated answers would be lost with it; the command that reads the file again."""
-    if any(run.path("answers").glob("train-[0-9]*.arrow")):
+    if any(run.path("answers", "train").glob("[0-9]*.arrow")):
         return "`distill train RECIPE --redo answers`"
     run.path("stages", "answers.begun.json").unlink()
     return "the same command"

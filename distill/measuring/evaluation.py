@@ -1,6 +1,6 @@
-"""Acceptance and divergences of targets with their drafts, measured behind prompts: of a run (stage `eval`: before and
-after training, on the test split, also where its target is not loaded), and of any target with its drafts, also in
-several GGUF types.
+"""Acceptance and divergences of targets with their drafts, measured after prompts: of a run (stage `eval`: before and
+after training, on the stored test answers of its target), and of any target with its drafts, also in several GGUF
+types.
 
 Whatever gives a position's values (models of transformers, GGUF files, a store of distributions), `sum_by_document`
 adds them up. Whoever opens the pairs, `evaluate_pairs` lets the target write its texts, measures the drafts on them and
@@ -12,7 +12,6 @@ tokens.
 
 from __future__ import annotations
 
-import functools
 import random
 import sys
 import tempfile
@@ -40,11 +39,11 @@ from distill.decoding.lengths import LONGEST, Features, NGramIndex, features_of
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.verify import Random
 from distill.devices import as_float64, pick_device
-from distill.engines.loaded import LoadedPair, load_pair, pair_of_models, settled_decoding, with_rows
+from distill.engines.loaded import LoadedPair, growing_decoder, load_pair, pair_of_models, with_rows
 from distill.engines.model import Model
 from distill.engines.pairs import require_pair
 from distill.engines.server_commands import DRAWN_AMONG
-from distill.engines.torch.hugging_face import encode_text, load_model, load_target, load_tokenizer, read_kept
+from distill.engines.torch.hugging_face import encode_text, end_ids, load_model, load_tokenizer, read_kept
 from distill.engines.torch.model import model_name
 from distill.errors import DataError
 from distill.files import is_gguf, write_result, write_text
@@ -62,15 +61,16 @@ from distill.measuring.evaluation_results import (
     depth_label,
     evaluation_blocks,
 )
-from distill.measuring.identity import files_in_types, kl_of_bits
+from distill.measuring.identity import files_in_types
 from distill.progress import Progress
 from distill.recipe import Chat, Corpus, Evaluate, Gguf, PyTorch, Recipe, Target, is_path
-from distill.recipe.recipe import REASON
 from distill.run import Run
 from distill.sampler import Sampler, place_of, require_finite
 from distill.tables import Interval, document, paired_ratio_interval, ratio_interval
+from distill.teacher.acceptance import HALF, SMALLEST, match_bounds, sampling_bounds, served_entries
 from distill.teacher.distributions import TeacherChunk, head_logits
-from distill.teacher.store import TeacherStore, held_out
+from distill.teacher.store import TeacherStore
+from distill.teacher.texts import held_out
 from distill.vocabulary.vocabulary import opening_of
 
 CHUNK = 64  # positions that models that read single texts take at once
@@ -643,115 +643,95 @@ def by_class(
     return found
 
 
-# ── Stage `eval` ──
+# ── Stage `eval`: the drafts of a run against the target's stored distributions on its own test answers ──
+# A compact store holds a position's likeliest tokens and the mass of the rest, so a measure may have a least and a
+# largest value between which the exact one lies, the rounding of the stored numbers included. Legend: N positions,
+# c of them at once, V vocabulary, M measures.
+
+AT_ONCE = 256  # positions whose logits are held at once
 
 
 def evaluate(recipe: Recipe, run: Run) -> list[Path]:
-    """Write eval.json and eval.md: the draft before (cut/) and after (draft/) training.
+    """Write eval.json and eval.md: the draft before (cut/) and after (draft/) training, on the stored test answers.
 
-    Where the target is not loaded there are no rounds, and the rest is measured on its stored distributions.
+    Raises DataError where the store does not hold the blocks of the held-out texts.
     """
-    if not recipe.target.load:
-        run.say(f"  measured on stored distributions of test/, no rounds are decoded: {REASON}")
-        return _written(run, evaluate_stored(recipe, run))
-    opened = open_run(recipe, run)
-    run.say(f"  the target continues {len(opened.prompts)} test prompts")
-    options = EvaluationOptions(Sampler.of(recipe.sampler), recipe.eval, run.command, seed=recipe.seed)
-    report, pytorch = evaluate_pairs(opened, options), recipe.pytorch
-    if is_gguf(recipe.target.model) and "pytorch" in recipe.speedup.backends:  # where the target decodes
-        _, pytorch = settled_decoding(recipe.target, str(run.path("draft")), pytorch, recipe.device)
-    words = kl_of_bits(recipe.target.model).words if pytorch.target_weights == "file" else ""
-    return _written(run, replace(report, bits=words))
-
-
-def open_run(recipe: Recipe, run: Run) -> TargetWithDrafts:
-    """A run's target with its drafts, behind the run's test prompts and beside its test texts."""
-    device = pick_device(recipe.device)
-    target, tokenizer = load_target(recipe.target, device), load_tokenizer(recipe.target.model)
-    load = functools.partial(load_model, dtype=recipe.target.dtype, device=device)
-    drafts = {name: load(str(run.path(folder))) for name, folder in sides_of(recipe).items()}
-    if read_kept(run.path("draft")) is not None:  # as llama.cpp and others run it, without the trimmed head
-        drafts["after, full head"] = load(str(run.path("draft")), trimmed=False)
-    prompts = read_prompts(run, "test")[: recipe.eval.prompts]
-    return TargetWithDrafts(
-        {
-            name: pair_of_models(
-                recipe.target.model, target, draft, tokenizer, PyTorch(prepack=False, draft_weights=None)
-            )
-            for name, draft in drafts.items()
-        },
-        prompts,
-        recipe.corpus.block,
-        [prompt.label for prompt in prompts],
-        Packed.load(run.path("corpus", "text-test.safetensors")).take(slice(0, recipe.eval.file_blocks)),
-        ["after"],  # almost nothing of an untrained cut is accepted
-    )
-
-
-def sides_of(recipe: Recipe) -> dict[str, str]:
-    """The drafts of a run by name, with their folders; one alone where nothing is trained."""
-    return {"before": "cut", "after": "draft"} if recipe.train.steps else {"after": "draft"}
-
-
-def _written(run: Run, report: EvaluationReport) -> list[Path]:
-    """The files of a report."""
+    report = evaluate_stored(recipe, run)
     write_result(run.path("eval.json"), report)
     write_text(run.path("eval.md"), document(evaluation_blocks(report)))
     return [run.path("eval.json"), run.path("eval.md")]
 
 
-# ── Where the target is not loaded: the drafts against its stored distributions, and its answers ──
-# A compact store holds the K likeliest tokens and the mass of the rest, so each measure has a least and a largest
-# value between which the exact one lies, the rounding of the stored numbers included. Legend: N positions, c of
-# them at once, V vocabulary, M measures.
-
-AT_ONCE = 256  # positions whose logits are held at once
-HALF, SMALLEST = 2.0**-11, 2.0**-25  # relative and absolute rounding of a logarithm to fp16
-
-
-def stored_metrics(chunk: TeacherChunk, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """The least and the largest value [c, M] of METRICS at temperature 1, from draft logits [c, V].
-
-    NaN where a store gives no bound: the reverse KL, which depends on the target's rarest tokens, and the KL of a draft
-    with a trimmed head, which is between distributions over the tokens that it has.
-    """
-    ids, logs, tail = chunk.ids, chunk.log_probabilities, chunk.log_tail
-    assert ids is not None, "a compact store has ids"
-    error = logs.abs() * HALF + SMALLEST
-    low, high = logs - error, logs + error
-    absent = torch.isneginf(draft_logits)
-    unknown = torch.full_like(tail, torch.nan)
-    agreement = (ids[:, 0] == draft_logits.argmax(-1)).to(tail.dtype)
-
-    def bounded(bounds: Callable[..., tuple[Tensor, Tensor]], logits: Tensor) -> tuple[Tensor, Tensor]:
-        return bounds(ids, low, tail, logits)[0], bounds(ids, high, tail, logits)[1].clamp(max=1)
-
-    accepted = bounded(divergences.acceptance_bounds, draft_logits)
-    if bool(absent.any()):
-        kept = ~absent.gather(-1, ids)
-        kl = (unknown, unknown)
-        ceiling = (low.exp() * kept).sum(-1), ((high.exp() * kept).sum(-1) + tail.exp()).clamp(max=1)
-    else:
-        least, most = divergences.forward_kl_bounds(ids, logs, tail, draft_logits)
-        # p log(p / q) has the slope log(p / q) + 1, so that rounding moves each term by at most this.
-        ratio = (logs - draft_logits.log_softmax(-1).gather(-1, ids)).abs()
-        slack = (logs.exp() * torch.expm1(error) * (ratio + 1 + error)).sum(-1)
-        kl = (least - slack).clamp(min=0), most + slack
-        ceiling = (torch.ones_like(tail),) * 2
-    found = {
-        "forward_kl": kl,
-        "reverse_kl": (unknown, unknown),
-        "acceptance_sampling": accepted,
-        "acceptance_drawn": bounded(divergences.acceptance_bounds, divergences.likeliest(draft_logits, DRAWN_AMONG)),
-        "acceptance_match": bounded(divergences.acceptance_match_bounds, draft_logits),
-        "acceptance_greedy": (agreement, agreement),
-        "acceptance_ceiling": ceiling,
-    }
-    least, most = (torch.stack([found[name][side] for name in METRICS], -1) for side in (0, 1))
-    return least, most
+def drafts_of(recipe: Recipe, run: Run, device: torch.device) -> Iterator[tuple[str, Any]]:
+    """The drafts of a run by name, loaded one at a time; one alone where nothing is trained."""
+    sides = {"before": "cut", "after": "draft"} if recipe.train.steps else {"after": "draft"}
+    for name, folder in sides.items():
+        yield name, load_model(str(run.path(folder)), recipe.target.dtype, device)
+    if read_kept(run.path("draft")) is not None:  # as llama.cpp and others run it, without the trimmed head
+        yield "after, full head", load_model(str(run.path("draft")), recipe.target.dtype, device, trimmed=False)
 
 
-def stored_values(store: TeacherStore, blocks: Packed, index: range, name: str, draft: Any) -> Iterator[Values]:
+def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
+    """The report of stage `eval`."""
+    device, sampler = pick_device(recipe.device), Sampler.of(recipe.sampler)
+    store, texts = TeacherStore(run, "test"), held_out(recipe, run, "test")
+    blocks, stored = texts.blocks, store.packed.take(slice(None))
+    if len(blocks) != len(stored) or not torch.equal(stored.ids, blocks.ids):
+        raise DataError(f"{store.folder} holds other texts than those of this run", how_to_redo("teacher"))
+    if not len(blocks):
+        hint = "raise eval.prompts, or give the test split documents (corpus.sources)"
+        raise DataError("there is neither an answer nor text of the test split to measure", hint)
+    blocks = replace(blocks, mask=stored.mask)  # without documents that could not be sent as text
+    own = len(texts.own)
+    domains = {"answers": range(own), "files": range(own, len(blocks))}
+    measured: dict[str, dict[str, Measured]] = {domain: {} for domain, index in domains.items() if index}
+    sliced = SlicedValues.of(texts.own)
+    written: list[Text] = [
+        (prompt.tolist(), answer.tolist()) for prompt, answer in map(texts.answers.ids, range(len(texts.answers)))
+    ]
+    ends = set(end_ids(recipe.target.model, load_tokenizer(recipe.target.model)))
+    rounds: dict[str, list[list[Recorded]]] = {}
+    for name, draft in drafts_of(recipe, run, device):
+        for domain, drafts in measured.items():
+            values = stored_values(store, blocks, domains[domain], name, draft, sampler)
+            drafts |= sum_by_document(sliced.watch(values) if domain == "answers" else values)
+        if name == "after" and written:  # almost nothing of an untrained cut is accepted
+            model = growing_decoder(draft, store.vocabulary, prepack=False)
+            rounds[name] = record_rounds(model, written, ends, length=recipe.eval.length)
+    left_out = {f"answers ({reason})": count for reason, count in texts.dropped.items()}
+    unscored = texts.blocks.mask.sum() - blocks.mask.sum()
+    if int(unscored):
+        left_out["positions of documents that are read as other tokens when sent as text"] = int(unscored)
+    about = StoredMeasures(
+        source=_source(store.manifest),
+        exact=store.exact,
+        bounds={
+            domain: {
+                name: {of: Bounds(low.mean, high.mean) for of, (low, high) in found.bounds().items()}
+                for name, found in drafts.items()
+            }
+            for domain, drafts in measured.items()
+        },
+        sampled={name: ratio_interval(found.hits, found.counts) for name, found in measured.get("answers", {}).items()},
+        left_out=left_out,
+    )
+    classes = [answer.label for answer in texts.answers]
+    options = EvaluationOptions(sampler, recipe.eval, run.command)
+    return as_report(measured, rounds, options, len(classes), classes, about, sliced, written)
+
+
+def _source(manifest: dict[str, Any]) -> str:
+    """What gave the distributions, in words."""
+    origin = manifest.get("origin") or {}
+    kind = origin.get("kind")
+    if kind == "gguf":
+        return f"the GGUF file {origin.get('path')}"
+    return f"{origin.get('model')} on a server" if kind == "server" else f"the target in {manifest['dtype']}"
+
+
+def stored_values(
+    store: TeacherStore, blocks: Packed, index: range, name: str, draft: Any, sampler: Sampler
+) -> Iterator[Values]:
     """Of a draft against the stored distributions of the blocks at `index`; `blocks` are the store's, with the numbers
     of their documents."""
     for block in index:
@@ -767,57 +747,50 @@ def stored_values(store: TeacherStore, blocks: Packed, index: range, name: str, 
                 rows = slice(at, min(at + AT_ONCE, end))
                 logits = head_logits(draft, hidden[rows])[:, : store.vocabulary]
                 hits = int((logits.argmax(-1).cpu() == labels[rows]).sum())
-                yield name, number, *stored_metrics(teacher.chunk(rows), logits), hits
+                yield name, number, *stored_metrics(teacher.chunk(rows), logits, sampler), hits
 
 
-def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
-    """The report of stage `eval` from test/, without the target.
+def stored_metrics(chunk: TeacherChunk, draft_logits: Tensor, sampler: Sampler) -> tuple[Tensor, Tensor]:
+    """The least and the largest value [c, M] of METRICS from draft logits [c, V]; equal for a whole distribution.
 
-    Raises DataError where the store does not hold the blocks of the held-out texts.
+    NaN where a store gives no bound: the reverse KL, which depends on the target's rarest tokens, and the KL of a draft
+    with a trimmed head, which is between distributions over the tokens that it has.
     """
-    device = pick_device(recipe.device)
-    store, texts = TeacherStore(run, "test"), held_out(recipe, run, "test")
-    blocks, stored = texts.blocks, store.packed.take(slice(None))
-    if not torch.equal(stored.ids, blocks.ids):
-        raise DataError(f"{store.folder} holds other texts than those of this run", how_to_redo("test"))
-    blocks = replace(blocks, mask=stored.mask)  # without documents that could not be sent as text
-    own = len(texts.own)
-    domains = {"answers": range(own), **({"files": range(own, len(blocks))} if len(blocks) > own else {})}
-    measured: dict[str, dict[str, Measured]] = {domain: {} for domain in domains}
-    for name, folder in sides_of(recipe).items():
-        draft = load_model(str(run.path(folder)), recipe.target.dtype, device)
-        for domain, index in domains.items():
-            measured[domain] |= sum_by_document(stored_values(store, blocks, index, name, draft))
-        del draft  # one at a time in memory
-    left_out = {f"answers ({reason})": count for reason, count in texts.dropped.items()}
-    unscored = texts.blocks.mask.sum() - blocks.mask.sum()
-    if int(unscored):
-        left_out["positions of documents that are read as other tokens when sent as text"] = int(unscored)
-    measures = StoredMeasures(
-        source=_source(store.manifest.get("origin") or {}),
-        temperature=1.0,
-        entries=store.manifest["k"],
-        served=Sampler.of(recipe.sampler).describe(),
-        bounds={
-            domain: {
-                name: {of: Bounds(low.mean, high.mean) for of, (low, high) in found.bounds().items()}
-                for name, found in drafts.items()
-            }
-            for domain, drafts in measured.items()
-        },
-        sampled={name: ratio_interval(found.hits, found.counts) for name, found in measured["answers"].items()},
-        left_out=left_out,
-    )
-    classes = [answer.label for answer in texts.answers]
-    options = EvaluationOptions(Sampler(), recipe.eval, run.command)
-    return as_report(measured, {}, options, len(classes), classes, measures)
-
-
-def _source(origin: dict[str, Any]) -> str:
-    """What gave the distributions, in words."""
-    if origin.get("kind") == "gguf":
-        return f"the GGUF file {origin.get('path')}"
-    return f"{origin.get('model')} on a server" if origin.get("kind") == "server" else "the stored target"
+    if chunk.ids is None:
+        exact = all_metrics(chunk.log_probabilities, draft_logits, sampler, draft_logits.shape[-1])
+        return exact, exact
+    ids, logs, tail = chunk.ids, chunk.log_probabilities, chunk.log_tail
+    unknown = torch.full_like(tail, torch.nan)
+    absent = torch.isneginf(draft_logits)
+    served = served_entries(chunk, sampler, draft_logits.shape[-1])
+    kl, ceiling = (unknown, unknown), (torch.ones_like(tail), torch.ones_like(tail))
+    if bool(absent.any()):
+        ceiling = served.mass_on(~absent)
+    else:
+        present = ids < draft_logits.shape[-1]
+        error = (logs.abs() * HALF + SMALLEST).masked_fill(~present, 0)
+        least, most = divergences.forward_kl_bounds(ids, logs, tail, draft_logits)
+        # p log(p / q) has the slope log(p / q) + 1, so that rounding moves each term by at most this.
+        drafted = draft_logits.log_softmax(-1).gather(-1, ids.clamp(max=draft_logits.shape[-1] - 1))
+        ratio = (logs - drafted).abs().masked_fill(~present, 0)
+        slack = (logs.exp() * torch.expm1(error) * (ratio + 1 + error)).sum(-1)
+        kl = (least - slack).clamp(min=0), most + slack
+    drawn = unknown, unknown
+    if sampler.temperature:
+        few = divergences.likeliest(draft_logits, DRAWN_AMONG)
+        drawn = sampling_bounds(served, Sampler(sampler.temperature).probabilities(few))
+    agreement = (ids[:, 0] == draft_logits.argmax(-1)).to(tail.dtype)
+    found = {
+        "forward_kl": kl,
+        "reverse_kl": (unknown, unknown),
+        "acceptance_sampling": sampling_bounds(served, sampler.probabilities(draft_logits)),
+        "acceptance_drawn": drawn,
+        "acceptance_match": match_bounds(served, draft_logits),
+        "acceptance_greedy": (agreement, agreement),
+        "acceptance_ceiling": ceiling,
+    }
+    least, most = (torch.stack([found[name][side] for name in METRICS], -1) for side in (0, 1))
+    return least, most
 
 
 # ── Any target with its drafts on given texts, also in several GGUF types, without a recipe ──

@@ -119,17 +119,15 @@ class Bounds:
 
 @dataclass(frozen=True)
 class StoredMeasures:
-    """What an evaluation without the target's weights rests on: stored distributions, and the target's own answers.
+    """What an evaluation of a run rests on: the target's own test answers, and its stored distributions on them.
 
-    `source` gave the distributions, `entries` likeliest tokens a position at `temperature`; `served` is the sampler
-    that wrote the answers. `bounds` are by domain, draft and measure; `sampled` is, by draft, the share of the answers'
-    tokens that equal the draft's argmax. `left_out` counts answers and documents that were not measured, by reason.
+    `source` gave the distributions; `exact` says that they are whole. `bounds` are by domain, draft and measure;
+    `sampled` is, by draft, the share of the answers' tokens that equal the draft's argmax. `left_out` counts answers
+    and documents that were not measured, by reason.
     """
 
     source: str
-    temperature: float
-    entries: int
-    served: dict[str, int | float]
+    exact: bool
     bounds: dict[str, dict[str, dict[str, Bounds]]]
     sampled: dict[str, Interval]
     left_out: dict[str, int] = field(default_factory=dict)
@@ -137,24 +135,24 @@ class StoredMeasures:
     @property
     def sentences(self) -> list[str]:
         """What a reader must know before quoting the figures."""
-        served = ", ".join(f"{name} {value}" for name, value in self.served.items())
-        found = [
-            f"The target's weights were not loaded (target.load: false): no rounds were decoded, and its distributions "
-            f"are those of {self.source}, {self.entries} likeliest tokens a position and the mass of the rest.",
-            f"These distributions hold at temperature {self.temperature:g}, and so do KL and acceptance probabilities; "
-            f"the answers were sampled as served ({served}).",
-            "A store without every token gives bounds: each mean lies between them, the table shows their middle, and "
-            "its interval runs from the least's lower end to the largest's upper end. What it cannot bound is not "
-            "measured: the KL from draft to target, and any KL of a trimmed draft.",
-            "The share of the sampled answers' tokens that are the draft's argmax estimates the acceptance probability "
-            "of the match protocol at the served sampler, without bias.",
-        ]
+        found = [f"Measured on the target's own answers and the stored distributions of {self.source}."]
+        if not self.exact:
+            found.append(
+                "The store names the likeliest tokens of a position and the mass of the rest. The served sampler is "
+                "applied to these tokens, so that acceptance probabilities are exact where it draws from them alone. "
+                "Elsewhere they are bounds: the table shows the middle, and the interval covers both. KL from draft to "
+                "target, and any KL of a trimmed draft, cannot be bounded and is not measured."
+            )
         sampled = [one["acceptance_sampling"] for drafts in self.bounds.values() for one in drafts.values()]
         widths = [one.most - one.least for one in sampled]
-        if max(widths, default=0.0) > WIDE:
+        if not self.exact and max(widths, default=0.0) > WIDE:
             found.append(
                 f"The bounds of the acceptance probability are up to {max(widths):.2f} apart: a larger teacher.top_k "
                 "narrows them (for servers, with a larger --max-logprobs)."
+            )
+        elif not self.exact:
+            found.append(
+                f"Here the bounds of the acceptance probability are at most {max(widths, default=0):.4f} apart."
             )
         if self.left_out:
             listed = ", ".join(f"{count} {reason}" for reason, count in self.left_out.items())
@@ -171,11 +169,10 @@ class EvaluationReport:
     """eval.json. `length` is γ of the decoded rounds; the dictionaries without a domain are by draft.
 
     `domains` is empty where no divergences were asked for; `positions` and `tokens_per_round` where no rounds were;
-    `groups` has none where all prompts and positions are alike. `stored` where the target was not loaded; `sampler` is
-    then that of the stored distributions. `differences` are of each draft's
+    `groups` has none where all prompts and positions are alike. `stored` is of a run, whose target is not run again.
+    `differences` are of each draft's
     acceptance probability on `answers` to the first draft's, by prompt. `agreement` is, by draft, the top-1 agreement
-    on the target's new and on its repeated text; `positions_by_text` are the positions in each. `bits` is what decoding
-    the target in its file's bits changes.
+    on the target's new and on its repeated text; `positions_by_text` are the positions in each.
     """
 
     command: str
@@ -189,7 +186,6 @@ class EvaluationReport:
     differences: dict[str, Interval] = field(default_factory=dict)
     agreement: dict[str, dict[str, Interval]] = field(default_factory=dict)
     positions_by_text: dict[str, ByText] = field(default_factory=dict)
-    bits: str = ""
     version: Literal[1] = 1
 
     def __post_init__(self) -> None:
@@ -209,8 +205,7 @@ class EvaluationReport:
     @property
     def acceptance_measure(self) -> str:
         """The acceptance probability that fits the sampler: greedy at temperature 0, else of rejection sampling."""
-        served = self.sampler if self.stored is None else self.stored.served
-        return "acceptance_sampling" if served.get("temperature") else "acceptance_greedy"
+        return "acceptance_sampling" if self.sampler.get("temperature") else "acceptance_greedy"
 
     @property
     def agreement_words(self) -> list[str]:
@@ -303,7 +298,8 @@ def _positions(report: EvaluationReport) -> Table:
         for draft, positions in report.positions.items()
         for at, one in enumerate(positions)
     ]
-    note = f"Accepted ÷ reached; greedy, up to {report.length} drafted. A token after a rejected one is not reached."
+    how = "greedy" if report.stored is None else "the draft's argmax against the target's own token"
+    note = f"Accepted ÷ reached; {how}, up to {report.length} drafted. A token after a rejected one is not reached."
     return table_of(rows, columns, report.command, "conditional acceptance by draft position", note)
 
 
@@ -318,7 +314,6 @@ def evaluation_blocks(report: EvaluationReport) -> list[Block]:
     return [
         f"Sampler: {report.sampler_words}. Intervals resample prompts or documents.",
         *report.agreement_words,
-        *([f"Decoding takes the target in its file's bits: {report.bits}."] if report.bits else []),
         *([report.stored.sentences] if report.stored is not None else []),
         *(_divergences(domain, report) for domain in report.domains),
         *([_groups(report)] if report.groups else []),

@@ -50,7 +50,7 @@ from distill.recipe import Chat, Configuration, Corpus, Recipe, Target
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.tables import document, shown, speed_ratio
-from distill.teacher.store import open_table
+from distill.teacher.ngrams import open_table
 
 # ── Calibrations, fitted on other texts than the measured ones ──
 

@@ -31,7 +31,7 @@ from distill.files import is_gguf, is_utf8
 from distill.progress import note
 from distill.recipe import Chat, Configuration
 from distill.sampler import Sampler
-from distill.teacher.store import open_table
+from distill.teacher.ngrams import open_table
 
 GREEN, RESET = "\x1b[32m", "\x1b[0m"
 

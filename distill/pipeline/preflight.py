@@ -60,14 +60,15 @@ from distill.pipeline.stages import NAMES, find_stage, require_part
 from distill.planning.hours import Rehearsed, StageEstimate, bounds, estimate_table, planned_hours, rehearsed_hours
 from distill.progress import Caution, Progress, watched
 from distill.recipe import Recipe, dump_recipe, is_path
-from distill.recipe.recipe import HELD_OUT, REASON, not_run
+from distill.recipe.recipe import not_loadable, not_run
 from distill.run import Run
 from distill.surgery.cutter import check_cut, check_smaller, planned_layers
 from distill.surgery.layers import layer_settings, set_layers
 from distill.surgery.sparsity import LEAST_RAMP
 from distill.tables import document, size
 from distill.teacher.answers import check_questions, check_writer
-from distill.teacher.store import check_teacher, planned_bytes
+from distill.teacher.readers import check_teacher
+from distill.teacher.store import planned_bytes
 from distill.training.saved import MOST_EPOCHS, freshness
 from distill.training.setup import require_processes, require_quantisation
 from distill.training.step import check_training
@@ -121,11 +122,11 @@ def preflight(
             found.lines += lines
             found.skipped += unasked
     found.lines += check_device(recipe)
-    if not recipe.target.load:
-        found.lines += [
-            f"target: no weights of {recipe.target.model} are read or downloaded, only its tokenizer and config.json",
-            f"not run: {', '.join(not_run(recipe))}, decoded rounds, the target's GGUF files: {REASON}",
-        ]
+    if not recipe.target_runs_here:
+        read = "only the tokenizer and config.json are read before `export`"
+        found.lines.append(f"target: {recipe.target.model} runs elsewhere for answers and distributions, {read}")
+    for stage, reason in not_run(recipe).items():
+        found.lines.append(f"not run: {stage}, and no GGUF file of the target is written: {reason}")
     remote = [model for model in dict.fromkeys([recipe.target.model, recipe.donor_model]) if not is_path(model)]
     if remote and offline:
         found.skipped += [f"model {model}" for model in remote]
@@ -181,7 +182,7 @@ def check_stages(recipe: Recipe) -> list[str]:
     """The settings of cut, training and speedup are possible with these models; the draft costs less than its target or
     is allowed to cost as much."""
     target = load_config(recipe.target.model)
-    lines = check_decoding(recipe.target.model, target) if recipe.target.load else []
+    lines = check_decoding(recipe.target.model, target) if not_loadable(recipe) is None else []
     lines += check_cut(recipe) + check_training(recipe)
     lines += map(Caution, check_configurations(recipe.speedup, recipe.sampler))  # what it names is lossy
     check_trees(recipe, recipe.donor_model)
@@ -262,9 +263,12 @@ def check_pair(recipe: Recipe) -> list[str]:
 
 
 def check_weights_of_models(recipe: Recipe) -> list[str]:
-    """The weights of target and donor hold the tensors that their config.json asks for; a target that is not loaded
-    needs none. A block of the corpus fits the contexts of both."""
-    read = dict.fromkeys([*([recipe.target.model] if recipe.target.load else []), recipe.donor_model])
+    """The weights of target and donor hold the tensors that their config.json asks for, the target's if they are here.
+    A block of the corpus fits the contexts of both."""
+    unloadable = not_loadable(recipe)
+    if unloadable is not None and recipe.donor_model == recipe.target.model:
+        raise RecipeError(f"cut.donor is the target itself: {unloadable}", "name another model as cut.donor")
+    read = dict.fromkeys([*([recipe.target.model] if unloadable is None else []), recipe.donor_model])
     lines = [check_weights(model) for model in read]
     for role, model in (("target", recipe.target.model), ("donor", recipe.donor_model)):
         context = context_of(model)
@@ -315,25 +319,24 @@ def check_disk(recipe: Recipe, prompts: int, folder: Path | None = None) -> list
     place, stored = Path.cwd(), 0
     if folder is not None:
         place = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
-        files = (file for name in ("teacher", *HELD_OUT) for file in folder.glob(f"{name}/**/*"))
-        stored = sum(file.stat().st_size for file in files if file.is_file())
+        stored = sum(file.stat().st_size for file in folder.glob("teacher/**/*") if file.is_file())
     free = shutil.disk_usage(place).free
     if store - stored > free:
         raise RunError(
             f"the teacher store does not fit the disk: it needs {size(store - stored)} more in {place}, where "
             f"{size(free)} are free",
-            "lower corpus.tokens, answers.prompts or teacher.top_k, or store nothing with teacher.kind: online",
+            "lower corpus.tokens, answers.prompts or teacher.top_k",
         )
     memory = BYTES_OF_PROCESS + prompts * BYTES_PER_PROMPT
     return [
-        f"disk: the teacher store needs about {store / 1e6:.0f} MB, {free / 1e9:.0f} GB are free here; memory: "
+        f"disk: the teacher store needs at most {store / 1e6:.0f} MB, {free / 1e9:.0f} GB are free here; memory: "
         f"{memory / 1e9:.1f} GB beside the models"
     ]
 
 
 def check_export(recipe: Recipe) -> list[str]:
     """Target and draft can be written as GGUF, and llama.cpp is here to read them, where the recipe asks for files."""
-    load = recipe.target.load
+    load = not_loadable(recipe) is None
     if not recipe.export.outtypes and not (load and recipe.speedup.files):
         return []
     without = "train without GGUF files: export.outtypes=[] speedup.backends=[pytorch]"
@@ -363,7 +366,7 @@ def check_export(recipe: Recipe) -> list[str]:
 def check_gguf(recipe: Recipe) -> list[str]:
     """The build of llama.cpp, and that it can do what section gguf asks; nothing where no GGUF file is opened."""
     writer = recipe.answers.writer
-    timed = recipe.target.load and recipe.speedup.files
+    timed = recipe.speedup.files if not_loadable(recipe) is None else {}
     target = timed or recipe.teacher.gguf is not None or (writer is not None and writer.gguf is not None)
     opened = {"target": target, "draft": timed}
     given = [role for role in ("draft", "target") if getattr(recipe.gguf, role).given()]
@@ -429,6 +432,7 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
         "train.steps": steps,
         "train.save_every": steps,
         "train.acceptance.every": steps,
+        "train.acceptance.prompts": PROMPTS,
         "train.acceptance.patience": None,
         "eval.prompts": PROMPTS,
         "eval.file_blocks": min(PROMPTS, recipe.eval.file_blocks),
@@ -438,7 +442,7 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
     if recipe.answers.traffic is not None:
         values["answers.traffic"] = str((runs / name / "traffic.jsonl").resolve())
     if processes > 1:  # each needs a group of prompts and a shard of distributions
-        values["answers.group"] = min(recipe.answers.group or PROMPTS, max(1, PROMPTS // processes))
+        values["answers.group"] = min(recipe.answers.group, max(1, PROMPTS // processes))
         values["teacher.shard_blocks"] = 1
     return _with(recipe, values)
 

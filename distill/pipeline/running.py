@@ -42,12 +42,13 @@ from distill.run import BEGIN, READ, Run
 if TYPE_CHECKING:
     from distill.planning.hours import StageEstimate  # which loads torch
 
-Kind = Literal["skip", "take", "run", "resume", "redo", "mend", "wait", "refuse", "leave"]
+Kind = Literal["skip", "take", "run", "resume", "update", "redo", "mend", "wait", "refuse", "leave"]
 WORDS: dict[Kind, tuple[str, str]] = {  # of an action in a plan, and as it begins
     "skip": ("up to date", "up to date"),
     "take": ("would be taken over", "taken over"),
     "run": ("would run", "runs"),
     "resume": ("would resume", "resumes"),
+    "update": ("would make its held-out files again", "makes its held-out files again"),
     "redo": ("would run again", "runs again"),
     "mend": ("would make its damaged files again", "makes its damaged files again"),
     "wait": ("depends on the result of", ""),
@@ -60,8 +61,9 @@ WORDS: dict[Kind, tuple[str, str]] = {  # of an action in a plan, and as it begi
 class Action:
     """One stage and its part in a run.
 
-    skip: finished with the same key. take: so it is in the run `source`. run: never ran. resume: interrupted. redo: it
-    runs again, its files removed first.
+    skip: finished with the same key. take: so it is in the run `source`. run: never ran. resume: interrupted. update:
+    only parts of the key that `passing` names have changed; the stage makes anew what depends on them. redo: it runs
+    again, its files removed first.
     mend: finished with the same key, but files are damaged; it makes those again. wait: decided after the stages in
     `reasons` have run. refuse: it would supersede precious work; `error` has the message. leave: the recipe's run has
     no such stage.
@@ -141,6 +143,9 @@ class Planner:
             return Action(stage, "resume", (), parts)
         reasons = tuple(difference(old, parts))
         if self._has_work(stage) and stage.name not in consumers(self.asked):
+            changed = [name for name in {*old, *parts} if old.get(name) != parts.get(name)]
+            if all(name.startswith(stage.passing) for name in changed):
+                return Action(stage, "update", reasons, parts)
             return self._refuse(stage, reasons)
         return self._made(stage, "redo", reasons, parts)
 
@@ -176,11 +181,12 @@ class Planner:
         sides = {name: (old.get(name), new.get(name)) for name in {*old, *new}}
         changed = {name for name, (a, b) in sides.items() if a != b and not (":" in name and None in (a, b))}
         reasons = difference(*({name: side[name] for name in side if name in changed} for side in (old, new)))
-        if changed and self._has_work(stage):
+        lasting = any(not name.startswith(stage.passing) for name in changed)
+        if lasting and self._has_work(stage):
             return self._refuse(stage, reasons)
         resting = consumers([stage.name]) - allowed
         rests = [other.name for other in STAGES if other.name in resting and self._has_work(other)]
-        if rests and any(not name.startswith(stage.passing) for name in changed):
+        if rests and lasting:
             return self._refuse(stage, reasons, f", and {', '.join(rests)} rest on it")
         return None
 
@@ -290,8 +296,9 @@ def _carry_out(action: Action, planner: Planner) -> None:
                     raise RunError(f"{place} is damaged, and by a link in another folder", "remove the link")
                 place.unlink(missing_ok=True)
             run.done_path(stage.name).unlink(missing_ok=True)
-    elif action.kind == "resume":
+    elif action.kind in ("resume", "update"):
         _remove_cut_off(run, stage)
+        run.done_path(stage.name).unlink(missing_ok=True)
     else:  # files without a record are of unknown origin
         _remove_all(run, stage)
         parts = key_parts(stage, recipe, run)  # without a record, pins are read again
@@ -333,9 +340,8 @@ def _less_memory(name: str, recipe: Recipe) -> tuple[str, str]:
     from distill.training.validation import smaller_target
 
     sizes = {"answers": recipe.answers.batch, "questions": recipe.answers.batch, "teacher": recipe.teacher.batch}
-    key, hint = "teacher.batch" if name == "teacher" else "answers.batch", "free memory that other programs hold"
-    if recipe.target.load:
-        hint = smaller_target(recipe)
+    key = "teacher.batch" if name == "teacher" else "answers.batch"
+    hint = smaller_target(recipe) if recipe.target_runs_here else "free memory that other programs hold"
     return f"in stage {name}", f"lower {key} (now {sizes[name]}), or {hint}" if sizes.get(name, 1) > 1 else hint
 
 

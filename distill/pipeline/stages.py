@@ -13,7 +13,7 @@ from distill.data.sources import source_files, tree_files
 from distill.data.traffic import PIN as TRAFFIC
 from distill.data.traffic import pin_traffic
 from distill.errors import RunError
-from distill.files import digests_of, has_form, is_gguf, joint_digest, read_json, reference_digest
+from distill.files import digests_of, has_form, joint_digest, read_json, reference_digest
 from distill.recipe import Recipe, Source
 from distill.recipe.corpus import OF_TARGET
 from distill.recipe.measuring import CHANGES_LOGITS
@@ -35,7 +35,8 @@ class Stage:
         part of the key.
     precious: finished or begun work is expensive and never replaced without `--redo`.
     version: of the format of the artifacts.
-    passing: prefixes of settings that do not change anything that a precious stage reads.
+    passing: prefixes of parts of the key that change nothing of what is learnt from. A change in these alone runs the
+        stage again over its finished files, of which it makes anew what depends on the change.
     ignores: settings that change results by rounding at most and are left out of the key.
     pins: state outside the recipe, by name, which is recorded when the stage begins and does not change afterwards;
         None is left out of the key.
@@ -83,34 +84,32 @@ ROUNDING = _keys("train", "micro_batch save_every checkpointing compile")
 # How servers are reached changes none of their numbers; a GGUF file's content is part of the key.
 OF_TEACHER = _keys("teacher.server", CONNECTION)
 OF_WRITER = _keys("answers.writer", f"gguf missing {CONNECTION}")
-# What a held-out text does not depend on: the count and the limits of the train answers, and how they are grouped.
-OF_TRAIN_ANSWERS = _keys("answers", "prompts prompt_tokens new_tokens batch group keep_truncated traffic")
 TYPES = "target.dtype target.quantise"
+# What is asked of held-out prompts and made of them. It changes nothing of what is learnt from.
+HELD_OUT = f"train.acceptance.prompts {_keys('eval', 'prompts new_tokens file_blocks')} cut.score_blocks"
+HELD_OUT_PROMPTS = "corpus:corpus/prompts-validation.arrow corpus:corpus/prompts-test.arrow"
+HELD_OUT_ANSWERS = (
+    "answers:answers/validation/* answers:answers/test/* answers:answers/prompts-validation.arrow "
+    "answers:answers/prompts-test.arrow corpus:corpus/text-validation.safetensors corpus:corpus/text-test.safetensors"
+)
 
 
-def _held_out(split: str, settings: str) -> Stage:
-    """A stage that lets whatever holds the target answer the prompts of a split and give its distributions there."""
-    return _stage(
-        f"teacher.answers:hold_out_{split}",
-        f"seed answers sampler teacher corpus.block target.dtype {settings}",
-        f"corpus:corpus/prompts-{split}.arrow corpus:corpus/text-{split}.safetensors answers:answers/*-{split}*",
-        "target writer gguf",
-        f"{OF_WRITER} {OF_TEACHER} {OF_TRAIN_ANSWERS} teacher.mass",
-        name=split,
-        version=2,
-    )
+def _parts(words: str) -> tuple[str, ...]:
+    """Settings and inputs by the names that they have in a key."""
+    return tuple(word.replace(":", ": ", 1) for word in words.split())
 
 
 STAGES = (
     _stage(
         "teacher.answers:questions",
-        f"seed {_keys('corpus.sources', ' '.join(OF_TARGET))} {_keys('answers', 'writer batch group')} {TYPES} "
+        f"seed {_keys('corpus.sources', ' '.join(OF_TARGET))} {_keys('answers', 'writer group')} {TYPES} "
         + _keys("chat", "system thinking thinking_argument arguments tools"),
         "",
         "target writer",
         OF_WRITER,
         precious=True,
         together=True,
+        version=2,
     ),
     _stage(
         "data.corpus:corpus",
@@ -123,53 +122,56 @@ STAGES = (
     ),
     _stage(
         "teacher.answers:answers",
-        f"seed answers sampler corpus.block {TYPES}",  # a conversation of several turns ends with its block
-        "corpus:corpus/prompts-train.arrow",
+        f"seed answers sampler corpus.block {TYPES} {HELD_OUT}",  # a conversation of several turns ends with its block
+        f"corpus:corpus/prompts-train.arrow {HELD_OUT_PROMPTS}",
         "target writer",
-        OF_WRITER,
+        f"{OF_WRITER} answers.batch",
         precious=True,
+        passing=_parts(f"{HELD_OUT} {HELD_OUT_PROMPTS}"),
         pins=((TRAFFIC, pin_traffic),),
         together=True,
+        version=2,
     ),
     _stage(
         "teacher.store:teacher",
-        f"teacher corpus.block {TYPES}",
-        "answers:answers/train-* corpus:corpus/text-train.safetensors",
+        f"teacher corpus.block {TYPES} {HELD_OUT}",
+        f"answers:answers/train/* corpus:corpus/text-train.safetensors {HELD_OUT_ANSWERS}",
         "target gguf",
-        OF_TEACHER,
+        f"{OF_TEACHER} teacher.batch",
         precious=True,
+        passing=_parts(f"{HELD_OUT} {HELD_OUT_ANSWERS}"),
         together=True,
-        version=2,
+        version=3,
     ),
-    _stage("teacher.store:table", "corpus.block", "answers:answers/train-* teacher:teacher/*", "target"),
-    _held_out("validation", "train.acceptance.prompts train.acceptance.new_tokens cut.score_blocks"),
-    _held_out("test", "eval.prompts eval.new_tokens eval.file_blocks"),
+    _stage("teacher.ngrams:table", "corpus.block", "answers:answers/train/* teacher:teacher/train/*", "target"),
     _stage(
         "surgery.cutter:cut",
         "cut target.dtype",
-        "corpus:corpus/text-validation.safetensors answers:answers/train-* teacher:teacher/* validation:validation/*",
+        "answers:answers/train/* teacher:teacher/train/* teacher:teacher/validation/*",
         "target donor",
         f"{ROUNDING} cut.allow_full_size",
-        version=2,
+        version=3,
         pins=(("parent (content)", lambda recipe, run: run.parent()),),
     ),
     _stage(
         "training.loop:train",
         "seed train sampler target.dtype",
-        "teacher:teacher/* cut:cut/* corpus:corpus/prompts-validation.arrow validation:validation/*",
+        "teacher:teacher/train/* cut:cut/* teacher:teacher/validation/*",
         "target",
         ROUNDING,
         writes="checkpoints draft training.json",
         precious=True,
         together=True,
+        version=2,
     ),
     _stage(
         "measuring.evaluation:evaluate",
         f"seed eval sampler {TYPES}",
-        "cut:cut/* train:draft/* corpus:corpus/*-test.* answers:answers/prompts-test.arrow test:test/*",
+        "cut:cut/* train:draft/* answers:answers/test/* teacher:teacher/test/*",
         "target",
         name="eval",
         writes="eval.json eval.md",
+        version=2,
     ),
     _stage("export:export", "export", "train:draft/* corpus:corpus/documents-test.json", "target", writes="gguf"),
     _stage(
@@ -184,7 +186,7 @@ STAGES = (
     _stage(
         "report.card:report",
         "name",
-        "cut:* train:draft/*.safetensors train:training.json test:test/summary.json eval:* export:* speedup:*",
+        "cut:* train:draft/*.safetensors train:training.json answers:answers/manifest.json eval:* export:* speedup:*",
         writes="report.html draft/README.md",
     ),
 )
@@ -336,21 +338,10 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     writer = recipe.answers.writer
     logits = tuple(f"gguf.target.{name}" for name in recipe.gguf.target.given() if name in CHANGES_LOGITS)
     written = logits if writer is not None and writer.gguf is not None else ()
-    distributions = logits if recipe.teacher.gguf is not None else ()
-    unloaded = () if recipe.target.load else ("target.load",)
     split = () if recipe.answers.traffic is None else ("corpus.validation", "corpus.test", "chat")
-    own = recipe.target.load and is_gguf(recipe.target.model)
     return {
         "questions": written,
-        # Served texts hold held-out ones, too, which are kept where the target is not loaded.
-        "answers": written + split + (() if recipe.answers.traffic is None else unloaded),
-        "teacher": distributions,
-        "validation": written + distributions,
-        "test": written + distributions,
-        # A file's own bits may be decoded, of which it says what they change.
-        "eval": (
-            *(() if recipe.train.steps else ("train.steps",)),
-            *(("pytorch.target_weights", "speedup.backends") if own else ()),
-        ),
-        "export": unloaded,
+        "answers": written + split,
+        "teacher": logits if recipe.teacher.gguf is not None else (),
+        "eval": () if recipe.train.steps else ("train.steps",),
     }

@@ -9,11 +9,10 @@ from pathlib import Path
 from statistics import fmean
 from typing import Any
 
-from distill.data.samples import CorpusTexts, read_answers
+from distill.data.samples import SPLITS, CorpusTexts, read_answers
 from distill.data.traffic import SOURCE, pin_of
 from distill.engines.torch.hugging_face import load_config
 from distill.files import is_gguf, read_result
-from distill.measuring.evaluation import ROWS
 from distill.progress import duration
 from distill.recipe import Recipe
 from distill.recipe.recipe import left_out
@@ -21,7 +20,8 @@ from distill.recipe.target import TYPE_BYTES
 from distill.run import Run
 from distill.surgery.cutter import planned_sizes, shape_of, weights_of
 from distill.tables import Cell, Columns, Table, table_of
-from distill.teacher.store import planned_bytes
+from distill.teacher.store import planned_bytes, reads_weights
+from distill.teacher.texts import held_out_sizes
 from distill.training.saved import ACCEPTANCE_STAGE, KEPT
 
 PROCESS = 0.55e9  # bytes of memory that a process takes beside models, as scripts/benchmarks/scale.py measures them
@@ -123,13 +123,13 @@ def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstim
     """
     target, cut_from = load_config(recipe.target.model), load_config(recipe.donor_model)
     big, donor, cut = shape_of(target), shape_of(cut_from), planned_sizes(recipe, target, cut_from)
-    if big is None or donor is None or cut is None or recipe.answers.writer is not None or not recipe.target.load:
+    if big is None or donor is None or cut is None or recipe.answers.writer is not None or not reads_weights(recipe):
         return []
     (body, head), (kept, rows), given = weights_of(big), weights_of(cut), sum(weights_of(donor))
     whole, small, rate = body + head, kept + rows, SHARE * speed / 2  # weights; weights × tokens a second
     trim = recipe.cut.trim
     learnt = kept + (rows if trim is None else rows * trim if trim <= 1 else rows * trim / cut["rows"])
-    answers, train, measured, timed = recipe.answers, recipe.train, recipe.eval, recipe.speedup
+    answers, train, timed = recipe.answers, recipe.train, recipe.speedup
     block, width = recipe.corpus.block, TYPE_BYTES[recipe.target.dtype]
 
     def texts(count: float, tokens: int, most: int) -> float:
@@ -141,8 +141,9 @@ def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstim
     positions, scored = prompts * answers.new_tokens + recipe.corpus.tokens, recipe.cut.score_blocks * block
     passes = 6 * (recipe.cut.mlp_width is not None) + 0.27 * (donor["layers"] - cut["layers"])
     judged, batch = train.acceptance, train.batch * block
-    judging = judged and (1 + math.ceil(train.steps / judged.every)) * 3 * texts(judged.prompts, judged.new_tokens, 64)
-    held = measured.file_blocks * block if recipe.corpus.tokens else 0
+    held = [held_out_sizes(recipe, split) for split in SPLITS[1:]]
+    validated, tested = (one.prompts * one.new_tokens + one.blocks * block for one in held)
+    judging = (1 + math.ceil(train.steps / judged.every)) * validated * (small + head) / rate if judged else 0
     own = is_gguf(recipe.target.model)
     kinds = [BYTES.get(kind) or int(kind.strip("itq")[0]) / 7.5 for kind in recipe.export.outtypes]
     decoded, plain = timed.prompts * timed.new_tokens, float(big["layers"] * LAYER / 8)
@@ -152,10 +153,11 @@ def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstim
         engines["pytorch"] = plain + whole * width / READ
     ways, turns = 1 + len(timed.lengths) + len(timed.configurations), timed.turns if len(engines) > 1 else 0
     weights = whole * width + PROCESS
-    stored = planned_bytes(recipe, prompts)["teacher"] + head * width
+    without = ("cut", "train", "eval")  # which read stores in the place of the target
+    stored = sum(planned_bytes(recipe, prompts).values())
     asked = sum(texts(TRIED * (one.questions or 0), one.tokens, AT_ONCE) for one in recipe.corpus.asked)
-    continued = 4 * texts(measured.prompts, measured.new_tokens, ROWS)
-    steps = train.steps * batch * (3 * learnt + head / 2) / rate * OVERHEAD + (judging or 0 if train.steps else 0)
+    continued = sum(texts(one.prompts, one.new_tokens, answers.batch) for one in held)
+    steps = train.steps * batch * (3 * learnt + head / 2) / rate * OVERHEAD + (judging if train.steps else 0)
     slower = max(1.0, MEASURED_SPEED / speed)
     compared = small * len(kinds) + whole * (1 if own else len(kinds)) if kinds else 0
     written = sum(kinds) * (small + (0 if own else whole))
@@ -163,12 +165,12 @@ def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstim
     found = {  # seconds, bytes of memory beside the target, bytes on disk
         "questions": (asked, 0, 0),
         "corpus": (READY + recipe.corpus.tokens / TOKENISED, 0, 0),
-        "answers": (texts(prompts, answers.new_tokens, answers.batch), 0, 0),
-        "teacher": (LOADED + positions * body / rate, 0, stored),
+        "answers": (texts(prompts, answers.new_tokens, answers.batch) + continued, 0, 0),
+        "teacher": (LOADED + (positions + validated + tested) * body / rate, 0, stored),
         "table": (positions * head / rate, 0, 0),
-        "cut": (scored * (whole + passes * given) / rate, 4 * given, 4 * small),
+        "cut": (scored * (head + passes * given) / rate, 4 * given, 4 * small),
         "train": (steps, 16 * small + 12 * batch * big["rows"], 12 * small if train.steps else 0),
-        "eval": (continued + held * whole / rate, 4 * small, 0),
+        "eval": (LOADED + 2 * tested * (small + head) / rate, 4 * small, 0),
         "export": (slower * PARITY * compared, 4 * whole, written),
         "speedup": (slower * (loading + turns * len(engines) * (2 + 5e-9 * whole)), 4 * small, 0),
         "report": (READY, 0, 0),
@@ -176,7 +178,14 @@ def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstim
     absent = left_out(recipe)
     memory = dict.fromkeys(("questions", "answers"), answers.batch * _row_bytes(recipe))
     return [
-        StageEstimate(stage, seconds, seconds, round(disk), round(weights + more + memory.get(stage, 0)), 0)
+        StageEstimate(
+            stage,
+            seconds,
+            seconds,
+            round(disk),
+            round((PROCESS if stage in without else weights) + more + memory.get(stage, 0)),
+            0,
+        )
         for stage, (seconds, more, disk) in found.items()
         if stage not in absent
     ]
@@ -206,7 +215,6 @@ def _rehearsed(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> Sta
     memory, device = stage.memory_bytes, stage.device_bytes
     rows = {
         "answers": min(recipe.answers.batch, _prompts(recipe, run)) - _prompts(short, run),
-        "eval": min(ROWS, recipe.eval.prompts) - short.eval.prompts,
     }.get(stage.stage, 0)
     if rows > 0 and not (stage.stage == "answers" and recipe.answers.writer is not None):
         more = rows * _row_bytes(recipe)
@@ -227,9 +235,10 @@ def _count(stage: str, recipe: Recipe, run: Run) -> float:
     counts: dict[str, float] = {
         "questions": sum(source.questions or 0 for source in recipe.corpus.asked),
         "corpus": recipe.corpus.tokens,
-        **dict.fromkeys(("answers", "table"), _prompts(recipe, run)),
+        "answers": _prompts(recipe, run) + sum(held_out_sizes(recipe, split).prompts for split in SPLITS[1:]),
+        "table": _prompts(recipe, run),
         "cut": recipe.cut.score_blocks,
-        **dict.fromkeys(("test", "eval"), recipe.eval.prompts + recipe.eval.file_blocks),
+        "eval": recipe.eval.prompts + recipe.eval.file_blocks,
         "speedup": speedup.prompts * (1 + len(speedup.lengths) + len(speedup.configurations)),
     }
     return counts.get(stage, 1.0)
@@ -249,6 +258,9 @@ def _ratio(whole: float, part: float) -> float:
 def _positions(recipe: Recipe, run: Run) -> float:
     """Positions that the teacher reads, answers counted at the mean length of those rehearsed in `run`."""
     total = float(recipe.corpus.tokens)
+    for split in SPLITS[1:]:
+        sizes = held_out_sizes(recipe, split)
+        total += sizes.prompts * sizes.new_tokens + sizes.blocks * recipe.corpus.block
     traffic, answers = recipe.answers.traffic, read_answers(run, "train")
     counts = _prompts(recipe, run), 0 if traffic is None else pin_of(Path(traffic))["lines"]
     for served, count in enumerate(counts):

@@ -7,15 +7,26 @@ import difflib
 import os
 import re
 import typing
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Literal
 
+import psutil
 import yaml
 from pydantic import Field, model_validator
 
 from distill.errors import DataError, RecipeError
-from distill.files import ADAPTER, is_gguf, is_utf8, kind_of, over, parts_of, read_object, read_utf8, require_path
+from distill.files import (
+    ADAPTER,
+    is_gguf,
+    is_utf8,
+    kind_of,
+    over,
+    parts_of,
+    read_object,
+    read_utf8,
+    require_path,
+    split_parts,
+)
 from distill.machine import MOST_THREADS
 from distill.recipe.corpus import Chat, Corpus
 from distill.recipe.measuring import ON_CPU, Evaluate, Export, Gguf, GgufOptions, Speedup
@@ -31,11 +42,12 @@ from distill.recipe.target import (
 )
 from distill.recipe.training import Cut, Train
 
-REASON = "the target's weights are not loaded (target.load: false)"
 QUESTIONS = "questions"  # the stage in which the target writes questions
 TIMED = "speedup"  # the stage that times the target
 COUNTED = "table"  # the stage that counts n-grams of the answers
-HELD_OUT = ("validation", "test")  # stages that take the place of the target where it would be run on held-out texts
+LARGE_FILE = (
+    4e9  # bytes of a GGUF file that is asked in llama.cpp: PyTorch's copy of it would take several times as much
+)
 
 
 class Recipe(Section):
@@ -95,49 +107,65 @@ class Recipe(Section):
                 f"answers.prompt_tokens + answers.new_tokens = {self.answers.prompt_tokens + self.answers.new_tokens} "
                 f"does not fit corpus.block = {self.corpus.block}"
             )
-        if not self.target.load:
-            needing = list(self._weights_needed())
-            if needing:
-                raise ValueError(f"target.load is false: {'; '.join(needing)}")
         for foreign in (one.described for one in self.speedup.configurations if one.other_vocabulary):
             raise ValueError(f"`{foreign}` is for a draft of another vocabulary; a run's draft has the target's")
-        for backend, kind in self.speedup.files.items() if self.target.load else ():
+        for backend, kind in self.speedup.files.items():
             if kind not in self.export.outtypes:
                 raise ValueError(f"speedup measures {backend} in {kind}, which is not among export.outtypes")
         return self
 
-    def _weights_needed(self) -> Iterator[str]:
-        """Everything that needs the target's weights where `target.load` is false, each with the remedy."""
-        answers, teacher, train = self.answers, self.teacher, self.train
-        if self.target.quantise is not None or self.target.shard:
-            yield "target.quantise and target.shard are for loaded weights: leave them out"
-        if answers.prompts != 0 and answers.writer is None:
-            yield "answers.writer must name a GGUF file or servers that write the answers"
-        elif self.corpus.asked and answers.writer is None:
-            yield "answers.writer must name a GGUF file or servers that write the questions of corpus.sources"
-        if teacher.kind != "compact":
-            yield f"teacher.kind {teacher.kind} needs the weights: use compact"
-        elif teacher.gguf is None and teacher.server is None:
-            yield "teacher.gguf or teacher.server must give the distributions"
-        if self.donor_model == self.target.model:
-            yield "cut.donor is the target itself: name another model"
-        if train.acceptance is None:
-            yield "train.acceptance is null: cuts and weights are chosen on its validation prompts; give it"
+    @property
+    def target_runs_here(self) -> bool:
+        """Whether a stage before `speedup` loads the target in PyTorch."""
+        asked = self.answers.writer is None and (self.answers.prompts != 0 or bool(self.corpus.asked))
+        return asked or (self.teacher.gguf is None and self.teacher.server is None)
+
+
+def not_loadable(recipe: Recipe) -> str | None:
+    """Why this machine cannot load the target; None if it can. Only the target's speed and its GGUF file ask this."""
+    if recipe.target_runs_here:
+        return None
+    weights = local_weights(recipe.target.model)
+    taken, memory = sum(path.stat().st_size for path in weights), psutil.virtual_memory().total
+    if not weights:
+        return f"the weights of {recipe.target.model} are not on this machine"
+    if taken > memory:
+        return f"the target's weights take {taken / 1e9:.0f} GB, and this machine has {memory / 1e9:.0f} GB of memory"
+    return None
+
+
+def local_weights(model: str) -> list[Path]:
+    """The files of a model's weights on this machine; none if it is a hub name whose weights were never downloaded."""
+    if is_gguf(model):
+        return split_parts(Path(model)) if Path(model).exists() else []
+    folder = Path(model)
+    if not folder.is_dir():
+        from huggingface_hub import try_to_load_from_cache
+        from huggingface_hub.errors import HFValidationError
+
+        try:
+            config = None if is_path(model) else try_to_load_from_cache(model, "config.json")
+        except HFValidationError:
+            return []
+        if not isinstance(config, str):
+            return []
+        folder = Path(config).parent
+    return [path for ending in ("safetensors", "bin") for path in folder.glob(f"*.{ending}") if path.is_file()]
 
 
 def left_out(recipe: Recipe) -> dict[str, str]:
     """The stages that a recipe's run does not have, each with the reason."""
-    unasked = {} if recipe.corpus.asked else {QUESTIONS: "its corpus has no source of kind target"}
-    if not recipe.target.load or not any(one.counts_ngrams for one in recipe.speedup.configurations):
-        unasked[COUNTED] = "no configuration that it measures drafts from a table of n-grams"
-    if recipe.target.load:
-        return unasked | dict.fromkeys(HELD_OUT, "its target is loaded and runs on held-out texts itself")
-    return unasked | not_run(recipe)
+    absent = {} if recipe.corpus.asked else {QUESTIONS: "its corpus has no source of kind target"}
+    absent |= not_run(recipe)
+    if TIMED in absent or not any(one.counts_ngrams for one in recipe.speedup.configurations):
+        absent[COUNTED] = "no configuration that it measures drafts from a table of n-grams"
+    return absent
 
 
 def not_run(recipe: Recipe) -> dict[str, str]:
     """Those of them that runs have as a rule, so that a user should hear of each."""
-    return {} if recipe.target.load else {TIMED: REASON}
+    reason = not_loadable(recipe)
+    return {} if reason is None else {TIMED: reason}
 
 
 # ── Reading a recipe from a file and overrides, and writing it back ──
@@ -307,11 +335,12 @@ def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
 
 
 def _ask_the_file(raw: dict[str, Any]) -> None:
-    """A target that is a GGUF file and never loaded writes its answers and distributions itself, through llama.cpp,
-    unless the recipe names another writer or teacher."""
-    target = _section(raw, "target")
-    model = target.get("model")
-    if target.get("load") is not False or not isinstance(model, str) or not is_gguf(model):
+    """A target that is a large GGUF file writes its answers and distributions itself, through llama.cpp, unless the
+    recipe names another writer or teacher."""
+    model = _section(raw, "target").get("model")
+    if not isinstance(model, str) or not is_gguf(model) or not Path(model).exists():
+        return
+    if sum(path.stat().st_size for path in split_parts(Path(model))) < LARGE_FILE:
         return
     answers = raw.setdefault("answers", {})
     if isinstance(answers, dict) and answers.get("writer") is None:

@@ -229,11 +229,6 @@ class Target(Section):
         description="number type it runs in; auto: bfloat16 if the device has instructions for it, else float32 (a "
         "run keeps the type it began with)",
     )
-    load: bool = Field(
-        True,
-        description="false: its weights are never loaded or downloaded, only its tokenizer and config.json ([big "
-        "targets](big-targets.md#never-loaded))",
-    )
     quantise: Literal["int8", "int4"] | None = Field(
         None, description="load the weights in 8 or 4 bits with bitsandbytes"
     )
@@ -339,9 +334,7 @@ class Answers(Section):
     )
     new_tokens: int = Field(192, ge=1, description="maximum tokens generated per prompt")
     batch: int = Field(32, ge=1, description="texts generated at a time by the target in PyTorch")
-    group: int | None = Field(
-        None, ge=1, description="PyTorch: prompts per file, the unit of resuming; null: 8 × batch"
-    )
+    group: int = Field(256, ge=1, description="prompts per file; in PyTorch the unit of resuming")
     writer: WriterSettings | None = Field(
         None, description="a GGUF file of the target, or servers that run it; null: the target in PyTorch"
     )
@@ -360,11 +353,6 @@ class Answers(Section):
         """How many prompts are answered where the train split has this many documents."""
         return max(FEWEST_PROMPTS, documents) if self.prompts is None else self.prompts
 
-    @property
-    def group_size(self) -> int:
-        """Prompts per file."""
-        return self.group or 8 * self.batch
-
     @field_validator("stop")
     @classmethod
     def _stops_are_texts(cls, value: tuple[str, ...]) -> tuple[str, ...]:
@@ -380,16 +368,17 @@ class Answers(Section):
 
 
 class TeacherSettings(Section):
-    """How the target's distributions on the train blocks are stored."""
+    """How the target's distributions are stored: on the train blocks as `kind` says, on held-out ones exactly if the
+    target runs in PyTorch."""
 
-    kind: Literal["compact", "exact", "online"] = Field(
+    kind: Literal["compact", "exact"] = Field(
         "compact",
         description="compact: store the likeliest tokens' log-probabilities and the mass of the rest; exact: store "
-        "the last hidden states and the head; online: store nothing and run the target during training",
+        "the last hidden states, and the head once",
     )
-    top_k: int = Field(256, ge=1, description="compact: entries stored per position; with `mass`, the maximum")
+    top_k: int = Field(256, ge=1, description="compact: the most entries stored of a position")
     mass: float | None = Field(
-        0.99, gt=0, lt=1, description="compact: store as few entries as hold this mass on average; null: store `top_k`"
+        0.99, gt=0, lt=1, description="compact: store as few entries of each position as hold this mass; null: `top_k`"
     )
     shard_blocks: int = Field(64, ge=1, description="blocks per shard, the unit of resuming")
     batch: int = Field(8, ge=1, description="blocks per forward pass")

@@ -60,11 +60,13 @@ def _weighs_something(value: Loss | None) -> Loss | None:
 
 
 class Acceptance(Section):
-    """Decode validation prompts during training, to keep the best weights and, with `patience`, to stop early."""
+    """Measure the expected acceptance on stored validation answers during training, to keep the best weights and, with
+    `patience`, to stop early."""
 
     every: int = Field(100, ge=1, description="steps between evaluations; the last step is always evaluated")
-    prompts: int = Field(16, ge=2, description="validation prompts, decoded as one batch")
-    new_tokens: int = Field(48, ge=8, description="tokens decoded per prompt")
+    prompts: int = Field(
+        64, ge=2, description="validation prompts that the target answers; about 20,000 tokens tell 0.005 apart"
+    )
     patience: int | None = Field(
         None, ge=1, description="stop after this many evaluations without improvement; null: never"
     )

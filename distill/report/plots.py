@@ -9,7 +9,6 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
 from html import escape
 from statistics import fmean
 from typing import TYPE_CHECKING, Any
@@ -20,8 +19,8 @@ from distill.machine import install_extra
 from distill.measuring.evaluation_results import MEASURES, ByText
 from distill.measuring.speedup_results import SpeedupPart, SpeedupReport
 from distill.measuring.verdict import engine_of, leader
-from distill.tables import Interval, clean, known, ratio_interval, shown
-from distill.training.saved import STORED, Evaluation, TrainingStep
+from distill.tables import Interval, clean, known, shown
+from distill.training.saved import Evaluation, TrainingStep
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -67,23 +66,12 @@ def training_curve(steps: Sequence[TrainingStep]) -> str:
 
 
 def validation_curve(evaluated: Sequence[Evaluation]) -> str:
-    """Acceptance on validation prompts over steps, by which weights are chosen: decoded, or stored."""
+    """Acceptance probability on stored validation answers over steps, by which weights are chosen."""
     if not evaluated:
         raise DataError("no weights were evaluated while training", "set train.acceptance to have them chosen")
-    with _figure("plot-validation", "Acceptance on validation prompts over training steps") as (axes, done):
-        stored = any(weights.measure == STORED for weights in evaluated)
-        label = "acceptance probability, stored" if stored else "conditional acceptance, decoded"
-        intervals = [
-            Interval(one.acceptance, one.acceptance, one.most)
-            if stored
-            else replace(ratio_interval(one.accepted, one.reached), mean=one.acceptance)
-            for one in evaluated
-        ]
-        _measured(axes, 0, label, [one.step for one in evaluated], intervals)
-        expected = [(one.step, one.expected_acceptance) for one in evaluated if known(one.expected_acceptance)]
-        if expected:
-            style: Any = {"color": COLOURS[1], "marker": MARKERS[1]}
-            axes.plot(*zip(*expected, strict=True), label="acceptance probability, same texts", **style)
+    with _figure("plot-validation", "Acceptance on validation answers over training steps") as (axes, done):
+        intervals = [one.interval or Interval(one.acceptance, one.acceptance, one.most) for one in evaluated]
+        _measured(axes, 0, "acceptance probability", [one.step for one in evaluated], intervals)
         axes.set(xlabel="step", ylabel="acceptance")
         _whole_ticks(axes)
     return done[0]

@@ -12,11 +12,10 @@ from distill.files import is_gguf
 from distill.measuring.evaluation_results import ByText, evaluation_blocks
 from distill.measuring.speedup_tables import speedup_blocks
 from distill.measuring.verdict import FALLBACK_LENGTH, engine_of, leader, next_steps
-from distill.recipe.recipe import REASON
 from distill.report import plots, tables
 from distill.report.tables import RunResults
 from distill.tables import Block, Code, Plot, Row, Table, clean, known, listed, number, placeless, size
-from distill.training.saved import REMEDY, STORED, Evaluation, TrainingStep, TrainingSummary, trained_tokens
+from distill.training.saved import REMEDY, Evaluation, TrainingStep, TrainingSummary, trained_tokens
 
 TEXTS = "Texts"  # the section with texts, which may be private
 
@@ -128,10 +127,8 @@ def training_plots(steps: Sequence[TrainingStep], evaluated: Sequence[Evaluation
     block = plots.block_length(steps)
     each = "every step" if block == 1 else f"each point the mean of {block} steps"
     chosen_by = (
-        "Acceptance probability on stored distributions of validation answers, bars are bounds; no rounds were decoded."
-        if any(weights.measure == STORED for weights in evaluated)
-        else "On validation prompts: conditional acceptance of decoded rounds, bars are 95 % intervals, and acceptance "
-        "probability on texts that are the same for all steps."
+        "Expected acceptance on the target's stored validation answers, which are the same for all steps. Bars are "
+        "95 % intervals over answers. Differences between steps are paired by answer, and their intervals are narrower."
     )
     return [
         Plot(partial(plots.training_curve, steps), f"Loss on training batches, {each}."),
@@ -162,8 +159,7 @@ def _outcome(training: TrainingSummary) -> list[str]:
     sentences = [f"{number(training.steps)} steps at a peak rate of {training.rate:g}; loss: {loss}."]
     sentences += [f"{training.text}."] * known(training.epochs)
     if best := training.best:
-        reason = f", {REASON}" if best.measure == STORED else ""
-        sentences.append(f"The weights of step {number(best.step)} were taken: {best.words}{reason}.")
+        sentences.append(f"The weights of step {number(best.step)} were taken: {best.words}.")
     if training.warning:
         sentences.append(training.warning)
     return sentences

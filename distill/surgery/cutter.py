@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.data.packing import Packed, pack, repeated_next, scored_states
-from distill.data.samples import NEW, SEEN, Sample, Samples, read_answers
+from distill.data.samples import NEW, SEEN
 from distill.devices import as_float64, pick_device
 from distill.engines.pairs import require_pair
 from distill.engines.torch.hugging_face import (
@@ -29,7 +29,6 @@ from distill.engines.torch.hugging_face import (
     encode_text,
     load_config,
     load_model,
-    load_target,
     load_tokenizer,
     local_folder,
     real_tokens,
@@ -42,7 +41,6 @@ from distill.files import copy_file, file_digest, require_new_folder, write_fold
 from distill.folders import ModelSizes, copy_tokenizer
 from distill.progress import Progress
 from distill.recipe import Cut, Recipe
-from distill.recipe.recipe import REASON
 from distill.run import Run
 from distill.surgery.layers import (
     BATCH,
@@ -76,7 +74,8 @@ from distill.surgery.vocabulary import (
     transplant,
 )
 from distill.teacher.distributions import TeacherChunk, compress, head_logits
-from distill.teacher.store import TeacherStore, answer_blocks
+from distill.teacher.store import TeacherStore
+from distill.teacher.texts import answer_blocks, learnt_answers
 from distill.vocabulary.vocabulary import Vocabulary, opening_of
 
 RIDGE = 0.3  # of the repair; .1 and 1 are within a hundredth of agreement on SmolLM2 and Qwen2.5-0.5B
@@ -211,16 +210,22 @@ class TargetDistributions:
         for batch in batches:
             parts.append(compress(scored_logits(target, batch), min(STORED, vocabulary - 1), vocabulary))
             progress.step()
-        columns = (torch.cat([getattr(p, name).cpu() for p in parts]) for name in TeacherChunk.__dataclass_fields__)
-        return cls(blocks, TeacherChunk(*columns), vocabulary, dtype)
+        return cls(blocks, joined_chunks(parts), vocabulary, dtype)
 
     @classmethod
     def stored(cls, recipe: Recipe, run: Run) -> TargetDistributions:
-        """Those of the validation store, whose first blocks are the target's own answers."""
+        """Those of the validation store, whose first blocks are the target's own answers; DataError if it is empty."""
         store = TeacherStore(run, "validation")
         index = torch.arange(min(recipe.cut.score_blocks, store.blocks))
-        distributions = store.teacher(index, torch.device("cpu")).chunk(slice(None))
-        return cls(store.packed.take(index), distributions, store.vocabulary, recipe.target.dtype)
+        if not len(index):
+            hint = "ask validation prompts (train.acceptance.prompts), or give validation text (corpus.sources)"
+            raise DataError("there is neither an answer nor text of the validation split to compare cuts on", hint)
+        teacher, parts = store.teacher(index, torch.device("cpu")), []
+        for start in range(0, len(teacher), STORED):
+            chunk = teacher.chunk(slice(start, start + STORED))
+            few = min(STORED, store.vocabulary - 1)
+            parts.append(chunk if chunk.ids is not None else compress(chunk.log_probabilities, few, store.vocabulary))
+        return cls(store.packed.take(index), joined_chunks(parts), store.vocabulary, recipe.target.dtype)
 
     @torch.inference_mode()
     def compare(self, model: Any) -> Closeness:
@@ -243,6 +248,13 @@ class TargetDistributions:
         kinds = {NEW: equal[~seen], SEEN: equal[seen]}
         shares = {name: float(own.float().mean()) for name, own in kinds.items() if len(own)}
         return Closeness(total / max(1, at), shares)
+
+
+def joined_chunks(parts: Sequence[TeacherChunk]) -> TeacherChunk:
+    """The positions of several chunks with ids, one after the other, on the CPU."""
+    return TeacherChunk(
+        *(torch.cat([getattr(part, name).cpu() for part in parts]) for name in TeacherChunk.__dataclass_fields__)
+    )
 
 
 def scored_logits(model: Any, part: Packed) -> Tensor:
@@ -452,27 +464,16 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
     parent = run.parent()
     if parent is not None:
         return inherit(run, parent)
-    settings = recipe.cut
-    device, answers = pick_device(recipe.device), read_answers(run, "train")
-    if recipe.target.load:
-        target = load_target(recipe.target, device)
-        vocabulary = real_tokens(target.config, load_tokenizer(recipe.target.model))
-        distributions = TargetDistributions.measure(
-            target, comparison_blocks(recipe, run, answers), vocabulary, recipe.target.dtype
-        )
-        del target  # the donor takes its memory
-    else:
-        distributions = TargetDistributions.stored(recipe, run)
-        run.say(f"  KL to the stored distributions of {len(distributions.blocks)} validation blocks, {REASON}")
+    settings, device = recipe.cut, pick_device(recipe.device)
+    distributions = TargetDistributions.stored(recipe, run)
     model, donor, changes = load_donor(recipe, run, device, distributions)
     say(run, changes)
-    scores, own = score_blocks(recipe, run, answers), settings.donor == "target"
-    made = cut_model(model, settings, scores, distributions, own)
+    made = cut_model(model, settings, score_blocks(recipe, run), distributions, own=settings.donor == "target")
     say(run, made)
     changes += made
     kept: list[int] | None = None
     if settings.trim is not None:
-        kept, metadata, change = choose_head(recipe, run, model, distributions.vocabulary, answers)
+        kept, metadata, change = choose_head(recipe, run, model, distributions.vocabulary)
         say(run, [change])
         changes.append(change)
     sizes = describe_model("cut", model)
@@ -568,44 +569,16 @@ def match_rows(model: Any, rows: int, real: int) -> list[Change]:
     return [Change("rows", before, size_of(model), details={"rows": rows, "donor_rows": present, "tokens": real})]
 
 
-def _own_blocks(recipe: Recipe, answers: Sequence[Sample]) -> Packed:
-    kept = ((a.prompt + a.answer, len(a.prompt)) for a in answers if not a.dropped)
-    return pack(kept, recipe.corpus.block, split_long=False)
-
-
-def score_blocks(recipe: Recipe, run: Run, answers: Sequence[Sample]) -> Packed:
-    """The text on which neurons and layers are scored and refitted: the target's first answers, packed, of few answers
-    those on which no cut is compared; without answers, text of the validation split."""
-    return _answers_or_text(recipe, run, answers[: len(answers) - compared_answers(answers)] or answers)
-
-
-def compared_answers(answers: Sequence[Sample]) -> int:
-    """How many of the last answers cuts may be compared on: half of them, because a cut fits those that it was made
-    from."""
-    return max(1, len(answers) // 2)
-
-
-def comparison_blocks(recipe: Recipe, run: Run, answers: Sequence[Sample]) -> Packed:
-    """The text on which cuts are compared: the target's last answers, or where there are none text of the validation
-    split. DataError where there is neither."""
-    blocks = _answers_or_text(recipe, run, answers[::-1][: compared_answers(answers)])
-    if not len(blocks):
-        raise DataError("there is neither an answer nor validation text to compare cuts on", "raise answers.prompts")
-    return blocks
-
-
-def _answers_or_text(recipe: Recipe, run: Run, answers: Sequence[Sample]) -> Packed:
-    own = _own_blocks(recipe, answers)
-    blocks = own if len(own) else Packed.load(run.path("corpus", "text-validation.safetensors"))
-    return blocks.take(slice(0, recipe.cut.score_blocks))
+def score_blocks(recipe: Recipe, run: Run) -> Packed:
+    """The text on which neurons and layers are scored and refitted: the first blocks that the draft learns from, which
+    hold answers of the target."""
+    return TeacherStore(run).packed.take(slice(0, recipe.cut.score_blocks))
 
 
 APART = 4  # of this many blocks of answers one measures what a trimmed head holds
 
 
-def choose_head(
-    recipe: Recipe, run: Run, model: Any, vocabulary: int, answers: Samples
-) -> tuple[list[int], dict[str, Any], Change]:
+def choose_head(recipe: Recipe, run: Run, model: Any, vocabulary: int) -> tuple[list[int], dict[str, Any], Change]:
     """Choose the kept tokens by the target's own text and its distributions there; the model itself stays whole.
 
     The share that they hold is measured on the answers of some blocks, which do not rank them.
@@ -614,15 +587,14 @@ def choose_head(
     assert share is not None
     tokens = Vocabulary.read(text_folder(recipe.target.model))
     forced = [index for index in always_kept(tokens) if index < vocabulary]
-    learnt = answers.take(answers.column("dropped") == "")
+    learnt = learnt_answers(run)
     rows = answer_blocks(learnt, recipe)[1]  # of the first blocks of the teacher's store
     apart = range(1, len(rows), APART)
     held = [one for block in apart for own in rows[block] for one in own]
     rest = numpy.setdiff1d(numpy.arange(len(learnt)), held)
     counts = count_tokens(learnt.take(rest), vocabulary)
     measured = count_tokens(learnt.take(held), vocabulary) if held else counts
-    stored = recipe.teacher.kind != "online"  # an online teacher stores no distributions
-    expected = expected_shares(TeacherStore(run), pick_device(recipe.device), apart) if stored else None
+    expected = expected_shares(TeacherStore(run), pick_device(recipe.device), apart)
     order = rank_tokens(counts, forced, expected)
     least = max(len(forced), recipe.teacher.top_k + 1)
     metadata: dict[str, Any] = {"forced": len(forced), "by": "mass" if size is None else "size"}

@@ -29,7 +29,7 @@ from distill.files import has_form, read_object, write_folder, write_json
 from distill.folders import Stored, copy_tokenizer, read_config, stored_tensors
 from distill.surgery.layers import FAMILIES, require_floats, require_supported
 from distill.surgery.results import Change, Size, read_changes, record_change, sizes_by
-from distill.teacher.store import TeacherSource
+from distill.teacher.store import TeacherStore
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import RARE, Vocabulary, role_counterparts, stand_ins
 
@@ -481,7 +481,7 @@ def always_kept(vocabulary: Vocabulary) -> list[int]:
     return [i for i, content in enumerate(vocabulary.bytes_of) if needed(vocabulary.kinds[i], content)]
 
 
-def expected_shares(teacher: TeacherSource, device: torch.device, apart: Container[int] = ()) -> Shares:
+def expected_shares(teacher: TeacherStore, device: torch.device, apart: Container[int] = ()) -> Shares:
     """The mean of the stored distributions at temperature 1 [V], at about EXPECTED_AT positions, evenly spread over the
     blocks that are not `apart`.
 
@@ -491,7 +491,7 @@ def expected_shares(teacher: TeacherSource, device: torch.device, apart: Contain
     scored = teacher.packed.scored
     scored *= torch.tensor([block not in apart for block in range(teacher.blocks)])
     step = max(1, math.ceil(int(scored.sum()) / EXPECTED_AT))
-    total = torch.zeros(teacher.vocabulary, dtype=torch.float64)
+    total = torch.zeros(teacher.vocabulary + 1, dtype=torch.float64)  # the last for unused places of compact entries
     count = 0
     for block in range(0, teacher.blocks, step):
         if not scored[block]:
@@ -501,11 +501,11 @@ def expected_shares(teacher: TeacherSource, device: torch.device, apart: Contain
             chunk = own.chunk(slice(first, min(first + CHUNK, len(own))))
             values = as_float64(chunk.log_probabilities.exp()).cpu()
             if chunk.ids is None:
-                total += values.sum(0)
+                total[:-1] += values.sum(0)
             else:
                 total.scatter_add_(0, chunk.ids.long().cpu().flatten(), values.flatten())
         count += len(own)
-    return (total / max(1, count)).numpy()
+    return (total[:-1] / max(1, count)).numpy()
 
 
 def rank_tokens(counts: Mapping[str, Counts], forced: Sequence[int], expected: Shares | None = None) -> list[int]:

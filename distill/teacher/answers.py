@@ -1,7 +1,6 @@
-"""Stage `answers`: the target's own text, group by group, from whatever runs the target. Stages `validation` and `test`
-of a run that never loads the target: its answers to held-out prompts, and its distributions on them and on held-out
-text, in stores like the teacher's. They take the place of the target wherever it would be run on held-out texts: to
-compare cuts, to choose weights, and to measure. Nothing in them is learnt from.
+"""Stage `answers`: the target's own text after the prompts of all three splits, group by group, from whatever runs the
+target. Draft and cut learn from the answers to train prompts. Those to held-out prompts are what cuts are compared on,
+weights are chosen by, and figures are measured on.
 
 Stage `questions`: the target writes the questions that it will be asked. An instruct model that continues the user
 header of its chat template writes a message of the kind that it was trained to answer (Magpie, arXiv 2406.08464). A
@@ -22,7 +21,6 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass, field, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +29,7 @@ import numpy
 from distill.data.chat_template import ChatTemplate, Message, PlainTexts, UserHeader, next_prompt
 from distill.data.prompts import ChatPrompts
 from distill.data.samples import (
+    SPLITS,
     TEXT_FAULTS,
     AnswerTexts,
     AskedQuestions,
@@ -39,6 +38,7 @@ from distill.data.samples import (
     Request,
     Sample,
     Samples,
+    Split,
     count_texts,
     decoded,
     fault_of,
@@ -46,6 +46,7 @@ from distill.data.samples import (
     listed,
     prompt_seed,
     read_answers,
+    read_groups,
     read_prompts,
     write_samples,
 )
@@ -57,10 +58,9 @@ from distill.errors import DataError, EndpointError, RecipeError, faults_explain
 from distill.files import has_form, parse_object, write_json, write_result, write_text
 from distill.progress import Caution, Progress
 from distill.recipe import Recipe, SamplerSettings, Source, is_path
-from distill.recipe.target import WriterSettings
 from distill.run import Run
 from distill.teacher.endpoint import Endpoint
-from distill.teacher.store import ANSWERS, Split, held_out, served_answers, sizes, target_metadata, write_store
+from distill.teacher.texts import held_out, held_out_sizes, renew, served_answers, target_metadata
 from distill.teacher.writers import MAX_FAULTS, GgufWriter, ServerWriter, TorchWriter, require_gguf
 
 # ── Groups of prompts: a file of answers each, and the journal of a group that is being written ──
@@ -162,6 +162,8 @@ class Group:
     """Prompts whose answers make one file, by their numbers in the list of all; `conversations` while it is open."""
 
     path: Path
+    prompts: Sequence[Sample]
+    rules: AnswerRules
     numbers: list[int]
     conversations: list[PromptAnswers] = field(default_factory=list)
 
@@ -195,7 +197,7 @@ class Group:
         self.conversations = []
 
 
-def groups_of(prompts: Sequence[Sample], size: int, folder: Path, name: str = "train") -> list[Group]:
+def groups_of(prompts: Sequence[Sample], rules: AnswerRules, size: int, folder: Path, name: str = "") -> list[Group]:
     """The groups of a list of prompts, the longest prompts first, so that texts of a group have like lengths.
 
     The longest also take the most memory: where it does not suffice, that shows at once.
@@ -203,28 +205,19 @@ def groups_of(prompts: Sequence[Sample], size: int, folder: Path, name: str = "t
     lengths = prompts.column("prompt") if isinstance(prompts, Samples) else [len(one.prompt) for one in prompts]
     order: list[int] = numpy.argsort(-numpy.asarray(lengths, int), kind="stable").tolist()
     return [
-        Group(folder / f"{name}-{group:05d}.arrow", order[start : start + size])
+        Group(folder / f"{name}{group:05d}.arrow", prompts, rules, order[start : start + size])
         for group, start in enumerate(range(0, len(order), size))
     ]
 
 
-def write_answers(
-    recipe: Recipe,
-    run: Run,
-    prompts: Sequence[Sample],
-    rules: AnswerRules,
-    part: tuple[int, int],
-    stage: str = "answers",
-    name: str = "train",
-    what: str = "answers, prompts",
-    idle: bool = False,
-) -> int:
-    """Write this process's part of the answers to prompts, as STAGE/NAME-NNNNN.arrow; the number of all files.
+def write_groups(
+    recipe: Recipe, run: Run, stage: str, groups: Sequence[Group], part: tuple[int, int], what: str, idle: bool = False
+) -> None:
+    """Write this process's part of the groups' files, of a stage.
 
     `what` is counted in the progress. With `idle`, there may be more processes than groups. Replies find their prompts
     by name: each has its own.
     """
-    groups = groups_of(prompts, recipe.answers.group_size, run.path(stage), name)
     index, count = part
     mine = groups[index::count] if idle else part_of(groups, part, "groups of prompts", "answers.group")
     missing = [group for group in mine if not group.path.exists()]
@@ -235,36 +228,35 @@ def write_answers(
     if len(missing) < len(mine):
         run.say(f"  resuming: {len(mine) - len(missing)} of {len(mine)} groups{whose} exist")
     if missing:
-        _GroupWriter(recipe, run, rules, f"{what}{whose}", mine).write(prompts, missing)
-    return len(groups)
+        _GroupWriter(recipe, run, stage, f"{what}{whose}", mine).write(missing)
 
 
 class _GroupWriter:
     """Writes groups: asks for the conversations' answers, and keeps those that got no reply until the end."""
 
-    def __init__(self, recipe: Recipe, run: Run, rules: AnswerRules, what: str, groups: Sequence[Group]) -> None:
-        self.run, self.rules, self.what = run, rules, what
+    def __init__(self, recipe: Recipe, run: Run, stage: str, what: str, groups: Sequence[Group]) -> None:
+        self.run, self.what = run, what
         self.writer = open_writer(recipe)
         if isinstance(self.writer, ServerWriter):
-            self.writer.endpoint.require_same(groups[0].path.parent)
+            self.writer.endpoint.require_same(run.path(stage))
         self.allowed = 0.0 if recipe.answers.writer is None else recipe.answers.writer.missing
         self.total = sum(len(group.numbers) for group in groups)
         self.unanswered: list[tuple[PromptAnswers, Reply]] = []
         self.tokens, self.started = 0, time.monotonic()
 
-    def write(self, prompts: Sequence[Sample], missing: list[Group]) -> None:
-        """Write the missing groups of these prompts: all at once where each reply stands for itself, else in turn."""
+    def write(self, missing: list[Group]) -> None:
+        """Write the missing groups: all at once where each reply stands for itself, else in turn."""
         done = self.total - sum(len(group.numbers) for group in missing)
         self.progress = Progress(self.what, self.total, done, self.writer.together)
         try:
             for part in [missing] if self.writer.by_prompt else [[group] for group in missing]:
-                self._write(prompts, part)
+                self._write(part)
             self._settle()
         finally:
             for line in self.writer.close():
                 self.run.say(f"  {self.what.partition(',')[0]}: {line}")
 
-    def _write(self, prompts: Sequence[Sample], groups: Sequence[Group]) -> None:
+    def _write(self, groups: Sequence[Group]) -> None:
         """Ask for everything that the journals of the groups lack, and write each group with its last reply; a group is
         opened, and its prompts are read, once the requests of those before it do not suffice."""
         waiting: deque[Request] = deque()
@@ -280,9 +272,9 @@ class _GroupWriter:
             while unopened and len(waiting) < self.writer.together + MAX_FAULTS:  # replies that a writer holds back
                 group = unopened.popleft()
                 known = group.known() if self.writer.by_prompt else {}
-                group.conversations = [PromptAnswers(one, prompts[one], group) for one in group.numbers]
+                group.conversations = [PromptAnswers(one, group.prompts[one], group) for one in group.numbers]
                 for conversation in group.conversations:
-                    conversation.begin(self.rules, known)
+                    conversation.begin(group.rules, known)
                     ask(conversation)
                 if done := sum(one.request is None for one in group.conversations):
                     self.progress.step(done)
@@ -303,7 +295,7 @@ class _GroupWriter:
 
     def _take(self, conversation: PromptAnswers, reply: Reply) -> None:
         self.tokens += len(reply.ids)
-        conversation.take(reply, self.rules)
+        conversation.take(reply, conversation.group.rules)
         if conversation.request is None:
             rate = self.tokens / max(1e-9, time.monotonic() - self.started)
             self.progress.step(note=f"{rate:.0f} tokens/s")
@@ -368,47 +360,79 @@ def served_rather(recipe: Recipe) -> list[str]:
 
 
 def answers(recipe: Recipe, run: Run, part: tuple[int, int] | None = None) -> list[Path]:
-    """Let the target continue the train prompts; each group of prompts is one file in answers/, the unit of resuming.
+    """Let the target continue the prompts of all splits; each group of prompts is one file in answers/SPLIT/, the unit
+    of resuming.
 
     Where replies do not depend on each other (GGUF files, servers), each is also kept as it comes. Served answers,
     where the recipe names a file of them, come first. With several processes, `part` = (index, count) makes this one
     write every count-th group; the first process finishes the stage when all are done. None: the part of this process
-    among those it was launched with. In conversations the target answers one turn of the user after the other.
+    among those it was launched with. In conversations of the train split the target answers one turn of the user after
+    the other; held-out ones end with its first answer.
     """
     part = part or (process_index(), process_count())
     tokenizer = load_tokenizer(recipe.target.model)
-    if recipe.answers.traffic is not None and part[0] == 0:
-        write_traffic(recipe, run, tokenizer)
-        _learn_again(recipe, run)
-    groups = 0
-    if recipe.answers.prompts != 0:
-        prompts = read_prompts(run, "train")
-        turns = any(chat and json.loads(chat)["turns"] for chat in prompts.column("chat"))
-        rules = rules_of(recipe, tokenizer, ChatTemplate(tokenizer, recipe.chat) if turns else None)
-        groups = write_answers(recipe, run, prompts, rules, part)
+    if part[0] == 0:
+        if recipe.answers.traffic is not None:
+            write_traffic(recipe, run, tokenizer)
+            _learn_again(recipe, run)
+        for split in SPLITS[1:]:
+            renew(run.path("answers", split), _origin(recipe, run, split))
+    barrier()
+    groups = [group for split in SPLITS for group in _groups(recipe, run, split, tokenizer)]
+    if groups:
+        write_groups(recipe, run, "answers", groups, part, "answers, prompts")
     barrier()
     if part[0] == 0:
-        _write_manifest(recipe, run, groups)
+        _write_manifest(recipe, run)
     return [run.path("answers")]
+
+
+def _origin(recipe: Recipe, run: Run, split: Split) -> dict[str, Any]:
+    """What the answers to held-out prompts are made from, beside all that the train answers are made from, too."""
+    sizes = held_out_sizes(recipe, split)
+    return {"ids": asked_prompts(recipe, run, split).column("id").tolist(), "new_tokens": sizes.new_tokens}
+
+
+def asked_prompts(recipe: Recipe, run: Run, split: Split) -> Samples:
+    """The prompts of a split that the target is asked: of held-out ones, as many as served answers leave to measure."""
+    prompts = read_prompts(run, split)
+    if recipe.answers.prompts == 0:  # served texts alone
+        return prompts.take(slice(0, 0))
+    if split == "train":
+        return prompts
+    served = served_answers(run, split).column("id")
+    left = max(0, held_out_sizes(recipe, split).prompts - len(served))
+    return prompts.take(~numpy.isin(prompts.column("id").astype(str), served.astype(str)))[:left]
+
+
+def _groups(recipe: Recipe, run: Run, split: Split, tokenizer: Any) -> list[Group]:
+    """The groups of a split's prompts."""
+    prompts, template = asked_prompts(recipe, run, split), None
+    if split == "train" and any(chat and json.loads(chat)["turns"] for chat in prompts.column("chat")):
+        template = ChatTemplate(tokenizer, recipe.chat)
+    rules = rules_of(recipe, tokenizer, template)
+    if split != "train":
+        rules = replace(rules, new_tokens=held_out_sizes(recipe, split).new_tokens, keep_truncated=True)
+    return groups_of(prompts, rules, recipe.answers.group, run.path("answers", split))
 
 
 def _learn_again(recipe: Recipe, run: Run) -> None:
     """Mix served answers that the parent of a refreshed run has learnt from with as many new ones, drawn by the seed,
     so that the draft does not unlearn them."""
-    parent, path = run.parent(), run.path("answers", "train-traffic-earlier.arrow")
+    parent, path = run.parent(), run.path("answers", "train", "traffic-earlier.arrow")
     if parent is None or path.exists():
         return
     before = Run(run.folder.parent / parent["run"], recipe)
     every = read_answers(before, "train")
     old = every.take((every.column("source") == SOURCE) & (every.column("dropped") == ""))
-    fresh = len(read_answers(run, "train-traffic"))
+    fresh = len(read_groups(sorted(run.path("answers", "train").glob("traffic-*.arrow")), "answers"))
     kept = random.Random(recipe.seed).sample(old, min(len(old), fresh))
     write_samples(path, kept)
     run.say(f"  {len(kept)} of {len(old)} served answers of {before.folder.name} are learnt from again")
 
 
-def _write_manifest(recipe: Recipe, run: Run, groups: int) -> None:
-    """Write manifest.json with the target, the sampler and counts of answers."""
+def _write_manifest(recipe: Recipe, run: Run) -> None:
+    """Write manifest.json with the target, the sampler and counts of answers to train prompts, and of held-out ones."""
     answers = read_answers(run, "train")
     reasons = answers.column("dropped")
     dropped = Counter(reasons[reasons != ""])
@@ -419,7 +443,13 @@ def _write_manifest(recipe: Recipe, run: Run, groups: int) -> None:
     few = 2 * dropped.total() > len(answers)
     said = f"{_said(found)}, {found.not_ended} of them cut short by a limit"
     run.say(f"  {'warning: most were dropped: ' if few else ''}{said}", warning=few)
-    manifest = {**target_metadata(recipe), "sampler": recipe.sampler.model_dump(mode="json"), "groups": groups}
+    held: dict[str, Any] = {}
+    for split in SPLITS[1:]:
+        texts = held_out(recipe, run, split)
+        counts = _counted(recipe, texts.answers, texts.answers, texts.dropped)
+        run.say(f"  {split}: {_said(counts)}; {int(texts.given.mask.sum())} positions of given text")
+        held[split] = asdict(counts)
+    manifest = {**target_metadata(recipe), "sampler": recipe.sampler.model_dump(mode="json"), "held_out": held}
     write_json(run.path("answers", "manifest.json"), manifest | asdict(found))
 
 
@@ -445,36 +475,6 @@ def writer_kind(recipe: Recipe) -> str:
     """The kind of writer, for the manifest; without addresses."""
     settings = recipe.answers.writer
     return "transformers" if settings is None else "server" if settings.gguf is None else "gguf"
-
-
-def _hold_out(recipe: Recipe, run: Run, split: Split) -> list[Path]:
-    """Answer the held-out prompts of a split, then store the distributions; resumes by the reply and by the shard.
-
-    One process does it. Without a writer, served answers are all there are. A teacher's GGUF file also writes the
-    answers: a card that holds it has no room for a server beside it.
-    """
-    if recipe.answers.writer is not None and recipe.teacher.gguf is not None:
-        own = recipe.answers.model_copy(update={"writer": WriterSettings(gguf=recipe.teacher.gguf)})
-        recipe = recipe.model_copy(update={"answers": own})
-    count, new_tokens, _ = sizes(recipe, split)
-    served = {*served_answers(run, split).column("id")}
-    left = 0 if recipe.answers.writer is None else max(0, count - len(served))
-    prompts = [prompt for prompt in read_prompts(run, split) if prompt.id not in served][:left]
-    if prompts:
-        rules = rules_of(recipe, load_tokenizer(recipe.target.model))
-        rules = replace(rules, new_tokens=new_tokens, keep_truncated=True)
-        write_answers(recipe, run, prompts, rules, (0, 1), split, ANSWERS)
-    texts = held_out(recipe, run, split)
-    summary = _counted(recipe, texts.answers, texts.answers, texts.dropped)
-    run.say(f"  {_said(summary)} to {split} prompts; {int(texts.given.mask.sum())} positions of given text")
-    write_store(recipe, run, texts.blocks, (0, 1), split, all_entries=True)
-    write_result(run.path(split, "summary.json"), summary)
-    return [run.path(split)]
-
-
-# Stage `validation`, on which cuts are compared and weights are chosen, and stage `test`, of the printed figures.
-hold_out_validation = partial(_hold_out, split="validation")
-hold_out_test = partial(_hold_out, split="test")
 
 
 # ── Which texts are usable questions ──
@@ -699,6 +699,7 @@ def check_questions(recipe: Recipe) -> list[str]:
 
 EXPECTED, LOWEST_EXPECTED = 0.8, 1 / TEXTS_PER_QUESTION  # share of usable texts
 SURPLUS = 1.1  # more are asked for, to be sure
+ROUND = 32  # texts
 EXAMPLES, SHOWN_CHARACTERS = 3, 500  # of each
 SUMMARY = "summary.json"
 
@@ -736,7 +737,7 @@ def _ask(asking: Asking, run: Run, part: tuple[int, int], name: str) -> tuple[li
     for number in itertools.count(1):
         if len(usable) >= goal or len(asked) >= TEXTS_PER_QUESTION * goal:
             break
-        count = _next(asking.recipe.answers.batch, goal, len(usable), len(asked))
+        count = _next(goal, len(usable), len(asked))
         fresh = [asking.begin(place) for place in range(len(asked), len(asked) + count)]
         for question, text, reason in _written(asking, run, part, fresh, f"asked-{asking.number}-round-{number}"):
             asked.append(replace(question, text=text))
@@ -767,9 +768,10 @@ def _written(
     recipe = asking.writing(sorted({header.end for header in headers if header.end is not None}))
     rules = replace(asking.rules, new_tokens=asking.source.tokens, keep_truncated=True)
     prompts = [Sample(f"{one.id}/1", header.ids, source="target") for one, header in zip(fresh, headers, strict=True)]
-    write_answers(recipe, run, prompts, rules, part, "questions", name, "questions, texts", idle=True)
+    groups = groups_of(prompts, rules, recipe.answers.group, run.path("questions"), f"{name}-")
+    write_groups(recipe, run, "questions", groups, part, "questions, texts", idle=True)
     barrier()
-    answers = read_answers(run, name, "questions")
+    answers = read_groups([group.path for group in groups], "questions")
     if [one.id for one in answers] != [prompt.id for prompt in prompts]:
         hint = "make it again with `distill train RECIPE --redo questions`"
         raise DataError(f"{run.path('questions')} holds other texts than were asked for", hint)
@@ -783,10 +785,10 @@ def _written(
         yield one, text, reason or (WORDLESS if not words(rules.text_of(answer.answer)) else "")
 
 
-def _next(batch: int, goal: int, usable: int, asked: int) -> int:
-    """How many texts the next round asks for: as many as the share of usable ones suggests, in whole batches."""
+def _next(goal: int, usable: int, asked: int) -> int:
+    """How many texts the next round asks for: as many as the share of usable ones suggests, in steps of ROUND."""
     rate = max(LOWEST_EXPECTED, usable / asked) if asked else EXPECTED
-    count = math.ceil(SURPLUS * (goal - usable) / rate / batch) * batch
+    count = math.ceil(SURPLUS * (goal - usable) / rate / ROUND) * ROUND
     return min(count, TEXTS_PER_QUESTION * goal - asked)
 
 

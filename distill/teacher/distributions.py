@@ -30,10 +30,10 @@ EMPTY = -1e4  # log of a tail that holds nothing: finite, so that 0 · log stays
 class TeacherChunk:
     """The target's distributions at c positions, natural logarithms in fp32.
 
-    With `ids` [c, K] (column numbers, likeliest first, unless a trim removed some): `log_probabilities` [c, K] of
-    those columns; without: [c, C] of every column. `log_tail` [c] is the log of the mass in no named column; EMPTY
-    where there is none. The draft can put mass on tokens outside the `ids`, but not on tokens that a dense chunk leaves
-    out: those that a trimmed head cannot generate.
+    With `ids` [c, K] (column numbers, likeliest first, unless a trim removed some): `log_probabilities` [c, K] of those
+    columns; an id beyond the columns stands for none, and has no mass. Without: [c, C] of every column. `log_tail` [c]
+    is the log of the mass in no named column; EMPTY where there is none. The draft can put mass on tokens outside the
+    `ids`, but not on tokens that a dense chunk leaves out: those that a trimmed head cannot generate.
     """
 
     ids: Tensor | None
@@ -72,7 +72,8 @@ def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
 class CompactTeacher:
     """Distributions from a compact store, at temperature 1: ids [N, K], log p [N, K], log of the others' mass [N].
 
-    In a trimmed teacher, `place` [V] is the column of each id, `columns` for trimmed ids.
+    A position with fewer entries than K has the id `columns`, which no token has, and the log of 0 in the other places.
+    In a trimmed teacher, `place` [V + 1] is the column of each id, `columns` for trimmed ids and unused places.
     """
 
     ids: Tensor
@@ -103,7 +104,7 @@ class CompactTeacher:
         """
         assert self.place is None, "these distributions are trimmed already"
         kept = kept.to(self.ids.device)
-        place = torch.full((self.columns,), len(kept), dtype=torch.long, device=kept.device)
+        place = torch.full((self.columns + 1,), len(kept), dtype=torch.long, device=kept.device)
         place[kept] = torch.arange(len(kept), device=kept.device)
         return replace(self, columns=len(kept), place=place)
 

@@ -11,7 +11,7 @@ import math
 import re
 import shutil
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,11 +21,9 @@ from distill.devices import barrier, is_main
 from distill.errors import DataError, DistillError
 from distill.files import Figure, Result, file_digest, from_json, has_form, read_json, write_folder, write_json
 from distill.run import Run
+from distill.tables import Interval
 
 # ── The record: lines of metrics.jsonl and training.json as dataclasses ──
-
-# How the acceptance of weights was measured: by decoding, or on stored distributions.
-DECODED, STORED = "decoded rounds", "acceptance probability on stored distributions"
 
 KEPT = 2  # checkpoints
 ACCEPTANCE_STAGE = "acceptance"  # of the lines on evaluated weights
@@ -49,53 +47,47 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class EvaluatedWeights:
-    """Weights whose drafts were measured on validation prompts, as `measure` names: DECODED or STORED; NaN where none
-    could be, as nothing was drafted.
+    """Weights whose acceptance was measured on the stored validation answers of the target, under the served sampler
+    and the recipe's protocol: the mean chance that a drafted token is accepted; NaN if there is no position.
 
-    Decoded: the conditional `acceptance`, accepted ÷ reached, in this many `rounds`, and `expected_acceptance`, the
-    acceptance probability on texts that are the same for all weights of a training. Stored: Σ min(p, q) at this many
-    `positions` of the target's answers, at least `acceptance` and at most `most`, as a store holds likeliest tokens
-    alone.
+    `acceptance` is the least that the stored distributions allow, and chooses; `most` is the largest (equal where they
+    are whole). `interval` is that of the least over answers, `gain` that of its difference to the best weights before,
+    paired by answer; None for the first weights.
     """
 
     step: int
     acceptance: Figure
-    tokens_per_round: Figure = math.nan
-    rounds: int = 0
-    expected_acceptance: Figure = math.nan
-    measure: str = DECODED
-    positions: int = 0
     most: Figure = math.nan
-
-    @property
-    def score(self) -> float:
-        """The acceptance that chooses weights: that on equal texts, as decoding a few ranks weights by chance."""
-        return self.acceptance if self.measure == STORED else self.expected_acceptance
+    positions: int = 0
+    answers: int = 0
+    interval: Interval | None = None
+    gain: Interval | None = None
 
     @property
     def words(self) -> str:
         """Its figures."""
-        if math.isnan(self.score):
-            return "no acceptance: the draft's context ends before the validation texts"
-        if self.measure == STORED:
-            return (
-                f"acceptance probability on stored distributions between {self.acceptance:.3f} and {self.most:.3f} at "
-                f"{self.positions} positions of validation answers, nothing decoded"
-            )
+        if math.isnan(self.acceptance):
+            return "no acceptance: there is no position of a validation answer"
+        found = f"{self.acceptance:.3f}"
+        if self.interval is not None:
+            found += f" [{self.interval.low:.3f}, {self.interval.high:.3f}]"
+        if self.most - self.acceptance > 0.0005:
+            found += f" at least, {self.most:.3f} at most,"
+        gain = (
+            ""
+            if self.gain is None
+            else f", {self.gain.mean:+.4f} [{self.gain.low:+.4f}, {self.gain.high:+.4f}] to the best"
+        )
         return (
-            f"acceptance probability {self.expected_acceptance:.3f} on equal texts; decoded: conditional acceptance "
-            f"{self.acceptance:.3f}, {self.tokens_per_round:.2f} tokens per round on validation prompts"
+            f"acceptance probability {found} at {self.positions} positions of {self.answers} validation answers{gain}"
         )
 
 
 @dataclass(frozen=True)
 class Evaluation(EvaluatedWeights):
-    """An evaluation with the tokens that had counted in the loss, and the drafted tokens that were accepted and reached
-    in each prompt's text, from which an interval follows. Unknown in lines of older versions."""
+    """An evaluation with the tokens that had counted in the loss; None in lines of older versions."""
 
     tokens: int | None = None
-    accepted: list[int] = field(default_factory=list)
-    reached: list[int] = field(default_factory=list)
 
 
 REMEDY = (  # for `TrainingSummary.warning`
@@ -141,9 +133,8 @@ class TrainingSummary:
         """What to know where the weights from before the first step were taken; None where training helped."""
         if self.best is None or self.best.step != 0:
             return None
-        on = "validation prompts" if self.best.measure == DECODED else "validation answers (stored distributions)"
         return (
-            f"Training did not help: no weights that it made were accepted more often on {on} than those "
+            "Training did not help: no weights that it made were accepted more often on validation answers than those "
             f"before its first step, so the draft is the untrained cut ({self.best.words})."
         )
 

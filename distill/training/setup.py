@@ -21,21 +21,14 @@ from torch import Tensor
 
 from distill.data.packing import token_ids
 from distill.devices import CPU, make_current, pick_device, process_count
-from distill.engines.torch.hugging_face import (
-    check_folder,
-    load_config,
-    load_model,
-    load_target,
-    load_weights,
-    read_kept,
-)
+from distill.engines.torch.hugging_face import check_folder, load_config, load_model, load_weights, read_kept
 from distill.engines.torch.packed import PackedLinear
 from distill.errors import RecipeError, RunError
 from distill.recipe import Adapter, Recipe, Train
 from distill.run import Run
 from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
-from distill.teacher.store import TeacherSource, open_teacher, read_manifest, require_fit
+from distill.teacher.store import TeacherStore, require_fit
 from distill.training.learner import CHUNK, Columns, Learner, batch_blocks
 from distill.training.losses import LossSettings
 from distill.training.optimizer import make_optimizer, outer_share, with_rate
@@ -150,9 +143,9 @@ def merge(model: Any, init: Path | None = None) -> Any:
 
 ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"  # the variable that decides accelerate's device
 
-# The state before the first step. `tokens` counted in the loss; expected acceptance is measured on `texts`; `ended` is
-# the last step of a training that is over.
-START: dict[str, Any] = dict(step=0, best=None, misses=0, sparsity=None, tokens=0, texts=None, ended=None)
+# The state before the first step. `tokens` counted in the loss; `best` are the best weights, whose acceptance by answer
+# is `sums`; `ended` is the last step of a training that is over.
+START: dict[str, Any] = dict(step=0, best=None, sums=None, misses=0, sparsity=None, tokens=0, ended=None)
 
 
 @dataclass
@@ -163,13 +156,12 @@ class Training:
     run: Run
     accelerator: Any
     loss: LossSettings
-    source: TeacherSource
+    source: TeacherStore
     learner: Any
     optimizer: Any
     penalty: Penalty | None
     kept: list[int] | None
     outer: float = 1.0  # the rate of embeddings and head, as a share of that of the rest
-    target: Any = None  # of an online teacher; else loaded on first use
     state: dict[str, Any] = field(default_factory=START.copy)
 
     @property
@@ -198,12 +190,6 @@ class Training:
         learner: Any = plain(self.learner)
         with learner.whole() as draft:
             yield draft
-
-    def loaded_target(self) -> Any:
-        """The target, loaded on first use."""
-        if self.target is None:
-            self.target = load_target(self.recipe.target, self.accelerator.device)
-        return self.target
 
 
 def require_processes(recipe: Recipe, device: torch.device) -> None:
@@ -297,14 +283,13 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     device = accelerator.device
     loss = loss_settings(settings, recipe.sampler.temperature)
     trim = read_kept(run.path("cut"))
-    require_fit(read_manifest(run), recipe)
     kept = trim["kept"] if trim else None
     draft = load_draft(recipe, run, device)
-    target = load_target(recipe.target, device) if recipe.teacher.kind == "online" else None
-    source = open_teacher(run, recipe, device, target)
+    source = TeacherStore(run)
+    require_fit(source.manifest, recipe)
     penalty = penalty_of(draft, settings)
     ids = None if kept is None else token_ids(source.packed, source.vocabulary)
     learner: Any = Learner(draft, Columns(source.vocabulary, kept, device), CHUNK, ids)
     learner, optimizer = accelerator.prepare(learner, make_optimizer(draft, settings))
     learner.train()
-    return Training(recipe, run, accelerator, loss, source, learner, optimizer, penalty, kept, outer, target)
+    return Training(recipe, run, accelerator, loss, source, learner, optimizer, penalty, kept, outer)

@@ -2,28 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
-
 from distill.errors import RecipeError
 from distill.recipe import Loss, Recipe, Train
-from distill.recipe.recipe import REASON
+from distill.recipe.training import Protocol
 from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import require_ramp
 from distill.training.losses import LossSettings
 from distill.training.optimizer import outer_share, with_rate
 
-Verifying = Literal["sampling", "match", "greedy"]
-
 # The default loss. On the demo pair no loss gave more acceptance than forward KL under match and greedy, and
 # the JSD gave the most under sampling (docs/benchmarks.md#training).
-PROTOCOL_LOSS: dict[Verifying, Loss] = {
+PROTOCOL_LOSS: dict[Protocol, Loss] = {
     "sampling": {"jsd": 1.0},
     "match": {"forward_kl": 1.0},
     "greedy": {"forward_kl": 1.0},
 }
 
 
-def protocol_of(settings: Train, temperature: float) -> Verifying:
+def protocol_of(settings: Train, temperature: float) -> Protocol:
     """How drafts will be verified, `auto` resolved by the served sampler's temperature."""
     if settings.protocol == "auto":
         return "greedy" if temperature == 0 else "sampling"
@@ -42,7 +38,7 @@ def check_training(recipe: Recipe) -> list[str]:
     assert settings.rate is not None
     if teacher.kind == "compact" and settings.temperature != 1:
         what = f"train.temperature is {settings.temperature:g}, and a compact teacher keeps distributions at 1 alone"
-        raise RecipeError(what, "use teacher.kind exact or online, or leave train.temperature at 1")
+        raise RecipeError(what, "use teacher.kind exact, or leave train.temperature at 1")
     if settings.sparsity is not None:
         require_ramp(settings.steps, settings.sparsity.ramp)
     positions = settings.batch * recipe.corpus.block
@@ -56,8 +52,8 @@ def check_training(recipe: Recipe) -> list[str]:
     chosen = "the last weights are taken"
     if settings.acceptance is not None and settings.sparsity is None:
         verifying = protocol_of(settings, recipe.sampler.temperature)
-        stored = f"stored distributions of validation answers are taken, no rounds are decoded: {REASON}"
-        chosen = f"the weights of the highest acceptance probability ({verifying} verification) on " + (
-            "validation prompts are taken" if recipe.target.load else stored
+        chosen = (
+            f"the weights of the highest expected acceptance ({verifying} verification, the recipe's sampler) on "
+            f"stored answers to {settings.acceptance.prompts} validation prompts are taken"
         )
     return [*lines, f"train: {chosen}"]

@@ -226,13 +226,8 @@ def logits_of(model: Any, keep: Tensor | int, **inputs: Any) -> Tensor:
 def load_target(target: Target, device: torch.device) -> Any:
     """The target of a recipe, in its type, quantised or sharded as the recipe says.
 
-    Every load of a recipe's target comes through here. Raises RunError where the recipe says never to load it.
+    Every load of a recipe's target comes through here.
     """
-    if not target.load:
-        raise RunError(
-            f"this would load the weights of {target.model}, and the recipe says never to (target.load: false)",
-            "set target.load: true where they fit this machine, or ask the servers or the GGUF file that hold them",
-        )
     return load_model(target.model, target.dtype, device, quantise=target.quantise, shard=target.shard)
 
 

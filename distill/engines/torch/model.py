@@ -161,7 +161,7 @@ def layer_masks(model: Any, visible: Tensor, at: Tensor, of: Tensor) -> Tensor |
 
 # ── One sequence, with rollback and trees of tokens ──
 
-UNDECODABLE = "leave it on a server or in a GGUF file (target.load: false), or name another model"
+UNDECODABLE = "leave it on a server or in a GGUF file (answers.writer), or name another model"
 
 
 def state_refusal(kind: type, config: Any, empty: bool = True) -> str | None:

@@ -1,0 +1,165 @@
+"""How often a draft's tokens are accepted at stored positions, under the served sampler and each verifier.
+
+A compact store names a position's likeliest tokens and the mass of all others at temperature 1. Temperature, top-k,
+top-p and min-p apply to these entries as they stand: the result is exact if the sampler draws from stored tokens alone,
+and lies between two bounds if not. Whole distributions give exact figures.
+
+Legend: c positions, K entries of a position, V vocabulary. a = 1 / temperature; the weight of a token is p ** a, in
+multiples of that of the likeliest token.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from distill import divergences
+from distill.recipe.training import Protocol
+from distill.sampler import Sampler
+from distill.teacher.distributions import EMPTY, TeacherChunk
+
+HALF, SMALLEST = 2.0**-11, 2.0**-25  # relative and absolute rounding of a logarithm to fp16
+
+
+@dataclass(frozen=True)
+class ServedEntries:
+    """The distribution that a sampler draws from at c positions, as far as stored entries tell.
+
+    `least` and `most` [c, K] are bounds of the probabilities of `ids` [c, K] (an id of V or more stands for no token).
+    `tail` [c] is the most mass that all other tokens may have together, `single` [c] that one of them may have.
+    """
+
+    ids: Tensor
+    least: Tensor
+    most: Tensor
+    tail: Tensor
+    single: Tensor
+
+    @property
+    def exact(self) -> Tensor:
+        """The positions [c] at which the sampler draws from stored tokens alone, which are known up to rounding."""
+        certain = (self.least > 0) | (self.most == 0)
+        return (self.tail == 0) & certain.all(-1)
+
+    def mass_on(self, allowed: Tensor) -> tuple[Tensor, Tensor]:
+        """The least and the most mass [c] on the `allowed` [c, V] tokens."""
+        size = allowed.shape[-1]
+        here = allowed.gather(-1, self.ids.clamp(max=size - 1)) & (self.ids < size)
+        return (self.least * here).sum(-1), ((self.most * here).sum(-1) + self.tail).clamp(max=1)
+
+
+def served_entries(chunk: TeacherChunk, sampler: Sampler, vocabulary: int) -> ServedEntries:
+    """The distribution of a sampler from stored entries, with the rounding of the stored logarithms in the bounds."""
+    ids, logs, log_tail = chunk.ids, chunk.log_probabilities, chunk.log_tail
+    assert ids is not None, "a whole distribution needs no bounds"
+    present = ids < vocabulary
+    if sampler.temperature == 0:
+        first = torch.zeros_like(logs)
+        first[:, 0] = 1
+        nothing = torch.zeros_like(log_tail)
+        return ServedEntries(ids, first, first, nothing, nothing)
+    power = 1 / sampler.temperature
+    error = (logs.abs() * HALF + SMALLEST).masked_fill(~present, 0)
+    top = logs[:, :1]
+    low, high = ((power * (logs + side * error - top)).exp() * present for side in (-1, 1))
+    tail_low, tail_high, single = _tail_weights(chunk, power, present, vocabulary)
+    entries = present.sum(-1)
+    stays = present.clone()  # entries that are certainly drawn from, and those that may be
+    maybe = present.clone()
+    if sampler.top_k:
+        within = torch.arange(ids.shape[-1], device=ids.device) < sampler.top_k
+        stays, maybe = stays & within, maybe & within
+        tail_high = tail_high * (entries < sampler.top_k)
+        tail_low = torch.zeros_like(tail_low)  # how much of the tail is among the k likeliest is not known
+    if sampler.top_p < 1:
+        low_sum, high_sum = (low * stays).sum(-1, keepdim=True), (high * maybe).sum(-1, keepdim=True)
+        whole_low, whole_high = low_sum + tail_low.unsqueeze(-1), high_sum + tail_high.unsqueeze(-1)
+        before_low, before_high = _before(low * maybe), _before(high * maybe)
+        stays &= before_high < sampler.top_p * whole_low
+        maybe &= before_low < sampler.top_p * whole_high
+        stays[:, 0] = maybe[:, 0] = True  # the likeliest token is always drawn from
+        # A token of the tail stands after all entries.
+        tail_high = tail_high * (low_sum < sampler.top_p * whole_high).squeeze(-1)
+        tail_low = torch.zeros_like(tail_low)
+    if sampler.min_p:
+        stays &= low >= sampler.min_p
+        maybe &= high >= sampler.min_p
+        stays[:, 0] = maybe[:, 0] = True
+        tail_high = tail_high * (single >= sampler.min_p)
+        tail_low = torch.zeros_like(tail_low)
+    single = torch.minimum(single, tail_high)
+    sure = (low * stays).sum(-1)
+    fewest, most = sure + tail_low, (high * maybe).sum(-1) + tail_high
+    least = low * stays / most.unsqueeze(-1)
+    largest = (high * maybe / fewest.unsqueeze(-1)).clamp(max=1)
+    return ServedEntries(ids, least, largest, tail_high / (sure + tail_high), single / (sure + single))
+
+
+def _before(weights: Tensor) -> Tensor:
+    """The sum of the weights before each [c, K]."""
+    return weights.cumsum(-1) - weights
+
+
+def _tail_weights(chunk: TeacherChunk, power: float, present: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
+    """The least and the most weight of all tokens outside the entries, and the most of one of them [c].
+
+    None of them is likelier than the last entry, or than their whole mass t. Σ p ** a with Σ p = t is extreme where the
+    mass is spread evenly, or is held by as few tokens as possible.
+    """
+    logs, log_tail = chunk.log_probabilities, chunk.log_tail
+    top = logs[:, 0]
+    last = logs.masked_fill(~present, math.inf).amin(-1)
+    largest = torch.minimum(last + last.abs() * HALF + SMALLEST, log_tail)
+    others = (vocabulary - present.sum(-1)).clamp(min=1).log()
+    narrow = log_tail + (power - 1) * largest - power * top
+    even = power * log_tail + (1 - power) * others - power * top
+    none = (log_tail <= EMPTY) | (present.sum(-1) >= vocabulary)
+    narrow, even, single = (weight.exp().masked_fill(none, 0) for weight in (narrow, even, power * (largest - top)))
+    return torch.minimum(narrow, even), torch.maximum(narrow, even), single
+
+
+# ── The chance that a drafted token is accepted ──
+
+
+def acceptance_chances(
+    chunk: TeacherChunk, draft_logits: Tensor, sampler: Sampler, protocol: Protocol
+) -> tuple[Tensor, Tensor]:
+    """The least and the most chance [c] that the target keeps a drafted token, from draft logits [c, V].
+
+    protocol: `sampling` (rejection sampling), `match` (the draft's argmax against a sampled token) or `greedy` (argmax
+    against argmax). Equal for whole distributions, and under `greedy`.
+    """
+    if protocol == "greedy":
+        best = chunk.log_probabilities.argmax(-1) if chunk.ids is None else chunk.ids[:, 0]
+        same = (best == draft_logits.argmax(-1)).to(torch.float32)
+        return same, same
+    if chunk.ids is None:
+        p = sampler.probabilities(chunk.log_probabilities)
+        if protocol == "match":
+            exact = divergences.acceptance_match(p, draft_logits)
+        else:
+            exact = divergences.acceptance_sampling(p, sampler.probabilities(draft_logits))
+        return exact, exact
+    served = served_entries(chunk, sampler, draft_logits.shape[-1])
+    if protocol == "match":
+        return match_bounds(served, draft_logits)
+    return sampling_bounds(served, sampler.probabilities(draft_logits))
+
+
+def sampling_bounds(served: ServedEntries, draft: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds of Σ min(p, q) [c] from the draft's distribution [c, V]."""
+    size = draft.shape[-1]
+    q = draft.gather(-1, served.ids.clamp(max=size - 1)) * (served.ids < size)
+    outside = (1 - q.sum(-1)).clamp(min=0)
+    most = torch.minimum(served.most, q).sum(-1) + torch.minimum(served.tail, outside)
+    return torch.minimum(served.least, q).sum(-1), most.clamp(max=1)
+
+
+def match_bounds(served: ServedEntries, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Bounds of p(argmax q) [c] from the draft's logits [c, V]."""
+    hit = served.ids == draft_logits.argmax(-1, keepdim=True)
+    least, most = ((side * hit).sum(-1) for side in (served.least, served.most))
+    return least, torch.where(hit.any(-1), most, served.single)

@@ -1,0 +1,149 @@
+"""The texts of the three splits, in the blocks in which they are learnt from and measured: the target's answers first,
+then given text.
+
+Train answers are packed tightly, because their order does not matter. Held-out answers keep their order, one document
+each, so that figures can be paired by prompt.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy
+
+from distill.data.packing import Blocks, Deferred, Packed, concatenate, pack, planned
+from distill.data.samples import TEXT_FAULTS, Samples, Split, joined_samples, listed, read_answers, read_prompts
+from distill.engines.torch.hugging_face import load_tokenizer
+from distill.errors import DataError
+from distill.files import digest, read_json, reference_digest, write_json
+from distill.recipe import Recipe
+from distill.run import Run
+
+# Reasons for which an answer is not learnt from, but says what the target wrote.
+READABLE = ("", "truncated", *TEXT_FAULTS)
+ORIGIN = "origin.json"  # what the files of a split's folder were made from
+
+
+def tokenizer_digest(target: str) -> str:
+    """Of the vocabulary that a target's texts are written in."""
+    return digest(load_tokenizer(target).get_vocab())
+
+
+def target_metadata(recipe: Recipe) -> dict[str, Any]:
+    """The identity of a target: its content, its tokenizer's vocabulary, and how it runs."""
+    return {
+        "target": recipe.target.model,
+        "target_digest": reference_digest(recipe.target.model),
+        "tokenizer_digest": tokenizer_digest(recipe.target.model),
+        "dtype": recipe.target.dtype,
+        "quantise": recipe.target.quantise,
+    }
+
+
+@dataclass(frozen=True)
+class HeldOutSizes:
+    """How much of a held-out split is measured: prompts, the most new tokens of an answer, and blocks of given text."""
+
+    prompts: int
+    new_tokens: int
+    blocks: int
+
+
+def held_out_sizes(recipe: Recipe, split: Split) -> HeldOutSizes:
+    """What a recipe asks of split `validation` or `test`."""
+    if split == "test":
+        return HeldOutSizes(recipe.eval.prompts, recipe.eval.new_tokens, recipe.eval.file_blocks)
+    chosen = recipe.train.acceptance
+    return HeldOutSizes(0 if chosen is None else chosen.prompts, recipe.answers.new_tokens, recipe.cut.score_blocks)
+
+
+def learnt_answers(run: Run) -> Samples:
+    """The answers that training learns from, never held-out ones; at least one."""
+    answers = read_answers(run, "train")
+    return answers.take(answers.column("dropped") == "")
+
+
+def answer_blocks(answers: Samples, recipe: Recipe) -> tuple[Deferred, list[list[list[int]]]]:
+    """Answers in the blocks in which they are learnt from; and the numbers of those in each document of each block."""
+    return planned(answers.ids, len(answers), recipe.corpus.block)
+
+
+def packed_order(answers: Samples, recipe: Recipe) -> Samples:
+    """The answers in the order in which blocks hold them."""
+    rows = answer_blocks(answers, recipe)[1]
+    return answers.take([one for row in rows for own in row for one in own])
+
+
+def served_answers(run: Run, split: Split) -> Samples:
+    """Held-out answers of served traffic: the target has written them already."""
+    prompts = read_prompts(run, split)
+    return prompts.take(prompts.column("answer") > 0)
+
+
+@dataclass(frozen=True)
+class HeldOut:
+    """Held-out texts: the answers, and their blocks, one document each; the given text's blocks; what was left out."""
+
+    answers: Samples
+    own: Packed
+    given: Packed
+    dropped: dict[str, int]
+
+    @property
+    def blocks(self) -> Packed:
+        """All blocks, the answers' first; their documents are numbered where those of the given text are."""
+        parts = [part for part in (self.own, self.given) if len(part)]
+        return concatenate(parts) if parts else self.given
+
+
+def held_out(recipe: Recipe, run: Run, split: Split) -> HeldOut:
+    """The texts of split `validation` or `test`, a pure function of the files of stages `corpus` and `answers`.
+
+    An answer counts as the target wrote it, also if it ends in a loop or was cut short. Raises DataError if answers
+    were asked for and none is left.
+    """
+    sizes = held_out_sizes(recipe, split)
+    found = joined_samples([served_answers(run, split)[: sizes.prompts], read_answers(run, split)])
+    reasons = found.column("dropped")
+    readable = numpy.isin(reasons, READABLE) & (found.column("answer") > 0)
+    answers, dropped = found.take(readable), Counter(reason or "empty" for reason in reasons[~readable])
+    if len(found) and not answers:
+        hint = "correct what wrote them (answers) and use --redo answers, or give more served lines (answers.traffic)"
+        raise DataError(f"no answer to a {split} prompt is left: {listed(dropped, ' × ')}", hint)
+    texts = [(numpy.concatenate(turn), len(turn[0])) for turn in map(answers.ids, range(len(answers)))]
+    own = pack(texts, recipe.corpus.block, split_long=False)
+    given = Packed.load(run.path("corpus", f"text-{split}.safetensors")).take(slice(0, sizes.blocks))
+    return HeldOut(answers, own, given, dict(sorted(dropped.items())))
+
+
+@dataclass(frozen=True)
+class SplitBlocks:
+    """The blocks of a split, those of answers first: how many of them, and of their scored positions, are answers'."""
+
+    blocks: Blocks
+    answer_blocks: int
+    answer_positions: int
+
+
+def split_blocks(recipe: Recipe, run: Run, split: Split) -> SplitBlocks:
+    """What a split's store holds the target's distributions on."""
+    if split == "train":
+        own = answer_blocks(learnt_answers(run), recipe)[0]
+        text = Packed.load(run.path("corpus", "text-train.safetensors"))
+        return SplitBlocks(own.before(text), len(own), int(own.scored.sum()))
+    texts = held_out(recipe, run, split)
+    return SplitBlocks(texts.blocks, len(texts.own), int(texts.own.mask.sum()))
+
+
+def renew(folder: Path, origin: dict[str, Any]) -> None:
+    """Keep the files of a split's folder if they were made from `origin`, and remove them if not."""
+    path = folder / ORIGIN
+    if path.exists() and read_json(path, {"digest": str})["digest"] == digest(origin):
+        return
+    if folder.exists():
+        shutil.rmtree(folder)
+    write_json(path, {"digest": digest(origin)})
