@@ -76,7 +76,7 @@ class EvaluatedWeights:
         gain = (
             ""
             if self.gain is None
-            else f", {self.gain.mean:+.4f} [{self.gain.low:+.4f}, {self.gain.high:+.4f}] to the best"
+            else f", {self.gain.mean:+.4f} [{self.gain.low:+.4f}, {self.gain.high:+.4f}] to the best before"
         )
         return (
             f"acceptance probability {found} at {self.positions} positions of {self.answers} validation answers{gain}"
