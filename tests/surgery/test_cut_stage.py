@@ -16,8 +16,7 @@ from safetensors.torch import load_file
 from toys import save_toy, toy
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill.data.packing import Packed
-from distill.data.samples import Sample, read_answers, read_samples, write_samples
+from distill.data.samples import Sample, read_answers, write_samples
 from distill.engines.torch.hugging_face import load_config, load_tokenizer
 from distill.errors import DataError
 from distill.gguf import families
@@ -26,7 +25,7 @@ from distill.gguf.writer import export_gguf
 from distill.recipe import load_recipe
 from distill.run import Run
 from distill.surgery import cutter
-from distill.surgery.cutter import choose_head, comparison_blocks, score_blocks
+from distill.surgery.cutter import TargetDistributions, choose_head, score_blocks
 from distill.surgery.vocabulary import count_tokens
 from distill.teacher.store import TeacherStore
 
@@ -106,9 +105,8 @@ def test_what_a_head_holds_is_measured_on_answers_that_did_not_rank_it(
     answers = [one for one in read_answers(run, "train") if not one.dropped]
     spoilt = replace(answers[0], id="spoilt", answer=[7] * 99, dropped="empty")
     model = AutoModelForCausalLM.from_pretrained(world / "target")
-    write_samples(tmp_path / "all", [*answers, spoilt])
-    every = read_samples(tmp_path / "all", "answers")
-    kept, metadata, _ = choose_head(recipe, run, model, vocabulary, every)
+    write_samples(run.path("answers", "train", "99999.arrow"), [spoilt])
+    kept, metadata, _ = choose_head(recipe, run, model, vocabulary)
     ranking, measuring = ({one.id for one in some} for some in counted)
     assert ranking and measuring and not ranking & measuring and ranking | measuring == {one.id for one in answers}
     written = [token for one in counted[1] for token in one.answer]
@@ -116,7 +114,9 @@ def test_what_a_head_holds_is_measured_on_answers_that_did_not_rank_it(
     assert share >= 0.5 and {one.source: share for one in answers} == metadata["mass"]
     # One block of answers is both.
     counted.clear()
-    choose_head(recipe, run, model, vocabulary, every[:1])
+    shutil.rmtree(run.path("answers", "train"))
+    write_samples(run.path("answers", "train", "00000.arrow"), answers[:1])
+    choose_head(recipe, run, model, vocabulary)
     assert [[one.id for one in some] for some in counted] == [[answers[0].id]]
 
 
@@ -139,33 +139,25 @@ def test_unstructured_sparsity_is_in_the_report(begun: Path, world: Path, tmp_pa
     assert "Sparsity" in page and "weights are zero" in page and "From donor to draft" in page
 
 
-def test_cuts_are_compared_on_other_answers_than_they_are_made_from(begun: Path, world: Path, tmp_path: Path) -> None:
-    """However few there are; a single answer is both, and without any it is text of the validation split."""
+def test_cuts_are_made_from_train_texts_and_compared_on_validation_texts(
+    begun: Path, world: Path, tmp_path: Path
+) -> None:
+    """Scored and refitted on the first blocks that the draft learns from; compared on the validation store, whose
+    distributions are the target's own to within the entries that are kept. DataError if that store is empty."""
     shutil.copytree(begun, tmp_path / "tiny")
     run = Run(tmp_path / "tiny", load_recipe(world / "recipe.yaml"))
-    path = run.path("corpus", "text-validation.safetensors")
-    text = Packed.load(path)
-    assert len(text) and torch.equal(comparison_blocks(run.recipe, run, []).ids, text.take(slice(0, 4)).ids)
-    text.take(slice(0, 0)).save(path)
-    with pytest.raises(DataError, match="neither an answer nor validation text"):
-        comparison_blocks(run.recipe, run, [])
-    answers = [one for one in read_answers(run, "train") if not one.dropped]
-
-    def read_by(blocks: Packed) -> set[int]:
-        rows = [
-            tuple(ids[documents == number].tolist())
-            for ids, documents in zip(blocks.ids, blocks.documents, strict=True)
-            for number in documents.unique()
-        ]
-        whole = [tuple(one.prompt + one.answer) for one in few]
-        return {index for index, ids in enumerate(whole) if ids in rows}
-
-    for count in (2, 5, len(answers)):
-        few = answers[:count]
-        fitted, compared = (read_by(of(run.recipe, run, few)) for of in (score_blocks, comparison_blocks))
-        assert fitted and compared and not fitted & compared and max(fitted) < min(compared)
-    few = answers[:1]
-    assert read_by(score_blocks(run.recipe, run, few)) == read_by(comparison_blocks(run.recipe, run, few)) == {0}
+    count = run.recipe.cut.score_blocks
+    assert torch.equal(score_blocks(run.recipe, run).ids, TeacherStore(run).packed.take(slice(0, count)).ids)
+    compared = TargetDistributions.stored(run.recipe, run)
+    held = TeacherStore(run, "validation")
+    assert torch.equal(compared.blocks.ids, held.packed.take(slice(0, count)).ids) and held.exact
+    model = AutoModelForCausalLM.from_pretrained(world / "target")
+    assert compared.compare(model).kl == pytest.approx(0, abs=1e-4)
+    manifest = run.path("teacher", "validation", "manifest.json")
+    manifest.write_text(json.dumps(read(manifest) | {"shard_blocks": [], "answer_blocks": 0}))
+    run.finish("teacher", "key", {}, [run.path("teacher")], 0)
+    with pytest.raises(DataError, match="neither an answer nor text of the validation split"):
+        TargetDistributions.stored(run.recipe, run)
 
 
 @pytest.mark.parametrize(

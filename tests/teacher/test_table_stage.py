@@ -18,7 +18,8 @@ from tiny import Capture
 from distill.data.samples import read_samples
 from distill.decoding.ngrams import LEAST, ORDER, NGramTable
 from distill.engines.torch.hugging_face import load_model
-from distill.teacher.store import LIKELIEST, TABLE_FILE, tokenizer_digest
+from distill.teacher.ngrams import LIKELIEST, TABLE_FILE
+from distill.teacher.texts import tokenizer_digest
 
 PRICED = "{drafter: table, rule: expected-value, nodes: 4, length: 4}"
 
@@ -36,7 +37,7 @@ def counted(world: Path, finished: Path, tmp_path_factory: pytest.TempPathFactor
 def test_a_run_counts_its_train_answers_and_nothing_else(counted: Path, world: Path) -> None:
     """Every n-gram of the table, against the answers' files and the target asked anew: none of a held-out text."""
     table = NGramTable.open(counted.joinpath(*TABLE_FILE), tokenizer_digest(str(world / "target")))
-    files = sorted((counted / "answers").glob("train-*.arrow"))
+    files = sorted((counted / "answers" / "train").glob("*.arrow"))
     answers = [one for file in files for one in read_samples(file, "answers") if not one.dropped]
     assert len(answers) >= 4 and table.about["texts"] == str(len(answers))
     model = load_model(str(world / "target"), "float32", torch.device("cpu"))
