@@ -294,7 +294,7 @@ def test_artifacts(tmp_path: Path, read: Any, content: Any) -> None:
 
 
 def test_manifest_of_a_teacher(copied: Path, world: Path) -> None:
-    edit(copied / "teacher" / "manifest.json", shard_blocks=[])
+    edit(copied / "teacher" / "train" / "manifest.json", shard_blocks=[])
     with pytest.raises(DataError, match=r"manifest\.json is damaged"):
         read_manifest(Run(copied, load_recipe(world / "recipe.yaml")))
 

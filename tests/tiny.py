@@ -112,7 +112,7 @@ def recipe_values(world: Path, elsewhere: bool = False) -> dict[str, Any]:
             "dtype": "float32",  # as bf16 would hide what more than rounding changes; Muon computes in it
             "optimizer": "adamw",
             "save_every": 2,
-            "acceptance": {"every": 4, "prompts": 2, "new_tokens": 8},
+            "acceptance": {"every": 4, "prompts": 2},
         },
         "eval": {"prompts": 6, "new_tokens": 12, "file_blocks": 4, "length": 3},
         "export": {"outtypes": ["f16"]},

@@ -43,7 +43,7 @@ def build(folder: Path) -> Path:
 def values(folder: Path) -> dict[str, Any]:
     """A small recipe of a run that never loads the target; answers and distributions come from the GGUF file."""
     found = tiny.recipe_values(folder)
-    found["target"] = {"model": str(folder / "target"), "load": False}
+    found["target"] = {"model": str(folder / "target")}
     first, second, _ = ({**one, "path": str(folder / one["path"])} for one in found["corpus"]["sources"])
     labelled = {"kind": "jsonl", "path": str(folder / "test.jsonl"), "split": "test"}
     found["corpus"]["sources"] = [first, second, labelled]

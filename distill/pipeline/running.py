@@ -36,7 +36,7 @@ from distill.pipeline.stages import (
 )
 from distill.progress import duration
 from distill.recipe import Recipe, load_recipe
-from distill.recipe.recipe import left_out, not_run
+from distill.recipe.recipe import left_out, not_run, of_older_version
 from distill.run import BEGIN, READ, Run
 
 if TYPE_CHECKING:
@@ -112,6 +112,8 @@ class Planner:
         require_part(self.recipe, [*([until] if until else []), *self.asked])
         last = NAMES.index(until) if until else len(STAGES) - 1
         absent = left_out(self.recipe)
+        if older := self._of_older_version():
+            return [Action(older, "refuse", error=RunError(*of_older_version(self.run.folder)))]
         actions: list[Action] = []
         for stage in STAGES[: last + 1]:
             if stage.name in absent:
@@ -127,6 +129,15 @@ class Planner:
             if action.kind == "refuse":
                 break
         return actions
+
+    def _of_older_version(self) -> Stage | None:
+        """The first precious stage whose finished files have the form of an older version; None without one."""
+        for stage in STAGES:
+            record = self.run.done(stage.name) if stage.precious else None
+            version = None if record is None else record["inputs"].get("version")
+            if isinstance(version, int) and version < stage.version:
+                return stage
+        return None
 
     def decide(self, stage: Stage) -> Action:
         """The action for a stage whose inputs are written."""

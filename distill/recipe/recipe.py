@@ -136,6 +136,7 @@ def not_loadable(recipe: Recipe) -> str | None:
 
 def local_weights(model: str) -> list[Path]:
     """The files of a model's weights on this machine; none if it is a hub name whose weights were never downloaded."""
+    model, _ = parts_of(model)
     if is_gguf(model):
         return split_parts(Path(model)) if Path(model).exists() else []
     folder = Path(model)
@@ -378,6 +379,32 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         place = place[key]
 
 
+GONE = {  # settings of older versions, and what to do now
+    "target.load": "leave it out: the machine is asked whether it can load the target",
+    "train.acceptance.new_tokens": "leave it out: weights are chosen on stored validation answers",
+    "teacher.kind: online": "teacher.kind=exact stores the same distributions",
+}
+
+
+def _refuse_gone(raw: dict[str, Any], path: Path) -> None:
+    """Raise RecipeError for settings that only older versions had; of a run, it says how to keep the draft."""
+    places = {name: name.rpartition(".") for name in GONE if ": " not in name}
+    gone = [name for name, (section, _, key) in places.items() if key in _section(raw, section)]
+    gone += ["teacher.kind: online"] * (_section(raw, "teacher").get("kind") == "online")
+    if gone and path.name == "config.yaml" and (path.parent / "stages").is_dir():
+        raise RecipeError(*of_older_version(path.parent))
+    if gone:
+        raise RecipeError(f"{path}: {', '.join(gone)} is no longer a setting", "; ".join(GONE[name] for name in gone))
+
+
+def of_older_version(run: Path) -> tuple[str, str]:
+    """The refusal of a run that an older version made, and how to keep its draft."""
+    draft = run.resolve() / "draft"
+    uses = f"`distill eval TARGET {draft}`, `distill export-gguf {draft}`, `distill train RECIPE name=OTHER cut.donor="
+    hint = f"its draft loads on its own: {uses}{draft}`; or move the whole run aside (--fresh)"
+    return f"{run} was made by an older version of distill, whose stages were others", hint
+
+
 def parse_recipe(raw: Any, where: str) -> Recipe:
     """The recipe in a mapping; raises one RecipeError with every mistake."""
     if not isinstance(raw, dict):
@@ -405,6 +432,7 @@ def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Recipe:
     if isinstance(raw, dict):
         for override in overrides:
             _apply_override(raw, override)
+        _refuse_gone(raw, path)
         _resolve_paths(raw, path.resolve().parent)
     return parse_recipe(raw, str(path))
 

@@ -35,15 +35,18 @@ CHILD = """
 import importlib, sys, time
 from pathlib import Path
 from distill.data.packing import pack
+from distill.data.samples import write_samples
 from distill.pipeline.stages import find_stage
 from distill.recipe import load_recipe
 from distill.run import Run
 folder = Path(sys.argv[1])
 recipe = load_recipe(folder / "recipe.yaml")
 run = Run(folder, recipe)
-if sys.argv[2] == "teacher":  # which reads given text, too: none
+if sys.argv[2] == "teacher":  # which reads given text and held-out prompts, too: none
     run.path("corpus").mkdir()
-    pack([], recipe.corpus.block, False).save(run.path("corpus", "text-train.safetensors"))
+    for split in ("train", "validation", "test"):
+        pack([], recipe.corpus.block, False).save(run.path("corpus", f"text-{split}.safetensors"))
+        write_samples(run.path("corpus", f"prompts-{split}.arrow"), [])
 module, function = find_stage(sys.argv[2]).function.split(":")
 made = getattr(importlib.import_module(module), function)(recipe, run)
 if sys.argv[2] == "teacher":
@@ -65,7 +68,7 @@ def recipe_of(run: Path, steps: int) -> dict[str, Any]:
 
 
 def make(side: str, run: Path, folder: Path, answers: int | None, steps: int) -> None:
-    """The folder of a side, with what both sides share."""
+    """The folder of a side, with what both sides share; each version finds the answers where it looks for them."""
     from distill.data.samples import read_answers, write_samples
     from distill.files import write_json
     from distill.recipe import load_recipe
@@ -76,7 +79,8 @@ def make(side: str, run: Path, folder: Path, answers: int | None, steps: int) ->
     (folder / "cut").symlink_to((run / "cut").resolve(), target_is_directory=True)
     own = read_answers(Run(run, load_recipe(run / "config.yaml")), "train")
     kept = [one for one in own if not one.dropped][:answers]
-    write_samples(folder / "answers/train-00000.arrow", kept)
+    for name in ("train-00000.arrow", "train/00000.arrow"):
+        write_samples(folder / "answers" / name, kept)
     shutil.copy(run / "answers/manifest.json", folder / "answers")
     print(f"{side}: {len(kept)} answers of {sum(len(one.answer) for one in kept)} tokens", flush=True)
 

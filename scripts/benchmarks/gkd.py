@@ -36,12 +36,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from learning import Trainings, table, texts_of
 
 from distill.data.packing import Packed
-from distill.devices import pick_device
 from distill.engines.torch.hugging_face import load_model, load_tokenizer
 from distill.progress import Progress
 from distill.recipe import load_recipe
 from distill.run import Run
-from distill.teacher.store import open_teacher
+from distill.teacher.store import TeacherStore
 from distill.training.learner import batch_blocks
 from distill.training.optimizer import parameter_groups, rate_share
 
@@ -126,7 +125,7 @@ class GkdTrainings(Trainings):
         self.run = Run(options.run, load_recipe(options.run / "config.yaml"))
         self.target = load_model(self.run.recipe.target.model, "float32", torch.device("cpu"))
         self.tokenizer = load_tokenizer(str(self.run.path("cut")))
-        self.packed = open_teacher(self.run, self.run.recipe, pick_device("cpu")).packed
+        self.packed = TeacherStore(self.run).packed
 
     def trained(self, folder: Path, text: str, rate: float, seed: int) -> tuple[Any, dict[str, Any]]:
         """A draft that trl's GKDTrainer trained, and how many positions it learnt from and scored."""

@@ -104,7 +104,7 @@ def texts_of(options: Any) -> dict[str, Texts]:
     run = Run(options.run, load_recipe(options.run / "config.yaml"))
     options.to.mkdir(parents=True, exist_ok=True)
     target = load_model(run.recipe.target.model, "float32", torch.device("cpu"))
-    vocabulary = json.loads((options.run / "teacher" / "manifest.json").read_text())["vocabulary"]
+    vocabulary = json.loads((options.run / "teacher" / "train" / "manifest.json").read_text())["vocabulary"]
     return {split: Texts(target, run.recipe, read_prompts(run, split), options, vocabulary) for split in SPLITS}
 
 

@@ -170,7 +170,7 @@ def build(folder: Path, tokens: int, port: int) -> Path:
     server = {"urls": [f"http://127.0.0.1:{port}/v1"], "model": MODEL}
     recipe = {
         "name": "scale",
-        "target": {"model": str(target), "load": False},
+        "target": {"model": str(target)},
         "corpus": {
             "sources": [
                 {"kind": "jsonl", "path": str(folder / f"{split}.jsonl"), "split": split}
@@ -242,9 +242,10 @@ def run(recipe: Path, kills: int, tokens: int, positions: int) -> Spent:
 
 def written(folder: Path, tokens: int, positions: int) -> float:
     """The share of answers and shards that is on disk, by bytes."""
-    answers = sum(path.stat().st_size for path in folder.glob("answers/train-*"))
-    answers += sum(path.stat().st_size for path in folder.glob("answers/.train-*"))
-    shards = sum(path.stat().st_size for path in folder.glob("teacher/shard-*"))
+    answers, shards = (
+        sum(path.stat().st_size for path in (folder / name).glob("*"))  # hidden journals among them
+        for name in ("answers/train", "teacher/train")
+    )
     return min(1.0, answers / (4.5 * tokens)) / 2 + min(1.0, shards / (positions * (6 * K + 12))) / 2
 
 

@@ -29,7 +29,9 @@ from distill.recipe import load_recipe
 from distill.recipe.configuration import LENGTH, TABLE_NODES
 from distill.run import Run
 from distill.tables import Cell, Row, Table, document
-from distill.teacher.store import TeacherStore, expected_tokens, learnt_answers, packed_order
+from distill.teacher.ngrams import expected_tokens
+from distill.teacher.store import TeacherStore
+from distill.teacher.texts import learnt_answers, packed_order
 
 Text = tuple[list[int], list[int]]
 

@@ -124,7 +124,7 @@ VARIANTS: dict[str, tuple[str, Callable[[Inputs], Step]]] = {
     "plain": ("plain forward KL, the target's full logits given", plain),
     "trl": ("trl's GKD loss (JSD), full logits given", gkd),
     "compact": ("ours, forward KL, compact store", compact),
-    "whole": ("ours, forward KL, exact store or online target*", whole),
+    "whole": ("ours, forward KL, exact store*", whole),
 }
 
 

@@ -258,7 +258,7 @@ RECORDS = [
     *("stages/corpus.json", "stages/train.json", "stages/eval.json", "stages/redo.json", "stages/train.begun.json"),
     *("parent.json", "provenance.json", "metrics.jsonl", "eval.json", "speedup.json", "training.json"),
     *("cut/cut.json", "cut/surgery.json", "gguf/export.json", "speedup/calibration.json"),
-    *("corpus/prompts-test.arrow", "corpus/documents-test.json", "answers/train-00000.arrow", "cut/kept_tokens.json"),
+    *("corpus/prompts-test.arrow", "corpus/documents-test.json", "answers/train/00000.arrow", "cut/kept_tokens.json"),
     *("teacher/entries.json", "draft/sparsity.json", "config.yaml"),
 ]
 MADE: dict[str, Any] = {  # valid contents of files that the tiny run does not have
@@ -674,8 +674,8 @@ SHARD = "shard-00001.safetensors"
 
 
 def shards(world: World) -> Strategy:
-    manifest = world.json("runs/tiny/teacher/manifest.json")
-    edited = st.one_of(*safetensors(world.finished / "teacher" / SHARD))
+    manifest = world.json("runs/tiny/teacher/train/manifest.json")
+    edited = st.one_of(*safetensors(world.finished / "teacher" / "train" / SHARD))
     return st.one_of(st.tuples(st.just("manifest.json"), Tree(manifest).files()), st.tuples(st.just(SHARD), edited))
 
 
@@ -688,8 +688,8 @@ def read_shards(world: World, found: tuple[str, bytes]) -> Readers:
     name, data = found
     run = world.run
     for other in ("manifest.json", SHARD):
-        restored(world, f"teacher/{other}")
-    run.path("teacher", name).write_bytes(data)
+        restored(world, f"teacher/train/{other}")
+    run.path("teacher", "train", name).write_bytes(data)
 
     def store() -> None:
         opened = TeacherStore(run)

@@ -147,8 +147,8 @@ def test_a_store_that_a_run_holds_needs_no_room_again(world: Path, tmp_path: Pat
     run = tmp_path / "runs" / "new"
     with pytest.raises(RunError, match=f"B more in {tmp_path}, where"):
         preflight.check_disk(recipe, 12, run)
-    (run / "teacher").mkdir(parents=True)
-    with open(run / "teacher" / "shard-00000.safetensors", "wb") as shard:
+    (run / "teacher" / "train").mkdir(parents=True)
+    with open(run / "teacher" / "train" / "shard-00000.safetensors", "wb") as shard:
         shard.truncate(round(needed * 0.6))  # a file of holes
     preflight.check_disk(recipe, 12, run)
     assert asked == [tmp_path, run]
@@ -160,7 +160,7 @@ def test_how_often_the_text_is_seen(world: Path, finished: Path, capsys: Capture
     few = "epochs: about 1.1 over the answers to 12 prompts and given text"  # 8·4·64 ÷ (1500 + 12·32)
     assert f"\n{few}\n" in tiny.shown(*check)
     assert "\nwarning: epochs: about 108.7 over" in tiny.shown(*check, "train.steps=800")
-    trained, store = (json.loads((finished / name).read_text()) for name in ("training.json", "teacher/manifest.json"))
+    trained, store = (json.loads((finished / name).read_text()) for name in ("training.json", "teacher/train/manifest.json"))
     assert trained["epochs"] == 8 * 4 / sum(store["shard_blocks"])
     assert 0 < trained["answers"] == store["answer_positions"] / store["scored_positions"] < 1
     assert f"{trained['epochs']:.1f} epochs of the training text, " in (finished / "log.txt").read_text()

@@ -25,7 +25,7 @@ from distill.recipe import load_recipe
 from distill.run import Run
 from distill.serving.check import LlamaClient
 from distill.serving.server import Http, LlamaServer, started
-from distill.teacher.store import FORMS
+from distill.teacher.ngrams import FORMS
 
 Capture = pytest.CaptureFixture[str]
 
@@ -84,7 +84,7 @@ def test_what_cannot_be_exported_is_refused(copied: Path, tmp_path: Path, capsys
     assert f"-m TARGET.gguf --spec-type ngram-cache --lookup-cache-static {place}" in said
     assert "--overwrite replaces it" in tiny.refused(capsys, "export-lookup", copied.name, *runs)
     assert tiny.call("export-lookup", copied.name, *runs, "--overwrite") == 0
-    (file,) = list((copied / "answers").glob("train-00000*"))
+    (file,) = list((copied / "answers" / "train").glob("00000*"))
     kept = file.read_bytes()
     file.write_bytes(kept.replace(b"1", b"2", 1))
     assert "is damaged" in tiny.refused(capsys, "export-lookup", copied.name, *runs, "--overwrite")
@@ -102,7 +102,7 @@ def test_what_a_server_takes_is_in_its_command(monkeypatch: pytest.MonkeyPatch) 
     assert shlex.split(command("ik_llama", 9, "it's"))[-1].endswith(r"suffix_corpus='it\'s'")
     assert "max-tokens" not in command("sglang", 9_999_998) and "max-tokens 10000001" in command("sglang", 9_999_999)
     assert "max_cached_requests" not in command("vllm", 9) and "10001" in command("vllm", 9, texts=10_001)
-    monkeypatch.setattr("distill.teacher.store.IK_INSERTED", 60)
+    monkeypatch.setattr("distill.teacher.ngrams.IK_INSERTED", 60)
     monkeypatch.setattr(server_commands, "IK_INSERTED", 60)
     with pytest.raises(DataError, match=r"11 tokens of answers: ik_llama\.cpp reads at most 10"):
         FORMS["ik_llama"][1](None, [Sample("a", [1, 2, 3, 4], [5] * 7)])  # type: ignore[arg-type]

@@ -29,7 +29,7 @@ from distill.progress import warn_once
 from distill.recipe import load_recipe
 from distill.run import Run
 
-STEPS = ("corpus/prompts-train", "answers/train-00001", "teacher/shard-00002", "cut", "step-000004", "draft", "eval.md")
+STEPS = ("corpus/prompts-train", "answers/train/00001", "teacher/train/shard-00002", "cut", "step-000004", "draft", "eval.md")
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
@@ -95,7 +95,7 @@ def flip(path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "stage"),
     [
-        ("answers/train-00001.arrow", "teacher"),
+        ("answers/train/00001.arrow", "teacher"),
         ("corpus/prompts-test.arrow", "speedup"),
         ("cut/model.safetensors", "train"),
         ("draft/model.safetensors", "eval"),
@@ -116,7 +116,7 @@ def test_a_flipped_bit_is_found(world: Path, copied: Path, capsys: Capture, name
 
 def test_corrupted_teacher_shard(world: Path, copied: Path, capsys: Capture) -> None:
     whole = tiny.contents(copied, "README.md")
-    flip(copied / "teacher" / "shard-00001.safetensors")
+    flip(copied / "teacher" / "train" / "shard-00001.safetensors")
     before = {name: d for name, d in tiny.contents(copied).items() if name.startswith(("teacher", "answers", "draft"))}
     said = refused(capsys, world, copied.parent, "train.steps=10", "--redo", "train")
     assert "shard-00001.safetensors" in said
@@ -130,14 +130,14 @@ def test_corrupted_teacher_shard(world: Path, copied: Path, capsys: Capture) -> 
 def test_truncated_answers(world: Path, copied: Path, capsys: Capture) -> None:
     """Only the damaged file is made again."""
     whole = tiny.contents(copied / "answers")
-    path = copied / "answers" / "train-00001.arrow"
-    untouched = (copied / "answers" / "train-00000.arrow").stat().st_mtime_ns
+    path = copied / "answers" / "train" / "00001.arrow"
+    untouched = (copied / "answers" / "train" / "00000.arrow").stat().st_mtime_ns
     path.write_bytes(path.read_bytes()[:-30])
     assert train(world, copied.parent, "--until", "train") == 0
     said = capsys.readouterr().err
-    assert "train-00001.arrow" in said and "2 of 3 groups exist" in said
+    assert "train/00001.arrow" in said and "2 of 3 groups exist" in said
     assert tiny.contents(copied / "answers") == whole
-    assert (copied / "answers" / "train-00000.arrow").stat().st_mtime_ns == untouched
+    assert (copied / "answers" / "train" / "00000.arrow").stat().st_mtime_ns == untouched
     assert "train: up to date" in said
 
 

@@ -149,7 +149,7 @@ def test_what_a_killed_removal_left_is_not_taken_for_work(world: Path, copied: P
     for name in ("answers", "teacher", "train"):
         (copied / "stages" / f"{name}.json").unlink()
     whole = tiny.contents(copied / "answers")
-    (copied / "answers" / "train-00001.arrow").write_text("{}\n")
+    (copied / "answers" / "train" / "00001.arrow").write_text("{}\n")
     assert train(world, copied, "--until", "answers") == 0
     assert tiny.contents(copied / "answers") == whole
 
@@ -160,7 +160,7 @@ def test_a_shard_that_was_cut_off_is_made_again_before_its_stage_ends(
     whole, record = tiny.contents(copied / "teacher"), copied / "stages" / "teacher.json"
     (copied / "stages" / "teacher.begun.json").write_text(json.dumps(json.loads(record.read_text())["inputs"]))
     record.unlink()
-    shard = max((copied / "teacher").glob("shard-*.safetensors"))
+    shard = max((copied / "teacher" / "train").glob("shard-*.safetensors"))
     shard.write_bytes(shard.read_bytes()[:-9])
     assert train(world, copied, "--until", "teacher") == 0
     assert f"{shard} is damaged" in capsys.readouterr().err
@@ -216,7 +216,7 @@ def test_the_plan_of_each_state(world: Path, copied: Path) -> None:
     assert planned("train", train__steps=9) == {**done, "train": "redo", **waiting}
     assert tiny.contents(copied) == before
 
-    (copied / "answers" / "train-00001.arrow").unlink()
+    (copied / "answers" / "train" / "00001.arrow").unlink()
     (copied / "gguf" / "export.json").unlink()
     waiting = dict.fromkeys(("teacher", "cut", "train", "eval", "export", "speedup", "report"), "wait")
     assert planned() == {"corpus": "skip", "answers": "mend", **waiting}
@@ -240,7 +240,8 @@ def test_a_stage_that_was_killed_before_its_first_file_keeps_nothing(world: Path
     run = Run(copied, recipe)
     (copied / "stages" / "answers.begun.json").write_text('{"version": 1}')
     assert [action.kind for action in plan_run(recipe, run)][:3] == ["redo", "wait", "wait"]
-    (copied / "answers" / "train-00000.arrow").write_text("")
+    (copied / "answers" / "train").mkdir()
+    (copied / "answers" / "train" / "00000.arrow").write_text("")
     refused = plan_run(recipe, run)
     assert [action.kind for action in refused] == ["refuse"] and "answers rest on it" in str(refused[0].error)
 
