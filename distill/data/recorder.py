@@ -32,23 +32,11 @@ from typing import Any, BinaryIO
 import h11
 
 from distill.data import records
-from distill.data.records import (
-    CLOSING,
-    OF_LINE,
-    REQUEST,
-    STEERING,
-    THINKING,
-    efforts,
-    fault_of_text,
-    normal,
-    steered,
-    unread_fields,
-)
+from distill.data.records import CLOSING, OF_LINE, THINKING, efforts, fault_of_text, normal
+from distill.data.requests import CHAT, TEXT, steered
 from distill.errors import RecipeError, explain_write_fault
 from distill.files import has_form, is_utf8, parse_object
 from distill.progress import note, noting, warn
-
-CHAT, TEXT = "chat", "text"  # messages, as of /v1/chat/completions; a prompt, as of /v1/completions and /completion
 
 # ── The exchanges of one connection ──
 
@@ -203,7 +191,6 @@ def _sendable(event: Any) -> Any:
 # ── From bodies to lines ──
 
 REDACTED = "[redacted]"
-UNREAD = "request field `"
 OF_MESSAGE = ("role", "content", *records.OF_MESSAGE)  # what a template reads of a message
 OF_TOOLS = ("id", "type", "function", "arguments", "description", "parameters", "properties", "required")
 # What holds no text of a person: the names of a line's own fields, and the values that some of them usually have.
@@ -217,8 +204,7 @@ LLAMA_ENDS = {"eos": "stop", "limit": "length", "word": "stop_string", None: Non
 
 
 def read_exchange(kind: str, request: bytes, reply: bytes) -> Iterator[dict[str, Any] | str]:
-    """A line for each answer of a successful exchange, or the reason why it is left out; and the name of each field of
-    its request that is not read, behind UNREAD.
+    """A line for each answer of a successful exchange, or the reason why it is left out.
 
     `reply` is a JSON object or a stream of server-sent events.
     """
@@ -227,23 +213,20 @@ def read_exchange(kind: str, request: bytes, reply: bytes) -> Iterator[dict[str,
         if reason := steered(asked, line=False):
             raise ValueError(reason)
         line = _messages(asked) if kind == CHAT else _prompt(asked)
-        choices = _choices(kind, list(_events(reply)), asked.get("n") not in (None, 1))
+        several = any(asked.get(name) not in (None, 1) for name in ("n", "n_cmpl"))
+        choices = _choices(kind, list(_events(reply)), several)
     except ValueError as reason:
         yield str(reason)
         return
     except (AttributeError, KeyError, TypeError):  # a foreign body has any form
         yield "a request or reply of another form"
         return
-    kept = 0
     for choice in choices:
         try:
             found = _fault(choice, line.get("prompt", "")) or _with_answer(line, asked, choice)
         except ValueError as reason:
             found = str(reason)
-        kept += not isinstance(found, str)
         yield found
-    if kept:
-        yield from (f"{UNREAD}{name[:40]}`" for name in unread_fields(asked, {*REQUEST, *STEERING}))
 
 
 def redacted(value: Any, patterns: Sequence[re.Pattern[str]]) -> Any:
@@ -708,13 +691,10 @@ async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, look
 
 def summary(counts: Counter[str]) -> str:
     """The counts of a proxy on one line."""
-    every = {reason: count for reason, count in counts.most_common() if reason not in NOT_LEFT_OUT}
-    left = {reason: count for reason, count in every.items() if not reason.startswith(UNREAD)}
-    unread = ", ".join(f"{reason} {every[reason]}" for reason in every if reason not in left)
+    left = {reason: count for reason, count in counts.most_common() if reason not in NOT_LEFT_OUT}
     kept = f"kept {counts[KEPT]} answers, {counts[BYTES] / 1e6:.1f} MB in {counts[FILES]} files"
     reasons = ", ".join(f"{reason} {count}" for reason, count in left.items())
-    lines = [f"{kept}; left out {sum(left.values())}" + (f": {reasons}" if reasons else "")]
-    return "; not read: ".join([*lines, *([unread] if unread else [])])
+    return f"{kept}; left out {sum(left.values())}" + (f": {reasons}" if reasons else "")
 
 
 def record(settings: Recording, ready: Callable[[int], None]) -> Counter[str]:

@@ -111,48 +111,13 @@ def _decoded(text: str, fault: str) -> Any:
         raise ValueError(fault) from None
 
 
-# ── One request: what steers its answer ──
+# ── One request: how much it wants the target to think ──
 
 EFFORTS = ("reasoning_effort", "reasoning", "enable_thinking", "thinking")
-# Fields with which an answer is another one than the target's own after its prompt, or its prompt another text.
-STEERING = {
-    *("response_format", "structured_outputs", "structural_tag", "grammar", "json_schema", "regex", "ebnf"),
-    *("logit_bias", "bad_words", "allowed_token_ids", "logits_processors", "custom_logit_processor", "ignore_eos"),
-    *("min_tokens", "thinking_budget", "thinking_budget_tokens", "max_thinking_tokens", "reasoning_budget", "lora"),
-    *("continue_final_message", "prefill", "suffix", "echo", "return_full_text", "chat_template", "documents"),
-    *("functions", "truncate_prompt_tokens", "input_prefix", "input_suffix", "json", "mm_processor_kwargs"),
-}
-# Fields that change none, or how the target draws.
-REQUEST = {
-    *("model", "messages", "prompt", "stream", "stream_options", "seed", "n", "best_of", "user", "metadata", "store"),
-    *("max_tokens", "max_completion_tokens", "n_predict", "stop", "stop_token_ids", "logprobs", "top_logprobs"),
-    *("temperature", "top_p", "top_k", "min_p", "typical_p", "presence_penalty", "frequency_penalty"),
-    *("repetition_penalty", "repeat_penalty", "repeat_last_n", "tools", "tool_choice", "parallel_tool_calls"),
-    *("chat_template_kwargs", "add_generation_prompt", "cache_prompt", "id_slot", "timings_per_token", "n_probs"),
-    *("return_tokens", "return_token_ids", "skip_special_tokens", "spaces_between_special_tokens", "priority"),
-    *("include_stop_str_in_output", "service_tier", "request_id", "guided_decoding_backend", "reasoning_format"),
-    *EFFORTS,
-}
 OF_LINE = (
     *("prompt", "messages", "answer", "finish_reason", "model", "chat_template_kwargs", "tools", "documents"),
     "completion_tokens",
 )
-
-
-def steered(request: Mapping[str, Any], line: bool = True) -> str:
-    """The reason why a request's answer is not what the target writes after its prompt; empty where it is.
-
-    A `line` of a log may have documents, which it gives the template itself.
-    """
-    for name, value in request.items():
-        usual = name == "response_format" and isinstance(value, dict) and value.get("type") == "text"
-        known = name in STEERING and not (line and name == "documents")
-        known |= name.startswith("guided_") and name not in REQUEST
-        if known and value not in (False, 0, -1) and _says(value) and not usual:
-            return f"a request with `{name[:40]}`, which steers its answer"
-    if request.get("add_generation_prompt") is False:
-        return "a request without the beginning of an answer (`add_generation_prompt`)"
-    return ""
 
 
 def efforts(request: Mapping[str, Any]) -> dict[str, Any]:

@@ -18,8 +18,6 @@ from typing import TYPE_CHECKING, Any
 
 from distill.data.records import (
     OF_LINE,
-    REQUEST,
-    STEERING,
     THINKING,
     THOUGHT,
     Fields,
@@ -27,10 +25,10 @@ from distill.data.records import (
     efforts,
     fault_of_text,
     normal,
-    steered,
     template_arguments,
     unread_fields,
 )
+from distill.data.requests import KNOWN, steered
 from distill.data.samples import SPLITS, Sample, fault_of, last_tokens, write_samples
 from distill.data.sources import question_name, split_of
 from distill.errors import DataError
@@ -189,7 +187,8 @@ def parse_line(raw: bytes, number: int) -> Line | str:
         return f"a field `{extra}` that is not a message's: put it into the assistant's message"
     if reason := steered(record):
         return reason
-    unread = tuple(unread_fields(record, {*REQUEST, *STEERING, *OF_LINE}))
+    fitting = {name for name in record if name in KNOWN and KNOWN[name].fits(record[name])}
+    unread = tuple(unread_fields(record, fitting.union(OF_LINE)))
     tokens = record.get("completion_tokens")
     tokens = tokens if isinstance(tokens, int) else 0
     if "messages" not in record:

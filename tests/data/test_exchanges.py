@@ -150,8 +150,14 @@ def test_requests_that_steer_an_answer(more: dict[str, Any]) -> None:
 
 
 def test_unknown_fields_are_named() -> None:
-    line, *names = found(CHAT, ASKED | {"mood": "sad", "top_k": 3, "none": None}, chat())
-    assert line == answer("4") and names == ["request field `mood`"]
+    assert found(CHAT, ASKED | {"top_k": 3, "none": None, "trace_id": "x"}, chat()) == [answer("4")]
+    for more, reason in (
+        ({"mood": "sad"}, "a request with `mood`, a field that is not known"),
+        ({"seed": True}, "a request with `seed` of another form"),
+        ({"thinking": {"type": "adaptive"}}, "a request with `thinking` of another form"),
+        ({"add_generation_prompt": 1}, "a request with `add_generation_prompt`, which steers its answer"),
+    ):
+        assert found(CHAT, ASKED | more, chat()) == [reason]
     read = parse_line(json.dumps(answer("4") | {"mood": "sad"}).encode(), 1)
     assert isinstance(read, Line) and read.unread == ("mood",)
 
