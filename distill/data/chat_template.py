@@ -32,6 +32,12 @@ THOUGHTS = {
     "[THINK]": "[/THINK]",
     "◁think▷": "◁/think▷",
 }
+# Arguments of transformers' renderer, which no record and no request may set.
+RENDERERS = (
+    *("messages", "conversation", "chat_template", "add_generation_prompt", "continue_final_message", "tokenize"),
+    *("padding", "truncation", "max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"),
+    *("tokenizer_kwargs", "sanitize_control_tokens"),
+)
 MARKS = "MARKER of a message", "Other marker"  # in place of a user's message, to find what is written around it
 BEGINNINGS = "How", "What", "a", "1", "\u00e9", "\u4f60", "-", '"'  # of messages
 
@@ -74,13 +80,27 @@ class ChatTemplate:
         found.settings = self.settings.model_copy(update={"arguments": {**self.settings.arguments, **more}})
         return found
 
+    @cached_property
+    def declared(self) -> set[str]:
+        """The variables of the template that a conversation may set: those that it reads, without the messages, special
+        tokens and other arguments that are the renderer's own."""
+        from jinja2 import meta
+        from transformers.utils.chat_template_utils import _compile_jinja_template
+
+        found: set[str] = set()
+        given = self.tokenizer.chat_template or ""
+        for source in given.values() if isinstance(given, dict) else [given]:
+            with contextlib.suppress(Exception):  # a template of wrong form is refused where it is rendered
+                found |= meta.find_undeclared_variables(_compile_jinja_template(source).environment.parse(source))
+        own = {*RENDERERS, *getattr(self.tokenizer, "special_tokens_map", ())}
+        return {name for name in found - own if not name.endswith("_token")}
+
     def of_conversation(self, given: Mapping[str, Any]) -> tuple[ChatTemplate, list[str]]:
         """This template with the arguments that a record or a request gives it, and the names of those that it lacks.
 
         ValueError for `tools` and `documents` that it does not write: the target was asked something else.
         """
-        source = str(self.tokenizer.chat_template)
-        lacking = [name for name in given if name not in source]
+        lacking = [name for name in given if name not in self.declared]
         if "reasoning_effort" in given and "enable_thinking" in lacking:  # which servers add to the effort
             lacking.remove("enable_thinking")
             given = {name: value for name, value in given.items() if name != "enable_thinking"}
@@ -135,6 +155,19 @@ class ChatTemplate:
         """The first question of a rendered prompt, whatever stands behind it; all of another text."""
         before, behind = self.around
         return prompt.partition(behind)[0].removeprefix(before) if behind.strip() else prompt
+
+    def unwritten(self, messages: Sequence[Message]) -> int | None:
+        """The number of the first message of which the template does not write the text or a tool call; else None.
+
+        Raises ValueError for messages that it refuses.
+        """
+        marks = [f"MARKER{number}X" if str(one["content"]).strip() else "" for number, one in enumerate(messages)]
+        text = self.text([{**one, "content": mark} for one, mark in zip(messages, marks, strict=True)])
+        for number, (one, mark) in enumerate(zip(messages, marks, strict=True)):
+            names = [call.get("function", call)["name"] for call in one.get("tool_calls", ())]
+            if not all(part in text for part in (mark, *names)):
+                return number
+        return None
 
     def prompt(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
         """Token ids of the messages and of the beginning of an answer."""

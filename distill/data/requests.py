@@ -10,6 +10,7 @@ November 2026, with fields of earlier versions.
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -21,8 +22,9 @@ from distill.files import has_form, kind_of
 CHAT, TEXT = "chat", "text"  # messages, as of /v1/chat/completions; a prompt, as of /v1/completions and /completion
 
 # Kinds of values.
-SWITCH, WHOLE, NUMBER, WORDS, LIST, OBJECT = (bool,), (int,), (int, float), (str,), (list,), ({},)
-ALL = (bool, int, float, str, list, {})
+Kinds = tuple[Any, ...]
+SWITCH, WHOLE, NUMBER, WORDS, LIST = (bool,), (int,), (int, float), (str,), (list,)
+OBJECT: Kinds = ({},)
 WORDS_OR_LIST, WORDS_OR_OBJECT = (*WORDS, [str]), (*WORDS, *OBJECT)
 PROMPT = (str, [int], [str], [[int]])
 
@@ -32,7 +34,7 @@ class Field:
     """What is known of a field: forms of its value (`files.has_form`), the values at which it asks for nothing (None:
     each one of its kind), whether `serve` honours it, and whether other values steer the answer. Null is no value."""
 
-    kinds: tuple[Any, ...]
+    kinds: Kinds
     neutral: tuple[Any, ...] | None = ()
     honoured: bool = False
     steers: bool = False
@@ -49,11 +51,11 @@ class Field:
         return not any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in self.neutral or ())
 
 
-def _fields(names: str, kinds: tuple[Any, ...], *neutral: Any, **more: Any) -> dict[str, Field]:
+def _fields(names: str, kinds: Kinds, *neutral: Any, **more: Any) -> dict[str, Field]:
     return {name: Field(kinds, neutral, **more) for name in names.split()}
 
 
-def _free(names: str, kinds: tuple[Any, ...]) -> dict[str, Field]:
+def _free(names: str, kinds: Kinds) -> dict[str, Field]:
     return {name: Field(kinds, None) for name in names.split()}
 
 
@@ -147,7 +149,9 @@ _STEERING = {
     **_fields("mm_processor_kwargs media_io_kwargs images_config", OBJECT, {}, steers=True),
     **_fields("min_tokens n_indent", WHOLE, 0, steers=True),
     **_fields("t_max_predict_ms", WHOLE, -1, 0, steers=True),
-    **_fields("thinking_budget thinking_budget_tokens max_thinking_tokens thinking_token_budget", WHOLE, -1, steers=True),
+    **_fields(
+        "thinking_budget thinking_budget_tokens max_thinking_tokens thinking_token_budget", WHOLE, -1, steers=True
+    ),
     **_fields("reasoning_budget reasoning_budget_tokens", WHOLE, -1, steers=True),
     **_fields("reasoning_budget_message generation_prompt prefill suffix system_prompt", WORDS, "", steers=True),
     **_fields("ignore_eos no_stop_trim use_beam_search early_stopping watermarking", SWITCH, False, steers=True),
@@ -225,14 +229,17 @@ def fault_of_request(request: Mapping[str, Any], form: str) -> tuple[str, str] |
             if isinstance(value, (int, float)) and not low <= value <= high:
                 return f"`{name}` is {_shown(value)}", f"give {low:g} to {high:g}"
         elif field.asks(value):
-            usual = " or ".join(map(repr, field.neutral or ()))
-            return f"`{name}` is not supported with {_shown(value)}", f"leave it out{f', or give {usual}' * bool(usual)}"
+            usual = " or ".join(map(json.dumps, field.neutral or ()))
+            return (
+                f"`{name}` is not supported with {_shown(value)}",
+                f"leave it out{f', or give {usual}' * bool(usual)}",
+            )
     return None
 
 
 def _shown(value: Any) -> str:
     """A value for a message: long ones by their kind."""
-    text = ascii(value)
+    text = json.dumps(value)
     return text if len(text) <= 40 else kind_of(value)
 
 

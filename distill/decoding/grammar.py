@@ -354,6 +354,7 @@ class Constraint:
 # The user's text in llguidance's own notation.
 GRAMMARS: dict[str, Callable[[Any, str], str]] = {
     "regex": lambda matcher, text: matcher.grammar_from_regex(text),
+    "choice": lambda matcher, text: matcher.grammar_from_regex(_alternatives(text)),
     "json": lambda matcher, text: _json_grammar(matcher, text),
     "gbnf": lambda matcher, text: matcher.grammar_from_lark(lark(text)),
     "lark": lambda matcher, text: matcher.grammar_from_lark(text),
@@ -364,7 +365,9 @@ LAYOUT = {"whitespace_flexible": False, "item_separator": ", ", "key_separator":
 
 
 def constraint(kind: str, text: str, tokens: Tokens) -> Constraint:
-    """A constraint from a `regex`, `json` schema, `gbnf` or `lark` grammar; DataError for an invalid one.
+    """A constraint from a `regex`, `json` schema, `gbnf` or `lark` grammar, or a `choice`: texts in a JSON list.
+
+    DataError for an invalid one.
 
     A regular expression (Rust's notation: no look-around, no back-references) must match the whole text. Lark is
     llguidance's dialect, in which a terminal matches as much as it can. JSON is laid out as by json.dumps.
@@ -380,6 +383,11 @@ def constraint(kind: str, text: str, tokens: Tokens) -> Constraint:
     if problem:
         raise DataError(f"the {kind} grammar cannot be used: {_first(problem)}", HINTS.get(kind, "correct it"))
     return Constraint(guided, tokens, messages)
+
+
+def _alternatives(text: str) -> str:
+    """A regular expression of the texts of a JSON list."""
+    return "|".join("".join(map(_escaped, one)) for one in json.loads(text))
 
 
 def _json_grammar(matcher: Any, text: str) -> str:

@@ -8,9 +8,10 @@ import json
 import os
 import random
 import sys
+import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from distill.decoding.grammar import Constraint, Tokens, constraint
 from distill.decoding.other_vocabulary import DraftReader, read_with
 from distill.decoding.round_costs import pair_costs
 from distill.decoding.rules import BytesOf, Constrained, Forced, Rules, characters, stop_before
-from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.llama_cpp.model import GgufModel, token_bytes_of
 from distill.engines.loaded import LoadedPair, Opening, context_of, encode_prompt
 from distill.errors import DataError, DistillError, RecipeError, faults_explained
 from distill.files import is_gguf, is_utf8
@@ -120,16 +121,23 @@ def _room(ids: Sequence[int], limit: int, context: int | None) -> int:
     return room
 
 
-def begin(pair: LoadedPair, reader: DraftReader | None, request: Continuation, ids: Sequence[int]) -> Session:
-    """What continues the prompt `ids`; nothing is decoded yet.
+def begin(
+    pair: LoadedPair,
+    reader: DraftReader | None,
+    request: Continuation,
+    ids: Sequence[int],
+    grammar: Constraint | None = None,
+) -> Session:
+    """What continues the prompt `ids`, under the request's `grammar` if it is made already; nothing is decoded yet.
 
     Raises DataError for a configuration that cannot be drafted, such as trees in a model that takes none, or is lossy
     and not allowed to be.
     """
     configuration, draws = request.configuration, random.Random(request.seed).random
-    grammar = None if request.grammar is None else _constraint(pair, *request.grammar)
-    for warning in () if grammar is None else grammar.warnings:
-        print(f"the grammar is not obeyed in this: {warning}", file=sys.stderr)
+    if grammar is None and request.grammar is not None:
+        grammar = constraint(*request.grammar, _tokens(pair))
+        for warning in grammar.warnings:
+            print(f"the grammar is not obeyed in this: {warning}", file=sys.stderr)
     verifier = (
         configuration.verified_by if configuration.drafts else "token" if request.sampler.temperature else "greedy"
     )
@@ -155,11 +163,11 @@ def _shown(pair: LoadedPair, grammar: Constraint | None) -> BytesOf:
     return lambda token: b"" if token in silent else pair.token_bytes(token)
 
 
-def _constraint(pair: LoadedPair, kind: str, grammar: str) -> Constraint:
-    """A grammar over the pair's vocabulary."""
+def _tokens(pair: LoadedPair) -> Tokens:
+    """The pair's vocabulary as grammars need it."""
     if isinstance(pair.target, GgufModel):
-        return constraint(kind, grammar, Tokens.of_gguf(pair.target))
-    return constraint(kind, grammar, Tokens.of(pair.vocabulary, pair.ends))
+        return Tokens.of_gguf(pair.target)
+    return Tokens.of(pair.vocabulary, pair.ends)
 
 
 def _drafter(
@@ -235,6 +243,9 @@ class Answerer:
     def __init__(self, pair: LoadedPair, reader: DraftReader | None, template: ChatTemplate, context: int) -> None:
         self.pair, self.reader, self.template = pair, reader, template
         self.capacity = min(context, pair.target.capacity)
+        self._bytes_of = _visible(pair)
+        self._constraints: dict[tuple[str, str], Constraint] = {}
+        self._making = threading.Lock()
         self._sessions: list[tuple[Continuation, Session]] = []
         self._held: list[int] = []  # tokens in the target's cache
 
@@ -243,7 +254,8 @@ class Answerer:
         found = next((session for one, session in self._sessions if one == request), None)
         if found is None:
             costs = dict(self.pair.costs)
-            found = begin(self.pair, self.reader, request, ids)
+            grammar = None if request.grammar is None else self.constraint(*request.grammar)
+            found = begin(self.pair, self.reader, request, ids, grammar)
             if self.pair.costs != costs:  # steps were timed, in the target's cache
                 self._held = []
         if not request.sampler.temperature:
@@ -251,10 +263,26 @@ class Answerer:
             self._sessions = [(request, found), *others[: SESSIONS - 1]]
         return found
 
+    @cached_property
+    def _tokens(self) -> Tokens:
+        return _tokens(self.pair)
+
+    def constraint(self, kind: str, grammar: str) -> Constraint:
+        """A grammar, made once; DataError for an invalid one, and for one of which a part would not be obeyed."""
+        with self._making:
+            found = self._constraints.pop((kind, grammar), None) or constraint(kind, grammar, self._tokens)
+            if found.warnings:
+                raise DataError(f"the grammar would not be obeyed in this: {found.warnings[0]}", "leave that out")
+            self._constraints = dict([*self._constraints.items()][1 - SESSIONS :]) | {(kind, grammar): found}
+        return found
+
     def prompt(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any] | None = None) -> list[int]:
-        """Token ids of messages up to their answer; DataError where the template refuses them."""
+        """Token ids of messages up to their answer; DataError where the template refuses them or does not write one."""
+        template = self.template.with_arguments(arguments or {})
         try:
-            return self.template.with_arguments(arguments or {}).prompt(messages)
+            if (lost := template.unwritten(messages)) is not None:
+                raise ValueError(f"`messages[{lost}]`: the target's chat template does not write it")
+            return template.prompt(messages)
         except ValueError as error:
             raise DataError(str(error)) from None
 
@@ -268,16 +296,26 @@ class Answerer:
     def answer(
         self, request: Continuation, ids: Sequence[int], limit: int, result: Decoded
     ) -> Iterator[tuple[str, bool]]:
-        """The pieces of an answer of at most `limit` tokens, and whether each was drafted and accepted."""
-        session, target = self.session(request, ids), self.pair.target
+        """The pieces of an answer of at most `limit` tokens, and whether each was drafted and accepted. Special tokens
+        have no text, as in servers. DataError as `begin`, before the first piece is asked for."""
+        session, room = self.session(request, ids), min(limit, self.room(ids))
+        return self._pieces(session, ids, room, result)
+
+    def _pieces(self, session: Session, ids: Sequence[int], limit: int, result: Decoded) -> Iterator[tuple[str, bool]]:
         same = (at for at, (one, held) in enumerate(zip(ids[:-1], self._held, strict=False)) if one != held)
         held = next(same, min(len(ids) - 1, len(self._held)))
         self._held = []
-        rounds = session.stream(ids, min(limit, self.room(ids)), result, held)
-        yield from pieces(
-            lambda token: b"" if token in self.pair.ends else self.pair.token_bytes(token), result, rounds
-        )
-        self._held = [*ids, *result.tokens][: target.lengths[0]]
+        yield from pieces(self._bytes_of, result, session.stream(ids, limit, result, held))
+        self._held = [*ids, *result.tokens][: self.pair.target.lengths[0]]
+
+
+def _visible(pair: LoadedPair) -> BytesOf:
+    """The bytes of tokens; none for special ones and those that end a text."""
+    if isinstance(pair.target, GgufModel):
+        bytes_of = token_bytes_of(pair.target)
+        return lambda token: b"" if token in pair.ends else bytes_of[token]
+    silent = {token for token, kind in enumerate(pair.vocabulary.kinds) if kind == "special"}.union(pair.ends)
+    return lambda token: b"" if token in silent else pair.token_bytes(token)
 
 
 @contextlib.contextmanager

@@ -6,58 +6,78 @@ A thread decodes; requests wait for it in a queue that has an end. A request who
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import json
 import random
 import socket
 import threading
 import time
-from collections.abc import AsyncIterator
+import traceback
+from collections.abc import AsyncIterator, Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
+from urllib.parse import urlsplit
 from uuid import uuid4
 
 import uvicorn
-from pydantic import BaseModel, Field, ValidationError
 from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect
 from starlette.requests import Request as HttpRequest
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from distill.data.records import normal
+from distill.data.requests import CHAT, TEXT, fault_of_request
 from distill.decoding.decode import Decoded
 from distill.engines.loaded import Opening
-from distill.errors import DistillError, RecipeError, RunError
+from distill.errors import DistillError, RecipeError
 from distill.files import parse_object
 from distill.measuring.stream import Answerer, Continuation, answering
 from distill.progress import note, noting, warn
 from distill.recipe import Chat
+from distill.serving.requests import (
+    grammar_of,
+    limit_of,
+    messages_of,
+    prompt_of,
+    sampler_of,
+    stops_of,
+    template_arguments,
+    usage_of,
+)
 
 LOOK_SECONDS = 0.1  # between two looks whether the client is still there
-# What would give another answer, and is refused unless its value asks for nothing.
-UNSUPPORTED = (
-    "tools functions logprobs top_logprobs logit_bias echo suffix grammar json_schema response_format n best_of"
-)
-NEUTRAL: tuple[Any, ...] = (None, False, 0, 1, [], {}, "", {"type": "text"})
-Piece = str | DistillError | None  # of an answer; None ends it
+READ_SECONDS = 30.0  # that a request may take until its prompt is rendered
+MOST_BYTES = 16 * 2**20  # of a request
+LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
-class Asked(BaseModel):
-    """The fields of a request that are read."""
+@dataclass(frozen=True)
+class Failed:
+    """Why a request is not answered, with its HTTP status."""
 
-    messages: list[dict[str, Any]] = []
-    prompt: str | list[int] = ""
-    stream: bool = False
-    max_tokens: int | None = Field(None, ge=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=100)
-    top_k: int | None = None
-    top_p: float | None = Field(None, gt=0, le=1)
-    min_p: float | None = Field(None, ge=0, le=1)
-    seed: int | None = None
-    stop: str | list[str] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
+    status: int
+    words: object
+
+    def body(self) -> dict[str, Any]:
+        """As OpenAI writes it."""
+        words = ": ".join(line.strip() for line in str(self.words).splitlines())
+        kind = {500: "server_error", 503: "unavailable_error"}.get(self.status, "invalid_request_error")
+        return {"error": {"message": words, "type": kind, "code": self.status}}
+
+    def reply(self) -> Response:
+        """The whole reply."""
+        return JSONResponse(self.body(), self.status)
+
+
+def _bug(error: Exception) -> Failed:
+    traceback.print_exception(error)
+    return Failed(500, f"a bug in distill: {type(error).__name__}")
+
+
+Piece = str | Failed | None  # of an answer; None ends it
 
 
 @dataclass
@@ -67,89 +87,166 @@ class Job:
     ids: list[int]
     limit: int
     request: Continuation
+    stream: bool = False
+    usage: bool | None = None
     pieces: asyncio.Queue[Piece] = field(default_factory=asyncio.Queue)
     gone: threading.Event = field(default_factory=threading.Event)
     result: Decoded = field(default_factory=Decoded)
 
 
-class Completions:
-    """The routes, and the one thread that decodes; at most `queue` requests wait for it."""
+async def _apart(call: Callable[[], Job]) -> Job:
+    """What a call gives, in a thread of its own that the end of the process does not wait for."""
+    loop, done = asyncio.get_running_loop(), concurrent.futures.Future[Job]()
 
-    def __init__(self, answerer: Answerer, request: Continuation, name: str, queue: int) -> None:
-        self.answerer, self.request, self.name, self.queue = answerer, request, name, queue
+    def run() -> None:
+        done.set_running_or_notify_cancel()  # a thread cannot be ended
+        try:
+            done.set_result(call())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, daemon=True).start()
+    return await asyncio.wrap_future(done, loop=loop)
+
+
+class Completions:
+    """The routes, and the one thread that decodes; at most `queue` requests wait for it.
+
+    `hosts` are the names under which requests may come (None: any), so that no web page reaches a server on loopback
+    under a name of its own.
+    """
+
+    def __init__(
+        self, answerer: Answerer, request: Continuation, name: str, queue: int, hosts: Collection[str] | None = None
+    ) -> None:
+        self.answerer, self.request, self.name, self.queue, self.hosts = answerer, request, name, queue, hosts
         self.jobs: list[Job] = []
+        self.begun = 0  # requests that are being read
         self.thread = ThreadPoolExecutor(1)
         models = {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "distill"}]}
         routes = [Route(f"/v1/{path}", self.complete, methods=["POST"]) for path in ("chat/completions", "completions")]
-        routes += [Route("/v1/models", lambda http: JSONResponse(models))]
-        self.app = Starlette(routes=[*routes, Route("/health", lambda http: JSONResponse({"status": "ok"}))])
+        for path, found in (("/v1/models", models), ("/health", {"status": "ok"})):
+            routes.append(Route(path, partial(self._told, found)))
+        self.app = Starlette(routes=routes)
+
+    async def _told(self, found: dict[str, Any], http: HttpRequest) -> Response:
+        failed = self._foreign(http)
+        return JSONResponse(found) if failed is None else failed.reply()
 
     async def complete(self, http: HttpRequest) -> Response:
         """Answer a request, whole or as events; a mistake gets status 400, a full queue 503."""
-        try:
-            asked = _parsed(await http.body())
-            job = self._job(asked, chat := "chat" in http.url.path)
-        except DistillError as error:
-            return _fault(error)
-        if len(self.jobs) > self.queue:
-            return _fault(f"{self.queue} requests wait already: try again later", 503)
+        form = CHAT if "chat" in http.url.path else TEXT
+        job = await self._read(http, form)
+        if isinstance(job, Failed):
+            return job.reply()
         self.jobs.append(job)
         loop = asyncio.get_running_loop()
         loop.run_in_executor(self.thread, self._decode, job, loop)
-        kind = "chat.completion" if chat else "text_completion"
+        kind = "chat.completion" if form == CHAT else "text_completion"
         head = {"id": f"cmpl-{uuid4().hex}", "object": kind, "created": int(time.time()), "model": self.name}
-        if asked.stream:
-            head["object"] = kind + ".chunk" * chat
+        if job.stream:
+            head["object"] = kind + ".chunk" * (form == CHAT)
             return StreamingResponse(self._events(job, http, head), media_type="text/event-stream")
-        try:
-            text = "".join([piece async for piece in self._pieces(job, http)])
-        except DistillError as error:
-            return _fault(error)
-        content = {"message": {"role": "assistant", "content": text}} if chat else {"text": text}
+        text = ""
+        async for piece in self._pieces(job, http):
+            if isinstance(piece, Failed):
+                return piece.reply()
+            text += piece
+        content = {"message": {"role": "assistant", "content": text}} if form == CHAT else {"text": text}
         choices = [{"index": 0, **content, "logprobs": None, "finish_reason": self._reason(job)}]
         return JSONResponse({**head, "choices": choices, **_figures(job)})
 
-    def _job(self, asked: Asked, chat: bool) -> Job:
-        """What a request decodes; DistillError for one that cannot be."""
-        if chat:
+    async def _read(self, http: HttpRequest, form: str) -> Job | Failed:
+        """What a request decodes, or why it cannot be. Its prompt is rendered in a thread, since templates may loop."""
+        if len(self.jobs) + self.begun > self.queue:
+            return Failed(503, f"{self.queue} requests wait already: try again later")
+        self.begun += 1
+        try:
+            async with asyncio.timeout(READ_SECONDS):
+                if (failed := self._foreign(http) or _no_json(http)) is not None:
+                    return failed
+                body = bytearray()
+                async for part in http.stream():
+                    body += part
+                    if len(body) > MOST_BYTES:
+                        return Failed(413, f"the request is larger than {MOST_BYTES} bytes")
+                return await _apart(partial(self._job, bytes(body), form))
+        except TimeoutError:
+            return Failed(408, f"reading the request and rendering its prompt took more than {READ_SECONDS:g} s")
+        except DistillError as error:
+            return Failed(400, error)
+        except ClientDisconnect:
+            return Failed(400, "the client has left")
+        except Exception as error:
+            return _bug(error)
+        finally:
+            self.begun -= 1
+
+    def _foreign(self, http: HttpRequest) -> Failed | None:
+        """Why a web page of another server may not ask; None for all others."""
+        host, origin = http.headers.get("host", ""), http.headers.get("origin")
+        try:
+            name, page = urlsplit(f"//{host}").hostname, urlsplit(origin or "").netloc
+        except ValueError:
+            name, page = None, ""
+        if self.hosts is not None and name not in self.hosts:
+            return Failed(403, f"this server is not called {host[:60]}: ask at one of {', '.join(self.hosts)}")
+        return None if origin is None or page == host else Failed(403, f"web pages of {origin[:60]} may not ask here")
+
+    def _job(self, body: bytes, form: str) -> Job:
+        """What a request decodes; RecipeError, which names the field, for one that is not fulfilled as it is."""
+        asked = parse_object(body)
+        if isinstance(asked, str):
+            raise RecipeError(f"the request is {asked}, not a JSON object")
+        if (fault := fault_of_request(asked, form)) is not None:
+            raise RecipeError(*fault)
+        stops, sampler = stops_of(asked), sampler_of(asked, self.request.sampler)
+        usage, grammar = usage_of(asked), grammar_of(asked)
+        if grammar is not None:
             try:
-                messages = [normal(one) for one in asked.messages]
-            except ValueError as error:
-                raise RecipeError(f"messages: {error}") from None
-            ids = self.answerer.prompt(messages, asked.chat_template_kwargs) if messages else []
+                self.answerer.constraint(*grammar[1:])
+            except DistillError as error:
+                raise RecipeError(f"`{grammar[0]}`: {error.what}", error.hint) from None
+        if form == CHAT:
+            ids = self.answerer.prompt(messages_of(asked), template_arguments(asked, self.answerer.template.declared))
         else:
-            ids = self.answerer.pair.encode(asked.prompt) if isinstance(asked.prompt, str) else asked.prompt
+            prompt = prompt_of(asked)
+            ids = self.answerer.pair.encode(prompt) if isinstance(prompt, str) else prompt
         room = self.answerer.room(ids)
         if not all(0 <= token < self.answerer.pair.target.vocabulary_size for token in ids):
-            raise RecipeError("prompt: a token id that the model does not have")
-        given = asked.model_dump(include={"temperature", "top_k", "top_p", "min_p"}, exclude_none=True)
-        sampler = replace(self.request.sampler, **given)
-        update = {"sampler": "recipe" if sampler.temperature else "greedy"}
-        seed = random.getrandbits(32) if asked.seed is None else asked.seed
+            raise RecipeError("`prompt`: a token id that the model does not have")
+        seed = asked.get("seed")
         request = replace(
             self.request,
-            configuration=self.request.configuration.model_copy(update=update),
+            configuration=self.request.configuration.model_copy(
+                update={"sampler": "recipe" if sampler.temperature else "greedy"}
+            ),
             sampler=sampler,
-            seed=seed if sampler.temperature else 0,
-            stop=(asked.stop,) if isinstance(asked.stop, str) else tuple(asked.stop or ()),
+            seed=0 if not sampler.temperature else random.getrandbits(32) if seed in (None, -1) else seed,
+            stop=stops,
+            grammar=None if grammar is None else grammar[1:],
         )
-        return Job(ids, min(asked.max_completion_tokens or asked.max_tokens or room, room), request)
+        return Job(ids, limit_of(asked, room), request, bool(asked.get("stream")), usage)
 
     def _decode(self, job: Job, loop: asyncio.AbstractEventLoop) -> None:
         """In the thread: decode a job until its end, or until its client has left."""
-        last: Piece = None
+        last, mistake = None, 400
         try:
             parts = self.answerer.answer(job.request, job.ids, job.limit, job.result)
+            # What stops a text now is a fault of the models, or of a grammar that cannot go on.
+            mistake = 500 if job.request.grammar is None else 400
             while not job.gone.is_set() and (part := next(parts, None)) is not None:
                 loop.call_soon_threadsafe(job.pieces.put_nowait, part[0])
+        except DistillError as error:
+            last = Failed(mistake, error)
         except Exception as error:
-            last = error if isinstance(error, DistillError) else RunError(f"a bug in distill: {type(error).__name__}")
+            last = _bug(error)
         finally:
             self.jobs.remove(job)
             loop.call_soon_threadsafe(job.pieces.put_nowait, last)
 
-    async def _pieces(self, job: Job, http: HttpRequest) -> AsyncIterator[str]:
-        """The texts of a job as they come; none any more once the client has left."""
+    async def _pieces(self, job: Job, http: HttpRequest) -> AsyncIterator[str | Failed]:
+        """The texts of a job as they come, or why it ends; none any more once the client has left."""
         looked = time.monotonic()
         try:
             while True:
@@ -157,8 +254,6 @@ class Completions:
                     piece = await asyncio.wait_for(job.pieces.get(), LOOK_SECONDS)
                     if piece is None:
                         return
-                    if isinstance(piece, DistillError):
-                        raise piece
                     yield piece
                 if time.monotonic() - looked > LOOK_SECONDS:
                     looked = time.monotonic()
@@ -177,39 +272,28 @@ class Completions:
             choices = [{"index": 0, **content, "logprobs": None, "finish_reason": reason}]
             return f"data: {json.dumps({**head, 'choices': choices, **more})}\n\n"
 
-        try:
-            async for piece in self._pieces(job, http):
-                if piece:
-                    yield event(piece)
-        except DistillError as error:
-            yield f"data: {bytes(_fault(error).body).decode()}\n\n"
-            return
-        yield event("", self._reason(job), **_figures(job)) + "data: [DONE]\n\n"
+        async for piece in self._pieces(job, http):
+            if isinstance(piece, Failed):
+                yield f"data: {json.dumps(piece.body())}\n\n"
+                return
+            if piece:
+                yield event(piece)
+        figures = _figures(job)
+        usage = {} if job.usage is None else {"usage": figures.pop("usage")}
+        yield event("", self._reason(job), **figures)
+        if job.usage:
+            yield f"data: {json.dumps({**head, 'choices': [], **usage})}\n\n"
+        yield "data: [DONE]\n\n"
 
     def _reason(self, job: Job) -> str:
         tokens, ends = job.result.tokens, self.answerer.pair.ends
         return "length" if len(tokens) >= job.limit and tokens[-1] not in ends else "stop"
 
 
-def _parsed(body: bytes) -> Asked:
-    """A request's fields; RecipeError for what is no such request, or asks for what is not done here."""
-    found = parse_object(body)
-    if isinstance(found, str):
-        raise RecipeError(f"the request is {found}, not a JSON object")
-    penalties = [name for name in found if name.endswith("_penalty")]
-    if foreign := [name for name in (*UNSUPPORTED.split(), *penalties) if found.get(name) not in NEUTRAL]:
-        raise RecipeError(f"not supported here: {', '.join(foreign)}", "leave it out")
-    try:
-        return Asked.model_validate(found)
-    except ValidationError as error:
-        first = error.errors()[0]
-        raise RecipeError(f"{'.'.join(map(str, first['loc']))}: {first['msg']}") from None
-
-
-def _fault(error: object, status: int = 400) -> Response:
-    words = ": ".join(line.strip() for line in str(error).splitlines())
-    kind = "unavailable_error" if status == 503 else "invalid_request_error"
-    return JSONResponse({"error": {"message": words, "type": kind, "code": status}}, status)
+def _no_json(http: HttpRequest) -> Failed | None:
+    """Why a body is not read: a web page may send any other kind to a server that it knows nothing of."""
+    kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
+    return None if kind == "application/json" else Failed(415, "send `Content-Type: application/json`")
 
 
 def _figures(job: Job) -> dict[str, Any]:
@@ -232,10 +316,11 @@ def serve(
     except OSError as error:
         hint = "choose another --port"
         raise RecipeError(f"{address[0]}:{address[1]} cannot be listened at: {error.strerror}", hint) from None
-    if address[0] not in ("127.0.0.1", "localhost", "::1"):
+    hosts = {*LOOPBACK} if address[0] in LOOPBACK else None
+    if hosts is None:
         warn(f"{address[0]} can be reached from outside: requests are neither encrypted nor checked")
     with listening, answering(opening, chat, request, context) as answerer:
-        own = Completions(answerer, request, opening.target.model.rstrip("/").rpartition("/")[2], queue)
+        own = Completions(answerer, request, opening.target.model.rstrip("/").rpartition("/")[2], queue, hosts)
         server: Any = uvicorn.Server(uvicorn.Config(own.app, log_level="warning", access_log=False, lifespan="off"))
         server.capture_signals = contextlib.nullcontext  # ours, below
 

@@ -1,8 +1,7 @@
-"""`distill chat`, line by line, and `distill serve`'s replies, on a toy pair with a chat template."""
+"""`distill chat`, line by line, on a toy pair with a chat template."""
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import importlib.util
 import io
@@ -10,14 +9,12 @@ import json
 import re
 import socket
 import sys
-import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
-import httpx2
 import pytest
 import tiny
 from tiny import Capture, Patch
@@ -30,8 +27,6 @@ from distill.recipe import Chat, Configuration, Corpus, Target
 from distill.sampler import Sampler
 
 pytest.importorskip("starlette", reason="needs the extra serve")
-from distill.serving.completions import Completions
-
 pytestmark = pytest.mark.usefixtures("one_thread")
 TEMPLATE = (
     "{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
@@ -159,104 +154,3 @@ def test_mistakes(folders: Path, capsys: Capture, monkeypatch: Patch, command: s
             assert f"127.0.0.1:{number} cannot be listened at" in said
         monkeypatch.setattr("distill.cli.generate.importlib.util.find_spec", lambda name: None)
         assert "needs starlette and uvicorn" in tiny.refused(capsys, command)
-
-
-# ── `distill serve` ──
-
-ASKED: dict[str, Any] = {
-    "messages": [{"role": "user", "content": [{"type": "text", "text": "a = b"}]}],
-    "max_tokens": 9,
-}
-
-
-def sent(server: Completions, path: str, body: Any) -> httpx2.Response:
-    async def send() -> httpx2.Response:
-        transport = httpx2.ASGITransport(app=server.app)
-        async with httpx2.AsyncClient(transport=transport, base_url="http://here") as client:
-            content = body if isinstance(body, bytes) else json.dumps(body).encode()
-            return await client.post(path, content=content)
-
-    return asyncio.run(send())
-
-
-def test_replies(answerer: Answerer) -> None:
-    """Whole and streamed, of messages and of a prompt: the same text, which is the pair's own, with its counts."""
-    server = Completions(answerer, DRAFTING, "toy", 4)
-    ids, result = answerer.prompt([{"role": "user", "content": "a = b"}]), Decoded()
-    text = "".join(piece for piece, _ in answerer.answer(DRAFTING, ids, 9, result))
-    whole = sent(server, "/v1/chat/completions", ASKED).json()
-    assert whole["choices"][0]["message"] == {"role": "assistant", "content": text}
-    assert whole["choices"][0]["finish_reason"] == ("length" if len(result.tokens) == 9 else "stop")
-    assert whole["usage"] == {"prompt_tokens": len(ids), "completion_tokens": len(result.tokens)} | {
-        "total_tokens": len(ids) + len(result.tokens)
-    }
-    drafted = sum(one.drafted for one in result.rounds), sum(result.from_draft)
-    assert (whole["timings"]["draft_n"], whole["timings"]["draft_n_accepted"]) == drafted and drafted[1]
-    streamed = sent(server, "/v1/chat/completions", ASKED | {"stream": True})
-    *events, done = [line.removeprefix("data: ") for line in streamed.text.split("\n\n") if line]
-    found = [json.loads(event) for event in events]
-    assert done == "[DONE]" and found[-1]["usage"] == whole["usage"]
-    assert "".join(one["choices"][0]["delta"].get("content", "") for one in found) == text
-    assert found[-1]["timings"]["draft_n"] == drafted[0]
-    plainly = {"prompt": ids, "max_tokens": 9}
-    assert sent(server, "/v1/completions", plainly).json()["choices"][0]["text"] == text
-    sign = next(sign for sign in text[1:] if sign.isascii())
-    ended = sent(server, "/v1/completions", plainly | {"stop": [sign]}).json()["choices"][0]
-    assert (ended["text"], ended["finish_reason"]) == (text[: text.index(sign)], "stop")
-    drawn = [sent(server, "/v1/completions", plainly | {"temperature": 2, "seed": 5}).json() for _ in range(2)]
-    assert drawn[0]["choices"] == drawn[1]["choices"]
-
-
-@pytest.mark.parametrize(
-    ("body", "words"),
-    [
-        (b"{", "not a JSON object"),
-        (ASKED | {"n": 2, "tools": [{}]}, "not supported here: tools, n: leave it out"),
-        (ASKED | {"max_tokens": 0}, "max_tokens: "),
-        ({"messages": []}, "0 tokens in a context"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content is not text"),
-        ({"messages": [{"role": "user", "content": "value " * 300}]}, "in a context of 256"),
-        (ASKED | {"stop": ""}, "an empty stop string"),
-    ],
-)
-def test_requests_that_are_refused(answerer: Answerer, body: Any, words: str) -> None:
-    reply = sent(Completions(answerer, DRAFTING, "toy", 4), "/v1/chat/completions", body)
-    assert reply.status_code == 400 and words in reply.json()["error"]["message"]
-
-
-def test_a_full_queue_and_clients_that_leave(answerer: Answerer, monkeypatch: Patch) -> None:
-    """The request under way ends with its round, one that waits does not begin; a place in the queue is free again."""
-    server, goes_on, begun = Completions(answerer, DRAFTING, "toy", 1), threading.Event(), list[int]()
-
-    def slowly(request: Continuation, ids: list[int], limit: int, result: Decoded) -> Iterator[tuple[str, bool]]:
-        begun.append(len(begun))
-        for _ in range(1000):
-            yield "a", False
-            goes_on.wait(0.05)
-
-    async def ask() -> list[dict[str, Any]]:
-        replies: list[dict[str, Any]] = []
-        given = iter([{"type": "http.request", "body": json.dumps(ASKED).encode()}])
-
-        async def receive() -> dict[str, Any]:
-            if (first := next(given, None)) is not None:
-                return first
-            return {"type": "http.disconnect"}
-
-        async def send(message: dict[str, Any]) -> None:
-            replies.append(message)
-
-        scope = {"type": "http", "method": "POST", "path": "/v1/chat/completions", "headers": [], "query_string": b""}
-        await server.app({**scope, "http_version": "1.1", "asgi": {"version": "3.0"}}, receive, send)  # type: ignore[arg-type]
-        return replies
-
-    async def several() -> list[int]:
-        found = await asyncio.wait_for(asyncio.gather(*(ask() for _ in range(3))), 20)
-        while server.jobs:
-            await asyncio.sleep(0.01)
-        return [replies[0]["status"] for replies in found]
-
-    monkeypatch.setattr(answerer, "answer", slowly)
-    assert sorted(asyncio.run(several())) == [200, 200, 503] and begun == [0]
-    monkeypatch.undo()
-    assert sent(server, "/v1/chat/completions", ASKED).status_code == 200
