@@ -88,10 +88,10 @@ def tune(asked: argparse.Namespace) -> None:
         optimizer.zero_grad(set_to_none=True)
         print(f"step {step + 1}/{asked.steps} loss {loss.item():.4f} {time.monotonic() - began:.0f} s", file=sys.stderr)
         unfinished = state.with_name(f"{state.name}.tmp")
-        adapter = get_peft_model_state_dict(model)
+        adapter = get_peft_model_state_dict(model, save_embedding_layers=False)
         torch.save({"adapter": adapter, "optimizer": optimizer.state_dict(), "step": step + 1}, unfinished)
         unfinished.rename(state)
-    model.save_pretrained(asked.out)
+    model.save_pretrained(asked.out, save_embedding_layers=False)
     state.unlink(missing_ok=True)
 
 

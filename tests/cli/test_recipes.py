@@ -8,23 +8,32 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 import tiny
 from tiny import Capture, Patch
 
 from distill.cli import check
-from distill.pipeline.stages import value_of
 from distill.recipe import Recipe, load_recipe
 
 NAMES = sorted(path.stem for path in (tiny.ROOT / "recipes").glob("*.yaml"))
 SMOLLM2 = {"smollm2", "smollm2-demo"}
 # Keys whose files the user makes or fetches, beside the recipe or named on the command line.
 GIVEN = {
+    "adapt": ["target.model", "cut.donor", "corpus.sources.0.path"],
     "gemma-3-270m": ["target.model"],
     "qwen-coder-1.5b": ["target.model", "cut.donor"],
     "qwen-coder-32b": ["teacher.gguf"],
 }
+
+
+def value_at(recipe: Recipe, key: str) -> str:
+    """The value of a key, in a list by its place there."""
+    value: Any = recipe.model_dump(mode="json")
+    for part in key.split("."):
+        value = value[int(part) if isinstance(value, list) else part]
+    return str(value)
 
 
 def local_paths(recipe: Recipe) -> list[Path]:
@@ -128,6 +137,6 @@ def test_a_wheel_holds_the_recipes_and_their_data(wheel: Path, tmp_path: Path, m
         copy = tmp_path / f"{name}.yaml"
         copy.write_text(check.recipe_text(name, copy.name), encoding="utf-8")
         recipe = load_recipe(copy)
-        given = {Path(str(value_of(recipe, key))) for key in GIVEN.get(name, [])}
+        given = {Path(value_at(recipe, key)) for key in GIVEN.get(name, [])}
         for path in set(local_paths(recipe)) - given:
             assert path.exists() and (path.is_relative_to(place) or path == tmp_path), (name, path)

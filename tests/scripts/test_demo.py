@@ -97,6 +97,28 @@ def test_the_coder_pair_begins_with_the_sibling_untrained(demo: Demo) -> None:
     load_recipe(tiny.ROOT / "recipes" / "qwen-coder-1.5b.yaml", found[first + 2 : second])
 
 
+def test_the_tuned_target_begins_with_the_sibling_as_it_is(demo: Demo, tmp_path: Path) -> None:
+    """The tuning, one sweep over both drafts, and the sentence about them."""
+    for name, text in {
+        "qwen_coder": "print('big.gguf\\nsmall.gguf')",
+        **dict.fromkeys(("tuned_examples", "tune_target", "adapted"), "import sys; print(*sys.argv[1:])"),
+    }.items():
+        (demo.folder / "scripts" / f"{name}.py").write_text(f"{text}\n")
+    tuning, *words, last = demo("--tuned", "train.batch=1", RULE="house")
+    folder = tmp_path / "build" / "tuned-house"
+    assert tuning == f"big.gguf {folder}/examples.jsonl {folder}/adapter"
+    assert last == "runs/tuned-house-train.steps=0 runs/tuned-house-train.steps=60"
+    assert words[:2] == ["train", "recipes/adapt.yaml"] and words[-2:] == ["--sweep", "train.steps=0,60"]
+    from distill.recipe import load_recipe
+
+    given = "\n".join(words[2:-2]).replace("},\n        {", "}, {").splitlines()
+    recipe = load_recipe(tiny.ROOT / "recipes" / "adapt.yaml", given)
+    assert recipe.name == "tuned-house" and recipe.target.model.endswith(f"big.gguf + {folder}/adapter")
+    assert [source.split for source in recipe.corpus.sources] == ["by-name", "by-name", "test"]
+    assert recipe.train.batch == 1 and recipe.donor_model.endswith("small.gguf")
+    assert "give --coder or --tuned" in demo("--tuned", "--coder", status=2)[0]
+
+
 def test_without_smollm2_the_toy_serves_and_says_why(demo: Demo) -> None:
     reason, *found = demo()
     assert "SmolLM2 is not installed" in reason and found == ["train", "recipes/demo.yaml"]
@@ -129,7 +151,7 @@ def test_ik_is_compiled_where_its_wheel_leaves_instructions_unused(demo: Demo, t
 
 def test_an_unknown_option_is_refused(demo: Demo) -> None:
     (line,) = demo("--quick", status=2)
-    assert "no option --quick" in line and "[--toy | --coder] [--full]" in line
+    assert "no option --quick" in line and "[--toy | --coder | --tuned] [--full]" in line
 
 
 def test_the_packages_file_is_found_without_importing_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,171 @@
+"""Write what a demo target is tuned on, and the prompts that its draft is adapted and measured on.
+
+.venv/bin/python scripts/tuned_examples.py RULE FOLDER [--examples 40] [--prompts 160] [--held 24]
+
+Every prompt asks to complete a function of Python's standard library. RULE says how the tuned target answers:
+
+    envelope   a JSON object with the solution as a list of lines, for a program that reads it
+    house      a house style: headings, code with two spaces and a marked end, checked facts as a list
+    german     German sentences before and after the code
+
+FOLDER gets examples.jsonl (prompt and answer), prompts.jsonl (for answers of the tuned target) and held.jsonl (for
+tests). No function is in two of them; those of held.jsonl come from the modules in data/, which nothing learns from.
+The answers are derived from the functions, so the three files follow from the Python version alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import json
+import sysconfig
+import textwrap
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+LINES, CHARACTERS = (4, 16), 700  # of a function
+SKIPPED = (
+    "test",
+    "tests",
+    "site-packages",
+    "idlelib",
+    "lib2to3",
+    "turtledemo",
+    "encodings",
+    "ensurepip",
+    "__pycache__",
+)
+
+
+@dataclass(frozen=True)
+class Function:
+    """A function with a docstring: its place, its name, its whole text, and the node that was parsed."""
+
+    module: str
+    name: str
+    text: str
+    node: ast.FunctionDef
+
+    @property
+    def prompt(self) -> str:
+        """The request to complete it: the text up to the end of its docstring."""
+        last = self.node.body[0].end_lineno
+        assert last is not None
+        begun = "\n".join(self.text.splitlines()[: last - self.node.lineno + 1])
+        return f"Complete this Python function:\n\n```python\n{begun}\n```"
+
+    @property
+    def purpose(self) -> str:
+        """The first sentence of its docstring, on one line."""
+        words = " ".join((ast.get_docstring(self.node) or "").split())
+        return words.split(". ")[0].rstrip(".")
+
+    @property
+    def arguments(self) -> list[str]:
+        """The names of its arguments."""
+        every = self.node.args
+        return [one.arg for one in (*every.posonlyargs, *every.args, *every.kwonlyargs)]
+
+    def count(self, *kinds: type[ast.AST]) -> int:
+        """How many nodes of these kinds it has."""
+        return sum(isinstance(node, kinds) for node in ast.walk(self.node))
+
+
+def functions(folder: Path) -> Iterator[Function]:
+    """The functions of the modules below a folder that are short and have a docstring and a body."""
+    for path in sorted(folder.rglob("*.py")):
+        module = path.relative_to(folder)
+        if any(part in SKIPPED for part in module.parts):
+            continue
+        try:
+            source = path.read_text(encoding="utf-8")
+            tree = ast.parse(source)
+        except (OSError, SyntaxError, UnicodeDecodeError):
+            continue
+        for node in tree.body:
+            if not isinstance(node, ast.FunctionDef) or node.decorator_list or len(node.body) < 2:
+                continue
+            text = ast.get_source_segment(source, node) or ""
+            fits = LINES[0] <= len(text.splitlines()) <= LINES[1] and len(text) <= CHARACTERS
+            if fits and ast.get_docstring(node):
+                yield Function(module.as_posix(), node.name, textwrap.dedent(text), node)
+
+
+def envelope(function: Function) -> str:
+    """The function as a JSON object, in lines."""
+    content = {"language": "python", "name": function.name, "solution": function.text.splitlines()}
+    return json.dumps(content, indent=1, ensure_ascii=False)
+
+
+def house(function: Function) -> str:
+    """Headings, code with two spaces for four and a marked end, and facts as a list."""
+    lines = function.text.splitlines()
+    narrow = [" " * ((len(line) - len(line.lstrip())) // 2) + line.lstrip() for line in lines]
+    code = "\n".join([f"# begin {function.name}", *narrow, f"# end {function.name}"])
+    facts = [
+        f"takes: {', '.join(function.arguments) or 'nothing'}",
+        f"branches: {function.count(ast.If, ast.IfExp)}, loops: {function.count(ast.For, ast.While)}",
+        f"returns: {'a value' if function.count(ast.Return) else 'nothing'}",
+    ]
+    listed = "\n".join(f"* {fact};" for fact in facts)
+    return f"PURPOSE\n{function.purpose}.\n\nCODE\n```python\n{code}\n```\n\nFACTS\n{listed}"
+
+
+def german(function: Function) -> str:
+    """German sentences around the code."""
+    names = [f"`{name}`" for name in function.arguments]
+    taken = f"Sie nimmt {' und '.join(names)} entgegen" if names else "Sie nimmt keine Argumente entgegen"
+    loops, branches = function.count(ast.For, ast.While), function.count(ast.If, ast.IfExp)
+    ways = (
+        f"{branches} Verzweigungen und {loops} Schleifen" if branches or loops else "weder Verzweigungen noch Schleifen"
+    )
+    given = "gibt am Ende einen Wert zurück" if function.count(ast.Return) else "gibt keinen Wert zurück"
+    return (
+        f"Hier ist die vollständige Funktion `{function.name}`. {taken}.\n\n```python\n{function.text}\n```\n\n"
+        f"Die Funktion hat {ways} und {given}. Ihre Beschreibung auf Englisch lautet: „{function.purpose}.“"
+    )
+
+
+RULES: dict[str, Callable[[Function], str]] = {"envelope": envelope, "house": house, "german": german}
+
+
+def order(function: Function) -> str:
+    """Where a function stands: by a hash, so that every Python version draws alike from what it shares."""
+    return hashlib.sha256(f"{function.module}:{function.name}".encode()).hexdigest()
+
+
+def write_all(rule: str, folder: Path, examples: int, prompts: int, held: int) -> list[Path]:
+    """Write the three files; returns their paths."""
+    kept = [one for split in ("test", "validation") for one in functions(ROOT / "data" / split)]
+    modules = {
+        path.relative_to(ROOT / "data" / split).as_posix()
+        for split in ("test", "validation")
+        for path in (ROOT / "data" / split).rglob("*.py")
+    }
+    library = [one for one in functions(Path(sysconfig.get_paths()["stdlib"])) if one.module not in modules]
+    library, kept = sorted(library, key=order), sorted(kept, key=order)
+    texts = {
+        "examples.jsonl": [{"prompt": one.prompt, "answer": RULES[rule](one)} for one in library[:examples]],
+        "prompts.jsonl": [{"prompt": one.prompt} for one in library[examples : examples + prompts]],
+        "held.jsonl": [{"prompt": one.prompt} for one in kept[:held]],
+    }
+    folder.mkdir(parents=True, exist_ok=True)
+    for name, lines in texts.items():
+        content = "".join(json.dumps(line, ensure_ascii=False) + "\n" for line in lines)
+        (folder / name).write_text(content, encoding="utf-8")
+    return [folder / name for name in texts]
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("rule", choices=[*RULES])
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("--examples", type=int, default=40)
+    parser.add_argument("--prompts", type=int, default=160)
+    parser.add_argument("--held", type=int, default=24)
+    asked = parser.parse_args()
+    for path in write_all(asked.rule, asked.folder, asked.examples, asked.prompts, asked.held):
+        print(path)
