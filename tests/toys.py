@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 from typing import Any
@@ -231,3 +232,20 @@ def speculative(
     """
     rules = Rules(ends=ends)
     return decode_text(target, ModelDrafter(draft, Fixed(length), GREEDY, rules.random), prompt, limit, rules)
+
+
+def tune(base: Path, adapter: Path, **settings: Any) -> Any:
+    """Write an adapter with random numbers over a base; the model that PEFT merges."""
+    torch.manual_seed(3)
+    from peft import LoraConfig, get_peft_model
+
+    model = AutoModelForCausalLM.from_pretrained(base)
+    made = LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"} | settings)
+    with warnings.catch_warnings(action="ignore"):  # of PEFT about transformers
+        tuned = get_peft_model(model, made)
+    for parameter in tuned.parameters():
+        if parameter.requires_grad:
+            parameter.data.normal_(0, 0.1)
+    with warnings.catch_warnings(action="ignore"):
+        tuned.save_pretrained(adapter)
+    return tuned.merge_and_unload()

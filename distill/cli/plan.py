@@ -152,13 +152,19 @@ def plan(
     acceptance: Annotated[
         str | None, typer.Option(metavar="RATES|FILE", help="Conditional acceptance: 0.8,0.7 or a run's eval.json.")
     ] = None,
+    adapter: shared.AdapterOption = None,
+    prompts: Annotated[
+        list[Path] | None,
+        typer.Option(
+            "--prompts", help="TARGET DRAFT: measure the draft's acceptance on the target's answers to these."
+        ),
+    ] = None,
     swap: Annotated[
         str | None, typer.Option(metavar="N,L,COST", help="A curve: N of L layers stream, at COST each (docs/plan.md).")
     ] = None,
     lengths: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "1,2,3,4,6,8",
     depth: Annotated[int, typer.Option(min=1, max=2**20, help="Prompt length, of models.")] = 128,
     tokens: Annotated[int, typer.Option(min=8, max=2**20, help="New tokens, of models.")] = 96,
-    adapter: shared.AdapterOption = None,
     dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
     threads: shared.ThreadsOption = None,
     output: shared.FormatOption = "md",
@@ -171,6 +177,8 @@ def plan(
     """
     drafted = sorted(set(shared.numbers(lengths, "--lengths", int, "1,2,4", 1, 63)))
     given = {} if acceptance is None else {"--acceptance": _rates(acceptance)}
+    if acceptance is not None and prompts:
+        raise RecipeError("--acceptance and --prompts both give the acceptance", "leave one out")
     from distill.decoding.costs import load_cost_curve
     from distill.engines.torch.hugging_face import settled_target
     from distill.planning.cases import PlanRequest, curve_case, llama_settings, measured_cases
@@ -204,9 +212,16 @@ def plan(
         gguf = shared.gguf_of(models, llama, llama_draft)
         place = settled_target(model or resolve_model("."), dtype)
         request = PlanRequest(place, small, cost, None, drafted, depth, tokens, threads, gguf)
+    if prompts and request.draft is None:
+        raise RecipeError("--prompts measures a draft's acceptance", "name two models, TARGET and DRAFT")
     curve: CostCurve | None = None
     if request.recipe is not None or request.draft is not None:
         shared.prepare(threads)
+        if prompts and request.draft is not None:
+            from distill.planning.order import advice, measured_acceptance
+
+            measured = measured_acceptance(request.target.model, request.draft, prompts, threads, request.gguf)
+            given = {"measured": measured.rates} if measured.rates else {}
         cases = measured_cases(request)
     else:
         curve = (
@@ -227,6 +242,8 @@ def plan(
         rates = by_position(next(iter(given.values())), max(drafted))
         settings = llama_settings(curve, rates, costs.draft / costs.target[0], depth)
     decision = decide(request.target.model, found[0][0]) if curve is None or _is_model(first) else []
+    if prompts and request.draft is not None:
+        decision = [advice(request.target.model, request.draft, measured)]
     result = SpeedupPlan(command_line(sys.argv), machine(), [one for _, one in found], settings, decision)
     shared.print_blocks(plan_blocks(result), result, output)
 

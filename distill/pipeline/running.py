@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from distill.data.traffic import PIN, begins_with, pin_of, read_lines
 from distill.devices import agree, memory_explained, process_count
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
-from distill.files import digest, has_form, link_file, read_json, require_inside, write_json
+from distill.files import digest, has_form, link_file, read_json, reference_digest, require_inside, write_json
 from distill.pipeline.stages import (
     LAST_TOGETHER,
     NAMES,
@@ -436,12 +436,10 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
     """The parent.json of a run that starts from the draft of `run`; changes nothing.
 
     It holds the generation, the next name of `run`, its train.rate, the files of its draft and the part of the traffic
-    file that it read. Raises RecipeError or RunError for a recipe without traffic or with other cuts, an unfinished
-    run, a rotated file and a file without new lines.
+    file that it read. Raises RecipeError or RunError for a recipe of which neither the target has changed nor the
+    traffic grown, or with other cuts, an unfinished run and a rotated file.
     """
     settings = recipe.answers.traffic
-    if settings is None:
-        raise RecipeError("--refresh needs answers.traffic, a file with new lines", "see docs/recipes.md")
     if recipe.train.sparsity is not None and recipe.train.sparsity.mlp_width is not None:
         raise RecipeError("--refresh makes no cuts, but train.sparsity does", "add train.sparsity=null")
     record = run.done("train")
@@ -454,7 +452,12 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
     read = (run.done("answers") or {"inputs": {}})["inputs"].get(PIN)
     if read is not None and not has_form(read, READ):
         raise DataError(f"{run.done_path('answers')} is damaged: {PIN} is of another kind", "copy the run again")
-    require_growth(Path(settings), read)
+    asked = (run.done("answers") or {"inputs": {}})["inputs"].get("target.model")
+    if asked == reference_digest(recipe.target.model):  # else its new answers are what there is to learn
+        if settings is None:
+            hint = "tune the target, or set answers.traffic, a file with new lines (docs/recipes.md)"
+            raise RecipeError("--refresh finds nothing new: the target is the same, and there is no traffic", hint)
+        require_growth(Path(settings), read)
     before = run.parent()
     number = 1
     while run.folder.with_name(f"{run.folder.name}.{number}").exists():

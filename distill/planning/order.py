@@ -7,10 +7,11 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator
-from dataclasses import replace
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from distill.data.prompts import sources_of
 from distill.decoding.costs import Costs
 from distill.engines.pairs import compare_pair
 from distill.engines.server_commands import MORE, MOST_BESIDE, shipped_heads
@@ -19,8 +20,11 @@ from distill.errors import DistillError
 from distill.files import is_gguf, parts_of
 from distill.folders import present_files
 from distill.gguf.head import open_head
+from distill.measuring.evaluation import EvaluationOptions, Grid, evaluate_grid, prompts_of
 from distill.planning.plan import Case
-from distill.recipe import is_path
+from distill.recipe import Corpus, Evaluate, Gguf, is_path
+from distill.sampler import Sampler
+from distill.tables import Interval
 
 # docs/benchmarks.md, to which a test holds these. Tokens a round and tokens drafted of SmolLM2's lookup and table (the
 # demo, PyTorch).
@@ -29,6 +33,51 @@ SIBLING = 0.79  # acceptance probability of Qwen2.5-Coder's 0.5B
 TRIMMED = 8192  # tokens of a smaller head
 # Acceptance of SmolLM2, cut to 5 layers, after this many positions of answers, and what twice as many add.
 POSITIONS, REACHED, DOUBLING = 1.15e6, 0.39, 0.055
+
+
+# Greedy acceptance probability of the same sibling, adapted to a tuned target on few answers (docs/tuned-target.md).
+ADAPTED = 0.95
+PROMPTS, TOKENS = 8, 64  # answers on which a sibling's acceptance is measured
+
+
+@dataclass(frozen=True)
+class MeasuredAcceptance:
+    """A draft's greedy acceptance probability on a target's own answers; `rates` are conditional, by draft position."""
+
+    probability: Interval
+    prompts: int
+    tokens: int
+    rates: list[float]
+
+
+def measured_acceptance(
+    target: str, draft: str, prompts: Sequence[Path], threads: int | None, gguf: Gguf | None
+) -> MeasuredAcceptance:
+    """Measure it on the first prompts of these files. DataError for fewer than 4, PairError for models that do not
+    fit."""
+    corpus = Corpus(sources=sources_of(prompts))
+    settings = Evaluate(new_tokens=TOKENS)
+    options = EvaluationOptions(Sampler(0.0), settings, "")
+    grid = Grid(target, [draft], corpus.block, (), threads=threads, gguf=gguf)
+    report = evaluate_grid(grid, prompts_of(corpus, PROMPTS), options)
+    answers = report.domains["answers"]["draft"]
+    rates = [one.rate.mean for one in report.positions["draft"] if one.drafted]
+    return MeasuredAcceptance(answers.acceptance_greedy, answers.prompts, answers.tokens, rates)
+
+
+def advice(target: str, draft: str, measured: MeasuredAcceptance) -> str:
+    """Whether to adapt a sibling to its target, by its measured acceptance."""
+    mean = measured.probability
+    found = (
+        f"The sibling is accepted {mean.mean:.2f} [{mean.low:.2f}, {mean.high:.2f}] on the target's answers to "
+        f"{measured.prompts} prompts ({measured.tokens} tokens)"
+    )
+    if mean.low >= SIBLING:
+        return f"{found}: adapting it gains little, because siblings of stock targets have {SIBLING}."
+    base, adapter = parts_of(target)
+    named = f"target.model={base}" + ("" if adapter is None else f" target.adapter={adapter}")
+    command = f"distill train adapt.yaml {named} cut.donor={draft}"
+    return f"{found}; {ADAPTED} after adapting is usual (`distill recipes adapt`, then `{command}`)."
 
 
 def decide(target: str, case: Case | None) -> list[str]:

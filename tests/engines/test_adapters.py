@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,33 +15,21 @@ import torch
 import transformers
 import yaml
 from safetensors.torch import load_file, save_file
-from tiny import Capture, edit
+from tiny import Capture, Patch, edit
+from toys import tune
 
 from distill.engines.torch.hugging_face import load_config, load_model, local_folder
 from distill.errors import DataError
 from distill.files import over, parts_of, reference_digest
+from distill.planning import order
 from distill.recipe import dump_recipe, load_recipe, resolve_model
+from distill.tables import Interval
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
 SETTINGS, TENSORS = "adapter_config.json", "adapter_model.safetensors"
 LAYER = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 Damage = Callable[[Path], object]
-
-
-def tune(base: Path, adapter: Path, **settings: Any) -> Any:
-    """Write an adapter with random numbers over a base; the model that PEFT merges."""
-    torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_pretrained(base)
-    made = peft.LoraConfig(**{"r": 4, "target_modules": ["q_proj", "down_proj"], "task_type": "CAUSAL_LM"} | settings)
-    with warnings.catch_warnings(action="ignore"):  # of PEFT about transformers
-        tuned = peft.get_peft_model(model, made)
-    for parameter in tuned.parameters():
-        if parameter.requires_grad:
-            parameter.data.normal_(0, 0.1)
-    with warnings.catch_warnings(action="ignore"):
-        tuned.save_pretrained(adapter)
-    return tuned.merge_and_unload()
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +78,28 @@ def test_it_is_the_merged_folder(tuned: tuple[Path, Path, Path], tmp_path: Path,
         drafts.append((tmp_path / name / "draft" / "model.safetensors").read_bytes())
     assert drafts[0] == drafts[1]
     assert "fits it" in tiny.shown(capsys, "check", base, base, "--adapter", adapter)
+
+
+def test_a_plan_says_whether_to_adapt(
+    tuned: tuple[Path, Path, Path], tmp_path: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+    """By the acceptance that it measured, which its forecast takes, too."""
+    base, adapter, merged = tuned
+    monkeypatch.setattr(order, "TOKENS", 12)
+    prompts = ("--prompts", base.parent / "corpus" / "test", "--lengths", "2", "--tokens", 8)
+    blurred = tmp_path / "blurred"
+    shutil.copytree(base, blurred)
+    tensors = load_file(base / "model.safetensors")
+    torch.manual_seed(5)
+    noisy = {name: value + 0.1 * torch.randn_like(value) for name, value in tensors.items()}
+    save_file(noisy, blurred / "model.safetensors", {"format": "pt"})
+    said = tiny.shown(capsys, "plan", base, blurred, "--adapter", adapter, *prompts)
+    assert f"target.model={base} target.adapter={adapter} cut.donor={blurred}" in said and "0.95 after" in said
+    assert "answers to 8 prompts (96 tokens)" in said and "measured" in said
+    fine = order.MeasuredAcceptance(Interval(0.9, 0.8, 0.95), 8, 96, [0.9])
+    assert "gains little" in order.advice(str(merged), str(base), fine)
+    assert "name two models" in tiny.refused(capsys, "plan", merged, *prompts[:2])
+    assert "leave one out" in tiny.refused(capsys, "plan", merged, base, *prompts[:2], "--acceptance", "0.5")
 
 
 def test_weights_are_equal_in_the_type_of_the_base(tuned: tuple[Path, Path, Path], tmp_path: Path) -> None:
