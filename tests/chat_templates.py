@@ -45,7 +45,45 @@ QWEN_3 = (
     "{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
     "{% if enable_thinking is defined and not enable_thinking %}<think>\n\n</think>\n\n{% endif %}{% endif %}"
 )
-STYLES: dict[str, tuple[str, list[str], str]] = {  # the template, special tokens, and the one that ends a turn
+# As gpt-oss reads it: `thinking`, channels, and an end of its own behind a call. Written for this test.
+CHANNELS = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant"
+    "{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}"
+    "{% if m.tool_calls %}<|channel|>commentary to={{ m.tool_calls[0].function.name }}<|message|>"
+    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
+    "{% else %}<|channel|>final<|message|>{{ m.content }}<|return|>{% endif %}"
+    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
+)
+# As DeepSeek's joins it: arguments that are text; no line break around the closed thinking.
+JOINED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}<|Assistant|></think>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + ' ' + call.function.arguments }}"
+    "{% endfor %}"
+    "<|end_of_sentence|>{% else %}<|User|>{{ m.content }}{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|Assistant|>{{ '<think>' if thinking else '</think>' }}{% endif %}"
+)
+# Reads a list of parts, as those of models that see images do.
+PARTS = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.content is string %}{{ m.content }}{% else %}"
+    "{% for part in m.content %}{{ part.text }}{% endfor %}{% endif %}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# Reads the first system message alone, as gpt-oss's does.
+FIRST_SYSTEM = (
+    "{% if messages[0].role == 'system' %}<|im_start|>system\n{{ messages[0].content }}<|im_end|>\n{% endif %}"
+    "{% for m in messages %}{% if m.role in ('user', 'assistant') %}<|im_start|>{{ m.role }}\n{{ m.content }}"
+    "<|im_end|>\n{% endif %}{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+# As Command R's: several by name, of which one alone reads documents, and no server takes that one by itself.
+NAMED = {
+    "default": PARTS,
+    "tool_use": "{% for t in tools %}{{ t | tojson }}{% endfor %}" + PARTS,
+    "rag": "{% for d in documents %}{{ d.text }}{% endfor %}" + PARTS,
+}
+CHANNEL_MARKS = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"]
+CHATML = ["<|im_start|>", "<|im_end|>", "<|endoftext|>"]
+STYLES: dict[str, tuple[Any, list[str], str]] = {  # the template, special tokens, and the one that ends a turn
     "llama-3": (
         LLAMA_3,
         ["<|begin_of_text|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>"],
@@ -54,14 +92,24 @@ STYLES: dict[str, tuple[str, list[str], str]] = {  # the template, special token
     "mistral": (MISTRAL, ["<s>", "</s>", "[INST]", "[/INST]"], "</s>"),
     "gemma": (GEMMA, ["<bos>", "<eos>", "<start_of_turn>", "<end_of_turn>"], "<end_of_turn>"),
     "r1": (R1, ["<|begin|>", "<|User|>", "<|Assistant|>", "<|end_of_sentence|>"], "<|end_of_sentence|>"),
-    "qwen-3": (QWEN_3, ["<|im_start|>", "<|im_end|>", "<|endoftext|>"], "<|im_end|>"),
+    "qwen-3": (QWEN_3, CHATML, "<|im_end|>"),
+}
+FURTHER: dict[str, tuple[Any, list[str], str]] = {
+    "channels": (CHANNELS, CHANNEL_MARKS, "<|return|>"),
+    "joined": (JOINED, ["<|User|>", "<|Assistant|>", "<|end_of_sentence|>"], "<|end_of_sentence|>"),
+    "parts": (PARTS, CHATML, "<|im_end|>"),
+    "first system": (FIRST_SYSTEM, CHATML, "<|im_end|>"),
+    "named": (NAMED, CHATML, "<|im_end|>"),
 }
 
 
 def dress(tokenizer: Any, style: str, marked: bool = False) -> Any:
     """Give a byte-level tokenizer the special tokens and the template of a style."""
-    template, special, end = STYLES[style]
+    template, special, end = (STYLES | FURTHER)[style]
     tokenizer.add_special_tokens({"additional_special_tokens": special})
+    if style in FURTHER:
+        tokenizer.eos_token, tokenizer.chat_template = end, template
+        return tokenizer
     tokenizer.bos_token, tokenizer.eos_token = special[0], "<eos>" if style == "gemma" else end
     begin, close = ("{% generation %}", "{% endgeneration %}") if marked else ("", "")
     tokenizer.chat_template = template.replace("{G}", begin).replace("{E}", close)

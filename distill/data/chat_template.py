@@ -10,16 +10,17 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import takewhile
 from typing import Any
 
-from distill.data.records import CLOSING, OPENING, THINKING, THOUGHT
+from distill.data.records import BEGINNING, CLOSING, OPENING, THINKING, THOUGHT, Messages
 from distill.data.samples import decoded
 from distill.engines.torch.hugging_face import encode, encode_behind, encode_text, special_tokens, turn_end
 from distill.errors import DataError, RecipeError
+from distill.gguf.head import END_NAMES
 from distill.recipe import Chat
 
 Message = Mapping[str, Any]  # as records.normal gives it
@@ -39,7 +40,61 @@ RENDERERS = (
     *("tokenizer_kwargs", "sanitize_control_tokens"),
 )
 MARKS = "MARKER of a message", "Other marker"  # in place of a user's message, to find what is written around it
+TURNS = (
+    "a system's mark",
+    "a question's mark",
+    "an answer's mark",
+    "a further question's mark",
+    "a further answer's mark",
+)
 BEGINNINGS = "How", "What", "a", "1", "\u00e9", "\u4f60", "-", '"'  # of messages
+
+
+@lru_cache
+def variables(source: str) -> frozenset[str]:
+    """The variables of a template that a conversation may set: those that it reads, without the messages, special
+    tokens and other arguments that are the renderer's own."""
+    from jinja2 import meta
+    from transformers.utils.chat_template_utils import _compile_jinja_template
+
+    found: set[str] = set()
+    with contextlib.suppress(Exception):  # a template of wrong form is refused where it is rendered
+        found = meta.find_undeclared_variables(_compile_jinja_template(source).environment.parse(source))
+    return frozenset(name for name in found - {*RENDERERS} if not name.endswith("_token"))
+
+
+@dataclass(frozen=True)
+class Frame:
+    """What a template writes around the turns of a conversation without tools: before the first question, between
+    question and answer and back, and behind a last question and a last answer. With a system prompt: before it, and
+    between it and the first question; None where the template refuses one."""
+
+    before: str
+    to_answer: str
+    to_question: str
+    behind_question: str
+    behind_answer: str
+    around_system: tuple[str, str] | None
+
+    def split(self, text: str) -> Iterator[list[Message]]:
+        """The conversations that a text may be; the last message of each is a question or an answer."""
+        begun = [(self.before, "")]
+        if self.around_system is not None and text.startswith(self.around_system[0]):
+            system, found, _ = text.removeprefix(self.around_system[0]).partition(self.around_system[1])
+            begun += [("".join((self.around_system[0], system, self.around_system[1])), system)] if found else []
+        for opening, system in begun:
+            if not text.startswith(opening):
+                continue
+            messages: list[Message] = [{"role": "system", "content": system}] if system else []
+            rest, more = text.removeprefix(opening), "…"
+            while more:
+                asks = not messages or messages[-1]["role"] != "user"
+                part, more, rest = rest.partition(self.to_answer if asks else self.to_question)
+                if not more:
+                    end = self.behind_question if asks else self.behind_answer
+                    part = part.rstrip().removesuffix(end.strip()) if end.strip() else part.rstrip()
+                messages.append({"role": "user" if asks else "assistant", "content": part})
+            yield messages
 
 
 @dataclass(frozen=True)
@@ -67,10 +122,17 @@ class ChatTemplate:
                 "records with the field `text`",
             )
         names = [*settings.arguments, *([settings.thinking_argument] if settings.thinking is not None else [])]
-        source = str(tokenizer.chat_template)  # a mapping where it has several
-        if unread := [name for name in names if name not in source]:
+        if unread := [name for name in names if name not in self.variables(settings.tools)]:
             hint = "correct chat.arguments or chat.thinking_argument, or leave chat.thinking out"
             raise RecipeError(f"chat: the target's template does not read {', '.join(unread)}", hint)
+
+    def variables(self, tools: Any) -> frozenset[str]:
+        """The names that the template reads; where the tokenizer has several, that with which a server renders."""
+        own = self.tokenizer.chat_template or ""
+        if isinstance(own, dict):  # by name, as transformers chooses
+            own = own.get("tool_use" if tools and "tool_use" in own else "default", "")
+        own_tokens = getattr(self.tokenizer, "special_tokens_map", ())
+        return variables(own).difference(own_tokens)
 
     def with_arguments(self, more: Mapping[str, Any]) -> ChatTemplate:
         """This template with further arguments, those of one conversation; `tools` among them replace the recipe's."""
@@ -81,26 +143,17 @@ class ChatTemplate:
         return found
 
     @cached_property
-    def declared(self) -> set[str]:
-        """The variables of the template that a conversation may set: those that it reads, without the messages, special
-        tokens and other arguments that are the renderer's own."""
-        from jinja2 import meta
-        from transformers.utils.chat_template_utils import _compile_jinja_template
-
-        found: set[str] = set()
-        given = self.tokenizer.chat_template or ""
-        for source in given.values() if isinstance(given, dict) else [given]:
-            with contextlib.suppress(Exception):  # a template of wrong form is refused where it is rendered
-                found |= meta.find_undeclared_variables(_compile_jinja_template(source).environment.parse(source))
-        own = {*RENDERERS, *getattr(self.tokenizer, "special_tokens_map", ())}
-        return {name for name in found - own if not name.endswith("_token")}
+    def declared(self) -> frozenset[str]:
+        """The variables of the template that a conversation may set, with tools or without."""
+        return self.variables(True) | self.variables(False)
 
     def of_conversation(self, given: Mapping[str, Any]) -> tuple[ChatTemplate, list[str]]:
         """This template with the arguments that a record or a request gives it, and the names of those that it lacks.
 
         ValueError for `tools` and `documents` that it does not write: the target was asked something else.
         """
-        lacking = [name for name in given if name not in self.declared]
+        known = self.variables(given.get("tools") or self.settings.arguments.get("tools") or self.settings.tools)
+        lacking = [name for name in given if name not in known]
         if "reasoning_effort" in given and "enable_thinking" in lacking:  # which servers add to the effort
             lacking.remove("enable_thinking")
             given = {name: value for name, value in given.items() if name != "enable_thinking"}
@@ -116,10 +169,26 @@ class ChatTemplate:
     def text(self, messages: Sequence[Message], thinking: bool | None = None, generate: bool = True) -> str:
         """The messages as text, with the beginning of an answer where one is to be generated.
 
-        Raises ValueError, with the template's own reason, for messages that it refuses.
+        Raises ValueError, with the reason, for messages that the template refuses, or of which it leaves one out.
         """
-        # Thinking under each name: a template reads one of them.
-        own = [{**one, **(dict.fromkeys(THINKING[:3], one[THOUGHT]) if THOUGHT in one else {})} for one in messages]
+        text = self._rendered(messages, thinking, generate)
+        rest = text
+        for at, one in enumerate(messages):
+            content = one["content"].strip()
+            forms = [content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]]
+            if one["role"] == "assistant" or not content:
+                continue
+            if (form := next((form for form in forms if form in rest), None)) is not None:
+                rest = rest.replace(form, "", 1)
+                continue
+            # Some templates change a text, such as SmolLM3's, which takes its switches out of a system prompt.
+            other = [*messages[:at], {**one, "content": MARKS[0]}, *messages[at + 1 :]]
+            if MARKS[0] not in self._rendered(other, thinking, generate):
+                raise ValueError(f"the target's chat template leaves out a message of the {one['role']}")
+        return text
+
+    def _rendered(self, messages: Sequence[Message], thinking: bool | None, generate: bool) -> str:
+        own = list(map(self._as_read, messages))
         try:
             return self._applied(own, thinking, generate)
         except Exception as error:  # templates are foreign programs and raise any exception
@@ -127,6 +196,31 @@ class ChatTemplate:
                 with contextlib.suppress(Exception):
                     return self._applied(list(map(_with_text_arguments, own)), thinking, generate)
             raise ValueError(f"the target's chat template refuses it ({' '.join(str(error).split())[:200]})") from error
+
+    def _as_read(self, message: Message) -> dict[str, Any]:
+        """The message with its thinking under each name, of which a template reads one, and with its parts as one."""
+        thought = dict.fromkeys(THINKING[:3], message[THOUGHT]) if THOUGHT in message else {}
+        return {**self._in_one(message), **thought}
+
+    def _in_one(self, message: Message) -> dict[str, Any]:
+        """The message with its parts as the template joins them; ValueError where it takes no parts."""
+        found = {name: value for name, value in message.items() if name != "parts"}
+        if "parts" in message:
+            if self._between_parts is None:
+                raise ValueError("a message of several parts, which the target's chat template does not write as text")
+            found["content"] = self._between_parts.join(message["parts"])
+        return found
+
+    @cached_property
+    def _between_parts(self) -> str | None:
+        """What the template writes between two parts of a text; None where it takes no list of them."""
+        parts = [{"type": "text", "text": mark} for mark in MARKS]
+        try:
+            text = self._applied([{"role": "user", "content": parts}], None, False)
+        except Exception:  # see above
+            return None
+        between = text.partition(MARKS[0])[2].partition(MARKS[1])[0]
+        return between if MARKS[1] in text and not between.strip() else None
 
     def _applied(self, messages: list[dict[str, Any]], thinking: bool | None, generate: bool) -> str:
         return self.tokenizer.apply_chat_template(
@@ -150,6 +244,82 @@ class ChatTemplate:
         """Whether this template has written a text already as a prompt: it ends with the beginning of an answer."""
         behind = self.around[1].strip()
         return bool(behind) and text.rstrip().endswith(behind)
+
+    @cached_property
+    def _frame(self) -> Frame | None:
+        """What stands around turns; None where the template does not write turns as they are."""
+        roles = ("system", "user", "assistant", "user", "assistant")
+        turns = [{"role": role, "content": mark} for role, mark in zip(roles, TURNS, strict=True)]
+
+        def around(messages: list[dict[str, str]]) -> list[str]:
+            text, found = self.text(messages, None, False), []
+            for one in messages:
+                before, there, text = text.partition(one["content"])
+                if not there:
+                    raise ValueError("it does not write each turn once, in order")
+                found.append(before)
+            return [*found, text]
+
+        try:
+            before, to_answer, to_question, _, behind_answer = around(turns[1:])
+            _, behind_question = around(turns[1:2])
+        except ValueError:
+            return None
+        system = None
+        with contextlib.suppress(ValueError):
+            first, second, *_ = around(turns)
+            system = self._without_bos(first + "x").removesuffix("x"), second
+        before = self._without_bos(before + "x").removesuffix("x")
+        return Frame(before, to_answer, to_question, behind_question, behind_answer, system)
+
+    def conversation_of(self, text: str) -> Messages | None:
+        """The conversation that this template has rendered as a text, as far as it has no tools; None for another text.
+
+        The template writes this very text for it, but for the bos and white space at the ends.
+        """
+        frame, bare = self._frame, self._without_bos(text)
+        if frame is None or not frame.to_answer.strip() or frame.to_answer not in text:
+            return None
+        for found in frame.split(bare):
+            with contextlib.suppress(ValueError):
+                whole = not any(self.looks_rendered(one["content"]) or not one["content"].strip() for one in found)
+                if whole and self._without_bos(self.text(found, None, False)) == bare:
+                    return tuple(map(dict, found))
+        return None
+
+    def _without_bos(self, text: str) -> str:
+        return text.strip().removeprefix(getattr(self.tokenizer, "bos_token", None) or "").strip()
+
+    def looks_rendered(self, text: str) -> bool:
+        """Whether a text holds what this template writes before an answer, or the tags before a question."""
+        frame = self._frame
+        if frame is None:
+            return self.is_rendered(text)
+        pairs = zip(frame.to_question, frame.behind_answer, strict=False)
+        end = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))  # of the answer before
+        header, begins_answer = frame.to_question[end:].strip(), frame.to_answer.strip()
+        return bool(begins_answer and begins_answer in text) or bool(header[:1] in ("<", "[") and header in text)
+
+    @cached_property
+    def _ends(self) -> list[str]:
+        """The texts of the tokens that end an answer, whatever wrote them."""
+        own = [decoded(self.tokenizer, self.end), self.tokenizer.eos_token or ""]
+        known = [name for name in END_NAMES if self.tokenizer.convert_tokens_to_ids(name) in self.special]
+        return [text for text in dict.fromkeys([*own, *known]) if text.strip()]
+
+    def split_at_end(self, answer: str) -> tuple[str, str]:
+        """The text of an answer up to the first end token that is spelled out in it, and what follows that token, other
+        end tokens left out. ValueError for one that ends with an end token of other models."""
+        places = [at for end in self._ends if (at := answer.find(end)) >= 0]
+        if not places:
+            foreign = (name for name in END_NAMES if "|" in name and answer.rstrip().endswith(name))
+            if (name := next(foreign, None)) is not None:
+                raise ValueError(f"an answer that ends with `{name}`, which is no token of the target")
+            return answer, ""
+        rest = answer[min(places) :]
+        for end in self._ends:
+            rest = rest.replace(end, "")
+        return answer[: min(places)], rest.strip()
 
     def first_question(self, prompt: str) -> str:
         """The first question of a rendered prompt, whatever stands behind it; all of another text."""
@@ -234,7 +404,7 @@ class ChatTemplate:
 
         Raises ValueError where the template does not say how the answer was written.
         """
-        *before, last = map(dict, messages)
+        *before, last = map(self._in_one, messages)
         prompt = self.text(before, thinking)
         opening = next((one for one in THOUGHTS if prompt.rstrip().endswith(one)), "")
         if last.get("tool_calls") and not ended:
@@ -272,7 +442,9 @@ class ChatTemplate:
         try:
             written = self._written(prompt, before, last, thinking)[0]
         except ValueError:
-            return content
+            if not served and not prompt.rstrip().endswith((*THOUGHTS, *THOUGHTS.values())):
+                raise
+            return content  # as a server wrote it, or behind a thinking that the prompt opens or closes
         gap = written.partition(content)[0] if served and content in written else ""
         return content if gap and not gap.strip() and content.startswith(gap) else written
 
@@ -308,6 +480,22 @@ class ChatTemplate:
                 raise ValueError(f"the target's chat template does not write the {what} of an answer")
             rest = rest.replace(part.strip(), "", 1)
         return (written.rpartition(end)[0], True) if end and end in written else (written.rstrip("\n"), False)
+
+
+def reader_of(tokenizer: Any) -> Callable[[str], Messages | None]:
+    """What finds the conversation that a tokenizer's template has rendered as a text; it raises ValueError for a text
+    that looks rendered by this template, and is not."""
+    if not tokenizer.chat_template:
+        return lambda text: None
+    template = ChatTemplate(tokenizer, Chat())
+
+    def read(text: str) -> Messages | None:
+        found = template.conversation_of(text)
+        if found is None and template.looks_rendered(text[:BEGINNING]):
+            raise ValueError("texts that look rendered by the target's chat template, and are not")
+        return found
+
+    return read
 
 
 class PlainTexts(ChatTemplate):
@@ -347,11 +535,12 @@ def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:
 
 
 def messages_after(chat: Mapping[str, Any], answers: Sequence[str]) -> list[dict[str, Any]]:
-    """The messages up to the question that follows this many answers; `chat` is a Sample's: messages up to the first
-    question, further `turns` of the user, and `thinking`."""
+    """The messages up to the question that follows this many answers; `chat` is a Sample's: messages before the first
+    answer, further `turns` (a user's text, or messages), and `thinking`."""
     messages = list(chat["messages"])
     for answer, turn in zip(answers, chat.get("turns") or [], strict=False):
-        messages += [{"role": "assistant", "content": answer}, {"role": "user", "content": turn}]
+        asked = turn if isinstance(turn, list) else [{"role": "user", "content": turn}]
+        messages += [{"role": "assistant", "content": answer}, *asked]
     return messages
 
 

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy
 
-from distill.data.chat_template import ChatTemplate
+from distill.data.chat_template import ChatTemplate, reader_of
 from distill.data.packing import Packed, Text, Turn, concatenate, joined_turns, pack, planned
-from distill.data.prompts import ChatPrompts, cut_prompts
+from distill.data.prompts import SPELLED_END, ChatPrompts, cut_prompts
 from distill.data.samples import (
     SPLITS,
     CorpusTexts,
@@ -28,7 +28,7 @@ from distill.engines.torch.hugging_face import encode_text, load_tokenizer, stat
 from distill.errors import DataError
 from distill.files import write_atomically, write_json, write_result
 from distill.progress import Caution
-from distill.recipe import Corpus, Recipe
+from distill.recipe import Corpus, Recipe, is_path
 from distill.run import Run
 from distill.vocabulary.vocabulary import opening_of
 
@@ -43,7 +43,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     tokenizer = load_tokenizer(recipe.target.model)
     ends = sorted({tokenizer.eos_token_id, *stated_ends(recipe.target.model)} - {None})  # of a text, not of a turn
     sources = with_questions(recipe.corpus, run.path("questions"))
-    documents, dropped = read_documents(sources, folder=folder)
+    documents, dropped = read_documents(sources, folder=folder, talk_of=reader_of(tokenizer))
     to_ids = functools.partial(encode_text, tokenizer)
     chat = chat_prompts(recipe, tokenizer, documents)
     weights = weights_of(sources)
@@ -172,6 +172,9 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], l
     corpus, lines, unread = recipe.corpus, [], []
     documents: list[Document] = []
     dropped: Counter[str] = Counter()
+    here = not offline or is_path(recipe.target.model)
+    read = functools.cache(lambda: reader_of(load_tokenizer(recipe.target.model)))
+    talk_of = (lambda text: read()(text)) if here else None
     for source in corpus.sources:
         if source.kind == "target":
             continue  # see teacher/answers.py
@@ -179,7 +182,8 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], l
             unread.append(f"data set {source.path}")
             continue
         limit = min(corpus.max_documents, MOST_RECORDS if source.kind == "hub" else MOST_DOCUMENTS)
-        found, left_out = read_documents(corpus.model_copy(update={"sources": (source,), "max_documents": limit}), ())
+        part = corpus.model_copy(update={"sources": (source,), "max_documents": limit})
+        found, left_out = read_documents(part, (), talk_of=talk_of)
         whole = not left_out.pop(UNREAD, 0) or limit == corpus.max_documents
         if not whole:
             unread.append(f"{source.path} beyond its first {limit} documents")
@@ -244,7 +248,7 @@ def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
         reasons = ", ".join(f"{count} {reason}" for reason, count in chat.dropped.items())
         hint = "correct the sources, or section chat"
         raise DataError(f"no conversation of the corpus can be asked: {reasons}", hint)
-    first, decode = prompts[0], tokenizer.decode
+    left_out, first, decode = dict(chat.dropped), prompts[0], tokenizer.decode
     lines, ids = [_fitting(chat.lengths, chat.longest, recipe)], first[1].prompt
     lines += [f"a prompt, as the target's template writes it ({len(ids)} tokens):", decode(ids)]
     if (given := next(chat.given(first[0]), None)) is not None:
@@ -252,11 +256,15 @@ def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
             f"its last given answer, {len(given[1])} tokens that are scored between ⟦ and ⟧:",
             f"{decode(given[0])}⟦{decode(given[1])}⟧",
         ]
+    lines += [Caution(f"warning: prompts: {count} {why}") for why, count in left_out.items()]
     chat.dropped.clear()  # of the answers alone, each once
     for document in asked:
         for _ in chat.given(document):
             pass
-    lines += [Caution(f"warning: {count} given answers left out: {why}") for why, count in chat.dropped.items()]
+    lines += [
+        Caution(f"warning: {count} {why if why == SPELLED_END else f'given answers left out: {why}'}")
+        for why, count in chat.dropped.items()
+    ]
     if (end := turn_end(tokenizer)) and end[0] not in {tokenizer.eos_token_id, *stated_ends(recipe.target.model)}:
         what = f"the template ends a turn with {decode(end)}, which no file of the target names as an end"
         lines += [Caution(f"warning: {what}: answers end there, and servers have to be told (generation_config.json)")]

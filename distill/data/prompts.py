@@ -15,8 +15,8 @@ from typing import Any
 
 import numpy
 
-from distill.data.chat_template import ChatTemplate
-from distill.data.records import CLOSING, LISTS, PROMPTS, THINKING
+from distill.data.chat_template import ChatTemplate, Message, reader_of
+from distill.data.records import CLOSING, LISTS, PROMPTS, RENDERED, THINKING
 from distill.data.samples import Sample, last_tokens
 from distill.data.sources import Document, holds_records, read_documents
 from distill.engines.torch.hugging_face import encode_behind, encode_text, load_tokenizer
@@ -28,6 +28,8 @@ from distill.gguf.tokenizer import chat_templates
 from distill.recipe import Chat, Corpus, Source
 from distill.vocabulary.vocabulary import opening_of
 
+ANY_ANSWER = "An answer."
+SPELLED_END = "answers that spell their end token: learnt with one"
 CHARACTERS_PER_TOKEN = 8  # more than any prompt needs; it bounds the text that is encoded for a prompt
 
 
@@ -55,66 +57,115 @@ class ChatPrompts:
         self._told: set[tuple[str, str]] = set()  # names of documents, and the arguments that were counted
 
     def prompt(self, document: Document) -> Sample | None:
-        """The prompt of a conversation's first question, with what renders its further turns; None for one left out."""
+        """The prompt of a conversation's first answer, with what renders its further turns; None for one left out."""
         assert document.messages is not None
-        if text := self._rendered(document):
+        settings = self.template.settings
+        try:
+            rendered = self._rendered(document)
+            template = self._template_of(document)
+        except ValueError as error:
+            self.dropped[str(error)] += 1
+            return None
+        if rendered:
             self.dropped["prompts that were rendered already: kept as they are"] += 1
-            ids = encode_text(self.template.tokenizer, text)
+            ids = self._shortened(encode_text(self.template.tokenizer, rendered))
             return Sample(document.name, ids, [], document.split, document.source, document.label)
-        settings, roles = self.template.settings, [one["role"] for one in document.messages]
-        first = roles.index("user") + 1
-        head, rest = list(document.messages[:first]), document.messages[first:]
-        if "system" not in roles:
+        head, *further = _turns_asked(document.messages)
+        if not any(one["role"] == "system" for one in document.messages):
             head = [*self.system(document.name), *head]
         # What a tool returned answers a call that this target may not make: the conversation ends before it.
-        before_tools = list(takewhile(lambda message: message["role"] != "tool", rest))
-        turns = [one["content"] for one in before_tools if one["role"] == "user"][: settings.turns - 1]
+        asked = takewhile(lambda turn: "user" in turn and "tool" not in turn, map(_roles, further))
+        turns, refused = further[: min(len([*asked]), settings.turns - 1)], ""
         thinking = document.arguments.get(settings.thinking_argument, self.thinking(document.name))
         thinking = thinking if isinstance(thinking, bool) else None
         try:
-            template = self._template_of(document)
             ids = template.prompt(head, thinking)
         except ValueError as error:
             self.dropped[str(error)] += 1
             return None
-        self.lengths.append(len(ids))
-        if len(ids) > self.longest:
-            self.dropped[f"beginnings of prompts of more than {self.longest} tokens"] += 1
-            ids = last_tokens(ids, self.longest, self.opening)
-        if len(turns) < settings.turns - 1 and any(one["role"] == "user" for one in rest[len(before_tools) :]):
-            self.dropped["turns of conversations after a tool's result"] += 1
-        chat = {"messages": head, "turns": turns, "thinking": thinking, "arguments": template.arguments(thinking)}
+        ids = self._shortened(ids)
+        messages = list(head)
+        for at, turn in enumerate(turns):
+            messages += [{"role": "assistant", "content": ANY_ANSWER}, *turn]
+            try:
+                template.text(messages, thinking)
+            except ValueError as error:
+                turns, refused = turns[:at], str(error)
+                break
+        if len(turns) < settings.turns - 1 and len(turns) < len(further):
+            no_question = "tool" not in _roles(further[len(turns)])
+            why = refused or ("an answer that no question follows" if no_question else "a tool's result")
+            self.dropped[f"turns of conversations after {why}" if not refused else f"later turns: {why}"] += 1
+        said = [turn[0]["content"] if _roles(turn) == ["user"] and "parts" not in turn[0] else turn for turn in turns]
+        chat = {"messages": head, "turns": said, "thinking": thinking, "arguments": template.arguments(thinking)}
+        if mark := RENDERED.search("".join(one["content"] for one in head if one["role"] == "user")):
+            self.dropped[f"prompts that hold marks of a chat template (`{mark[0]}`): asked as they stand"] += 1
         mode = {None: "", True: "thinking", False: "no thinking"}[thinking]
         label = ", ".join(filter(None, (document.label, mode)))
         return Sample(document.name, ids, [], document.split, document.source, label, chat=chat)
+
+    def _shortened(self, ids: list[int]) -> list[int]:
+        """The ids of a prompt, the last ones of one that is too long."""
+        self.lengths.append(len(ids))
+        if len(ids) > self.longest:
+            self.dropped[f"beginnings of prompts of more than {self.longest} tokens"] += 1
+        return last_tokens(ids, self.longest, self.opening)
 
     def given(self, document: Document) -> Iterator[tuple[list[int], list[int]]]:
         """Prompt and answer of each of a conversation's answers, as token ids; of held-out text the last one alone,
         because intervals take samples for independent."""
         assert document.messages is not None
         learnt = [one["role"] == "assistant" and one.get("weight") != 0 for one in document.messages]
-        every = [{name: one[name] for name in one if name != "weight"} for one in document.messages]
         places = [at for at, counts in enumerate(learnt) if counts]
         for at in places if document.split == "train" else places[-1:]:
-            messages = every[: at + 1]
-            if text := self._rendered(document):
-                tokenizer, end = self.template.tokenizer, self.template.end
-                prompt, answer = encode_behind(tokenizer, text, messages[-1]["content"])
-                yield prompt, answer + end
-                continue
             try:
+                messages = list(map(self._ended_once, document.messages[: at + 1]))
                 template = self._template_of(document)
-                prompt, answer = template.answered(messages, self._thought(document, messages[-1]))
+                if rendered := self._rendered(document):
+                    tokenizer, end = self.template.tokenizer, self.template.end
+                    prompt, answer = encode_behind(tokenizer, rendered, messages[-1]["content"])
+                    answer += end
+                else:
+                    prompt, answer = template.answered(messages, self._thought(document, messages[-1]))
             except ValueError as error:
                 self.dropped[str(error)] += 1
                 continue
+            if self._ended_once(document.messages[at])["content"] != document.messages[at]["content"]:
+                self.dropped[SPELLED_END] += 1
             if len(answer) > 1:
                 yield prompt, answer
+            else:
+                self.dropped["empty answers"] += 1
+
+    def _ended_once(self, message: Message) -> dict[str, Any]:
+        """The message without its weight, and an answer without the end tokens that the template writes itself.
+
+        ValueError for an answer that goes on behind one.
+        """
+        found = {name: value for name, value in message.items() if name != "weight"}
+        if message["role"] == "assistant":
+            found["content"], rest = self.template.split_at_end(message["content"])
+            if rest:
+                raise ValueError("an answer that goes on behind an end token")
+        return found
 
     def _rendered(self, document: Document) -> str:
-        """The prompt of a document of one question, if the target's template has written it already; else nothing."""
+        """The prompt of a document of one question, if the target's template has written it already; else nothing.
+
+        ValueError for a rendered text that is not one to answer.
+        """
         asked, *rest = [one for one in document.messages or () if one["role"] != "assistant"]
-        return asked["content"] if not rest and self.template.is_rendered(asked["content"]) else ""
+        text = asked["content"]
+        if rest or self.template.is_rendered(text):
+            return "" if rest else text
+        if not self.template.looks_rendered(text):
+            return ""
+        messages = self.template.conversation_of(text)
+        if messages is None:
+            raise ValueError("a prompt that is rendered, and otherwise than the target's template writes it")
+        if messages[-1]["role"] != "user":
+            raise ValueError("a rendered prompt that holds its answer")
+        return self.template.text(messages)
 
     def _template_of(self, document: Document) -> ChatTemplate:
         """The template with what a conversation's record gives it; ValueError where it does not write that."""
@@ -147,6 +198,21 @@ class ChatPrompts:
         """Whether the seed draws thinking for a name; None where the recipe leaves it to the template."""
         share = self.template.settings.thinking
         return None if share is None else _drawn(self.seed, name, "thinking") < share
+
+
+def _roles(turn: Sequence[Message]) -> list[str]:
+    return [one["role"] for one in turn]
+
+
+def _turns_asked(messages: Sequence[Message]) -> list[list[Message]]:
+    """The messages before each answer, without the answers; an open last question is one of them."""
+    found: list[list[Message]] = [[]]
+    for before, one in zip([None, *messages], messages, strict=False):
+        if before is not None and before["role"] == "assistant":
+            found.append([])
+        if one["role"] != "assistant":
+            found[-1].append(one)
+    return found
 
 
 def cut_prompts(
@@ -241,13 +307,14 @@ SEED = 0  # of the order in which pieces of texts are taken
 
 @dataclass(frozen=True)
 class UserPrompts:
-    """Prompts that are measured, others of the same files for what has to be fitted, what was left out and why, and the
-    plain texts of the files."""
+    """Prompts that are measured, others of the same files for what has to be fitted, what was left out and why, the
+    plain texts of the files, and how the prompts are asked."""
 
     measured: list[Sample]
     others: list[Sample]
     dropped: dict[str, int]
     texts: list[str]
+    asked: str = ""
 
     def classes(self) -> list[str]:
         """The class of each measured prompt: its label, else the file that it came from."""
@@ -290,14 +357,15 @@ def read_user_prompts(
     `room` is the most tokens of a prompt. Loads no weights. Raises DataError for fewer than `least` prompts, or too few
     others, and where no text has so many tokens.
     """
-    try:
-        documents, dropped = read_documents(corpus, needed=("test",))
-    except DataError as error:
-        what, hint = error.what.replace("corpus source ", ""), error.hint or ""
-        if "corpus" in hint:
-            hint = f"records need a field {FIELDS}: rename theirs; JSON that is text has a name in .txt"
-        raise DataError(what, hint) from error
     with open_tokenizer(target) as tokenizer:
+        try:
+            documents, dropped = read_documents(corpus, ("test",), talk_of=reader_of(tokenizer))
+        except DataError as error:
+            what, hint = error.what.replace("corpus source ", ""), error.hint or ""
+            if "corpus" in hint:
+                hint = f"records need a field {FIELDS}: rename theirs; JSON that is text has a name in .txt"
+            raise DataError(what, hint) from error
+        has_template = bool(tokenizer.chat_template)
         to_ids = functools.partial(encode_text, tokenizer)
         chats = None
         if any(document.messages is not None for document in documents):
@@ -326,7 +394,24 @@ def read_user_prompts(
         )
     spare = min(others, max(len(prompts) - count, len(prompts) // 2))
     measured, rest = prompts[: min(count, len(prompts) - spare)], prompts[len(prompts) - spare :]
-    return UserPrompts(measured, rest, dict(dropped), [one.text for one in documents if one.messages is None])
+    plain = {one.name: one.text for one in documents if one.messages is None}
+    cuts = sum(prompt.id.rpartition("@")[0] in plain for prompt in measured)
+    asked = _how_asked(cuts, len(measured) - cuts, [size, *longer], has_template)
+    return UserPrompts(measured, rest, dict(dropped), [*plain.values()], asked)
+
+
+def _how_asked(cuts: int, chats: int, sizes: Sequence[int], has_template: bool) -> str:
+    """How prompts are asked, and how to ask them the other way."""
+    parts = []
+    if cuts:
+        other = '. To ask each line in the chat template, write it as {"prompt": "…"} into a .jsonl file'
+        parts.append(
+            f"{cuts} cuts of plain text of {', '.join(map(str, sizes))} tokens" + (other if has_template else "")
+        )
+    if chats:
+        other = 'To continue them as plain text, write each as {"text": "…"} into a .jsonl file'
+        parts.append(f"{chats} asked in the target's chat template. {other}")
+    return "; ".join(parts)
 
 
 @contextmanager

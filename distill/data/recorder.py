@@ -32,7 +32,7 @@ from typing import Any, BinaryIO
 import h11
 
 from distill.data import records
-from distill.data.records import CLOSING, OF_LINE, THINKING, efforts, fault_of_text, normal
+from distill.data.records import CLOSING, OF_LINE, THINKING, efforts, fault_of_text, message_of, normal, unread_fields
 from distill.data.requests import CHAT, TEXT, steered
 from distill.errors import RecipeError, explain_write_fault
 from distill.files import has_form, is_utf8, parse_object
@@ -200,6 +200,7 @@ USUAL = {
     "type": ("function", "object", "string", "number", "integer", "boolean", "array"),
     "finish_reason": ("stop", "length", "stop_string", "tool_calls"),
 }
+SAME_INDEX = "several choices under one index"
 LLAMA_ENDS = {"eos": "stop", "limit": "length", "word": "stop_string", None: None, "none": None}
 
 
@@ -273,13 +274,23 @@ def _messages(asked: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("a tool call that is forced or forbidden")
     if tools and not has_form(tools, [{}]):
         raise ValueError("tools that are not a list of objects")
-    messages = [normal({name: one[name] for name in OF_MESSAGE if name in one}) for one in asked["messages"]]
+    messages = [_as_asked(one) for one in asked["messages"]]
     if not messages or messages[-1]["role"] == "assistant":
         raise ValueError("no question at the end of the messages")
     line: dict[str, Any] = {"messages": messages}
     if arguments := efforts(asked) | (asked.get("chat_template_kwargs") or {}):  # a TypeError for what is no mapping
         line["chat_template_kwargs"] = arguments
     return line | ({"tools": tools} if tools else {})
+
+
+def _as_asked(message: dict[str, Any]) -> dict[str, Any]:
+    """A message of a request in the form of a line."""
+    found = message_of(message, Counter())
+    if "parts" in found:
+        raise ValueError("a message of several parts")
+    if unknown := unread_fields(message, OF_MESSAGE):
+        raise ValueError(f"a message with `{unknown[0][:40]}`, a field that is not known")
+    return {**{name: found[name] for name in found if name != "weight"}, "role": message["role"]}
 
 
 def _events(reply: bytes) -> Iterator[dict[str, Any]]:
@@ -311,19 +322,20 @@ def _choices(kind: str, events: list[dict[str, Any]], several: bool) -> list[dic
         own = {"text": event.get("content"), "finish_reason": end}  # llama-server's own API has no choices
         if end == "stop":
             own["stop_reason"] = None  # an end token: stop strings have a type of their own
-        for at, piece in enumerate(event.get("choices", [own])):
-            new: dict[str, Any] = {"text": [], "more": {}, "calls": {}, "end": None, "fault": "", "model": ""}
-            if several and len(events) > 1 and len(event.get("choices", ())) == 1 and "index" not in piece:
-                raise ValueError("pieces of several choices without an index")
-            one = found.setdefault(piece.get("index", at), new)
+        pieces = event.get("choices", [own])
+        for place, piece in zip(_places(pieces, len(events) == 1, several), pieces, strict=True):
+            new: dict[str, Any] = {"text": [], "more": {}, "calls": [], "end": None, "fault": "", "model": ""}
+            one = found.setdefault(place, new)
+            if several and one["end"] is not None and piece.get("finish_reason"):
+                raise ValueError(SAME_INDEX)
             part = piece if kind != CHAT else piece.get("message") or piece.get("delta") or {}
             if part.get("function_call"):
                 one["fault"] = "a function_call"
             for name in THINKING if kind == CHAT else ():
                 if value := part.get(name):
                     one["more"].setdefault(name, []).append(value)
-            for place, call in enumerate(part.get("tool_calls") or () if kind == CHAT else ()):
-                _add_call(one["calls"].setdefault(call.get("index", place), {}), call)
+            for at, call in enumerate(part.get("tool_calls") or () if kind == CHAT else ()):
+                _add_call(one["calls"], at, call, whole=len(events) == 1)
             one["text"].append(part.get("text" if kind != CHAT else "content") or "")
             one["end"] = piece.get("finish_reason") or one["end"]
             one["ended_by"] = piece.get("stop_reason", "unknown")  # vLLM: the stop string, None for an end token
@@ -342,6 +354,19 @@ def _choices(kind: str, events: list[dict[str, Any]], several: bool) -> list[dic
             one["fault"] = one["fault"] or "thinking that the server hides"
         one["counted"] = counted if isinstance(counted, int) else None
     return [found[index] for index in sorted(found)]
+
+
+def _places(pieces: list[dict[str, Any]], whole: bool, several: bool) -> list[int]:
+    """The places of an event's choices: their indices, or those in the list of a `whole` reply whose indices are not
+    distinct. ValueError where `several` come in pieces that do not say whose they are."""
+    found = [piece.get("index", at) for at, piece in enumerate(pieces)]
+    if not whole and len(pieces) == 1 and several and "index" not in pieces[0]:
+        raise ValueError("pieces of several choices without an index")
+    if len(set(found)) == len(found):
+        return found
+    if not whole:
+        raise ValueError(SAME_INDEX)
+    return list(range(len(pieces)))
 
 
 def joined(pieces: list[Any]) -> Any:
@@ -364,15 +389,33 @@ def joined(pieces: list[Any]) -> Any:
         raise ValueError("half of a character (a lone surrogate) in an answer") from None
 
 
-def _add_call(whole: dict[str, Any], piece: dict[str, Any]) -> None:
-    """Add a piece of a tool call: its arguments come as text in pieces, the rest once."""
-    function = whole.setdefault("function", {})
-    whole |= {name: value for name, value in piece.items() if name not in ("index", "function") and value is not None}
-    for name, value in (piece.get("function") or {}).items():
-        joined = name == "arguments" and isinstance(value, str)
-        function[name] = (
-            function.get(name, "") + value if joined else value if value is not None else function.get(name)
-        )
+def _add_call(calls: list[tuple[int, dict[str, Any]]], at: int, piece: dict[str, Any], whole: bool) -> None:
+    """Add a piece of a tool call to the calls, each with its index: arguments come as text in pieces, the rest once.
+
+    Of a `whole` reply each piece is a call. Else an id that is not that of the last call under its index begins another
+    one. ValueError for pieces that may be of one call or of two.
+    """
+    index, function = piece.get("index", at), piece.get("function") or {}
+    last = None if whole else next((call for place, call in reversed(calls) if place == index), None)
+    name, known = function.get("name"), last and last["function"].get("name")
+    another = last is not None and bool(piece.get("id")) and piece["id"] != last.get("id")
+    if another and not (name and last and last.get("id")):
+        raise ValueError(MIXED_CALLS)
+    if last is None or another:
+        last, known = {"function": {}}, None
+        calls.append((index, last))
+    if name and known and (name != known or not piece.get("id")):
+        raise ValueError(MIXED_CALLS)
+    own = last["function"]
+    last |= {key: value for key, value in piece.items() if key not in ("index", "function") and value is not None}
+    for key, value in function.items():
+        if key == "arguments" and value and isinstance(own.get(key), dict):
+            raise ValueError(MIXED_CALLS)  # a second object, or text behind one
+        text = key == "arguments" and isinstance(value, str)
+        own[key] = (own.get(key) or "") + value if text else own.get(key) if value is None else value
+
+
+MIXED_CALLS = "pieces of tool calls that cannot be told apart"
 
 
 def _fault(choice: dict[str, Any], prompt: str) -> str:
@@ -399,7 +442,7 @@ def _with_answer(line: dict[str, Any], asked: dict[str, Any], choice: dict[str, 
     last = {"finish_reason": end, **({"model": choice["model"]} if choice["model"] else {})}
     last |= {"completion_tokens": choice["counted"]} if choice["counted"] is not None else {}
     if "messages" in line:
-        calls = {"tool_calls": [choice["calls"][place] for place in sorted(choice["calls"])]} if choice["calls"] else {}
+        calls = {"tool_calls": [call for _, call in choice["calls"]]} if choice["calls"] else {}
         answer = normal({"role": "assistant", "content": choice["text"], **choice["more"], **calls})
         return line | {"messages": [*line["messages"], answer], **last}
     return line | {"answer": choice["text"], **last}

@@ -4,15 +4,17 @@ A field is read as its maker defines it: chat messages and `tools`, `documents`,
 (OpenAI); ShareGPT's `conversations`; `instruction`, `input`, `system`, `history` (Alpaca, LLaMA-Factory); `context`
 (Dolly, SQuAD). A field that is not read is counted by its name. A record that would ask something else without such a
 field is left out. A message's thinking is text in `reasoning_content`, its content is text, and the arguments of its
-tool calls are objects. No torch here.
+tool calls are objects. A known field with a value that is not known is an error of its record. No torch here.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import json
+import re
 from collections import Counter
-from collections.abc import Container, Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping, Sequence
 from typing import Any
 
 from distill.files import has_form
@@ -24,6 +26,7 @@ from distill.recipe import Source
 THINKING = ("reasoning_content", "reasoning", "thinking", "reasoning_details")
 THOUGHT = THINKING[0]
 ARGUMENTS = ("arguments", "parameters", "input")  # of a tool call: OpenAI, Llama, Anthropic
+TEXT_PARTS = ("text", "input_text", "output_text")  # kinds of a message's parts
 OPENING, CLOSING = "<think>", "</think>"
 PREFILLS = ("prefix", "partial")  # of a message that the target is to continue: DeepSeek and Mistral, Moonshot
 
@@ -53,6 +56,8 @@ def normal(message: Mapping[str, Any]) -> dict[str, Any]:
         raise ValueError("tool calls that are not a list")
     if not texts and not thoughts and not calls:
         raise ValueError("a message without content")
+    if wrong := next((one for one in ("name", "tool_call_id") if not isinstance(message.get(one, ""), str)), None):
+        raise ValueError(f"a message whose `{wrong}` is not text")
     found = {name: value for name, value in message.items() if name not in (*THINKING, *PREFILLS, "tool_calls")}
     found |= {"content": content} | ({THOUGHT: thoughts[0]} if thoughts else {})
     return found | ({"tool_calls": [_call(one) for one in calls]} if calls else {})
@@ -67,7 +72,7 @@ def _parts(content: Any) -> tuple[list[str], list[str]]:
     texts, thoughts = [], []
     for part in content if isinstance(content, list) else [content]:
         kind = part.get("type", "text") if isinstance(part, dict) else None
-        text = part.get("text") if kind == "text" else None
+        text = part.get("text") if kind in TEXT_PARTS else None
         if kind in ("thinking", "reasoning"):
             thoughts.append(_thought(part.get(kind, part.get("text"))))
         elif isinstance(text, str):
@@ -150,12 +155,12 @@ SPEAKERS = {
     **dict.fromkeys(("system", "developer"), "system"),
     **dict.fromkeys(("user", "human", "prompter"), "user"),
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bot", "model"), "assistant"),
-    **dict.fromkeys(("tool", "function", "observation"), "tool"),
+    **dict.fromkeys(("tool", "function", "observation", "ipython"), "tool"),
 }
 LISTS = ("messages", "conversation", "conversations", "turns")  # fields of messages; `turns` may be the user's texts
 PROMPTS = ("prompt", "instruction", "question", "query", "input")
 CONTEXTS = ("input", "context", "passage")  # texts that a prompt is about
-ANSWERS = ("answer", "completion", "response", "output")
+ANSWERS = ("answer", "completion", "response", "output", "chosen")
 SYSTEMS = ("system", "system_prompt")
 OF_MESSAGE = (*THINKING, *PREFILLS, "tool_calls", "tool_call_id", "name")  # kept for the template
 REPEATED = {*PROMPTS, *CONTEXTS, *SYSTEMS}  # often hold a part of the messages again
@@ -164,8 +169,28 @@ OF_QUESTION = {
     *(*REPEATED, "history", "documents", "tools", "functions", "choices", "options"),
     *("image", "images", "video", "videos", "audio", "audios"),
 }
-LEARNT = ("train", "training")  # of a message: whether it is learnt from, as weight 0 and 1
-TEXT_PARTS = ("text", "input_text", "output_text")  # kinds of a message's parts
+LEARNT = ("train", "training", "loss")  # of a message: whether it is learnt from, as weight 0 and 1
+# Whether an answer is a good one: KTO's `label`, LLaMA-Factory's `kto_tag`. `chosen` may also be the answer itself.
+JUDGEMENTS = {"label": True, "kto_tag": True, "accepted": True, "chosen": True, "rejected": False}
+VERDICTS = {
+    **dict.fromkeys(("true", "1", "chosen", "accepted", "good"), True),
+    **dict.fromkeys(("false", "0", "rejected", "bad"), False),
+}
+REJECTED = ("rejected", "rejected_response", "rejected_messages")  # answers that are not learnt
+# Without these an answer is another one than the target's own.
+OF_ANSWER: dict[str, tuple[Any, ...]] = {  # with the values at which they ask for nothing
+    **dict.fromkeys(("prefill", "suffix", "chat_template"), ()),
+    **{"continue_final_message": (False,), "add_generation_prompt": (True,), "response_format": ({"type": "text"},)},
+}
+# What chat templates write around turns. A text that holds one looks rendered.
+RENDERED = re.compile(
+    r"<\|im_start\|>|<\|start_header_id\|>|\[/INST\]|<start_of_turn>|<\|(?:user|assistant)\|>|<\|start_of_role\|>"
+    r"|<｜(?:User|Assistant)｜>|<\|(?:User|Assistant)\|>|<\|start\|>(?:user|assistant)|<\|turn>(?:user|model)"
+    r"|^(?:### (?:Response|Assistant)|Assistant|ASSISTANT):",
+    re.M,
+)
+BEGINNING = 2000  # characters of a text in which it shows that a template has rendered it
+UNANSWERED = {"role": "assistant", "content": "", "weight": 0}  # stands for an answer that a record lacks
 NAMING = ("id", "idx", "index", "uuid")  # fields that name a record and say nothing about it, like those in _id
 MOST_FIELDS = 20  # that are named; hostile records have a new one each
 
@@ -178,9 +203,13 @@ def form_of(record: Mapping[str, Any], source: Source) -> str | None:
     found = fields.first("messages", LISTS)
     if isinstance(found, list) or (isinstance(found, str) and found.lstrip()[:1] == "["):
         return "messages"
-    if isinstance(record.get(source.fields.get("text", "text")), str) and "prompt" not in source.fields:
+    prompt = fields.first("prompt", PROMPTS)
+    # Alpaca's `text` is its other fields as one text.
+    whole = _says(prompt) and ("instruction" in fields.read or _says(fields.first("answer", ANSWERS)))
+    is_text = isinstance(record.get(source.fields.get("text", "text")), str)
+    if is_text and "prompt" not in source.fields and ("text" in source.fields or not whole):
         return "text"
-    return "prompt" if fields.first("prompt", PROMPTS) is not None else None
+    return None if prompt is None else "prompt"
 
 
 class Fields:
@@ -236,7 +265,7 @@ def read_conversation(
         given = fields.first("messages", LISTS)
         found = _parsed(given)
         texts = found if given is record.get("turns") and has_form(found, [str]) else None
-        messages = _messages(found, noted) if texts is None else [{"role": "user", "content": text} for text in texts]
+        messages = _messages(found, noted) if texts is None else turns_of(texts)
     system = fields.first("system", SYSTEMS)
     if system is not None and not isinstance(system, str):
         raise ValueError("a system prompt that is not text")
@@ -247,7 +276,11 @@ def read_conversation(
         if not given:
             messages.insert(0, {"role": "system", "content": system})
     arguments = template_arguments(fields)
-    asked = _usable(tuple(messages), noted)
+    steering = (name for name, usual in OF_ANSWER.items() if _says(record.get(name)) and record[name] not in usual)
+    if source.form == "auto" and (name := next(steering, None)):
+        raise ValueError(f"a field `{name}`, which steers the answer")
+    fields.read.update(OF_ANSWER)
+    asked = _usable(tuple(_without_rejected(messages, fields, noted)), noted)
     if isinstance(record.get(fields.names.get("label", "category")), str):
         fields.read.add(fields.names.get("label", "category"))
     text = "\n".join(one["content"] for one in asked)
@@ -265,11 +298,57 @@ def read_conversation(
 
 
 def _parsed(value: Any) -> Any:
-    """A value that some data sets keep as JSON text."""
+    """A value that some data sets keep as text: JSON, or Python's spelling of a list, as pandas writes it into csv."""
     if isinstance(value, str):
         with contextlib.suppress(ValueError, RecursionError):
             return json.loads(value)
+        if value.lstrip()[:2] in ("[{", "['", '["'):
+            with contextlib.suppress(ValueError, SyntaxError, RecursionError, MemoryError):
+                return ast.literal_eval(value.strip())
     return value
+
+
+def _listed(value: Any) -> Any:
+    """A prompt or an answer, which may be a list of messages or of texts written as text; other texts as they are."""
+    found = _parsed(value) if isinstance(value, str) and value.lstrip()[:1] == "[" else value
+    if isinstance(found, list) and found and (has_form(found, [{}]) or has_form(found, [str])):
+        return found
+    if isinstance(value, str) and re.match(r"\s*\[\s*\{\s*[\"'](role|from|content|value)[\"']", value):
+        raise ValueError("a list of messages that is neither JSON nor Python")
+    return value
+
+
+def turns_of(texts: Sequence[str]) -> list[dict[str, Any]]:
+    """The messages of a user's turns, each of which the target is to answer."""
+    found: list[dict[str, Any]] = []
+    for text in texts:
+        found += [{"role": "user", "content": text}, UNANSWERED]
+    return found[:-1]
+
+
+def _without_rejected(messages: list[dict[str, Any]], fields: Fields, dropped: Counter[str]) -> list[dict[str, Any]]:
+    """The messages without an answer that the record calls a bad one, and with the answers before it not learnt."""
+    for name in REJECTED:
+        if _says(fields.record.get(name)) and not isinstance(fields.record[name], bool):
+            fields.read.add(name)
+            dropped[f"rejected answers (`{name}`), which are not learnt"] += 1
+    for name, good in JUDGEMENTS.items():
+        value = fields.record.get(name)
+        if name == fields.names.get("label") or (name in ("chosen", "rejected") and not isinstance(value, bool)):
+            continue
+        whole = isinstance(value, (bool, int, float, str)) and value == value and str(value).lower().removesuffix(".0")
+        verdict = VERDICTS.get(whole or "")
+        if verdict is None:
+            continue
+        fields.read.add(name)
+        answers = sum(one["role"] == "assistant" for one in messages)
+        if verdict is good or not answers:
+            continue
+        dropped[f"answers marked as rejected (`{name}`), which are not learnt"] += answers
+        if messages[-1]["role"] == "assistant":
+            messages = messages[:-1]
+        messages = [one | ({"weight": 0} if one["role"] == "assistant" else {}) for one in messages]
+    return messages
 
 
 # ── A prompt, what it is about, and an answer ──
@@ -277,9 +356,9 @@ def _parsed(value: Any) -> Any:
 
 def _asked(fields: Fields, dropped: Counter[str]) -> list[dict[str, Any]]:
     """The messages of a prompt with its context, after the turns of its `history`, and of its answer."""
-    prompt = fields.first("prompt", PROMPTS)
+    prompt = _listed(fields.first("prompt", PROMPTS))
     if has_form(prompt, [str]) and prompt:  # the user's turns, as MT-Bench has them
-        messages = [{"role": "user", "content": text} for text in prompt]
+        messages = turns_of(prompt)
     elif isinstance(prompt, list):  # messages before the answer, as preference data sets have them
         messages = _messages(prompt, dropped)
     elif isinstance(prompt, str):
@@ -293,7 +372,14 @@ def _asked(fields: Fields, dropped: Counter[str]) -> list[dict[str, Any]]:
     turns = [text for pair in history or [] for text in pair]
     roles = ("user", "assistant") * (len(turns) // 2)
     messages = [{"role": role, "content": text} for role, text in zip(roles, turns, strict=True)] + messages
-    return messages + _answer(fields, dropped)
+    answer = _answer(fields, dropped)
+    if answer and UNANSWERED in messages:
+        raise ValueError("an answer behind several turns, of which the others have none")
+    if answer[: len(messages)] == messages:  # UltraFeedback's `chosen` is the whole conversation
+        return answer
+    if any(one["role"] == "user" for one in answer):
+        raise ValueError("an answer that holds other questions")
+    return messages + answer
 
 
 def _contexts(fields: Fields, prompt: str) -> list[str]:
@@ -313,7 +399,7 @@ def _contexts(fields: Fields, prompt: str) -> list[str]:
 
 def _answer(fields: Fields, dropped: Counter[str]) -> list[dict[str, Any]]:
     """The messages of an answer, with the thinking before it; none where the record has no answer that is text."""
-    answer = fields.first("answer", ANSWERS)
+    answer = _listed(fields.first("answer", ANSWERS))
     if isinstance(answer, list) and not has_form(answer, [str]):
         return _messages(answer, dropped)
     if answer is None:  # SQuAD's, and lists of answers that all are right
@@ -359,37 +445,48 @@ def _messages(value: Any, dropped: Counter[str]) -> list[dict[str, Any]]:
     value = _parsed(value)
     if not isinstance(value, list):
         raise ValueError("messages that are not a list")
-    return [_message(one, dropped) for one in value]
+    return [message_of(one, dropped) for one in value]
 
 
-def _message(one: Any, dropped: Counter[str]) -> dict[str, Any]:
+def message_of(one: Any, dropped: Counter[str]) -> dict[str, Any]:
+    """A message of any known form: `normal`, with the role that templates know, and with weight 0 where it is not
+    learnt. Of several parts of text, `parts` has each.
+
+    Counts in `dropped` the fields that are not read. ValueError, with the reason, for one that cannot be kept.
+    """
     if not isinstance(one, dict):
         raise ValueError("a message that is not a mapping")
-    role = str(one.get("role", one.get("from")))
-    if role.lower() not in SPEAKERS:
+    role = str(one.get("role", one.get("from"))).lower()
+    if role not in SPEAKERS:
         raise ValueError(f"a message of the unknown role {role[:20]!r}")
     if one.get("function_call"):
         raise ValueError("a message with a `function_call`: write it as `tool_calls`")
     kept = {name: one[name] for name in OF_MESSAGE if _says(one.get(name))}
-    given = _joined(one["content"] if "content" in one else one.get("value"))
-    message = normal({"role": SPEAKERS[role.lower()], "content": given, **kept})
+    content, parts = _joined(one["content"] if "content" in one else one.get("value"))
+    message = normal({"role": SPEAKERS[role], "content": content, **kept})
+    message |= {"parts": parts} if len(parts) > 1 else {}
     weight = one.get("weight")
-    if weight is not None and weight not in (0, 1):
+    if weight is not None and (isinstance(weight, bool) or weight not in (0, 1)):
         raise ValueError("a message whose `weight` is neither 0 nor 1")
+    if wrong := next((name for name in LEARNT if not isinstance(one.get(name, False), bool | None)), None):
+        raise ValueError(f"a message whose `{wrong}` is neither true nor false")
     if message["role"] == "assistant" and (weight == 0 or any(one.get(name) is False for name in LEARNT)):
         message["weight"] = 0
+    if role == "developer":
+        dropped["messages of the role developer, read as the system's"] += 1
     read = {"role", "from", "weight", *LEARNT, "content" if "content" in one else "value", *OF_MESSAGE}
     count_fields(unread_fields(one, read), "messages", dropped)
     return message
 
 
-def _joined(content: Any) -> Any:
-    """A message's content with its parts of text as one."""
+def _joined(content: Any) -> tuple[Any, list[str]]:
+    """A message's content with its parts of text as one, and these parts."""
     if not has_form(content, [{}]):
-        return content
+        return content, []
     texts = [part for part in content if part.get("type", "text") in TEXT_PARTS and isinstance(part.get("text"), str)]
     others = [part for part in content if part not in texts]
-    return [*others, {"text": "".join(part["text"] for part in texts)}] if texts else content
+    parts = [part["text"] for part in texts]
+    return ([*others, {"text": "".join(parts)}] if texts else content), parts
 
 
 def _usable(messages: Messages, dropped: Counter[str]) -> Messages:
@@ -409,5 +506,10 @@ def _usable(messages: Messages, dropped: Counter[str]) -> Messages:
 def questions(messages: Messages, arguments: Mapping[str, Any] | None = None) -> str:
     """The text that names a conversation: all but its answers."""
     given = {name: value for name, value in (arguments or {}).items() if name in ("tools", "documents")}
-    asked: list[Any] = [[one["role"], one["content"]] for one in messages if one["role"] != "assistant"]
+    asked: list[Any] = []
+    before = ""
+    for one in messages:
+        if one["role"] != "assistant":  # what is asked together is another question than what is asked in turn
+            asked.append([one["role"], one["content"], *(["together"] if before == "user" else [])])
+        before = one["role"]
     return json.dumps([*asked, given] if given else asked)

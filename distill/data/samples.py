@@ -5,16 +5,17 @@ from __future__ import annotations
 import hashlib
 import json
 from bisect import bisect_right
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, fields
-from itertools import accumulate, islice, zip_longest
+from itertools import accumulate, zip_longest
 from pathlib import Path
 from typing import Any, Literal
 
 import numpy
 
 from distill.errors import DataError
-from distill.files import write_atomically
+from distill.files import written_atomically
 from distill.run import Run
 
 Split = Literal["train", "validation", "test"]
@@ -139,16 +140,31 @@ ROWS = 1024  # that are written at once
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:
     """Write samples to a file, atomically, some rows in memory at a time; `chat` as JSON."""
+    with adding_samples(path) as add:
+        for one in samples:
+            add(one)
+
+
+@contextmanager
+def adding_samples(path: Path) -> Iterator[Callable[[Sample], None]]:
+    """What adds samples to a file, one by one, as write_samples does."""
     import pyarrow
 
-    def write(temporary: Path) -> None:
-        left = iter(samples)
-        with pyarrow.ipc.new_file(str(temporary), _schema()) as file:
-            while some := [*islice(left, ROWS)]:
-                rows = [{**vars(one), "chat": one.chat and json.dumps(one.chat)} for one in some]
-                file.write_batch(pyarrow.RecordBatch.from_pylist(rows, _schema()))
+    rows: list[dict[str, Any]] = []
+    with written_atomically(path) as temporary, pyarrow.ipc.new_file(str(temporary), _schema()) as file:
 
-    write_atomically(path, write)
+        def write() -> None:
+            file.write_batch(pyarrow.RecordBatch.from_pylist(rows, _schema()))
+            rows.clear()
+
+        def add(one: Sample) -> None:
+            rows.append({**vars(one), "chat": one.chat and json.dumps(one.chat)})
+            if len(rows) == ROWS:
+                write()
+
+        yield add
+        if rows:
+            write()
 
 
 class Samples(Sequence[Sample]):

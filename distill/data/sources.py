@@ -22,8 +22,11 @@ from pathlib import Path
 from typing import Any
 
 from distill.data.records import (
+    BEGINNING,
     LISTS,
     PROMPTS,
+    RENDERED,
+    UNANSWERED,
     Messages,
     count_fields,
     form_of,
@@ -33,7 +36,7 @@ from distill.data.records import (
 )
 from distill.data.samples import SPLITS, Split
 from distill.errors import DataError, faults_explained
-from distill.files import has_form, has_halves, kind_of, names_of, parse_json, read_utf8
+from distill.files import has_form, has_halves, kind_of, names_of, parse_json, utf8_text
 from distill.recipe import Corpus, Source
 
 # ── Records one by one, from files of JSON (an object a line, or one array), csv and parquet, and from hub data sets ──
@@ -232,11 +235,15 @@ def _hub(source: Source) -> Iterator[Record]:
         raise DataError(what, "check its name, its subset, its split and the network") from error
 
 
-def _without_nulls(value: Any) -> Any:
-    """A value of Arrow without the nulls that it gives every struct for the fields of all others."""
-    if isinstance(value, dict):
-        return {name: _without_nulls(inner) for name, inner in value.items() if inner is not None}
-    return [_without_nulls(inner) for inner in value] if isinstance(value, list) else value
+def _without_nulls(record: dict[str, Any]) -> dict[str, Any]:
+    """A row of Arrow without the nulls that it gives every struct for the fields of all others."""
+
+    def without(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {name: without(inner) for name, inner in value.items() if inner is not None}
+        return [without(inner) for inner in value] if isinstance(value, list) else value
+
+    return {name: without(value) for name, value in record.items()}
 
 
 # ── Documents and their splits ──
@@ -264,13 +271,19 @@ class Document:
 
     @property
     def has_answer(self) -> bool:
-        """Whether it gives text to learn from: all but conversations without an answer do."""
-        return self.messages is None or any(one["role"] == "assistant" for one in self.messages)
+        """Whether it gives text to learn from: all but conversations without an answer that is learnt do."""
+        return self.messages is None or any(
+            one["role"] == "assistant" and one.get("weight") != 0 for one in self.messages
+        )
 
     @property
     def plain_text(self) -> str:
         """Its text without roles and templates."""
-        return self.text if self.messages is None else "\n\n".join(one["content"] for one in self.messages)
+        return (
+            self.text
+            if self.messages is None
+            else "\n\n".join(one["content"] for one in self.messages if one != UNANSWERED)
+        )
 
 
 class Documents(Sequence[Document]):
@@ -381,6 +394,9 @@ def source_files(source: Source) -> list[Path]:
     return found
 
 
+_BLANK = re.compile(r"\n\r?\n")
+
+
 def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
     """Pieces of `size` to 2 · `size` characters, cut at paragraph breaks where possible, else at line breaks.
 
@@ -390,8 +406,8 @@ def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
     start = 0
     while len(text) - start > 2 * size:
         window = start + size, start + 2 * size
-        blank, line = text.find("\n\n", *window), text.find("\n", *window)
-        end = blank + 2 if blank >= 0 else line + 1 if line >= 0 else window[1]
+        blank, line = _BLANK.search(text, *window), text.find("\n", *window)
+        end = blank.end() if blank else line + 1 if line >= 0 else window[1]
         yield text[start:end]
         start = end
     yield text[start:]
@@ -432,7 +448,7 @@ def _tree(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Doc
     """The files of a tree; those of JSON records as what they hold, unless the source says that they are text."""
     for name, path in tree_files(source).items():
         try:
-            text = without_mark(path.read_text(encoding="utf-8"), dropped)
+            text = without_mark(path.read_bytes().decode("utf-8"), dropped)  # with its own line ends
         except UnicodeDecodeError:
             dropped["not UTF-8"] += 1
             continue
@@ -449,7 +465,10 @@ def _tree(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Doc
 def _texts(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Document]:
     """Text files; pieces of long ones are named by content, as records are."""
     for path in source_files(source):
-        text = without_mark(read_utf8(path), dropped)
+        try:
+            text = without_mark(utf8_text(path.read_bytes(), str(path)), dropped)
+        except OSError as error:
+            raise DataError(f"{path} cannot be read: {error.strerror}", "give a text file") from error
         pieces = [text] if source.form == "prompt" else list(cut_text(text))
         for piece in pieces:
             yield _file(corpus, source, path.name if len(pieces) == 1 else f"{path.name}#{fingerprint(piece)}", piece)
@@ -464,9 +483,12 @@ def _file(corpus: Corpus, source: Source, name: str, text: str) -> Document:
 
 
 def _records(corpus: Corpus, source: Source, records: Iterable[Record], dropped: Counter[str]) -> Iterator[Document]:
-    """Records as texts or conversations; those that are neither are counted in `dropped`."""
+    """Records as texts or conversations; those that are neither are counted in `dropped`.
+
+    Raises DataError for a first record that has none of the fields that are read.
+    """
     origin, named = Path(source.path).name, source.fields.get("label", "category")
-    field = source.fields.get("text", "text")
+    field, first = source.fields.get("text", "text"), True
     for place, record in records:
         if has_halves(record):
             dropped["records with half of a character (a lone surrogate)"] += 1
@@ -483,15 +505,33 @@ def _records(corpus: Corpus, source: Source, records: Iterable[Record], dropped:
                 messages, arguments = read_conversation(record, str(form), source, dropped)
             except ValueError as error:
                 dropped[str(error)] += 1
+                first = False
                 continue
-            messages = tuple(one for one in messages if source.given or one["role"] != "assistant")
+            messages = messages if source.given else _asked_alone(messages)
             text = questions(messages, arguments)
             more |= {"messages": messages, "arguments": arguments}
         else:
-            hint = _way_to_text(record, form, source)
-            raise DataError(f"{source.path}: {place} has no text in field `{field}` (it has: {names_of(record)})", hint)
+            empty = [name for name in (field, *PROMPTS, *LISTS) if name in record and record[name] is None]
+            if first and not empty:
+                hint = _way_to_text(record, form, source)
+                raise DataError(
+                    f"{source.path}: {place} has no text in field `{field}` (it has: {names_of(record)})", hint
+                )
+            reason = (
+                f"whose `{empty[0]}` is null" if empty else f"without a text in `{field}` or another field that is read"
+            )
+            dropped[f"records {reason}"] += 1
+            continue
+        first = False
         # Named by its content, so that a growing or reordered file keeps every document in its split.
         yield _document(corpus, source, f"{origin}#{fingerprint(text)}", text, **more)
+
+
+def _asked_alone(messages: Messages) -> Messages:
+    """The messages with nothing in the place of their answers."""
+    while messages[-1]["role"] == "assistant":
+        messages = messages[:-1]
+    return tuple(UNANSWERED if one["role"] == "assistant" else one for one in messages)
 
 
 def _way_to_text(record: Mapping[str, Any], form: str | None, source: Source) -> str:
@@ -527,10 +567,38 @@ def _read_source(corpus: Corpus, source: Source, dropped: Counter[str]) -> Itera
 UNREAD = "beyond corpus.max_documents (rest of a source unread)"  # a reason for dropped documents
 
 
+def _unrendered(
+    corpus: Corpus, source: Source, one: Document, talk_of: Callable[[str], Messages | None], dropped: Counter[str]
+) -> Document:
+    """A text that a chat template has rendered, as the conversation that it is; any other document as it is."""
+    if one.messages is not None or source.form != "auto" or one.own:
+        return one
+    try:
+        messages, reason = talk_of(one.text), ""
+    except ValueError as error:
+        messages, reason = None, str(error)
+    if messages is not None:
+        messages = messages if source.given else _asked_alone(messages)
+        text = questions(messages)
+        name = f"{one.source}#{fingerprint(text)}"
+        return _document(corpus, source, name, text, messages=messages, label=one.label)
+    if not reason and (mark := RENDERED.search(one.text[:BEGINNING])):
+        reason = f"texts that look rendered by another chat template (`{mark[0]}`)"
+    if reason:
+        dropped[f"{reason}: read as plain text"] += 1
+    return one
+
+
 def read_documents(
-    corpus: Corpus, needed: tuple[Split, ...] = SPLITS, folder: Path | None = None
+    corpus: Corpus,
+    needed: tuple[Split, ...] = SPLITS,
+    folder: Path | None = None,
+    talk_of: Callable[[str], Messages | None] | None = None,
 ) -> tuple[Documents, Counter[str]]:
     """All documents of a corpus in a fixed order, on the disk of `folder`, and the number of dropped ones by reason.
+
+    `talk_of` gives the conversation that the target's chat template has rendered as a text, None for any other text.
+    Without it, a text is a text.
 
     Raises DataError for a missing or unreadable source and for a corpus without a needed split, RunError for a full
     disk.
@@ -540,10 +608,11 @@ def read_documents(
     names: set[str] = set()
     texts: set[bytes] = set()
     for source in corpus.sources:
-        for taken, one in enumerate(_read_source(corpus, source, dropped)):
+        for taken, read in enumerate(_read_source(corpus, source, dropped)):
             if taken >= corpus.max_documents:
                 dropped[UNREAD] += 1
                 break
+            one = read if talk_of is None else _unrendered(corpus, source, read, talk_of, dropped)
             content = hashlib.sha256(one.text.encode()).digest()
             if not one.text.strip():
                 dropped["empty"] += 1

@@ -16,6 +16,7 @@ from typing import Any
 
 from distill.data.chat_template import ChatTemplate, next_prompt
 from distill.data.prompts import ENDINGS, SEED, ChatPrompts, open_tokenizer
+from distill.data.records import turns_of
 from distill.data.samples import Sample, last_tokens
 from distill.data.sources import Document, read_records
 from distill.errors import DataError
@@ -218,7 +219,7 @@ def _longest(template: ChatTemplate, prompt: Sample, new_tokens: int) -> int:
 
 def _first(prompts: ChatPrompts, suite: Suite, question: Question) -> Sample:
     """Return the prompt of a question's first turn."""
-    messages = tuple({"role": "user", "content": turn} for turn in question.turns)
+    messages = tuple(turns_of(question.turns))
     name = f"{suite.file}#{question.id}"
     document = Document(name, "test", "\n\n".join(question.turns), suite.file, messages, question.category)
     found = prompts.prompt(document)

@@ -9,14 +9,18 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass, field
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from distill.data.records import (
+    CLOSING,
+    LONG,
     OF_LINE,
     THINKING,
     THOUGHT,
@@ -24,12 +28,12 @@ from distill.data.records import (
     count_fields,
     efforts,
     fault_of_text,
-    normal,
+    message_of,
     template_arguments,
     unread_fields,
 )
 from distill.data.requests import KNOWN, steered
-from distill.data.samples import SPLITS, Sample, fault_of, last_tokens, write_samples
+from distill.data.samples import SPLITS, Sample, adding_samples, fault_of, last_tokens, write_samples
 from distill.data.sources import question_name, split_of
 from distill.errors import DataError
 from distill.files import has_form, names_of, parse_object, read_json, write_json
@@ -47,6 +51,12 @@ LINES_PER_FILE = 2048
 MOST_LINES = 1000  # that a check reads
 MOST_COUNTED, FEW_COUNTED = 1.25, 8  # times an answer's tokens and more of them that a server may have counted
 MOST_REASONS = 20  # that are named; hostile logs have a new argument in each line
+ENDED = ("stop", "tool_calls", "eos", "eos_token", "end_turn")  # as servers name the end token of an answer
+CUT_SHORT = ("length", "max_tokens", "stop_string", "stop_sequence")  # and its end without one
+OF_TEMPLATE = {"tools", "documents", "chat_template_kwargs"}  # of no use beside a prompt that is a text
+HIDDEN = "thinking that the server hides"
+AGAIN = "answers to held-out prompts that were there before"
+SPELLED, CUT_AT_END = "answers that spell their end token: learnt with one", "answers cut at an end token within them"
 BEGUN, CUT = "prompts that keep their last tokens, to fit corpus.block", "answers cut to fit corpus.block"
 
 
@@ -54,7 +64,8 @@ BEGUN, CUT = "prompts that keep their last tokens, to fit corpus.block", "answer
 class Line:
     """One served answer: its line number (of a folder, counted through its files), prompt and answer as text or as
     messages, whether the target ended it itself, and the arguments that its request gave the chat template, `tools`
-    among them; the names of its fields that are not read, and the tokens that the server counted, 0 where unknown."""
+    among them; the names of its fields that are not read, what of its messages is not, and the tokens that the server
+    counted, 0 where unknown."""
 
     number: int
     prompt: str | list[dict[str, Any]]
@@ -62,6 +73,7 @@ class Line:
     ended: bool
     arguments: dict[str, Any] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    noted: dict[str, int] = field(default_factory=dict)
     tokens: int = 0
 
     @property
@@ -77,6 +89,14 @@ class Line:
         """The prompt's name, by content: equal prompts have equal names, on whatever lines they stand."""
         text = self.prompt if isinstance(self.prompt, str) else json.dumps(self.prompt, sort_keys=True)
         return f"{SOURCE}#{hashlib.sha256(text.encode('utf-8', 'surrogatepass')).hexdigest()[:16]}"
+
+
+@dataclass(frozen=True)
+class BadLine:
+    """A line that is not read: where it stands, and why."""
+
+    place: str
+    reason: str
 
 
 def pin_traffic(recipe: Recipe, run: Run) -> dict[str, Any] | None:
@@ -159,8 +179,8 @@ def first_lines(path: Path, count: int) -> bytes:
     return b"".join(islice((line for file in _files_of(path) for line in _whole_lines(file)), count))
 
 
-def read_lines(pin: dict[str, Any]) -> Iterator[Line | str]:
-    """Every pinned line that is not blank, in order: its content, or its fault with the line number."""
+def read_lines(pin: dict[str, Any]) -> Iterator[Line | BadLine]:
+    """Every pinned line that is not blank, in order: its content, or its fault."""
     before = 0
     for part in pin["parts"]:
         path, number = Path(part["path"]), part["start_line"]
@@ -173,7 +193,7 @@ def read_lines(pin: dict[str, Any]) -> Iterator[Line | str]:
                 if not raw.strip():
                     continue
                 found = parse_line(raw, before + number)
-                yield f"{place} {number}: {found}" if isinstance(found, str) else found
+                yield BadLine(f"{place} {number}", found) if isinstance(found, str) else found
         before += part["lines"]
 
 
@@ -182,39 +202,68 @@ def parse_line(raw: bytes, number: int) -> Line | str:
     record: Any = parse_object(raw)
     if isinstance(record, str):
         return record
-    ended = record.get("finish_reason") in (None, "stop", "tool_calls")
+    end = record.get("finish_reason")
+    if end is not None and not (isinstance(end, str) and end in (*ENDED, *CUT_SHORT)):
+        return f"a `finish_reason` of another kind than {', '.join((*ENDED, *CUT_SHORT))}"
+    # Behind a stop string the target wrote no end token.
+    ended = (end is None or end in ENDED) and not record.get("stop") and not record.get("stop_token_ids")
     if extra := next((name for name in THINKING if record.get(name) and not efforts({name: record[name]})), None):
         return f"a field `{extra}` that is not a message's: put it into the assistant's message"
     if reason := steered(record):
         return reason
-    fitting = {name for name in record if name in KNOWN and KNOWN[name].fits(record[name])}
-    unread = tuple(unread_fields(record, fitting.union(OF_LINE)))
-    tokens = record.get("completion_tokens")
-    tokens = tokens if isinstance(tokens, int) else 0
-    if "messages" not in record:
-        prompt, answer = record.get("prompt"), record.get("answer")
-        for name, value in (("prompt", prompt), ("answer", answer)):
-            if not isinstance(value, str):
-                return f"no text in field `{name}` (it has: {names_of(record)})"
-        if not prompt or not answer:
-            return "an empty prompt" if not prompt else "an empty answer"
-        if reason := fault_of_text(prompt, answer):
-            return reason
-        return Line(number, prompt, answer, ended, {}, unread, tokens)
+    usage = record.get("usage") or {}
+    tokens = record.get("completion_tokens", usage.get("completion_tokens") if isinstance(usage, dict) else usage) or 0
+    if not isinstance(usage, dict) or isinstance(tokens, bool) or not isinstance(tokens, int):
+        return "a number of `completion_tokens` that is none"
+    details = usage.get("completion_tokens_details")
+    hidden = isinstance(details, dict) and bool(details.get("reasoning_tokens"))
+    return (_chat_line if "messages" in record else _text_line)(record, number, ended, tokens, hidden)
+
+
+def _read(record: dict[str, Any]) -> set[str]:
+    """The names of a line's fields that are known and have a value of their kind."""
+    return {name for name, value in record.items() if name in KNOWN and KNOWN[name].fits(value)}.union(
+        OF_LINE, ["usage"]
+    )
+
+
+def _text_line(record: dict[str, Any], number: int, ended: bool, tokens: int, hidden: bool) -> Line | str:
+    """A line of a prompt and an answer that are texts, or its fault."""
+    prompt, answer = record.get("prompt"), record.get("answer")
+    for name, value in (("prompt", prompt), ("answer", answer)):
+        if not isinstance(value, str):
+            return f"no text in field `{name}` (it has: {names_of(record)})"
+    if not prompt or not answer:
+        return "an empty prompt" if not prompt else "an empty answer"
+    if reason := fault_of_text(prompt, answer) or (HIDDEN if hidden and CLOSING not in answer else ""):
+        return reason
+    unread = tuple(unread_fields(record, _read(record) - OF_TEMPLATE))
+    return Line(number, prompt, answer, ended, unread=unread, tokens=tokens)
+
+
+def _chat_line(record: dict[str, Any], number: int, ended: bool, tokens: int, hidden: bool) -> Line | str:
+    """A line of messages, of which the last is the answer, or its fault."""
     if not has_form(record["messages"], [{}]) or len(record["messages"]) < 2:
         return "`messages` must be a list of at least a question and an answer"
+    noted = Counter[str]()
     try:
-        *asked, last = map(normal, record["messages"])
+        *asked, last = (message_of(one, noted) for one in record["messages"])
         arguments = template_arguments(Fields(record, Source(kind="jsonl", path=SOURCE)))
     except ValueError as error:
         return str(error)
     if last["role"] != "assistant":
         return f"the last message is the {last['role']}'s, not the assistant's"
+    if last.get("weight") == 0:
+        return "an answer of weight 0"
     if not last["content"] and not last.get("tool_calls") and (ended or THOUGHT not in last):
         return "an empty answer"
+    if hidden and THOUGHT not in last and CLOSING not in last["content"]:
+        return HIDDEN
     if reason := fault_of_text("", f"{last.get(THOUGHT, '')}{last['content']}"):
         return reason
-    return Line(number, asked, last, ended, arguments, unread, tokens)
+    asked = [{name: value for name, value in one.items() if name != "weight"} for one in asked]
+    unread = tuple(unread_fields(record, _read(record) - {"prompt", "answer"}))
+    return Line(number, asked, last, ended, arguments, unread, dict(noted), tokens)
 
 
 def encode_line(
@@ -226,53 +275,86 @@ def encode_line(
     """
     from distill.engines.torch.hugging_face import encode_behind
 
+    left, eos = Counter() if left is None else left, tokenizer.eos_token_id
     if isinstance(line.prompt, str) or isinstance(line.answer, str):
-        eos = tokenizer.eos_token_id
-        rendered = template is not None and template.is_rendered(str(line.prompt))
-        end = template.end if template and rendered else [] if eos is None else [eos]
-        ids, answer = encode_behind(tokenizer, str(line.prompt), str(line.answer))
+        said, prompt = str(line.answer), str(line.prompt)
+        end = [] if eos is None else [eos]
+        said = said if template is None else _until_end(template, said, left)
+        if template is not None and (template.is_rendered(prompt) or template.looks_rendered(prompt)):
+            end = template.end
+        ids, answer = encode_behind(tokenizer, prompt, said)
         answer += end if line.ended else []
     elif template is None:
         raise ValueError("messages, but the target's tokenizer has no chat template")
     else:
         template, names = template.of_conversation(line.arguments)
-        if left is not None:
-            left.update(
-                f"requests with the template argument `{name[:40]}`, which the template lacks" for name in names
-            )
-        ids, answer = template.answered([*line.prompt, line.answer], ended=line.ended, served=True)
+        left.update(f"requests with the template argument `{name[:40]}`, which the template lacks" for name in names)
+        *asked, last = (
+            one | {"content": _until_end(template, one["content"], left)} if one["role"] == "assistant" else one
+            for one in [*line.prompt, line.answer]
+        )
+        prompt, said = template.text(asked), last["content"]
+        ids, answer = template.answered([*asked, last], ended=line.ended, served=True)
     if not ids or not answer:
         raise ValueError("it gives no token")
+    if repeats_prompt(prompt, said, len(ids), len(answer), line.tokens):
+        raise ValueError("an answer that begins with its whole prompt")
     if line.tokens > MOST_COUNTED * len(answer) + FEW_COUNTED:
-        raise ValueError(f"the server counted {line.tokens} tokens of {len(answer)}: its thinking is hidden, say")
-    if template is not None and (end := template.end) and end[0] in answer:  # behind it the server went on
-        answer = answer[: answer.index(end[0]) + 1]
+        raise ValueError("the server counted more tokens than the answer has: its thinking is hidden, say")
+    if line.tokens and len(answer) > MOST_COUNTED * line.tokens + FEW_COUNTED:
+        raise ValueError(
+            "the server counted fewer tokens than the answer has: it holds more than the target wrote, say"
+        )
     return ids, answer
+
+
+def _until_end(template: ChatTemplate, said: str, left: Counter[str]) -> str:
+    """The text of an answer up to an end token that is spelled out in it: behind it the server went on."""
+    own, rest = template.split_at_end(said)
+    left.update([SPELLED] if own != said and not rest else [CUT_AT_END] if rest else [])
+    return own
+
+
+def repeats_prompt(prompt: str, said: str, asked: int, given: int, counted: int) -> bool:
+    """Whether an answer begins with its whole prompt, as it stands or without its special tokens. A short one may do so
+    by chance; then the tokens that the server counted tell."""
+    plain = re.sub(r"<[|\w｜▁]+>|\[/?INST\]", "", prompt).strip()
+    for whole in filter(None, (prompt.strip(), plain)):
+        if said.lstrip().startswith(whole):
+            return len(whole) >= LONG or (counted > 0 and abs(given - asked - counted) < abs(given - counted))
+    return False
 
 
 @dataclass
 class Sorted:
-    """The lines of a file, sorted: samples by split, of held-out ones the first of each prompt; faults, and counts of
-    what else was left out or cut."""
+    """What became of the lines of a file: the samples of each split, of held-out ones the first of each prompt; the
+    lines that were left out, with the place of the first, by reason; and counts of what else was left out or cut."""
 
-    samples: dict[str, dict[str, Sample]] = field(default_factory=lambda: {split: {} for split in SPLITS})  # by name
-    bad: list[str] = field(default_factory=list)
+    samples: Counter[str] = field(default_factory=Counter)
+    bad: dict[str, tuple[int, str]] = field(default_factory=dict)
     left: Counter[str] = field(default_factory=Counter)
+
+    def leave_out(self, place: str, reason: str) -> None:
+        """Count a line that is not read."""
+        reason = reason if reason in self.bad or len(self.bad) < MOST_REASONS else "other reasons"
+        count, first = self.bad.get(reason, (0, place))
+        self.bad[reason] = count + 1, first
 
     def told(self, pin: dict[str, Any]) -> list[str]:
         """What became of the lines; the first says what is learnt from and measured."""
-        train, validation, test = map(len, self.samples.values())
+        train, validation, test = (self.samples[split] for split in SPLITS)
         unfinished = unfinished_line(pin)
         return [
             f"{train} answers to learn from, {validation} validation and {test} test prompts",
-            *([f"{len(self.bad)} bad lines left out, first {self.bad[0]}"] if self.bad else []),
+            *(f"{count} bad lines left out, first {place}: {reason}" for reason, (count, place) in self.bad.items()),
             *(f"{count} {reason}" for reason, count in self.left.most_common(MOST_REASONS)),
             *([unfinished] if unfinished else []),
         ]
 
 
-def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> Sorted:
-    """Encode lines and divide them among the splits, by the first question of each conversation as in the corpus.
+def sort_lines(recipe: Recipe, lines: Iterable[Line | BadLine], tokenizer: Any, found: Sorted) -> Iterator[Sample]:
+    """Encode lines and divide them among the splits, by the first question of each conversation as in the corpus;
+    `found` counts what became of them.
 
     Answers are cut where the block ends. A prompt that leaves them no room keeps its last tokens, and so does one held
     out that leaves less than answers.new_tokens.
@@ -280,20 +362,21 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> S
     from distill.data.chat_template import ChatTemplate
     from distill.vocabulary.vocabulary import opening_of
 
-    found, opening = Sorted(), opening_of(tokenizer)
+    opening, held_out = opening_of(tokenizer), set[str]()
     template = ChatTemplate(tokenizer, recipe.chat) if tokenizer.chat_template else None
     for line in lines:
-        if isinstance(line, str):
-            found.bad.append(line)
+        if isinstance(line, BadLine):
+            found.leave_out(line.place, line.reason)
             continue
         try:
             prompt, answer = encode_line(line, tokenizer, template, found.left)
         except ValueError as error:
-            found.bad.append(f"line {line.number}: {error}")
+            found.leave_out(f"line {line.number}", str(error))
             continue
         asked = line.question if template is None else template.first_question(line.question)
         split = split_of(question_name(asked), recipe.corpus.validation, recipe.corpus.test)
         count_fields(line.unread, "lines", found.left)
+        found.left.update(line.noted)
         block, new = recipe.corpus.block, recipe.answers.new_tokens
         if block - len(prompt) < (2 if split == "train" else new):
             found.left[BEGUN] += 1
@@ -303,11 +386,14 @@ def sort_lines(recipe: Recipe, lines: Iterable[Line | str], tokenizer: Any) -> S
         fits, answer = len(answer) <= room, answer[:room]
         ended = line.ended and fits
         found.left.update([CUT] if split == "train" and not fits else [])
-        # A held-out prompt that is served often is measured once.
         name = f"{line.name}@{line.number}" if split == "train" else line.name
-        sample = Sample(name, prompt, answer, split, SOURCE, ended=ended, dropped=fault_of(answer))
-        found.samples[split].setdefault(name, sample)
-    return found
+        if split != "train":  # a prompt that is served often is measured once
+            if name in held_out:
+                found.left[AGAIN] += 1
+                continue
+            held_out.add(name)
+        found.samples[split] += 1
+        yield Sample(name, prompt, answer, split, SOURCE, ended=ended, dropped=fault_of(answer))
 
 
 def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
@@ -324,20 +410,30 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
     if not all(Path(part["path"]).exists() and begins_with(Path(part["path"]), part) for part in pin["parts"]):
         what = f"{pin['path']} no longer begins with the {pin['lines']} lines that this run pinned; was it rotated?"
         raise DataError(what, f"{_unpin(run)} reads it as it is then")
-    found = sort_lines(recipe, read_lines(pin), tokenizer)
-    train = [*found.samples["train"].values()]
-    if not train:  # only then is the pin deleted
-        raise no_answers(found, pin, _unpin(run))
-    files: dict[str, Iterable[Sample]] = {
-        f"train/traffic-{number:05d}.arrow": train[start : start + LINES_PER_FILE]
-        for number, start in enumerate(range(0, len(train), LINES_PER_FILE))
-    }
-    files |= {f"prompts-{split}.arrow": found.samples[split].values() for split in ("validation", "test")}
-    for name, samples in files.items():
-        write_samples(folder / name, samples)
-    counts: dict[str, Any] = {split: len(own) for split, own in found.samples.items()}
-    counts |= {"bad": len(found.bad), "left": dict(found.left)}
-    write_json(path, {**pin, **counts, "files": list(files)})
+    found, files = Sorted(), list[str]()
+    with ExitStack() as held_out:
+        add = {}
+        for split in ("validation", "test"):
+            files.append(f"prompts-{split}.arrow")
+            add[split] = held_out.enter_context(adding_samples(folder / files[-1]))
+
+        def train() -> Iterator[Sample]:
+            for sample in sort_lines(recipe, read_lines(pin), tokenizer, found):
+                if sample.split == "train":
+                    yield sample
+                else:
+                    add[sample.split](sample)
+
+        samples = train()
+        for first in samples:
+            files.append(f"train/traffic-{len(files) - len(add):05d}.arrow")
+            write_samples(folder / files[-1], chain([first], islice(samples, LINES_PER_FILE - 1)))
+        if not found.samples["train"]:  # only then is the pin deleted
+            raise no_answers(found, pin, _unpin(run))
+    counts: dict[str, Any] = {split: found.samples[split] for split in SPLITS}
+    counts |= {"bad": sum(count for count, _ in found.bad.values()), "left": dict(found.left)}
+    counts |= {"reasons": {reason: count for reason, (count, _) in found.bad.items()}}
+    write_json(path, {**pin, **counts, "files": files})
     for sentence in found.told(pin):
         run.say(f"  traffic, lines {pin['start_line'] + 1} to {pin['lines']}: {sentence}")
 
@@ -369,7 +465,9 @@ def check_traffic(recipe: Recipe) -> list[str]:
     if settings is None:
         return []
     pin = pin_of(Path(settings))
-    found = sort_lines(recipe, islice(read_lines(pin), MOST_LINES), load_tokenizer(recipe.target.model))
+    found = Sorted()
+    for _ in sort_lines(recipe, islice(read_lines(pin), MOST_LINES), load_tokenizer(recipe.target.model), found):
+        pass
     if not found.samples["train"] and pin["lines"] <= MOST_LINES:
         raise no_answers(found, pin, "the same command")
     first, *rest = found.told(pin)

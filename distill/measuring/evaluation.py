@@ -897,6 +897,7 @@ def prompts_of(corpus: Corpus, count: int) -> Prompts:
         found = read_user_prompts(target, corpus, Chat(), count, 0, PROMPT_TOKENS, room, answer=answer, least=4)
         for reason, number in found.dropped.items():
             print(f"{number} left out: {reason}", file=sys.stderr)
+        print(f"prompts: {found.asked}", file=sys.stderr)
         return found
 
     return read

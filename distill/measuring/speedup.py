@@ -444,6 +444,7 @@ def measure_any_pair(
             target=names[0],
             draft=names[1],
             dropped=prompts.dropped,
+            asked=prompts.asked,
             texts=", ".join(Path(one).name for one in files) if asked is None else asked.suite.name,
             table="" if table is None else str(table),
             suite="" if asked is None else asked.words,

@@ -220,6 +220,7 @@ class SpeedupReport:
     the target's; of all others, `in_turns` has plain decoding and the fastest way, the fastest first. `texts` are what
     the prompts were taken from, `table` the run or file whose n-grams were read. `suite` names a published suite and
     what was taken of it, empty for other prompts; its turns are the prompts.
+    `asked` says how prompts of files are asked.
     """
 
     command: str
@@ -239,6 +240,7 @@ class SpeedupReport:
     table: str = ""
     verdict: str = ""
     suite: str = ""
+    asked: str = ""
     version: Literal[1] = 1
 
     @property

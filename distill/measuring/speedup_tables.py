@@ -221,6 +221,7 @@ def _head(report: SpeedupReport) -> list[str]:
     notes = {
         "llama.cpp's options, where they are not the defaults": report.gguf,
         "PyTorch's settings, where they are not the defaults": report.pytorch,
+        "Prompts": report.asked,
         "Left out of the files": listed(report.dropped),
         "Calibrated on other texts": report.calibration,
     }

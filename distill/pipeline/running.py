@@ -16,7 +16,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from distill.data.traffic import PIN, begins_with, pin_of, read_lines
+from distill.data.traffic import PIN, BadLine, Sorted, begins_with, pin_of, read_lines
 from distill.devices import agree, memory_explained, process_count
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
 from distill.files import digest, has_form, link_file, read_json, reference_digest, require_inside, write_json
@@ -488,11 +488,15 @@ def require_growth(path: Path, read: dict[str, Any] | None) -> None:
                 "was it rotated?",
                 "put the new lines into their own file: answers.traffic=…",
             )
-    found = list(read_lines(now))
-    if not found:
+    found = Sorted()
+    for line in read_lines(now):
+        if not isinstance(line, BadLine):
+            return
+        found.leave_out(line.place, line.reason)
+    if not found.bad:
         raise RunError(f"{path} has no new line after line {now['start_line']}", "refresh when it has new lines")
-    if all(isinstance(line, str) for line in found):
-        raise RunError(f"all {len(found)} new lines of {path} are bad, first {found[0]}")
+    count, reason = sum(one for one, _ in found.bad.values()), next(iter(found.bad))
+    raise RunError(f"all {count} new lines of {path} are bad, first {found.bad[reason][1]}: {reason}")
 
 
 def start_refresh(run: Run, parent: dict[str, Any]) -> Path:

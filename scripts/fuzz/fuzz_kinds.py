@@ -15,6 +15,7 @@ from typing import Any
 from unittest import mock
 
 import fuzz_chats
+import fuzz_conversations
 import fuzz_gguf
 import fuzz_records
 import fuzz_weights
@@ -239,13 +240,14 @@ def traffic(world: World) -> Strategy:
 
 
 def read_traffic(world: World, found: bytes) -> Readers:
-    from distill.data.traffic import begins_with, pin_of, read_lines, sort_lines, unfinished_line
+    from distill.data.traffic import Sorted, begins_with, pin_of, read_lines, sort_lines, unfinished_line
 
     path = world.put("traffic.jsonl", found)
     pin = pin_of(path)
 
     def whole() -> None:
-        sort_lines(world.recipe, read_lines(pin), world.tokenizer)
+        for _ in sort_lines(world.recipe, read_lines(pin), world.tokenizer, Sorted()):
+            pass
         assert begins_with(path, pin["parts"][0])
         unfinished_line(pin)
 
@@ -984,6 +986,12 @@ KINDS = [
     Kind("data records", 5, lambda world: fuzz_records.records(), read_data_records),
     Kind("served traffic", 14, traffic, read_traffic),
     Kind("chats", 5, lambda world: fuzz_chats.chats, partial(compared, fuzz_chats.fault_of_chat)),
+    Kind(
+        "conversations",
+        5,
+        lambda world: fuzz_conversations.inputs(),
+        partial(compared, fuzz_conversations.fault_of_conversation),
+    ),
     Kind("recorded requests", 5, lambda world: fuzz_chats.requests(), partial(compared, fuzz_chats.fault_of_request)),
     Kind("records and results of a run", 8, records, read_record),
     Kind("safetensors", 7, weight_files, read_weights),

@@ -21,7 +21,7 @@ from transformers import PreTrainedTokenizerFast
 from distill.data.chat_template import ChatTemplate, PlainTexts, next_prompt
 from distill.data.corpus import pack_given
 from distill.data.prompts import ChatPrompts, cut_prompts
-from distill.data.records import THINKING, normal
+from distill.data.records import THINKING, normal, turns_of
 from distill.data.samples import read_answers, read_prompts
 from distill.data.sources import Document
 from distill.data.traffic import encode_line, parse_line
@@ -48,11 +48,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 def dressed(plain: Any, style: str, marked: bool = False) -> Any:
     tokenizer = copy.deepcopy(plain)
-    if style in chat_templates.STYLES:
-        return chat_templates.dress(tokenizer, style, marked)
-    tokenizer.add_special_tokens({"additional_special_tokens": [*SPECIAL, "<|end_of_sentence|>"]})
-    tokenizer.chat_template = {"channels": CHANNELS, "joined": JOINED}[style]
-    return tokenizer
+    return chat_templates.dress(tokenizer, style, marked)
 
 
 def talk(style: str) -> list[dict[str, Any]]:
@@ -163,7 +159,7 @@ def prompts_of(plain: Any, style: str, settings: Chat, longest: int = 500) -> Ch
 
 def test_further_turns_are_asked_one_after_another(plain: Any) -> None:
     chat = prompts_of(plain, "qwen-3", Chat(system=("S one.", "S two."), thinking=0.5, turns=2))
-    asked = [{"role": "user", "content": text} for text in ("first", "second", "third")]
+    asked = [*turns_of(["first", "second", "third"])]
     found = [chat.prompt(document(f"d{n}", asked)) for n in range(60)]
     described = [one.chat for one in found if one is not None and one.chat is not None]
     assert len(described) == 60 and {one["messages"][0]["content"] for one in described} == {"S one.", "S two."}
@@ -296,26 +292,6 @@ SUM = "Two and two."
 DETAILS = [{"type": "reasoning.text", "text": "Two and "}, {"type": "reasoning.text", "text": "two."}]
 CALL = {"id": "c1", "type": "function", "function": {"name": "add", "arguments": {"a": 2, "b": "zwölf"}}}
 TEXT_CALL = CALL | {"function": {"name": "add", "arguments": json.dumps(CALL["function"]["arguments"])}}
-
-# As gpt-oss reads it: `thinking`, channels, and an end of its own behind a call. Written for this test.
-CHANNELS = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}<|start|>assistant"
-    "{% if m.thinking %}<|channel|>analysis<|message|>{{ m.thinking }}<|end|><|start|>assistant{% endif %}"
-    "{% if m.tool_calls %}<|channel|>commentary to={{ m.tool_calls[0].function.name }}<|message|>"
-    "{{ m.tool_calls[0].function.arguments | tojson }}<|call|>"
-    "{% else %}<|channel|>final<|message|>{{ m.content }}<|return|>{% endif %}"
-    "{% else %}<|start|>{{ m.role }}<|message|>{{ m.content }}<|end|>{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|start|>assistant{% endif %}"
-)
-# As DeepSeek's joins it: arguments that are text; no line break around the closed thinking.
-JOINED = (
-    "{% for m in messages %}{% if m.role == 'assistant' %}<|Assistant|></think>{{ m.content }}"
-    "{% for call in m.tool_calls or [] %}{{ '<call>' + call.function.name + ' ' + call.function.arguments }}"
-    "{% endfor %}"
-    "<|end_of_sentence|>{% else %}<|User|>{{ m.content }}{% endif %}{% endfor %}"
-    "{% if add_generation_prompt %}<|Assistant|>{{ '<think>' if thinking else '</think>' }}{% endif %}"
-)
-SPECIAL = ["<|start|>", "<|channel|>", "<|message|>", "<|end|>", "<|call|>", "<|return|>"]
 
 
 def answer(**fields: Any) -> dict[str, Any]:
@@ -502,5 +478,5 @@ def test_tags_of_html_are_plain_text(plain: Any) -> None:
     special = PlainTexts(tokenizer, Chat()).special
     assert {number["<tool_call>"], number["<image>"]} <= special
     assert not special & {number[text] for text in ("<h1>", "</em>", "<think>", "\n\n")}
-    tokenizer.chat_template = JOINED  # which writes it
+    tokenizer.chat_template = chat_templates.JOINED  # which writes it
     assert number["<think>"] in ChatTemplate(tokenizer, Chat()).special

@@ -17,7 +17,10 @@ from tiny import Capture
 from distill.cli.shared import read_texts
 from distill.data.chat_template import ChatTemplate, next_prompt
 from distill.data.prompts import ChatPrompts, sources_of
-from distill.data.sources import Document, read_documents
+from distill.data.records import ANSWERS, JUDGEMENTS, LEARNT, LISTS, OF_ANSWER, PREFILLS, PROMPTS, SYSTEMS, THINKING
+from distill.data.records import REJECTED as REJECTED_ANSWERS
+from distill.data.sources import Document, cut_text, read_documents
+from distill.data.traffic import Line, parse_line
 from distill.errors import DataError
 from distill.recipe import Chat, Corpus, Source
 
@@ -57,7 +60,7 @@ def talk(document: Document) -> list[tuple[str, str]]:
         ({"question": "who", "context": "he", "answers": {"text": ["he"]}}, [("user", "who\nhe"), ("assistant", "he")]),
         ({"question": "who: he", "context": "he", "answer": "he"}, [("user", "who: he"), ("assistant", "he")]),
         ({"system_prompt": "be", "question": "who"}, [("system", "be"), ("user", "who")]),
-        ({"prompt": ["who", "and he"], "category": "c"}, [("user", "who"), ("user", "and he")]),
+        ({"prompt": ["who", "and he"], "category": "c"}, [("user", "who"), ("assistant", ""), ("user", "and he")]),
         (
             {"instruction": "do", "input": "it", "output": "done", "system": "be", "history": [["a", "b"], ["c", "d"]]},
             [
@@ -69,12 +72,37 @@ def talk(document: Document) -> list[tuple[str, str]]:
         ({"conversation": [Q, A]}, [("user", "ask"), ("assistant", "say")]),
         ({"messages": json.dumps([Q, A])}, [("user", "ask"), ("assistant", "say")]),
         ({"messages": [Q | {"content": [{"type": "text", "text": "a"}, {"text": "b"}]}]}, [("user", "ab")]),
-        ({"question_id": 1, "category": "math", "turns": ["a", "b"]}, [("user", "a"), ("user", "b")]),
+        (
+            {"question_id": 1, "category": "math", "turns": ["a", "b"]},
+            [("user", "a"), ("assistant", ""), ("user", "b")],
+        ),
         ({"prompt": [Q], "completion": [A]}, [("user", "ask"), ("assistant", "say")]),
         (
             {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}], "system": "s"},
             [("system", "s"), ("user", "a"), ("assistant", "b")],
         ),
+        # Alpaca's other column is its fields as one text; a prompt alone beside a text is no conversation.
+        ({"instruction": "do", "input": "", "output": "say", "text": ""}, [("user", "do"), ("assistant", "say")]),
+        # Lists that a table holds as text: JSON, or as pandas writes them.
+        ({"prompt": '["who", "and he"]'}, [("user", "who"), ("assistant", ""), ("user", "and he")]),
+        ({"prompt": json.dumps([Q]), "completion": json.dumps([A])}, [("user", "ask"), ("assistant", "say")]),
+        ({"prompt": str([Q]), "completion": "say"}, [("user", "ask"), ("assistant", "say")]),
+        ({"messages": str([Q, A])}, [("user", "ask"), ("assistant", "say")]),
+        (
+            {"prompt": "[1, 2]: which is larger?", "answer": "[2]"},
+            [("user", "[1, 2]: which is larger?"), ("assistant", "[2]")],
+        ),
+        # Roles in any order stay where they were.
+        (
+            {"messages": [Q, Q, A, {"role": "system", "content": "be"}, Q, A]},
+            [*(("user", "ask"),) * 2, ("assistant", "say"), ("system", "be"), ("user", "ask"), ("assistant", "say")],
+        ),
+        # Preferences: the chosen answer; UltraFeedback's is the whole conversation.
+        ({"prompt": "ask", "chosen": "say"}, [("user", "ask"), ("assistant", "say")]),
+        ({"prompt": "ask", "chosen": [Q, A]}, [("user", "ask"), ("assistant", "say")]),
+        ({"prompt": [Q], "chosen": [A]}, [("user", "ask"), ("assistant", "say")]),
+        ({"prompt": "ask", "completion": "say", "label": True}, [("user", "ask"), ("assistant", "say")]),
+        ({"messages": [Q, A], "label": "True"}, [("user", "ask"), ("assistant", "say")]),
     ],
 )
 def test_the_messages_of_a_record(given: dict[str, Any], wanted: Any, tmp_path: Path) -> None:
@@ -108,6 +136,9 @@ def test_the_messages_of_a_record(given: dict[str, Any], wanted: Any, tmp_path: 
         ({"messages": [Q, A | {"content": None, "function_call": {"name": "f"}}]}, "a message with a `function_call`"),
         ({"prompt": 5}, "a prompt that is not text"),
         ({"messages": [Q, A | {"prefix": True}]}, "a message that only begins an answer (`prefix`)"),
+        ({"prompt": ["a", "b"], "answer": "c"}, "an answer behind several turns, of which the others have none"),
+        ({"prompt": "ask", "chosen": [Q | {"content": "x"}, A]}, "an answer that holds other questions"),
+        ({"prompt": "[{'role': 'user' 'content': 'x'}]"}, "a list of messages that is neither JSON nor Python"),
     ],
 )
 def test_what_would_mean_something_else_is_left_out(given: dict[str, Any], reason: str, tmp_path: Path) -> None:
@@ -152,6 +183,118 @@ def test_messages_have_their_normal_form(tmp_path: Path) -> None:
     assert dropped == {"a message whose thinking stands in two fields and differs": 1}
 
 
+REJECTED = "answers marked as rejected (`{}`), which are not learnt"
+
+
+@pytest.mark.parametrize(
+    ("more", "reason"),
+    [
+        ({"label": False}, REJECTED.format("label")),
+        ({"label": "False"}, REJECTED.format("label")),
+        ({"label": 0}, REJECTED.format("label")),
+        ({"kto_tag": False}, REJECTED.format("kto_tag")),
+        ({"chosen": False}, REJECTED.format("chosen")),
+        ({"rejected": True}, REJECTED.format("rejected")),
+        ({"accepted": "rejected"}, REJECTED.format("accepted")),
+    ],
+)
+def test_a_rejected_answer_is_not_learnt(more: dict[str, Any], reason: str, tmp_path: Path) -> None:
+    """Its question is asked."""
+    rows = [{"prompt": "ask", "completion": "say"}, {"messages": [Q, A, Q | {"content": "more"}, A]}]
+    for row in rows:
+        (document,), dropped = record(tmp_path, row | more)
+        talks = [one for one in talk(document) if one[0] == "user"]
+        assert not document.has_answer and document.messages and document.messages[-1]["role"] == "user"
+        assert dropped == {reason: 1 if "prompt" in row else 2} and len(talks) == (1 if "prompt" in row else 2)
+    (document,), dropped = record(tmp_path, {"prompt": "ask", "chosen": "say", "rejected": "no"})
+    assert talk(document)[-1] == ("assistant", "say") and "no" not in document.plain_text
+    assert dropped == {"rejected answers (`rejected`), which are not learnt": 1}
+    (document,), dropped = record(tmp_path, rows[0] | {"label": 0}, fields={"label": "label"})  # which is a class
+    assert document.has_answer
+
+
+# Every field that is read, with a value that says something, one that is not known, and one of another type.
+KNOWN: dict[str, tuple[dict[str, Any], list[Any]]] = {
+    **{name: ({"prompt": "ask"}, [5, {"a": 1}, [1], True]) for name in (*ANSWERS, "answers", *SYSTEMS)},
+    **{name: ({}, [5, {"a": 1}, [1], True]) for name in PROMPTS},
+    **{name: ({"prompt": "ask"}, [5, {"a": 1}, [1], True]) for name in ("context", "passage", *LISTS)},
+    **{name: ({"messages": [Q, A]}, [5, "x", {"a": 1}, True]) for name in ("tools", "documents", "history")},
+    **{name: ({"messages": [Q, A]}, [5, {"a": 1}, [1]]) for name in (*THINKING, "chat_template_kwargs", "category")},
+    **{name: ({"messages": [Q, A]}, ["maybe", 7, [1], {"a": 1}]) for name in (*JUDGEMENTS, *REJECTED_ANSWERS)},
+    **{name: ({"messages": [Q, A]}, ["x", [1]]) for name in (*OF_ANSWER, "choices", "image", "functions")},
+    **{name: ({"messages": [Q, A]}, [5, "x", [1], True]) for name in ("nonsense", "Messages", "answers_")},
+}
+
+
+def test_a_field_that_is_not_known_or_of_another_type_is_never_passed_over(tmp_path: Path) -> None:
+    """It changes what is read, as a list of turns does, or it is counted by its name, or its record is left out."""
+    passed = []
+    for name, (rest, values) in KNOWN.items():
+        for value in values:
+            before = record(tmp_path, *filter(None, [rest]), {"prompt": "other"})[0]
+            documents, dropped = record(tmp_path, rest | {name: value}, {"prompt": "other"})
+            same = [(one.messages, one.arguments) for one in documents] == [(one.messages, {}) for one in before]
+            if not dropped.total() and same:
+                passed.append((name, value))
+    assert not passed
+
+
+OF_A_MESSAGE: dict[str, list[Any]] = {
+    "role": [5, None, "narrator", ["user"]],
+    "content": [5, True, {"a": 1}, [1], [{"type": "image"}], [{"type": "text", "text": 5}], [], None],
+    "weight": [0.5, "1", True, [1]],
+    **{name: [5, "false", [1]] for name in LEARNT},
+    **{name: [5, True, [1], {"a": 1}, [{"type": "reasoning.encrypted"}]] for name in THINKING},
+    **{name: [True, "x", [1]] for name in PREFILLS},
+    "tool_calls": [5, "x", {"a": 1}, [1], [{"name": 5}], [{"name": "f", "arguments": [1]}]],
+    **{name: [5, [1], {"a": 1}, True] for name in ("tool_call_id", "name")},
+    "function_call": [{"name": "f"}, "f", 5],
+    "nonsense": [5, "x", [1], False],
+}
+
+
+@pytest.mark.parametrize("name", OF_A_MESSAGE)
+def test_a_part_of_a_message_is_never_passed_over(name: str, tmp_path: Path) -> None:
+    for value in OF_A_MESSAGE[name]:
+        message = A | {name: value}
+        documents, dropped = record(tmp_path, {"messages": [Q, message]}, {"prompt": "other"})
+        assert dropped.total() == 1 and len(documents) == (2 if name == "nonsense" else 1), (value, dropped)
+        line = parse_line(json.dumps({"messages": [Q, message]}).encode(), 1)
+        assert line.noted if name == "nonsense" and isinstance(line, Line) else isinstance(line, str), (value, line)
+
+
+def test_a_row_with_a_null_is_left_out(tmp_path: Path) -> None:
+    rows: list[Any] = [{"text": text} for text in ("first text", None, "second text")]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "t.parquet")
+    for documents, dropped in (read(tmp_path / "t.parquet"), record(tmp_path, *rows), record(tmp_path, *rows[::-1])):
+        assert sorted(one.text for one in documents) == ["first text", "second text"]
+        assert dropped == {"records whose `text` is null": 1}
+    rows = [{"prompt": "a", "answer": None}, {"prompt": None, "answer": "b"}, {"messages": None}]
+    documents, dropped = record(tmp_path, *rows)
+    assert [talk(one) for one in documents] == [[("user", "a")]]
+    assert dropped == {"records whose `prompt` is null": 1, "records whose `messages` is null": 1}
+    documents, dropped = record(tmp_path, {"text": "a"}, {"body": "b"})
+    assert dropped == {"records without a text in `text` or another field that is read": 1} and len(documents) == 1
+    with pytest.raises(DataError, match="has no text: 2 records whose `text` is null"):
+        record(tmp_path, {"text": None}, {"text": None})
+
+
+@pytest.mark.parametrize("kind", ["tree", "text", "jsonl", "csv"])
+def test_line_ends_are_kept(kind: Any, tmp_path: Path) -> None:
+    text = "if (a)\r\n{\r\n}\r\n"
+    path = tmp_path / "f"
+    if kind == "csv":
+        with open(path, "w", newline="") as file:
+            csv.writer(file).writerows([["text"], [text]])
+    else:
+        path.write_bytes(json.dumps({"text": text}).encode() + b"\r\n" if kind == "jsonl" else text.encode())
+    more = {"pattern": "*"} if kind == "tree" else {}
+    (document,), dropped = read(tmp_path if kind == "tree" else path, kind=kind, **more)
+    assert document.text == text and not dropped
+    pieces = list(cut_text("line\r\n" * 3000 + "\r\n" + "line\r\n" * 9000))
+    assert "".join(pieces).count("\r\n") == 12_001 and pieces[0].endswith("\r\n\r\n")
+
+
 # ── what a record gives the template ──
 
 
@@ -162,7 +305,7 @@ def chat_of(plain: Any, style: str, **settings: Any) -> ChatPrompts:
 def test_tools_documents_and_arguments_reach_the_template(plain: Any, tmp_path: Path) -> None:
     chat = chat_of(plain, "qwen-3")
     tokenizer = chat.template.tokenizer
-    tokenizer.chat_template += "{% for d in documents or [] %}[{{ d.text }}]{% endfor %}"
+    tokenizer.chat_template = "{% for d in documents or [] %}[{{ d.text }}]{% endfor %}" + tokenizer.chat_template
     given = {"messages": [Q, A, Q], "tools": json.dumps([TOOL]), "documents": [{"text": "a book"}]}
     given["chat_template_kwargs"] = {"enable_thinking": False, "mood": "calm"}
     (document,), dropped = record(tmp_path, given)
@@ -198,7 +341,7 @@ def test_a_tools_result_ends_questions_without_answers_too(plain: Any, tmp_path:
         (document,), _ = record(tmp_path, {"messages": messages}, given=given)
         chat = chat_of(plain, "qwen-3")
         prompt = chat.prompt(document)
-        assert prompt is not None and prompt.chat is not None and prompt.chat["turns"] == ["ask"]
+        assert prompt is not None and prompt.chat is not None and prompt.chat["turns"] == []
         assert chat.dropped == {"turns of conversations after a tool's result": 1}
 
 
