@@ -100,7 +100,7 @@ def pin_read(run: Path) -> dict[str, Any]:
 
 def learnt_pairs(run: Path) -> list[tuple[list[int], list[int]]]:
     """Prompt and answer of every answer that a run learns from."""
-    samples = [one for path in sorted(run.glob("answers/train-*")) for one in read_samples(path, "answers")]
+    samples = [one for path in sorted(run.glob("answers/train/*.arrow")) for one in read_samples(path, "answers")]
     return [(one.prompt, one.answer) for one in samples]
 
 
@@ -126,7 +126,7 @@ def test_a_run_learns_from_what_stood_there(world: Path, log: Path, first: Path)
     cut = sum(len(p) + len(a) > 64 for p, a in expected)
     left = {name: count for name, count in pinned["left"].items() if name != traffic.AGAIN}
     assert (pinned["train"], pinned["bad"], left) == (len(expected), 2, {traffic.CUT: cut} if cut else {})
-    assert not list(first.glob("answers/train-0*"))  # answers.prompts is 0: nothing was generated
+    assert not list(first.glob("answers/train/0*"))  # answers.prompts is 0: nothing was generated
     for split in ("validation", "test"):
         prompts = read_samples(first / "answers" / f"prompts-{split}.arrow", "answers")
         own = {line["prompt"]: None for line in lines if split_name(line["prompt"]) == split}
