@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from distill.data.prompts import sources_of
+from distill.data.suites import read_suite
 from distill.decoding.configured import check_configurations
 from distill.decoding.decode import Decoded
 from distill.engines import loaded
@@ -24,7 +25,7 @@ from distill.gguf.importing import Import, read_import, write_import
 from distill.gguf.writer import WrittenFile
 from distill.gguf.writer import export_gguf as write_gguf
 from distill.measuring.compare import PairSettings
-from distill.measuring.evaluation import EvaluationOptions, Grid, evaluate_grid, prompts_of
+from distill.measuring.evaluation import EvaluationOptions, Grid, evaluate_grid, prompts_of, prompts_of_suite
 from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
 from distill.measuring.speedup import measure_any_pair
 from distill.measuring.speedup_results import SpeedupReport
@@ -75,6 +76,7 @@ __all__ = [
 
 Dtype = Literal["float32", "bfloat16", "float16"]
 Paths = Sequence[str | Path]
+BLOCK: int = Corpus.model_fields["block"].default  # tokens of a text, where no prompt is longer
 
 
 def load_pair(
@@ -144,10 +146,12 @@ def decode(
 def evaluate(
     target: str | Path,
     draft: str | Path | Paths,
-    texts: Paths,
+    texts: Paths = (),
     *,
+    suite: str | Path | None = None,
     sampler: Sampler | None = None,
-    prompts: int = 32,
+    prompts: int | None = None,
+    seed: int = 0,
     kl: bool = True,
     acceptance: bool = True,
     types: Sequence[str] = (),
@@ -155,17 +159,25 @@ def evaluate(
     gguf: Gguf | None = None,
     command: str = "",
 ) -> EvaluationReport:
-    """Divergences and acceptance of a pair, with intervals, on text files or folders of them; None: temperature 1.
+    """Divergences and acceptance of a pair, with intervals, on text files or folders of them; `sampler` None:
+    temperature 1. `prompts` are 32 by default; of a `suite`, in place of texts, questions of each category: None: all.
 
     Several drafts, or the draft in several GGUF `types`, are compared with the first. DataError
     for files that are not there and for texts of fewer than 4 prompts; PairError as `load_pair`.
     """
-    corpus = Corpus(sources=sources_of([Path(path) for path in texts]))
+    if bool(texts) == (suite is not None):
+        raise RecipeError("eval measures prompts or a suite", "give one of them")
+    if suite is None:
+        if prompts is not None and prompts < 4:
+            raise RecipeError(f"{prompts} prompts are too few for an interval", "measure 4 or more")
+        given = prompts_of(Corpus(sources=sources_of([Path(path) for path in texts])), prompts or 32)
+    else:
+        given = prompts_of_suite(read_suite(Path(suite)), prompts, seed)
     drafts = [resolve_model(str(one)) for one in ([draft] if isinstance(draft, (str, Path)) else draft)]
-    grid = Grid(resolve_model(str(target)), drafts, corpus.block, types, threads=threads, gguf=gguf)
+    grid = Grid(resolve_model(str(target)), drafts, BLOCK, types, threads=threads, gguf=gguf)
     served = sampler or Sampler(1.0)
-    options = EvaluationOptions(served, Evaluate(), command, kl, grid=acceptance)
-    return evaluate_grid(grid, prompts_of(corpus, prompts), options)
+    options = EvaluationOptions(served, Evaluate(), command, kl, seed=seed, grid=acceptance)
+    return evaluate_grid(grid, given, options)
 
 
 def measure_speedup(

@@ -442,10 +442,17 @@ def evaluate(
     ] = None,
     adapter: shared.AdapterOption = None,
     prompts: shared.PromptsOption = None,
+    suite: shared.SuiteOption = None,
     temperature: Annotated[
         float | None, shared.number_option(min=0, max=100, help="Models: of the sampler; by default 1.")
     ] = None,
-    count: Annotated[int | None, typer.Option(min=4, help="Models: the number of prompts; by default 32.")] = None,
+    count: Annotated[
+        int | None,
+        typer.Option(min=1, help="Models: prompts, 4 or more, by default 32. --suite: questions of each category."),
+    ] = None,
+    seed: Annotated[
+        int | None, shared.number_option(min=0, help="Models: seed of texts and of a suite's questions; 0.")
+    ] = None,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
@@ -463,9 +470,9 @@ def evaluate(
     alone = not kinds and len(models) < 3
     kl, acceptance = (kl, acceptance) if kl or acceptance else (True, alone)
     if models:
-        if len(models) < 2 or not prompts:
+        if len(models) < 2 or not (prompts or suite):
             hint = "or name a run: `distill runs` lists them"
-            raise RecipeError("models need TARGET, DRAFT and --prompts FILE", hint)
+            raise RecipeError("models need TARGET, DRAFT and --prompts FILE (or --suite FILE)", hint)
         shared.prepare(threads)
         from distill import api
         from distill.sampler import Sampler
@@ -473,9 +480,11 @@ def evaluate(
         report = api.evaluate(
             models[0],
             models[1:],
-            prompts,
+            prompts or (),
+            suite=suite,
             sampler=Sampler(1.0 if temperature is None else temperature),
-            prompts=count or 32,
+            prompts=count,
+            seed=seed or 0,
             kl=kl,
             acceptance=acceptance,
             types=kinds,
@@ -484,8 +493,8 @@ def evaluate(
             command=command,
         )
     else:
-        if any(value is not None for value in (prompts, temperature, count)):
-            what = "--prompts, --temperature and --count are for models: a run has its own prompts and sampler"
+        if any(value is not None for value in (prompts, suite, temperature, count, seed)):
+            what = "--prompts, --suite, --temperature, --count and --seed are for models: a run has its own"
             raise RecipeError(what, "give the run's models: TARGET RUN/draft --prompts FILE")
         gguf = shared.gguf_of([], llama, llama_draft)
         if gguf is not None and not kinds:
@@ -505,7 +514,7 @@ def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, output: 
         stored = None if report.stored is None else replace(report.stored, bounds={})
         report = replace(report, domains={}, differences={}, stored=stored)
     if not acceptance:
-        report = replace(report, positions={}, tokens_per_round={})
+        report = replace(report, positions={}, tokens_per_round={}, categories=[])
     shared.print_blocks(evaluation_blocks(report), report, output)
 
 

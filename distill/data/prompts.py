@@ -316,6 +316,11 @@ class UserPrompts:
     texts: list[str]
     asked: str = ""
 
+    @property
+    def longest(self) -> int:
+        """The tokens of the longest measured prompt."""
+        return max(len(one.prompt) for one in self.measured)
+
     def classes(self) -> list[str]:
         """The class of each measured prompt: its label, else the file that it came from."""
         return [prompt.label or prompt.source or "prompts" for prompt in self.measured]

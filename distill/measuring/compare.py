@@ -36,7 +36,7 @@ from distill.decoding.rules import Rules
 from distill.engines.loaded import LoadedPair, Opening
 from distill.engines.model import Model, Step, Watch
 from distill.measuring.evaluation import judged_positions, positions_by_text
-from distill.measuring.evaluation_results import ByText
+from distill.measuring.evaluation_results import ALL, ByText
 from distill.measuring.identity import Identity, Rounding, judged, measured_rounding
 from distill.measuring.speedup_results import (
     GroupFigures,
@@ -314,9 +314,6 @@ def predicted_speedup(one: TimedConfiguration, steps: StepFigures) -> float | No
     round_seconds = steps.target[length + 1] + length * steps.draft[1]
     plain_seconds = prompt_seconds(one.plain) + behind * steps.target[1]
     return plain_seconds / (prompt_seconds(one) + behind / tokens * round_seconds)
-
-
-ALL = "all"  # the group of all prompts of a suite
 
 
 def by_class(one: TimedConfiguration, classes: Sequence[str], units: Sequence[int] = ()) -> list[GroupFigures]:

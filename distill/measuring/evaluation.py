@@ -12,6 +12,8 @@ tokens.
 
 from __future__ import annotations
 
+import functools
+import math
 import random
 import sys
 import tempfile
@@ -31,6 +33,7 @@ from distill import divergences
 from distill.data.packing import Packed, hidden_states, pack, packed_logits, scored_documents, scored_states
 from distill.data.prompts import UserPrompts, open_tokenizer, read_user_prompts
 from distill.data.samples import NEW, SEEN, Request, Sample, how_to_redo, prompt_seed, read_prompts, repetition
+from distill.data.suites import Suite, SuitePrompts, suite_prompts
 from distill.decoding.batch import refill
 from distill.decoding.calibration import Recorded, Recorder
 from distill.decoding.decode import Round, decode_text, room_for
@@ -39,7 +42,7 @@ from distill.decoding.lengths import LONGEST, Features, NGramIndex, features_of
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.verify import Random
 from distill.devices import as_float64, pick_device
-from distill.engines.loaded import LoadedPair, growing_decoder, load_pair, pair_of_models, with_rows
+from distill.engines.loaded import LoadedPair, context_of, growing_decoder, load_pair, pair_of_models, with_rows
 from distill.engines.model import Model
 from distill.engines.pairs import require_pair
 from distill.engines.server_commands import DRAWN_AMONG
@@ -49,10 +52,12 @@ from distill.errors import DataError
 from distill.files import is_gguf, write_result, write_text
 from distill.gguf.importing import file_type, folder_of
 from distill.measuring.evaluation_results import (
+    ALL,
     MEASURES,
     SLICES,
     Bounds,
     ByText,
+    CategoryFigures,
     Divergences,
     EvaluationReport,
     Group,
@@ -60,6 +65,7 @@ from distill.measuring.evaluation_results import (
     StoredMeasures,
     depth_label,
     evaluation_blocks,
+    measured_of,
 )
 from distill.measuring.identity import files_in_types
 from distill.progress import Progress
@@ -74,6 +80,7 @@ from distill.teacher.texts import held_out
 from distill.vocabulary.vocabulary import opening_of
 
 CHUNK = 64  # positions that models that read single texts take at once
+LONGEST_BLOCK = 4096  # tokens; a mask of longer blocks fills the memory, so their texts are read one after another
 HELD = 5 * 2**24  # logits of each model that are held at once of models that read blocks: 320 MiB, 512 rows of 152k
 TRIED = 16  # positions on which a model's head is compared with its own logits
 Rows = Callable[[int, Tensor], Tensor]  # a block's index and its positions [c] → logits [c, V]
@@ -519,7 +526,8 @@ class EvaluationOptions:
 @dataclass(frozen=True)
 class TargetWithDrafts:
     """A target with its drafts by name, loaded, and what they are measured on: prompts with their classes, and `given`
-    text in blocks of `block` tokens, which no text exceeds. Rounds are counted of the drafts called `decoded`."""
+    text in blocks of `block` tokens, which no text exceeds. Rounds are counted of the drafts called `decoded`. `units`
+    number the questions of a suite, whose turns are prompts."""
 
     pairs: Mapping[str, LoadedPair]
     prompts: Sequence[Sample]
@@ -527,6 +535,7 @@ class TargetWithDrafts:
     classes: Sequence[str] = ()
     given: Packed | None = None
     decoded: Sequence[str] = ()
+    units: Sequence[int] = ()
 
 
 def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> EvaluationReport:
@@ -534,6 +543,7 @@ def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> Eval
     measured: dict[str, dict[str, Measured]] = {}
     rounds: dict[str, list[list[Recorded]]] = {}
     texts: list[list[int]] = []
+    sampled: list[list[int]] = []
     sliced: SlicedValues | None = None
     pairs, ids = opened.pairs, [sample.prompt for sample in opened.prompts]
     first = next(iter(pairs.values()))
@@ -542,7 +552,7 @@ def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> Eval
         seeds = [prompt_seed(options.seed, prompt.id) for prompt in opened.prompts]
         limit = min(options.settings.new_tokens, opened.block - max(map(len, ids)))  # served prompts may be long
         rules = Rules(options.sampler, "token" if options.sampler.temperature else "greedy", first.ends)
-        texts = write_texts(first.target, ids, limit, rules, size, seeds)
+        texts = sampled = write_texts(first.target, ids, limit, rules, size, seeds)
         answers = zip(ids, texts, strict=True)  # each prompt with its text behind it, which is scored
         own = pack((([*prompt, *text], len(prompt)) for prompt, text in answers), opened.block, False)
         sliced = SlicedValues.of(own)
@@ -554,13 +564,45 @@ def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> Eval
     written = [*zip(ids, texts, strict=False)]  # none where nothing is asked for
     for name in opened.decoded:
         rounds[name] = record_rounds(pairs[name].draft, written, first.ends, length=options.settings.length)
-    return as_report(measured, rounds, options, len(ids), opened.classes, sliced=sliced, texts=written)
+    report = as_report(measured, rounds, options, len(ids), opened.classes, sliced=sliced, texts=written)
+    categories = by_category(opened, options, rounds, [*zip(ids, sampled, strict=False)]) if opened.units else []
+    return replace(report, categories=categories)
+
+
+def by_category(
+    opened: TargetWithDrafts,
+    options: EvaluationOptions,
+    greedy: Mapping[str, Sequence[Sequence[Recorded]]],
+    sampled: Sequence[Text],
+) -> list[CategoryFigures]:
+    """Tokens per round of each category of a suite and of all: of the `greedy` rounds, and where the sampler draws, of
+    drawn drafts in the `sampled` texts. A unit of the intervals is a question with all its turns."""
+    found = {(name, 0.0): own for name, own in greedy.items()}
+    if options.sampler.temperature and sampled:
+        for name in opened.decoded:
+            pair, draws = opened.pairs[name], random.Random(f"{options.seed}/{name}").random
+            found[name, options.sampler.temperature] = record_rounds(
+                pair.draft, sampled, pair.ends, options.sampler, pair.target, draws, options.settings.length
+            )
+    categories = [*dict.fromkeys(opened.classes)]
+    figures = []
+    for category in [*(categories if len(categories) > 1 else []), ALL]:
+        places = [at for at, name in enumerate(opened.classes) if category in (name, ALL)]
+        for (draft, temperature), rounds in found.items():
+            questions: dict[int, list[Recorded]] = {}
+            for place in places:
+                questions.setdefault(opened.units[place], []).extend(rounds[place])
+            tokens = tokens_per_round([*questions.values()])
+            if len(questions) == 1:
+                tokens = replace(tokens, low=math.nan, high=math.nan)
+            figures.append(CategoryFigures(category, len(questions), draft, temperature, tokens))
+    return figures
 
 
 def _values(pairs: Mapping[str, LoadedPair], blocks: Packed, sampler: Sampler, size: int, domain: str) -> Any:
     """What a target's drafts are at each position: of whole blocks where the models can read them."""
     first = next(iter(pairs.values()))
-    if first.hugging_face is None:
+    if first.hugging_face is None or blocks.ids.shape[1] > LONGEST_BLOCK:
         drafts = {name: pair.draft for name, pair in pairs.items()}
         return text_values(first.target, drafts, blocks, sampler, size, domain)
     models = {name: pair.hugging_face[1] for name, pair in pairs.items() if pair.hugging_face is not None}
@@ -656,7 +698,11 @@ def evaluate(recipe: Recipe, run: Run) -> list[Path]:
 
     Raises DataError where the store does not hold the blocks of the held-out texts.
     """
-    report = evaluate_stored(recipe, run)
+    context = context_of(recipe.target.model)
+    beyond = measured_of(
+        recipe.corpus.block, context, "the target takes", "raise corpus.block if you serve longer texts"
+    )
+    report = replace(evaluate_stored(recipe, run), beyond=beyond)
     write_result(run.path("eval.json"), report)
     write_text(run.path("eval.md"), document(evaluation_blocks(report)))
     return [run.path("eval.json"), run.path("eval.md")]
@@ -797,13 +843,14 @@ def stored_metrics(chunk: TeacherChunk, draft_logits: Tensor, sampler: Sampler) 
 
 PROMPT_TOKENS, SEED = 64, 0  # tokens of a prompt cut from a text, and the seed of the order of texts
 
-Prompts = Callable[[str, int], UserPrompts]  # of a target, with room for this many tokens
+Prompts = Callable[[str, int], UserPrompts | SuitePrompts]  # of a target, with room for this many tokens
 
 
 @dataclass(frozen=True)
 class Grid:
     """A target with every draft; where `types` of the draft are given, as GGUF files. `block` is the
-    most tokens of a text, `written` holds files that a run has exported."""
+    most tokens of a text, unless `prompts_are_whole`, up to the context of the models. `written` holds files that a run
+    has exported."""
 
     target: str
     drafts: Sequence[str]
@@ -812,6 +859,7 @@ class Grid:
     written: Path | None = None
     threads: int | None = None
     gguf: Gguf | None = None
+    prompts_are_whole: bool = True
 
 
 def evaluate_grid(grid: Grid, prompts: Prompts, options: EvaluationOptions) -> EvaluationReport:
@@ -829,13 +877,41 @@ def evaluate_grid(grid: Grid, prompts: Prompts, options: EvaluationOptions) -> E
             drafts = {name: str(folder_of(path)) if is_gguf(path) else path for name, path in drafts.items()}
         if len(drafts) == 1 and not grid.types:
             drafts = dict(zip(["draft"], drafts.values(), strict=True))
-        pairs = _load(target, drafts, grid, grid.block, stack)
-        block = min(grid.block, *(model.capacity for one in pairs.values() for model in (one.target, one.draft)))
-        found = prompts(target, block)
-        alone = next(iter(pairs.values())) if len(pairs) == 1 else None
-        given = None if alone is None else _given(alone, found.texts, block, options.settings.file_blocks)
+        contexts = [context for model in (target, *drafts.values()) if (context := context_of(model)) is not None]
+        context = min(contexts, default=grid.block)
+        context = context if grid.prompts_are_whole else min(context, grid.block)
+        found = prompts(target, context)
+        longest = found.longest + min(options.settings.new_tokens, context // 2)
+        block = min(context, max(grid.block, longest))
+        pairs = _load(target, drafts, grid, block, stack)
+        block = min(block, *(model.capacity for one in pairs.values() for model in (one.target, one.draft)))
+        first, suite, units = next(iter(pairs.values())), "", list[int]()
+        if isinstance(found, SuitePrompts):
+            suite = f"{found.words}, up to {options.settings.new_tokens} new tokens a turn"
+            found, units = every_turn(found, first, options)
+        blocks = options.settings.file_blocks
+        given = _given(first, found.texts, min(block, grid.block), blocks) if len(pairs) == 1 else None
         decoded = [*pairs] if options.grid else []
-        return evaluate_pairs(TargetWithDrafts(pairs, found.measured, block, found.classes(), given, decoded), options)
+        opened = TargetWithDrafts(pairs, found.measured, block, found.classes(), given, decoded, units)
+        report = evaluate_pairs(opened, options)
+        beyond = measured_of(longest, min(contexts, default=None), "the models take", "give longer prompts")
+        return replace(report, suite=suite, beyond=beyond)
+
+
+def every_turn(asked: SuitePrompts, pair: LoadedPair, options: EvaluationOptions) -> tuple[UserPrompts, list[int]]:
+    """The prompts of all turns of a suite, later ones after the target's greedy answers; the question of each."""
+    new_tokens, rules = options.settings.new_tokens, Rules(ends=pair.ends)
+    write = functools.partial(write_texts, pair.target, new_tokens=new_tokens, rules=rules)
+    turns, units = asked.all_turns(write, pair.text)
+    found = UserPrompts(turns, [], dict(asked.dropped), [])
+    tell_left_out(found)
+    return found, units
+
+
+def tell_left_out(found: UserPrompts) -> None:
+    """Print what was left out of the prompts, and why."""
+    for reason, number in found.dropped.items():
+        print(f"{number} left out: {reason}", file=sys.stderr)
 
 
 def _files(models: Sequence[str], types: Sequence[str], grid: Grid, scratch: Path) -> dict[str, str]:
@@ -895,10 +971,19 @@ def prompts_of(corpus: Corpus, count: int) -> Prompts:
     def read(target: str, block: int) -> UserPrompts:
         room = block - min(answer, block // 2)
         found = read_user_prompts(target, corpus, Chat(), count, 0, PROMPT_TOKENS, room, answer=answer, least=4)
-        for reason, number in found.dropped.items():
-            print(f"{number} left out: {reason}", file=sys.stderr)
+        tell_left_out(found)
         print(f"prompts: {found.asked}", file=sys.stderr)
         return found
+
+    return read
+
+
+def prompts_of_suite(suite: Suite, count: int | None, seed: int) -> Prompts:
+    """`count` questions of each category of a suite (None: all) for a target, with room for their answers."""
+    answer = Evaluate().new_tokens
+
+    def read(target: str, block: int) -> SuitePrompts:
+        return suite_prompts(suite, target, Chat(), count, seed, block - min(answer, block // 2), answer)
 
     return read
 
@@ -917,7 +1002,7 @@ def evaluate_types(
     found = UserPrompts([*read_prompts(run, "test")[: recipe.eval.prompts]], [], {}, [])
     written = None if run.outdated("export") else run.path("gguf")
     models = recipe.target.model, [str(run.path("draft"))]
-    grid = Grid(*models, recipe.corpus.block, types, written, threads, gguf)
+    grid = Grid(*models, recipe.corpus.block, types, written, threads, gguf, prompts_are_whole=False)
     sampler, seed = Sampler.of(recipe.sampler), recipe.seed
     options = EvaluationOptions(sampler, recipe.eval, command, kl, seed=seed, grid=acceptance)
     return evaluate_grid(grid, lambda *_: found, options)

@@ -33,6 +33,7 @@ AGREEMENT = "top-1 agreement"  # label where it is no acceptance probability
 SLICES = {"depth": "tokens before it", "repetition": "in the text before"}
 GROUPS = {"class": "class", **SLICES}
 
+ALL = "all"  # the category of all questions of a suite
 CONTEXT_CLASSES = 5  # of lengths of the context, which double
 
 
@@ -110,6 +111,17 @@ class Group:
 
 
 @dataclass(frozen=True)
+class CategoryFigures:
+    """Tokens per round (accepted + 1) of a draft on the questions of a suite's category, at a temperature."""
+
+    category: str
+    questions: int
+    draft: str
+    temperature: float
+    tokens_per_round: Interval
+
+
+@dataclass(frozen=True)
 class Bounds:
     """The least and the largest mean that a compact store allows; NaN where it gives no bound."""
 
@@ -172,7 +184,9 @@ class EvaluationReport:
     `groups` has none where all prompts and positions are alike. `stored` is of a run, whose target is not run again.
     `differences` are of each draft's
     acceptance probability on `answers` to the first draft's, by prompt. `agreement` is, by draft, the top-1 agreement
-    on the target's new and on its repeated text; `positions_by_text` are the positions in each.
+    on the target's new and on its repeated text; `positions_by_text` are the positions in each. `beyond` says how much
+    of the models' context was not measured. `suite` names a published suite and what was taken of it, and `categories`
+    are its figures; both are empty for other prompts.
     """
 
     command: str
@@ -186,6 +200,9 @@ class EvaluationReport:
     differences: dict[str, Interval] = field(default_factory=dict)
     agreement: dict[str, dict[str, Interval]] = field(default_factory=dict)
     positions_by_text: dict[str, ByText] = field(default_factory=dict)
+    beyond: str = ""
+    suite: str = ""
+    categories: list[CategoryFigures] = field(default_factory=list)
     version: Literal[1] = 1
 
     def __post_init__(self) -> None:
@@ -303,6 +320,28 @@ def _positions(report: EvaluationReport) -> Table:
     return table_of(rows, columns, report.command, "conditional acceptance by draft position", note)
 
 
+def _categories(report: EvaluationReport) -> list[Block]:
+    """What papers print of a suite, and the line that names suite, questions, tokens and verifiers."""
+    if not report.suite:
+        return []
+    words = {True: "verifier token (rejection sampling)", False: "verifier greedy (the target's best token decides)"}
+    temperatures = dict.fromkeys(one.temperature for one in report.categories)
+    decided = [f"temperature {one:g}: {words[one > 0]}" for one in temperatures]
+    columns: Columns[CategoryFigures] = {
+        "category": lambda one: one.category,
+        "draft": lambda one: one.draft,
+        "temperature": lambda one: Cell(one.temperature, "g"),
+        "questions": lambda one: one.questions,
+        "tokens per round": lambda one: one.tokens_per_round,
+    }
+    note = (
+        f"Accepted + 1, the mean accepted tokens of papers, with up to {report.length} drafted tokens; intervals "
+        "resample questions. `distill speedup --suite` measures speed."
+    )
+    table = table_of(report.categories, columns, report.command, "by category", note)
+    return [f"{'. '.join([report.suite, '; '.join(decided)])}.", table] if report.categories else [f"{report.suite}."]
+
+
 def _rounds(report: EvaluationReport) -> Table:
     """What a round gives."""
     columns: Columns[str] = {"draft": lambda name: name, "tokens per round": lambda name: report.tokens_per_round[name]}
@@ -312,11 +351,13 @@ def _rounds(report: EvaluationReport) -> Table:
 def evaluation_blocks(report: EvaluationReport) -> list[Block]:
     """eval.md, which the terminal shows too."""
     return [
+        *_categories(report),
         f"Sampler: {report.sampler_words}. Intervals resample prompts or documents.",
         *report.agreement_words,
         *([report.stored.sentences] if report.stored is not None else []),
         *(_divergences(domain, report) for domain in report.domains),
         *([_groups(report)] if report.groups else []),
+        *([report.beyond] if report.beyond else []),
         *([_positions(report)] if report.positions else []),
         *([_rounds(report)] if report.tokens_per_round else []),
     ]

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections import Counter
 from pathlib import Path
 from typing import Any
@@ -14,8 +16,12 @@ from tiny import Capture
 
 from distill.data import suites
 from distill.data.suites import read_suite, suite_prompts
+from distill.decoding.calibration import Recorded
 from distill.errors import DataError
-from distill.recipe import Chat
+from distill.measuring import evaluation
+from distill.recipe import Chat, Evaluate
+from distill.sampler import Sampler
+from distill.tables import ratio_interval
 
 SHARED = tiny.TOKENIZERS.parent / "prompts" / "spec-bench.jsonl"
 COUNTS = {"math": 3, "qa": 4, "rag": 2}  # questions of the made suite; those of maths have two turns
@@ -162,3 +168,35 @@ def test_a_suite_as_papers_report_it(world: Path, capsys: Capture) -> None:
         assert "--suite has prompts of its own" in tiny.refused(capsys, "speedup", *pair, *option)
     all_taken = (*pair[:-4], "--count", 9, "-C", "rule=expected-value")
     assert "no question of the suite is left" in tiny.refused(capsys, "speedup", *all_taken)
+
+
+def test_tokens_per_round_of_a_category() -> None:
+    """A question's turns are one unit: the rounds of both count, and one question has no interval."""
+
+    def turn(*accepted: int) -> list[Recorded]:
+        return [Recorded([], one) for one in accepted]
+
+    rounds = {"draft": [turn(3, 1), turn(0), turn(5), turn(2, 2)]}
+    opened = evaluation.TargetWithDrafts({}, [], 64, ["math", "math", "qa", "qa"], units=[0, 0, 1, 2])
+    options = evaluation.EvaluationOptions(Sampler(temperature=0), Evaluate(), "")
+    math_, qa, whole = evaluation.by_category(opened, options, rounds, [])
+    assert [(one.category, one.questions) for one in (math_, qa, whole)] == [("math", 1), ("qa", 2), ("all", 3)]
+    assert math_.tokens_per_round.mean == (4 + 2 + 1) / 3 and math.isnan(math_.tokens_per_round.low)
+    assert qa.tokens_per_round == ratio_interval([6, 6], [1, 2])
+    assert whole.tokens_per_round == ratio_interval([7, 6, 6], [3, 1, 2])
+
+
+@pytest.mark.usefixtures("one_thread")
+def test_acceptance_on_a_suite(world: Path, capsys: Capture) -> None:
+    pair = world / "target", world / "target", "--suite", world / "made.jsonl", "--count", 1
+    text = tiny.shown(capsys, "eval", *pair)
+    assert "3 of 9 questions, 1 of each of 3 categories, seed 0, 4 turns, up to" in text
+    assert "temperature 0: verifier greedy" in text and "temperature 1: verifier token (rejection sampling)" in text
+    rows = re.findall(r"\| (math|qa|rag|all) \| draft \| (0|1) \| (\d) \|", text)
+    assert rows == [(kind, drawn, "3" if kind == "all" else "1") for kind in (*COUNTS, "all") for drawn in "01"]
+    report = json.loads(
+        tiny.shown(capsys, "eval", *pair, "--acceptance", "--temperature", 0, "--seed", 2, "-o", "json")
+    )
+    assert {one["temperature"] for one in report["categories"]} == {0} and "seed 2" in report["suite"]
+    for option in (("--prompts", world / "made.jsonl"), ("--seed", -1)):
+        assert tiny.refused(capsys, "eval", *pair, *option)

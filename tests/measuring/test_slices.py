@@ -73,8 +73,11 @@ def test_sums_are_those_of_every_position() -> None:
         assert one.prompts == len({number for number, _ in own})
 
 
-def test_a_pair_by_slices(finished: Path, world: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Weighted by their shares, the means of a slice are the mean of all."""
+def test_a_pair_by_slices(
+    finished: Path, world: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Weighted by their shares, the means of a slice are the mean of all. Long texts are read one after another, with
+    the same figures."""
     pair = [world / "target", finished / "draft", "--prompts", world / "corpus", "--count", 4]
     report = json.loads(tiny.shown(capsys, "eval", *pair, "--kl", "-o", "json"))
     rows = report["groups"]
@@ -83,4 +86,8 @@ def test_a_pair_by_slices(finished: Path, world: Path, capsys: pytest.CaptureFix
         assert sum(one["tokens"] for one in rows) == every["tokens"]
         mean = sum(one["tokens"] * one["acceptance"][draft]["mean"] for one in rows) / every["tokens"]
         assert mean == pytest.approx(every["acceptance_sampling"]["mean"], abs=1e-6)
-    assert "tokens before it: " in tiny.shown(capsys, "eval", *pair, "--kl")
+    monkeypatch.setattr(evaluation, "LONGEST_BLOCK", 0)
+    text = tiny.shown(capsys, "eval", *pair, "--kl")
+    assert "tokens before it: " in text and "Nothing beyond 192 tokens was measured, and the models take 512" in text
+    shown = f"{100 * report['domains']['answers']['draft']['acceptance_sampling']['mean']:.1f} % ["
+    assert f"| acceptance probability, rejection sampling | {shown}" in text
