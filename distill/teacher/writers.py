@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -152,6 +152,8 @@ MOST_ENTRIES = re.compile(r"max allowed: (\d+)")  # vLLM's words for --max-logpr
 # How servers are told that no top-k is asked for, in the order in which they are tried: llama-server and vLLM of today;
 # vLLM before 0.9 and SGLang; whoever takes none of these.
 ALL_TOKENS: list[dict[str, Any]] = [{"top_k": 0}, {"top_k": -1}, {}]
+# Settings that a server may not know, with the values at which they ask for nothing.
+OFF = {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "repeat_penalty": 1}
 
 
 class ServerWriter:
@@ -176,6 +178,7 @@ class ServerWriter:
         self.endpoint = Endpoint(settings, "answers.writer")
         self.miscounted = 0
         self.all_tokens = 0  # the form of ALL_TOKENS that the servers have not refused
+        self.refused: set[str] = set()  # settings of OFF
         self.first_faults: dict[str, str] = {}  # what the server said about the first of each kind
         self._lock = Lock()
         self.entries, self.form, self.notes = 0, form_of(None), list[str]()
@@ -259,7 +262,8 @@ class ServerWriter:
                 )
                 self.entries = int(allowed[1])
                 return self._probe(number, served)
-            if "top_k" in error.detail and self._without_top_k(self.all_tokens):
+            top_k = "top_k" in error.detail and self._without_top_k(self.all_tokens)
+            if top_k or self._without(error.detail, body):
                 return self._probe(number, served)
             fault = f"it refused the request ({error}): {error.detail}"
         except Unanswered as error:
@@ -289,6 +293,13 @@ class ServerWriter:
             self.all_tokens = max(self.all_tokens, min(refused + 1, len(ALL_TOKENS) - 1))
         return refused < len(ALL_TOKENS) - 1
 
+    def _without(self, detail: str, body: Mapping[str, Any]) -> bool:
+        """Leave out settings that a server names in its refusal and that asked for nothing; whether there are some."""
+        names = [name for name, off in OFF.items() if body.get(name) == off and re.search(rf"\b{name}\b", detail)]
+        with self._lock:
+            self.refused.update(names)
+        return bool(names)
+
     def _ask(self, request: Request) -> Reply:
         """The reply to one request; runs in a thread of the pool."""
         form, body, scores = self.all_tokens, self._body(request), None
@@ -300,7 +311,8 @@ class ServerWriter:
                     "completions", body, Completion, reply_bytes(len(request.ids) + request.limit)
                 )
         except Refused as error:
-            if "top_k" in error.detail and not self.recipe.sampler.top_k and self._without_top_k(form):
+            top_k = "top_k" in error.detail and not self.recipe.sampler.top_k and self._without_top_k(form)
+            if top_k or self._without(error.detail, body):
                 return self._ask(request)
             return Reply(request.id, [], False, f"refused by the server ({error})", error.detail)
         except Unanswered as error:
@@ -341,6 +353,7 @@ class ServerWriter:
         }
         top_k = {"top_k": sampler.top_k} if sampler.top_k else ALL_TOKENS[self.all_tokens]
         body |= {"stop_token_ids": self.untold} if self.untold else {}  # vLLM, SGLang
+        body = {name: value for name, value in body.items() if name not in self.refused or value != OFF[name]}
         return body | top_k | ({"stop": list(answers.stop)} if answers.stop else {})
 
     def _reply(self, request: Request, answer: Completion, scores: Scores | None = None) -> Reply:

@@ -140,17 +140,14 @@ def bodies(given: dict[str, Any]) -> tuple[bytes, bytes]:
 
 def fault_of_request(given: dict[str, Any]) -> str | None:
     """What a recorder makes otherwise of an exchange than it was; None where nothing."""
-    from distill.data.recorder import CHAT, UNREAD, read_exchange
+    from distill.data.recorder import CHAT, read_exchange
     from distill.data.traffic import Line, parse_line
 
     found = list(read_exchange(CHAT, *bodies(given)))
-    if given["steer"] is not None:
-        named = len(found) == 1 and isinstance(found[0], str) and f"`{given['steer']}`" in found[0]
-        return None if named else f"steered by {given['steer']}: {found}"
+    if out := given["unknown"] | ({given["steer"]} - {None}):
+        named = len(found) == 1 and isinstance(found[0], str) and any(f"`{name}`" in found[0] for name in out)
+        return None if named else f"steered by {out}: {found}"
     lines = [one for one in found if not isinstance(one, str)]
-    names = sorted(one for one in found if isinstance(one, str))
-    if names != sorted(f"{UNREAD}{name}`" for name in given["unknown"]):
-        return f"unknown fields {given['unknown']}: {names}"
     own = [
         {name: line["messages"][-1].get(name) for name in one} for line, one in zip(lines, given["said"], strict=False)
     ]

@@ -18,6 +18,7 @@ import fuzz_chats
 import fuzz_conversations
 import fuzz_gguf
 import fuzz_records
+import fuzz_requests
 import fuzz_weights
 import yaml
 from chat_templates import QWEN_3
@@ -38,6 +39,7 @@ class World:
     def __init__(self, base: Path, place: Path) -> None:
         """`base` holds target/, recipe.yaml and a finished run in runs/tiny, as tests/tiny.py makes them."""
         self.base, self.place = base, place
+        self.open = contextlib.ExitStack()  # which ends with the process
         self.changed: set[str] = set()  # files of the run's copy that differ from the finished run
         self.target, self.finished = base / "target", base / "runs" / "tiny"
 
@@ -92,6 +94,22 @@ class World:
         found = load_tokenizer(str(self.target))
         found.chat_template = QWEN_3 + "{{ documents or '' }}"
         return found
+
+    @cached_property
+    def server(self) -> Any:
+        """`distill serve` of the target, with that template; it decodes nothing."""
+        from distill.engines.loaded import Opening
+        from distill.measuring.stream import Continuation, answering
+        from distill.recipe import Configuration, Target
+        from distill.sampler import Sampler
+        from distill.serving.completions import Completions
+
+        folder = Path(shutil.copytree(self.target, self.place / "served"))
+        (folder / "chat_template.jinja").write_text(QWEN_3 + "{{ documents or '' }}")
+        request = Continuation(Configuration(drafter="lookup"), Sampler(0))
+        opening = Opening(Target(model=str(folder)), None, "cpu", 1)
+        self.open.enter_context(contextlib.redirect_stderr(io.StringIO()))
+        return Completions(self.open.enter_context(answering(opening, Chat(), request, 512)), request, "m", 1)
 
     def json(self, name: str) -> Any:
         """A JSON file of the base."""
@@ -232,6 +250,11 @@ def compared(fault_of: Callable[[Any], str | None], world: World, found: Any) ->
             raise Wrong(f"a silent change: {wrong}")
 
     return [whole]
+
+
+def read_served(world: World, found: Any) -> Readers:
+    """The fields of a request as `distill serve` reads them."""
+    return compared(partial(fuzz_requests.fault_of_served, world.server), world, found)
 
 
 def traffic(world: World) -> Strategy:
@@ -993,6 +1016,7 @@ KINDS = [
         partial(compared, fuzz_conversations.fault_of_conversation),
     ),
     Kind("recorded requests", 5, lambda world: fuzz_chats.requests(), partial(compared, fuzz_chats.fault_of_request)),
+    Kind("requests", 5, lambda world: fuzz_requests.requests(), read_served),
     Kind("records and results of a run", 8, records, read_record),
     Kind("safetensors", 7, weight_files, read_weights),
     Kind("tables of n-grams", 2, tables, read_tables),

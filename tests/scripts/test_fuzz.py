@@ -85,6 +85,17 @@ def test_all_but_a_clear_refusal_is_a_failure(fuzz: Any, reader: Any, place: str
     assert place is None or place in outcome.failures[0]["place"]
 
 
+def test_a_door_that_passes_fields_over_is_seen(fuzz: Any, place: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that takes 1 and True for one value, and one that refuses nothing."""
+    kind = next(kind for kind in KINDS if kind.name == "requests")
+    monkeypatch.setattr("distill.data.requests.Field.fits", lambda *given: True)
+    lax = lambda self, value: value is not None and self.neutral is not None and value not in self.neutral  # noqa: E731
+    monkeypatch.setattr("distill.data.requests.Field.asks", lax)
+    assert fuzz.batches_of(kind, place, 1, 0, 200).failures
+    monkeypatch.setattr("distill.serving.completions.fault_of_request", lambda *given: None)
+    assert fuzz.batches_of(kind, place, 1, 0, 60).failed > 20
+
+
 def test_a_death_is_told_from_a_refusal(fuzz: Any, tmp_path: Path) -> None:
     def die() -> None:
         faulthandler.disable()  # pytest's would print what every thread of the dying process does

@@ -506,6 +506,27 @@ def test_the_address_of_a_server_is_not_part_of_the_key(stage: str, section: str
     assert difference(*found) == [f"{file} (content) has other content"]
 
 
+def test_what_asks_for_nothing_is_left_out_for_servers_that_refuse_it(
+    tokenizer: Any, write: Callable[..., Run]
+) -> None:
+    """One name after the other, and only where the recipe asks for nothing."""
+    names = ("min_p", "frequency_penalty", "repeat_penalty", "repetition_penalty")
+
+    class Strict(BadServer):
+        def reply(self, handler: Any, body: dict[str, Any], prompt: Any, kind: str) -> None:
+            if found := [name for name in names if name in body]:
+                handler.reply(400, {"message": f"Unrecognized request argument supplied: {found[0]}"})
+            else:
+                super().reply(handler, body, prompt, kind)
+
+    with Strict(tokenizer, ok) as server:
+        run = write(6, server)
+    assert len(answer_lines(run)) == 6 and not {*names} & server.bodies[-1].keys()
+    assert server.bodies[-1]["presence_penalty"] == 0
+    with Strict(tokenizer, ok) as server, pytest.raises(EndpointError, match="supplied: min_p"):
+        write(40, server, overrides=["sampler.min_p=0.1", "sampler.temperature=0.7"], name="other")
+
+
 @pytest.mark.parametrize("refused", [(), (0,), (0, -1), (0, -1, None)])
 def test_a_server_is_told_that_there_is_no_top_k_as_it_takes_it(
     tokenizer: Any, write: Callable[..., Run], refused: tuple[int | None, ...]
