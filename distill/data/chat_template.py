@@ -142,11 +142,6 @@ class ChatTemplate:
         found.settings = self.settings.model_copy(update={"arguments": {**self.settings.arguments, **more}})
         return found
 
-    @cached_property
-    def declared(self) -> frozenset[str]:
-        """The variables of the template that a conversation may set, with tools or without."""
-        return self.variables(True) | self.variables(False)
-
     def of_conversation(self, given: Mapping[str, Any]) -> tuple[ChatTemplate, list[str]]:
         """This template with the arguments that a record or a request gives it, and the names of those that it lacks.
 
@@ -325,19 +320,6 @@ class ChatTemplate:
         """The first question of a rendered prompt, whatever stands behind it; all of another text."""
         before, behind = self.around
         return prompt.partition(behind)[0].removeprefix(before) if behind.strip() else prompt
-
-    def unwritten(self, messages: Sequence[Message]) -> int | None:
-        """The number of the first message of which the template does not write the text or a tool call; else None.
-
-        Raises ValueError for messages that it refuses.
-        """
-        marks = [f"MARKER{number}X" if str(one["content"]).strip() else "" for number, one in enumerate(messages)]
-        text = self.text([{**one, "content": mark} for one, mark in zip(messages, marks, strict=True)])
-        for number, (one, mark) in enumerate(zip(messages, marks, strict=True)):
-            names = [call.get("function", call)["name"] for call in one.get("tool_calls", ())]
-            if not all(part in text for part in (mark, *names)):
-                return number
-        return None
 
     def prompt(self, messages: Sequence[Message], thinking: bool | None = None) -> list[int]:
         """Token ids of the messages and of the beginning of an answer."""

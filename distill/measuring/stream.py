@@ -27,6 +27,7 @@ from distill.decoding.round_costs import pair_costs
 from distill.decoding.rules import BytesOf, Constrained, Forced, Rules, characters, stop_before
 from distill.engines.llama_cpp.model import GgufModel, token_bytes_of
 from distill.engines.loaded import LoadedPair, Opening, context_of, encode_prompt
+from distill.engines.torch.hugging_face import encode_text
 from distill.errors import DataError, DistillError, RecipeError, faults_explained
 from distill.files import is_gguf, is_utf8
 from distill.progress import note
@@ -277,14 +278,16 @@ class Answerer:
         return found
 
     def prompt(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any] | None = None) -> list[int]:
-        """Token ids of messages up to their answer; DataError where the template refuses them or does not write one."""
+        """Token ids of messages up to their answer; DataError where the template refuses them or leaves out a part."""
         template = self.template.with_arguments(arguments or {})
         try:
-            if (lost := template.unwritten(messages)) is not None:
-                raise ValueError(f"`messages[{lost}]`: the target's chat template does not write it")
-            return template.prompt(messages)
+            text = template.text(messages)
         except ValueError as error:
             raise DataError(str(error)) from None
+        calls = [call.get("function", call)["name"] for one in messages for call in one.get("tool_calls", ())]
+        if lost := next((name for name in calls if name not in text), None):
+            raise DataError(f"the target's chat template leaves out a call of the tool {lost}")
+        return encode_text(template.tokenizer, text)
 
     def room(self, ids: Sequence[int]) -> int:
         """New tokens that the context has room for behind a prompt; DataError where there is none."""

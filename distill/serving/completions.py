@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import AsyncIterator, Callable, Collection
+from collections.abc import AsyncIterator, Callable, Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,7 +32,7 @@ from starlette.routing import Route
 from distill.data.requests import CHAT, TEXT, fault_of_request
 from distill.decoding.decode import Decoded
 from distill.engines.loaded import Opening
-from distill.errors import DistillError, RecipeError
+from distill.errors import DataError, DistillError, RecipeError
 from distill.files import parse_object
 from distill.measuring.stream import Answerer, Continuation, answering
 from distill.progress import note, noting, warn
@@ -208,7 +208,7 @@ class Completions:
             except DistillError as error:
                 raise RecipeError(f"`{grammar[0]}`: {error.what}", error.hint) from None
         if form == CHAT:
-            ids = self.answerer.prompt(messages_of(asked), template_arguments(asked, self.answerer.template.declared))
+            ids = self._rendered(asked)
         else:
             prompt = prompt_of(asked)
             ids = self.answerer.pair.encode(prompt) if isinstance(prompt, str) else prompt
@@ -227,6 +227,15 @@ class Completions:
             grammar=None if grammar is None else grammar[1:],
         )
         return Job(ids, limit_of(asked, room), request, bool(asked.get("stream")), usage)
+
+    def _rendered(self, asked: Mapping[str, Any]) -> list[int]:
+        """The token ids of a request's messages."""
+        messages, tools = messages_of(asked), (asked.get("chat_template_kwargs") or {}).get("tools")
+        arguments = template_arguments(asked, self.answerer.template.variables(tools))
+        try:
+            return self.answerer.prompt(messages, arguments)
+        except DataError as error:
+            raise RecipeError(f"`messages`: {error.what}", error.hint) from None
 
     def _decode(self, job: Job, loop: asyncio.AbstractEventLoop) -> None:
         """In the thread: decode a job until its end, or until its client has left."""

@@ -32,7 +32,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 TEMPLATE = (
     "{% if enable_thinking is not defined %}{% set enable_thinking = true %}{% endif %}"
     "{% for m in messages %}{% if m['role'] != 'system' or loop.first %}# {{ m['role'] }}: {{ m['content'] }}\n"
-    "{% for call in m['tool_calls'] or [] %}{{ call['function']['name'] }}\n{% endfor %}{% endif %}{% endfor %}"
+    "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}# def{{ '' if enable_thinking else '!' }}: {% endif %}"
 )
 DRAFTING = Continuation(Configuration(length=3), Sampler(0))
@@ -226,6 +226,7 @@ STRANGE: dict[str, tuple[list[Any], Any]] = {
             *([], [{"role": "user"}], [{"role": "owner", "content": "a"}], [{"role": "user", "content": "a", "x": 1}]),
             *([{"role": "user", "content": [{"type": "text", "text": "a", "x": 1}]}], [{"content": "a"}]),
             [*ASKED["messages"], {"role": "system", "content": "Late."}, *ASKED["messages"]],
+            [*ASKED["messages"], {"role": "tool", "content": "b", "tool_calls": [{"function": {"name": "unseen"}}]}],
         ],
         "a",
     ),
