@@ -7,7 +7,12 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Callable
+import os
+import shlex
+import socket
+import subprocess
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +21,9 @@ import torch
 import toys
 
 from distill.data.samples import Sample
+from distill.errors import ServingError
+from distill.serving.check import kind_of_server
+from distill.serving.server import Http
 
 TARGET = tiny.ROOT / "data" / "demo-target"
 CHATML = (
@@ -102,3 +110,31 @@ def build(folder: Path) -> dict[str, Path]:
         "other": elsewhere,
     }
     return {name: save(model, folder, name) for name, model in models.items()}
+
+
+@contextlib.contextmanager
+def served(program: str, command: str, log: Path, seconds: float = 300.0) -> Iterator[str]:
+    """The address of what a printed command of vLLM serves."""
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    words = [program, *shlex.split(command.replace("\\\n", " "))[1:]]
+    words += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "512"]
+    words += ["--enforce-eager", "--max-num-seqs", "4"]
+    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
+    url = f"http://127.0.0.1:{port}"
+    with log.open("wb") as output:
+        process = subprocess.Popen(words, stdout=output, stderr=output, env=environment, start_new_session=True)
+    try:
+        deadline = time.monotonic() + seconds
+        while True:
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")[-3000:]
+            try:
+                kind_of_server(Http(url, 5))
+                break
+            except ServingError:
+                time.sleep(1)
+        yield url
+    finally:
+        os.killpg(process.pid, 15)
+        process.wait(60)

@@ -67,6 +67,7 @@ class AnsweringServer(VllmServer):
         sampler = Sampler(body["temperature"], body.get("top_k", 0), body.get("top_p", 1.0), body.get("min_p", 0.0))
         generator = torch.Generator().manual_seed(body.get("seed", 0))
         new: list[int] = []
+        tops: list[dict[str, float]] = []
         end = self.tokenizer.eos_token_id
         while len(new) < body["max_tokens"] and end not in new:
             with self.lock, torch.inference_mode():
@@ -74,8 +75,14 @@ class AnsweringServer(VllmServer):
                 logits[:, len(self.tokenizer) :] = -torch.inf
                 shares = sampler.probabilities(logits)[0]
             new.append(int(torch.multinomial(shares, 1, generator=generator)))
+            logs = logits[0].log_softmax(-1)
+            best = [new[-1], *logs.topk(body.get("logprobs", 0)).indices.tolist()]
+            tops.append({f"token_id:{token}": max(float(logs[token]), -9999.0) for token in best})
         choice = {"index": 0, "text": self.tokenizer.decode(new), "token_ids": new, "prompt_token_ids": ids}
         choice |= {"finish_reason": "stop" if end in new else "length", "stop_reason": None, "logprobs": None}
+        if "logprobs" in body:
+            assert body["return_tokens_as_token_ids"]
+            choice["logprobs"] = {"tokens": [f"token_id:{token}" for token in new], "top_logprobs": tops}
         usage = {"prompt_tokens": len(ids), "completion_tokens": len(new)}
         return 200, {"id": "cmpl-2", "object": "text_completion", "model": self.name, "choices": [choice]} | {
             "usage": usage

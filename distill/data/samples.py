@@ -200,6 +200,10 @@ class Samples(Sequence[Sample]):
         prompt, answer = (self._batches[part][name][row].values.to_numpy() for name in ("prompt", "answer"))
         return prompt, answer
 
+    def row(self, index: int) -> int:
+        """The number of a row among those of all batches."""
+        return int(self._order[index])
+
     def take(self, index: Any) -> Samples:
         """The rows that `index` numbers, or for which it is true."""
         return Samples(self._batches, self._order[index])
@@ -219,6 +223,7 @@ class Samples(Sequence[Sample]):
 
 def joined_samples(parts: Sequence[Samples]) -> Samples:
     """The rows of several, one after the other."""
+    parts = [part for part in parts if len(part)]
     starts = accumulate((part._starts[-1] for part in parts), initial=0)
     orders = [part._order + start for part, start in zip(parts, starts, strict=False)]
     return Samples([batch for part in parts for batch in part._batches], numpy.concatenate([*orders, []]).astype(int))

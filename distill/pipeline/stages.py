@@ -341,7 +341,7 @@ def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
     split = () if recipe.answers.traffic is None else ("corpus.validation", "corpus.test", "chat")
     return {
         "questions": written,
-        "answers": written + split,
+        "answers": written + split + (("teacher.top_k",) if recipe.writer_teaches else ()),
         "teacher": logits if recipe.teacher.gguf is not None else (),
         "eval": () if recipe.train.steps else ("train.steps",),
     }

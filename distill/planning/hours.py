@@ -20,7 +20,7 @@ from distill.recipe.target import TYPE_BYTES
 from distill.run import Run
 from distill.surgery.cutter import planned_sizes, shape_of, weights_of
 from distill.tables import Cell, Columns, Table, table_of
-from distill.teacher.store import planned_bytes, reads_weights
+from distill.teacher.store import planned_bytes
 from distill.teacher.texts import held_out_sizes
 from distill.training.saved import ACCEPTANCE_STAGE, KEPT
 
@@ -123,7 +123,13 @@ def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstim
     """
     target, cut_from = load_config(recipe.target.model), load_config(recipe.donor_model)
     big, donor, cut = shape_of(target), shape_of(cut_from), planned_sizes(recipe, target, cut_from)
-    if big is None or donor is None or cut is None or recipe.answers.writer is not None or not reads_weights(recipe):
+    if (
+        big is None
+        or donor is None
+        or cut is None
+        or recipe.answers.writer is not None
+        or not recipe.teacher_reads_weights
+    ):
         return []
     (body, head), (kept, rows), given = weights_of(big), weights_of(cut), sum(weights_of(donor))
     whole, small, rate = body + head, kept + rows, SHARE * speed / 2  # weights; weights × tokens a second

@@ -107,6 +107,17 @@ class Recipe(Section):
                 f"answers.prompt_tokens + answers.new_tokens = {self.answers.prompt_tokens + self.answers.new_tokens} "
                 f"does not fit corpus.block = {self.corpus.block}"
             )
+        given = [
+            name
+            for name, there in (("corpus.tokens", self.corpus.tokens), ("answers.traffic", self.answers.traffic))
+            if there
+        ]
+        if self.writer_teaches and given:
+            raise ValueError(
+                f"{given[0]}: the servers of answers.writer give the distributions of texts that they write, and this "
+                "is other text: also name who reads it (teacher.server, teacher.gguf, or teacher.kind: exact for the "
+                "weights)"
+            )
         for foreign in (one.described for one in self.speedup.configurations if one.other_vocabulary):
             raise ValueError(f"`{foreign}` is for a draft of another vocabulary; a run's draft has the target's")
         for backend, kind in self.speedup.files.items():
@@ -118,7 +129,19 @@ class Recipe(Section):
     def target_runs_here(self) -> bool:
         """Whether a stage before `speedup` loads the target in PyTorch."""
         asked = self.answers.writer is None and (self.answers.prompts != 0 or bool(self.corpus.asked))
-        return asked or (self.teacher.gguf is None and self.teacher.server is None)
+        return asked or self.teacher_reads_weights
+
+    @property
+    def teacher_reads_weights(self) -> bool:
+        """Whether the distributions come from the target in PyTorch, so that they can be stored exactly."""
+        return self.teacher.gguf is None and self.teacher.server is None and not self.writer_teaches
+
+    @property
+    def writer_teaches(self) -> bool:
+        """Whether the servers that write the answers give the distributions with them."""
+        writer, teacher = self.answers.writer, self.teacher
+        named = teacher.kind == "exact" or teacher.gguf is not None or teacher.server is not None
+        return writer is not None and bool(writer.urls) and self.answers.prompts != 0 and not named
 
 
 def not_loadable(recipe: Recipe) -> str | None:

@@ -60,6 +60,7 @@ from distill.progress import Caution, Progress
 from distill.recipe import Recipe, SamplerSettings, Source, is_path
 from distill.run import Run
 from distill.teacher.endpoint import Endpoint
+from distill.teacher.scores import Scores, scores_of, scores_path, write_scores
 from distill.teacher.texts import held_out, held_out_sizes, renew, served_answers, target_metadata
 from distill.teacher.writers import MAX_FAULTS, GgufWriter, ServerWriter, TorchWriter, require_gguf
 
@@ -165,6 +166,7 @@ class Group:
     prompts: Sequence[Sample]
     rules: AnswerRules
     numbers: list[int]
+    scored: bool = False  # The server gives distributions, which are written beside the answers.
     conversations: list[PromptAnswers] = field(default_factory=list)
 
     @property
@@ -192,9 +194,20 @@ class Group:
         """Write the file, in prompt order, and remove the journal; nothing while a conversation goes on."""
         if any(one.request is not None for one in self.conversations):
             return
-        write_samples(self.path, (answer for one in self.conversations for answer in one.answers))
+        answers = [answer for one in self.conversations for answer in one.answers]
+        if self.scored:
+            known = self.known()
+            write_scores(scores_path(self.path), [self._scores(known, answer) for answer in answers])
+        write_samples(self.path, answers)
         self.journal.unlink(missing_ok=True)
         self.conversations = []
+
+    def _scores(self, known: dict[str, Reply], answer: Sample) -> Scores:
+        """The scores of an answer's tokens from the journal; none for a prompt that got no reply."""
+        reply = known.get(answer.id)
+        if reply is None or not reply.scores:
+            return scores_of([None] * len(answer.answer), 0)
+        return Scores.unpacked(reply.scores, len(answer.answer))
 
 
 def groups_of(prompts: Sequence[Sample], rules: AnswerRules, size: int, folder: Path, name: str = "") -> list[Group]:
@@ -236,7 +249,10 @@ class _GroupWriter:
 
     def __init__(self, recipe: Recipe, run: Run, stage: str, what: str, groups: Sequence[Group]) -> None:
         self.run, self.what = run, what
-        self.writer = open_writer(recipe)
+        teaches = stage == "answers" and recipe.writer_teaches
+        self.writer = open_writer(recipe, recipe.teacher.top_k if teaches else 0)
+        for group in groups:
+            group.scored = teaches
         if isinstance(self.writer, ServerWriter):
             self.writer.endpoint.require_same(run.path(stage))
         self.allowed = 0.0 if recipe.answers.writer is None else recipe.answers.writer.missing
@@ -315,16 +331,18 @@ class _GroupWriter:
             self._take(conversation, reply)
 
 
-def open_writer(recipe: Recipe) -> Writer:
-    """The writer of a recipe's answers, ready to write.
+def open_writer(recipe: Recipe, entries: int = 0) -> Writer:
+    """The writer of a recipe's answers, ready to write; servers also give the log-probabilities of so many tokens.
 
     Raises DataError or PairError for a model that cannot be used, EndpointError for a server.
     """
     settings, tokenizer = recipe.answers.writer, load_tokenizer(recipe.target.model)
     if settings is None:
         return TorchWriter(recipe, tokenizer)
-    writer = ServerWriter if settings.gguf is None else GgufWriter
-    return writer(recipe, tokenizer, load_config(recipe.target.model))
+    config = load_config(recipe.target.model)
+    if settings.gguf is not None:
+        return GgufWriter(recipe, tokenizer, config)
+    return ServerWriter(recipe, tokenizer, config, entries)
 
 
 def check_writer(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
@@ -338,8 +356,15 @@ def check_writer(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
         return [f"answers: written by {settings.gguf}, which has the target's tokens"], []
     if offline:
         return [], [f"server {url}" for url in settings.urls]
-    with closing(Endpoint(settings.model_copy(update={"retries": 0}), "answers.writer")) as endpoint:
-        return [f"answers: {url} serves {model}" for url, model, _ in endpoint.served()], []
+    once = settings.model_copy(update={"retries": 0})
+    with closing(Endpoint(once, "answers.writer")) as endpoint:
+        lines = [f"answers: {url} serves {model}" for url, model, _ in endpoint.served()]
+    if recipe.writer_teaches:
+        answers = recipe.answers.model_copy(update={"writer": once})
+        with closing(open_writer(recipe.model_copy(update={"answers": answers}), recipe.teacher.top_k)) as writer:
+            assert isinstance(writer, ServerWriter)
+            lines += [f"teacher: {writer.form.name} gives {writer.entries} log-probabilities a token", *writer.notes]
+    return lines, []
 
 
 LARGE = 7e9  # parameters of a target from which a server is the first proposal

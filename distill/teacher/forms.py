@@ -1,139 +1,21 @@
 """Log-probabilities of generated tokens: how each kind of server is asked for them, and how its replies are read.
 
-docs/answers.md#log-probabilities has the table, from the servers' sources. What every form is read into: for each
-generated token the ids and natural logarithms of the likeliest tokens, and the log of the mass of all others.
-
-Legend: T generated tokens, K entries asked for, M entries of all tokens.
+docs/answers.md#log-probabilities has the table, from the servers' sources. Every reply is read into the generated ids
+and, for each of them, the ids and natural logarithms of the likeliest tokens.
 """
 
 from __future__ import annotations
 
-import base64
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain
 from typing import Annotated, Any, Literal
 
-import numpy
 from pydantic import BaseModel, Field
 
 from distill.teacher.endpoint import FromModel
+from distill.teacher.scores import NotDistributions, Row
 from distill.vocabulary.vocabulary import Vocabulary
-
-# ── Distributions of generated tokens ──
-
-STORED_MASS = 0.9999  # of a distribution: the fewest likeliest tokens that hold it are kept, the rest is in the tail
-LEAST_LOG = -100.0  # Below it a token has no mass. Servers write -9999 or -3.4e38 for the log of 0.
-EXCESS = 1e-3  # Rounding may lift a sum of probabilities this far above 1.
-ROUNDING = float(numpy.finfo(numpy.float32).eps)
-
-Row = tuple[Sequence[int], Sequence[float]]  # ids and natural logarithms at one token, in any order
-
-
-class NotDistributions(Exception):
-    """Numbers of a reply that are not the log-probabilities of its tokens, with the fault."""
-
-
-@dataclass(frozen=True)
-class Scores:
-    """The target's distributions at T generated tokens.
-
-    counts int32 [T] has the entries of each token. ids int32 [M] and logs float32 [M] have them token by token, the
-    likeliest first. tails float32 [T] is the log of the mass of all other tokens. A token without entries has no known
-    distribution.
-    """
-
-    counts: Any
-    ids: Any
-    logs: Any
-    tails: Any
-
-    def fitted(self, tokens: int) -> Scores:
-        """The first tokens alone. Tokens beyond those that there are have no known distribution."""
-        more = max(0, tokens - len(self.counts))
-        counts = numpy.concatenate([self.counts[:tokens], numpy.zeros(more, numpy.int32)])
-        tails = numpy.concatenate([self.tails[:tokens], numpy.zeros(more, numpy.float32)])
-        entries = int(counts.sum())
-        return Scores(counts, self.ids[:entries], self.logs[:entries], tails)
-
-    def packed(self) -> str:
-        """As text for a journal; logarithms in half precision, as in stores."""
-        parts = (self.counts.astype("<i4"), self.ids.astype("<i4"), self.logs.astype("<f2"), self.tails.astype("<f4"))
-        return base64.b64encode(b"".join(part.tobytes() for part in parts)).decode()
-
-    @classmethod
-    def unpacked(cls, text: str, tokens: int) -> Scores:
-        """The scores of so many tokens from their text; ValueError for another number."""
-        data = base64.b64decode(text, validate=True)
-        counts = numpy.frombuffer(data, "<i4", tokens)
-        entries = int(counts.sum())
-        if (counts < 0).any() or len(data) != 8 * tokens + 6 * entries:
-            raise ValueError("the text holds the scores of another number of tokens")
-        ids = numpy.frombuffer(data, "<i4", entries, 4 * tokens)
-        logs = numpy.frombuffer(data, "<f2", entries, 4 * tokens + 4 * entries)
-        return cls(counts, ids, logs, numpy.frombuffer(data, "<f4", tokens, 4 * tokens + 6 * entries))
-
-
-def scores_of(rows: Sequence[Row | None], vocabulary: int) -> Scores:
-    """The scores of tokens from a row each, None without a distribution; `vocabulary` ids are tokens.
-
-    Raises NotDistributions for a row whose numbers are no log-probabilities.
-    """
-    known = [row or ((), ()) for row in rows]
-    lengths = numpy.array([len(ids) for ids, _ in known], int)
-    ids = numpy.fromiter(chain.from_iterable(one for one, _ in known), numpy.int64, lengths.sum())
-    logs = numpy.fromiter(chain.from_iterable(one for _, one in known), float, lengths.sum())
-    places = numpy.arange(len(known)).repeat(lengths)
-    _require_normalised(places, logs, len(known))
-    real = (ids >= 0) & (ids < vocabulary) & (logs > LEAST_LOG)
-    order = real.nonzero()[0]
-    order = order[numpy.lexsort((ids[order], -logs[order], places[order]))]
-    ids, logs, places = ids[order], logs[order], places[order]
-    shares = numpy.exp(logs)
-    sums, firsts = shares.cumsum(), numpy.searchsorted(places, places)
-    before = sums - shares - (sums - shares)[firsts]
-    kept = before < STORED_MASS
-    ids, logs, places, shares = ids[kept], logs[kept], places[kept], shares[kept]
-    mass = numpy.bincount(places, shares, len(known))
-    # A server rounds logarithms to float32, so a smaller tail is not known.
-    rounding = numpy.bincount(places, shares * (1 + abs(logs)), len(known)) * ROUNDING
-    counts = numpy.bincount(places, minlength=len(known))
-    tails = numpy.where(counts > 0, numpy.log(numpy.maximum(1 - mass, numpy.maximum(rounding, ROUNDING))), 0.0)
-    return Scores(
-        counts.astype(numpy.int32), ids.astype(numpy.int32), logs.astype(numpy.float32), tails.astype(numpy.float32)
-    )
-
-
-def _require_normalised(places: Any, logs: Any, tokens: int) -> None:
-    """Raise NotDistributions unless the probabilities at each token are at most 1 and add up to at most 1."""
-    shares = numpy.exp(numpy.minimum(logs, 1.0))
-    totals = numpy.bincount(places, shares, tokens)
-    wrong = numpy.bincount(places, ~numpy.isfinite(logs) | (logs > EXCESS), tokens) + (totals > 1 + EXCESS)
-    if wrong.any():
-        bad = int(wrong.argmax())
-        raise NotDistributions(
-            f"at generated token {bad} the numbers are not log-probabilities: the largest is "
-            f"{logs[places == bad].max():g}, and their probabilities add up to {totals[bad]:g}"
-        )
-
-
-def largest_difference(left: Scores, right: Scores) -> float:
-    """The largest difference of logarithms at the first token, over the likeliest entries of either."""
-    known = [
-        dict(zip(one.ids[: one.counts[0]].tolist(), one.logs[: one.counts[0]].tolist(), strict=True))
-        for one in (left, right)
-    ]
-    found = 0.0
-    for one, other in (known, known[::-1]):
-        for token in list(one)[:COMPARED]:
-            found = max(found, abs(one[token] - other.get(token, LEAST_LOG)))
-    return found
-
-
-COMPARED = 3  # likeliest tokens
-LEAST_DIFFERENCE = 0.1  # of logarithms. Batches and narrow types change them by less, a sampler by more.
-
 
 # ── Tokens that a server names by their text ──
 

@@ -6,9 +6,9 @@ Legend: n blocks, S positions, N of them scored, c at once, K entries, V vocabul
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from torch import Tensor
 from typing_extensions import TypedDict
 
 from distill.data.packing import Packed, packed_logits, scored_documents
+from distill.data.samples import Split, how_to_redo
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.torch.hugging_face import load_config, load_tokenizer, real_tokens
 from distill.errors import DataError, EndpointError
@@ -30,6 +31,8 @@ from distill.recipe.measuring import CHANGES_LOGITS
 from distill.run import Run
 from distill.teacher.distributions import compress
 from distill.teacher.endpoint import Endpoint, FromModel, reply_bytes
+from distill.teacher.scores import ScoreFiles, Scores, joined_scores
+from distill.teacher.texts import SplitBlocks
 from distill.teacher.writers import require_gguf
 
 ROWS = 512  # positions whose logits are read at once
@@ -313,7 +316,64 @@ class ServerReader:
         return tokens, logs
 
 
-Reader = ModelReader | GgufReader | ServerReader
+# ── Distributions that servers gave with the answers ──
+
+
+class AnswerReader:
+    """The distributions beside the files of answers, for the blocks that the answers are packed into."""
+
+    def __init__(self, run: Run, texts: Mapping[Split, SplitBlocks]) -> None:
+        self.texts = texts
+        self.files = {split: ScoreFiles(run, split) for split in texts}
+        self.origin: dict[str, Any] = {"kind": "answers"}
+
+    def scored(
+        self, split: Split, first: int, blocks: Packed, mass: float | None, most: int
+    ) -> tuple[Packed, dict[str, Tensor]]:
+        """Blocks from number `first` on, and the tensors of their scored positions: of each position the fewest entries
+        that hold `mass`, at most `most`.
+
+        A server may give a token no distribution. Of train answers such a token is learnt from as it was drawn. A
+        position of a held-out answer is not scored then, unless its document had no other.
+        """
+        texts = self.texts[split]
+        rows = [own for block in texts.documents[first : first + len(blocks)] for own in block]
+        parts, known = list[Scores](), list[Any]()
+        for own in rows:
+            turns = [self._answer(split, number) for number in own]
+            unknown = split == "train" or not any(scores.counts.any() for scores, _ in turns)
+            for scores, ids in turns:
+                known.append((scores.counts > 0) | unknown)
+                parts.append(scores.filled(ids) if unknown else scores)
+        every = joined_scores(parts)
+        kept = torch.from_numpy(numpy.concatenate(known or [numpy.empty(0, bool)]))
+        if len(kept) != int(blocks.mask.sum()):
+            raise DataError("the distributions beside the answers are of other answers", how_to_redo("answers"))
+        mask = blocks.mask.clone()
+        mask[blocks.mask] = kept
+        found = every.trimmed(mass, most)
+        tensors = {
+            "entries": torch.from_numpy(found.counts[kept.numpy()]),
+            "top_ids": torch.from_numpy(found.ids),
+            "top_log_probabilities": torch.from_numpy(found.logs.astype(numpy.float16)),
+            "log_tails": torch.from_numpy(found.tails[kept.numpy()]),
+        }
+        return replace(blocks, mask=mask), tensors
+
+    def _answer(self, split: Split, number: int) -> tuple[Scores, Any]:
+        """The scores of an answer's scored tokens, and their ids: without a prompt, nothing predicts the first."""
+        answers = self.texts[split].answers
+        prompt, ids = answers.ids(number)
+        found = self.files[split].of(answers.row(number))
+        if len(found.counts) != len(ids):
+            raise DataError("the distributions beside the answers are of other answers", how_to_redo("answers"))
+        return (found, ids) if len(prompt) else (found.without_first(), ids[1:])
+
+    def close(self) -> None:
+        """Nothing to free."""
+
+
+Reader = ModelReader | GgufReader | ServerReader | AnswerReader
 
 
 def open_reader(recipe: Recipe, run: Run, vocabulary: int) -> GgufReader | ServerReader:
@@ -331,6 +391,8 @@ def open_reader(recipe: Recipe, run: Run, vocabulary: int) -> GgufReader | Serve
 def check_teacher(recipe: Recipe, offline: bool) -> list[str]:
     """The teacher's GGUF file has the target's tokens, or its servers answer with log-probabilities of prompts."""
     settings = recipe.teacher
+    if recipe.writer_teaches:
+        return ["teacher: the distributions come with the answers, at temperature 1, whatever sampler writes"]
     if settings.gguf is not None:
         return [require_teacher_file(settings.gguf, recipe.target.model, recipe.corpus.block)]
     if settings.server is None:

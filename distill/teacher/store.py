@@ -39,7 +39,7 @@ from distill.recipe import Recipe
 from distill.recipe.target import TYPE_BYTES
 from distill.run import Run
 from distill.teacher.distributions import CompactTeacher, Head, LogitForm, Teacher, require_head
-from distill.teacher.readers import Entries, ModelReader, Reader, ServerReader, open_reader
+from distill.teacher.readers import AnswerReader, Entries, ModelReader, Reader, ServerReader, open_reader
 from distill.teacher.texts import SplitBlocks, held_out_sizes, renew, split_blocks, target_metadata, tokenizer_digest
 
 FORMAT = 4
@@ -51,15 +51,10 @@ HEAD = "head.safetensors"
 # ── Sizes, before anything is written ──
 
 
-def reads_weights(recipe: Recipe) -> bool:
-    """Whether the distributions come from the target in PyTorch, so that they can be stored exactly."""
-    return recipe.teacher.gguf is None and recipe.teacher.server is None
-
-
 def kind_of(recipe: Recipe, split: Split) -> str:
     """The kind of a split's store: held-out splits are exact if the target's weights are read, because they are
     small."""
-    return "exact" if split != "train" and reads_weights(recipe) else recipe.teacher.kind
+    return "exact" if split != "train" and recipe.teacher_reads_weights else recipe.teacher.kind
 
 
 def bytes_per_row(recipe: Recipe, split: Split, hidden: int) -> int:
@@ -290,10 +285,13 @@ class Maker:
         self.kinds: dict[Split, str] = {split: kind_of(recipe, split) for split in SPLITS}
         self.about: dict[str, Any] = {}  # of exact stores
         self.model: Any = None
-        if reads_weights(recipe):
+        if recipe.teacher_reads_weights:
             self.model = load_target(recipe.target, pick_device(recipe.device))
             self.reader: Reader = ModelReader(self.model, self.vocabulary)
             self._prepare_exact(main)
+        elif recipe.writer_teaches:
+            run.say("  distributions came with the answers")
+            self.reader = AnswerReader(run, texts)
         else:
             self.reader = open_reader(recipe, run, self.vocabulary)
             if main and isinstance(self.reader, ServerReader):
@@ -324,7 +322,12 @@ class Maker:
     def write(self, shard: Shard) -> None:
         """Write one shard, the target's distributions `batch` blocks at a time."""
         blocks = self.texts[shard.split].blocks.take(shard.rows)
-        save_shard(shard.path, shard_tensors(blocks, partial(self._distributions, shard.split), self.batch))
+        if isinstance(self.reader, AnswerReader):
+            mass = self.recipe.teacher.mass if shard.split == "train" else None
+            blocks, tensors = self.reader.scored(shard.split, shard.rows.start, blocks, mass, self.cap)
+            save_shard(shard.path, shard_tensors(blocks, lambda _: tensors, len(blocks)))
+        else:
+            save_shard(shard.path, shard_tensors(blocks, partial(self._distributions, shard.split), self.batch))
 
     def _distributions(self, split: Split, blocks: Packed) -> Tensors:
         """The tensors of the scored positions of some blocks."""
@@ -332,6 +335,7 @@ class Maker:
             return exact_distributions(self.model, blocks, DTYPES[self.recipe.target.dtype])
         # Held-out stores keep every entry: their bounds are the tighter for it, and they are small.
         mass = self.recipe.teacher.mass if split == "train" else None
+        assert not isinstance(self.reader, AnswerReader)
         return compact_distributions(self.reader(blocks, self.cap), mass)
 
     def describe(self, shards: Sequence[Shard]) -> None:
@@ -342,7 +346,8 @@ class Maker:
             raise RunError(what, "run the same command again")
         for split, found in self.texts.items():
             own = [shard for shard in shards if shard.split == split]
-            scored = int(found.blocks.scored.sum())
+            scored = sum(int(_mapped(shard.path)["rows"][-1]) for shard in own)
+            given = int(found.blocks.scored.sum()) - found.answer_positions
             kind = self.kinds[split]
             compact = {"cap": self.cap, "mass": self.recipe.teacher.mass if split == "train" else None}
             manifest = {
@@ -355,7 +360,7 @@ class Maker:
                 "sampler": read_json(self.run.path("answers", "manifest.json"), {"sampler": dict})["sampler"],
                 "shard_blocks": [len(range(len(found.blocks))[shard.rows]) for shard in own],
                 "scored_positions": scored,
-                "answer_positions": found.answer_positions,
+                "answer_positions": scored - given,
                 "answer_blocks": found.answer_blocks,
             }
             write_json(self.run.path("teacher", split, "manifest.json"), manifest)

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -54,11 +55,14 @@ class HeldOutSizes:
 
 
 def held_out_sizes(recipe: Recipe, split: Split) -> HeldOutSizes:
-    """What a recipe asks of split `validation` or `test`."""
+    """What a recipe asks of split `validation` or `test`; no given text if only answers have distributions."""
     if split == "test":
-        return HeldOutSizes(recipe.eval.prompts, recipe.eval.new_tokens, recipe.eval.file_blocks)
-    chosen = recipe.train.acceptance
-    return HeldOutSizes(0 if chosen is None else chosen.prompts, recipe.answers.new_tokens, recipe.cut.score_blocks)
+        found = HeldOutSizes(recipe.eval.prompts, recipe.eval.new_tokens, recipe.eval.file_blocks)
+    else:
+        chosen = recipe.train.acceptance
+        prompts = 0 if chosen is None else chosen.prompts
+        found = HeldOutSizes(prompts, recipe.answers.new_tokens, recipe.cut.score_blocks)
+    return replace(found, blocks=0) if recipe.writer_teaches else found
 
 
 def learnt_answers(run: Run) -> Samples:
@@ -127,16 +131,21 @@ class SplitBlocks:
     blocks: Blocks
     answer_blocks: int
     answer_positions: int
+    answers: Samples
+    documents: list[list[list[int]]]  # the numbers of the answers in each document of each block of answers
 
 
 def split_blocks(recipe: Recipe, run: Run, split: Split) -> SplitBlocks:
     """What a split's store holds the target's distributions on."""
     if split == "train":
-        own = answer_blocks(learnt_answers(run), recipe)[0]
+        answers = learnt_answers(run)
+        own, documents = answer_blocks(answers, recipe)
         text = Packed.load(run.path("corpus", "text-train.safetensors"))
-        return SplitBlocks(own.before(text), len(own), int(own.scored.sum()))
+        return SplitBlocks(own.before(text), len(own), int(own.scored.sum()), answers, documents)
     texts = held_out(recipe, run, split)
-    return SplitBlocks(texts.blocks, len(texts.own), int(texts.own.mask.sum()))
+    numbers = count()
+    documents = [[[next(numbers)] for _ in range(int(block.max()) + 1)] for block in texts.own.documents]
+    return SplitBlocks(texts.blocks, len(texts.own), int(texts.own.mask.sum()), texts.answers, documents)
 
 
 def renew(folder: Path, origin: dict[str, Any]) -> None:

@@ -37,17 +37,8 @@ from distill.http import Refused, Unanswered
 from distill.recipe import Recipe, SamplerSettings
 from distill.sampler import Sampler
 from distill.teacher.endpoint import Endpoint, reply_bytes
-from distill.teacher.forms import (
-    LEAST_DIFFERENCE,
-    Choice,
-    Completion,
-    NotDistributions,
-    Scores,
-    Spellings,
-    form_of,
-    largest_difference,
-    scores_of,
-)
+from distill.teacher.forms import Choice, Completion, Spellings, form_of
+from distill.teacher.scores import LEAST_DIFFERENCE, NotDistributions, Scores, largest_difference, scores_of
 from distill.vocabulary.vocabulary import Vocabulary
 
 

@@ -8,12 +8,6 @@ DISTILL_VLLM=/path/to/its/environment/bin/vllm pytest -m slow tests/serving/test
 from __future__ import annotations
 
 import os
-import shlex
-import socket
-import subprocess
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -21,10 +15,8 @@ import served_pairs
 
 from distill.data.samples import Sample
 from distill.engines.server_commands import vllm
-from distill.errors import ServingError
 from distill.recipe import SamplerSettings
-from distill.serving.check import GREEDY, Addresses, CheckSettings, check_addresses, kind_of_server
-from distill.serving.server import Http
+from distill.serving.check import GREEDY, Addresses, CheckSettings, check_addresses
 
 PROGRAM = os.environ.get("DISTILL_VLLM", "")
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not PROGRAM, reason="DISTILL_VLLM names no vLLM")]
@@ -43,34 +35,6 @@ def prompts(pairs: dict[str, Path]) -> list[Sample]:
     return served_pairs.prompts(pairs["target"], 200, shortest=1900)
 
 
-@contextmanager
-def served(command: str, log: Path) -> Iterator[str]:
-    """The address of what a printed command serves."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    words = [PROGRAM, *shlex.split(command.replace("\\\n", " "))[1:]]
-    words += ["--host", "127.0.0.1", "--port", str(port), "--dtype", "float32", "--max-model-len", "512"]
-    words += ["--enforce-eager", "--max-num-seqs", "4"]
-    environment = os.environ | {"VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "HF_HUB_OFFLINE": "1"}
-    url = f"http://127.0.0.1:{port}"
-    with log.open("wb") as output:
-        process = subprocess.Popen(words, stdout=output, stderr=output, env=environment, start_new_session=True)
-    try:
-        deadline = time.monotonic() + START_SECONDS
-        while True:
-            assert process.poll() is None and time.monotonic() < deadline, log.read_text(errors="replace")[-3000:]
-            try:
-                kind_of_server(Http(url, 5))
-                break
-            except ServingError:
-                time.sleep(1)
-        yield url
-    finally:
-        os.killpg(process.pid, 15)
-        process.wait(60)
-
-
 @pytest.mark.parametrize(
     ("sampler", "probabilistic", "repeats"),
     [(GREEDY, False, 1), (SamplerSettings(temperature=0.8), False, 4), (SamplerSettings(temperature=0.8), True, 4)],
@@ -87,7 +51,7 @@ def test_vllm_accepts_what_our_decoder_accepts(
     folders = {name: str(pairs[name].with_suffix("")) for name in ("target", "draft")}
     command = vllm(folders["target"], folders["draft"], LENGTH, probabilistic=probabilistic)
     asked = CheckSettings(prompts, LIMIT, repeats, sampler, (1,), seconds=(START_SECONDS, 120.0))
-    with served(command, tmp_path / "log.txt") as url:
+    with served_pairs.served(PROGRAM, command, tmp_path / "log.txt", START_SECONDS) as url:
         places = Addresses(
             url, files=(pairs["target"], pairs["draft"]), n_max=LENGTH, probabilistic=probabilistic, threads=1
         )
