@@ -160,7 +160,9 @@ def test_how_often_the_text_is_seen(world: Path, finished: Path, capsys: Capture
     few = "epochs: about 1.1 over the answers to 12 prompts and given text"  # 8·4·64 ÷ (1500 + 12·32)
     assert f"\n{few}\n" in tiny.shown(*check)
     assert "\nwarning: epochs: about 108.7 over" in tiny.shown(*check, "train.steps=800")
-    trained, store = (json.loads((finished / name).read_text()) for name in ("training.json", "teacher/train/manifest.json"))
+    trained, store = (
+        json.loads((finished / name).read_text()) for name in ("training.json", "teacher/train/manifest.json")
+    )
     assert trained["epochs"] == 8 * 4 / sum(store["shard_blocks"])
     assert 0 < trained["answers"] == store["answer_positions"] / store["scored_positions"] < 1
     assert f"{trained['epochs']:.1f} epochs of the training text, " in (finished / "log.txt").read_text()

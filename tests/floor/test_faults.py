@@ -29,7 +29,15 @@ from distill.progress import warn_once
 from distill.recipe import load_recipe
 from distill.run import Run
 
-STEPS = ("corpus/prompts-train", "answers/train/00001", "teacher/train/shard-00002", "cut", "step-000004", "draft", "eval.md")
+STEPS = (
+    "corpus/prompts-train",
+    "answers/train/00001",
+    "teacher/train/shard-00002",
+    "cut",
+    "step-000004",
+    "draft",
+    "eval.md",
+)
 
 pytestmark = pytest.mark.usefixtures("one_thread")
 
