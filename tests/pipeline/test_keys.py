@@ -125,6 +125,8 @@ OF_QUESTIONS = {f"sampler.{name}" for name in SamplerSettings.model_fields} | {"
 OF_QUESTIONS |= {f"answers.{name}" for name in ("new_tokens", "stop", "repetition_penalty", "keep_truncated")}
 BY_INPUTS = {  # these change artifacts that the stage reads, and are part of the keys of their stages
     "questions": {"corpus.sources.kind"} | OF_QUESTIONS,
+    # They decide whether servers are asked for distributions, of which the key of `answers` then has the number.
+    "answers": {"teacher.kind", "teacher.gguf", "teacher.server"},
     "cut": {"corpus.block", "target.dtype", "target.quantise"},
     "train": {"target.quantise", "teacher.kind", "teacher.batch", "cut.transplant"},
     "eval": {"corpus.block", "train.steps"},  # whether any: declared where there are none

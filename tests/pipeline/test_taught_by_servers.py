@@ -151,6 +151,7 @@ def test_its_distributions_are_the_targets(taught: tuple[Path, Watched], place: 
             assert best.ids is not None and {*ids.tolist()[:12]} <= {*best.ids[row].tolist(), int(ids[-1])}
 
 
+@pytest.mark.slow
 def test_kills_lose_no_answer_and_ask_for_none_twice(taught: tuple[Path, Watched], place: Path, tmp_path: Path) -> None:
     """kill -9 at ten places of both stages: before and after renames of answers, scores, records and shards."""
     with serving(place) as server:

@@ -12,20 +12,8 @@ import numpy
 import pytest
 import tiny
 
-from distill.teacher.forms import (
-    LLAMA_SERVER,
-    OPENAI,
-    SGLANG,
-    VLLM,
-    Form,
-    NotDistributions,
-    Scores,
-    Spellings,
-    form_of,
-    largest_difference,
-    scores_of,
-    unfinished,
-)
+from distill.teacher.forms import LLAMA_SERVER, OPENAI, SGLANG, VLLM, Form, Spellings, form_of, unfinished
+from distill.teacher.scores import NotDistributions, Scores, largest_difference, scores_of
 from distill.vocabulary.vocabulary import Vocabulary
 
 DEMO = tiny.ROOT / "data" / "demo-target"
@@ -245,6 +233,13 @@ def test_scores_keep_what_matters() -> None:
     assert again.logs == pytest.approx(scores.logs, abs=2e-3)
     assert scores.fitted(2).counts.tolist() == [4, 0] and scores.fitted(2).ids.tolist() == [3, 9, 1, 7]
     assert scores.fitted(5).counts.tolist() == [4, 0, 1, 1, 0] and len(scores.fitted(5).tails) == 5
+    fewer = scores.trimmed(0.8, 10)
+    assert fewer.counts.tolist() == [2, 0, 1, 1] and fewer.ids.tolist() == [3, 9, 8, 4]
+    assert numpy.exp(fewer.tails) == pytest.approx([0.1, 1, 0.5, 0], abs=1e-6)
+    assert scores.trimmed(None, 1).ids.tolist() == [3, 8, 4] and scores.without_first().ids.tolist() == [8, 4]
+    filled = scores.filled([3, 6, 8, 4])  # as the second token was drawn
+    assert filled.counts.tolist() == [4, 1, 1, 1] and filled.ids.tolist() == [3, 9, 1, 7, 6, 8, 4]
+    assert filled.logs[4] == 0 and filled.tails[1] == -100
     with pytest.raises(ValueError, match="another number of tokens"):
         Scores.unpacked(scores.packed(), 3)
     hotter = scores_of([([3, 9], [math.log(0.5), math.log(0.3)])], 10)
