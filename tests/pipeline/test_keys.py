@@ -127,6 +127,7 @@ BY_INPUTS = {  # these change artifacts that the stage reads, and are part of th
     "questions": {"corpus.sources.kind"} | OF_QUESTIONS,
     # They decide whether servers are asked for distributions, of which the key of `answers` then has the number.
     "answers": {"teacher.kind", "teacher.gguf", "teacher.server"},
+    "teacher": {"answers.writer", "answers.prompts", "answers.new_tokens"},
     "cut": {"corpus.block", "target.dtype", "target.quantise"},
     "train": {"target.quantise", "teacher.kind", "teacher.batch", "cut.transplant"},
     "eval": {"corpus.block", "train.steps"},  # whether any: declared where there are none
