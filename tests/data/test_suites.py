@@ -18,10 +18,14 @@ from distill.data import suites
 from distill.data.suites import read_suite, suite_prompts
 from distill.decoding.calibration import Recorded
 from distill.errors import DataError
+from distill.files import from_json
 from distill.measuring import evaluation
+from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
+from distill.measuring.speedup_results import SpeedupReport
+from distill.measuring.speedup_tables import speedup_blocks
 from distill.recipe import Chat, Evaluate
 from distill.sampler import Sampler
-from distill.tables import ratio_interval
+from distill.tables import document, ratio_interval
 
 SHARED = tiny.TOKENIZERS.parent / "prompts" / "spec-bench.jsonl"
 COUNTS = {"math": 3, "qa": 4, "rag": 2}  # questions of the made suite; those of maths have two turns
@@ -148,7 +152,8 @@ def test_a_later_turn_follows_the_targets_answer(world: Path) -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_a_suite_as_papers_report_it(world: Path, capsys: Capture) -> None:
     pair = world / "target", world / "target", "--suite", world / "made.jsonl", "--count", 1, "--tokens", 8
-    report = json.loads(tiny.shown(capsys, "speedup", *pair, "--lengths", 2, "-C", "drafter=lookup", "-o", "json"))
+    shown = tiny.shown(capsys, "speedup", *pair, "--lengths", 2, "-C", "drafter=lookup", "-o", "json")
+    report, found = json.loads(shown), from_json(json.loads(shown), SpeedupReport, "-")
     rows = {one["configuration"]: one for one in report["parts"][0]["measurements"]}
     assert {*rows} == {"plain", "draft 2", "plain sampled", "draft 2 sampled", "lookup", "lookup sampled"}
     assert report["prompts"] == 4 and rows["draft 2 sampled"]["sampler"]["temperature"] == 1
@@ -160,7 +165,7 @@ def test_a_suite_as_papers_report_it(world: Path, capsys: Capture) -> None:
     whole = rows["draft 2"]["by_class"][-1]
     assert whole["tokens_low"] <= whole["tokens_per_round"] <= whole["tokens_high"]
     assert whole["speedup"] == rows["draft 2"]["speedup"] and whole["speedup_low"] == rows["draft 2"]["speedup_low"]
-    text = tiny.shown(capsys, "speedup", *pair, "--lengths", 2)
+    text = document(speedup_blocks(found))
     assert "3 of 9 questions, 1 of each of 3 categories, seed 0, 4 turns, up to 8 new tokens a turn" in text
     assert "temperature 0: verifier greedy" in text and "temperature 1: verifier token (rejection sampling)" in text
     assert "| category | configuration | questions |" in text and "intervals by question" in text
@@ -189,14 +194,11 @@ def test_tokens_per_round_of_a_category() -> None:
 @pytest.mark.usefixtures("one_thread")
 def test_acceptance_on_a_suite(world: Path, capsys: Capture) -> None:
     pair = world / "target", world / "target", "--suite", world / "made.jsonl", "--count", 1
-    text = tiny.shown(capsys, "eval", *pair)
-    assert "3 of 9 questions, 1 of each of 3 categories, seed 0, 4 turns, up to" in text
+    shown = tiny.shown(capsys, "eval", *pair, "--seed", 2, "-o", "json")
+    text = document(evaluation_blocks(from_json(json.loads(shown), EvaluationReport, "-")))
+    assert "3 of 9 questions, 1 of each of 3 categories, seed 2, 4 turns, up to" in text
     assert "temperature 0: verifier greedy" in text and "temperature 1: verifier token (rejection sampling)" in text
     rows = re.findall(r"\| (math|qa|rag|all) \| draft \| (0|1) \| (\d) \|", text)
     assert rows == [(kind, drawn, "3" if kind == "all" else "1") for kind in (*COUNTS, "all") for drawn in "01"]
-    report = json.loads(
-        tiny.shown(capsys, "eval", *pair, "--acceptance", "--temperature", 0, "--seed", 2, "-o", "json")
-    )
-    assert {one["temperature"] for one in report["categories"]} == {0} and "seed 2" in report["suite"]
     for option in (("--prompts", world / "made.jsonl"), ("--seed", -1)):
         assert tiny.refused(capsys, "eval", *pair, *option)
