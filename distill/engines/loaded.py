@@ -24,6 +24,7 @@ from distill.engines.llama_cpp.model import GgufModel, ends_of
 from distill.engines.model import Model
 from distill.engines.torch.draft_weights import LEAST, LONGEST, TEXT, Weights, best_weights
 from distill.engines.torch.hugging_face import (
+    context_length,
     encode_text,
     end_ids,
     load_config,
@@ -407,11 +408,30 @@ def _content(reference: str) -> dict[str, str]:
 
 
 def context_of(reference: str) -> int | None:
-    """Tokens that a model was made for, read without its weights; None where its file does not say."""
+    """Tokens that a text of a model may have (`context_length`), read without its weights; None where its file does not
+    say."""
     if is_gguf(reference):
-        return open_head(Path(reference)).size("context_length", 1, 2**31 - 1)
-    context = getattr(load_config(reference).get_text_config(), "max_position_embeddings", None)
-    return context if isinstance(context, int) and context > 0 else None
+        return open_head(Path(reference)).context
+    return context_length(load_config(reference))
+
+
+LEAST_PROMPT = 8  # tokens that a context must leave room for
+
+
+def room_for_prompts(target: str, draft: str | None, behind: int) -> int:
+    """The most tokens of a prompt that leave room for `behind` more in the contexts of both models; stderr names a
+    draft whose context is the shorter one. RecipeError where no prompt has room. Reads no weights."""
+    ours, theirs = (None if one is None else context_of(one) for one in (target, draft))
+    shortest = min((one for one in (ours, theirs) if one is not None), default=2**31)
+    of_draft = f" of the draft {draft}" if theirs == shortest != ours else ""
+    room = shortest - behind
+    if room < LEAST_PROMPT:
+        raise RecipeError(
+            f"--tokens leave {max(room, 0)} tokens of the context of {shortest}{of_draft} for a prompt", "give fewer"
+        )
+    if of_draft:
+        warn_once(f"the context{of_draft} is {shortest} tokens: prompts of more than {room} are cut or left out")
+    return room
 
 
 def encode_prompt(reference: str, text: str) -> list[int]:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from distill.engines.torch.hugging_face import load_config, load_tokenizer, read_kept, text_folder
+from distill.engines.torch.hugging_face import context_length, load_config, load_tokenizer, read_kept, text_folder
 from distill.errors import DataError, PairError, RecipeError
 from distill.files import is_gguf, is_utf8
 from distill.folders import read_config
@@ -89,14 +89,13 @@ def _from_folder(reference: str) -> VocabularyMetadata:
     model = _gguf_model(place, tokenizer, config.model_type)
     named = {role: named_id(role, settings, raw, ids, rows) for role in ("bos", "eos")}
     ends = _text_ends(tokenizer, settings, named, DEFAULTS[model])
-    context = getattr(config, "max_position_embeddings", None)
     kept, tokens = read_kept(folder), {index: token for token, index in ids.items()}
     templates = any((folder / f"chat_template.{kind}").is_file() for kind in ("jinja", "json"))
     return VocabularyMetadata(
         reference=reference,
         tokens=[tokens.get(index, f"[PAD{index}]") for index in range(rows)],  # as converters name rows without one
         **ends._replace(add_bos=ends.add_bos or model == ALWAYS_ADDS_BOS)._asdict(),
-        context=context if isinstance(context, int) and context > 0 else None,
+        context=context_length(config),
         architecture=config.model_type,
         chat_template=bool(settings.get("chat_template")) or templates,
         rowless=tuple(sorted(tokens_without_row(folder, ids, special, rows))),
@@ -160,7 +159,7 @@ def _from_gguf(path: Path) -> VocabularyMetadata:
         reference=str(path),
         tokens=tokens,
         **ends._replace(bos=bos, eos=eos)._asdict(),
-        context=head.size("context_length", 1, 2**31 - 1),
+        context=head.context,
         architecture=head.architecture,
         chat_template="tokenizer.chat_template" in head.values,
     )

@@ -266,7 +266,7 @@ def _heads_of_file(path: Path) -> Iterator[str]:
         with contextlib.suppress(DistillError, OSError):
             kind = open_head(other).text("general.architecture")
             if kind in HEAD_KINDS:
-                use = f"llama-server -md {other.name} {SPEC_TYPE} draft-{kind}"
+                use = f"llama-server -md {shlex.quote(str(other))} {SPEC_TYPE} draft-{kind}"
                 yield f"target: {other.name} beside it is for {HEAD_KINDS[kind]}; if it was made for this target: {use}"
 
 
@@ -283,7 +283,7 @@ def _heads_of_folder(target: str) -> Iterator[str]:
     if whole is not None:
         with contextlib.suppress(DistillError, OSError):  # without weights here, config.json is believed
             names = [name for file in present_files(whole) for name in read_header(file)]
-    use = f"vLLM, --speculative-config '{json.dumps(MTP)}'; its GGUF file, llama-server {MTP_OF_FILES}"
+    use = f"vLLM, --speculative-config {shlex.quote(json.dumps(MTP))}; its GGUF file, llama-server {MTP_OF_FILES}"
     yield from _inside(key, config.get(key), names, use)
     places = [*folder.glob("*/config.json"), *folder.parent.glob("*/config.json")] if is_path(target) else []
     for place in itertools.islice(sorted(places), MOST_BESIDE):
@@ -293,7 +293,7 @@ def _heads_of_folder(target: str) -> Iterator[str]:
             kind = next((kind for kind in HEAD_KINDS if kind in architectures), None)
             if kind is not None and other.get("hidden_size") == config.get("hidden_size"):
                 used = json.dumps({"method": kind, "model": str(place.parent), "num_speculative_tokens": 3})
-                use = f"vLLM, --speculative-config '{used}'"
+                use = f"vLLM, --speculative-config {shlex.quote(used)}"
                 yield f"target: {place.parent} has its width and is for {HEAD_KINDS[kind]}: {use}"
 
 

@@ -199,6 +199,15 @@ class FileHead:
         return int(value)
 
     @property
+    def context(self) -> int | None:
+        """Tokens that a text may have: those that the model was made for, with longrope those before it was stretched,
+        because llama.cpp chooses its factors by the size of a context. None where the file does not say."""
+        context = self.size("context_length", 1, 2**31 - 1)
+        stretched = "rope_factors_long.weight" in self.shapes
+        original = self.size("rope.scaling.original_context_length", 1, 2**31 - 1) if stretched else None
+        return original if context is None or (original or context) < context else context
+
+    @property
     def head_sizes(self) -> tuple[int | None, int | None]:
         """Sizes of an attention head's keys and values; None where the file gives one number a layer, or none."""
         hidden, heads = self.size("embedding_length", 1, 2**20), self.size("attention.head_count", 1, 2**16)

@@ -1,7 +1,7 @@
 """A GGUF file imported: into a folder that the user names, or into the cache, where every reader of folders finds it.
 
-The cache holds a folder for each file, by its path, size, time and head: config.json and the tokenizer once the file is
-named, the weights once they are read. It can be deleted at any time.
+The cache holds a folder for each file, by its path, size, times, inode and head: config.json and the tokenizer once the
+file is named, the weights once they are read. It can be deleted at any time.
 """
 
 from __future__ import annotations
@@ -401,7 +401,8 @@ def file_name(path: Path) -> str:
         states = [part.stat() for part in split_parts(path) if part.exists()]
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", "give a GGUF file or a model folder") from None
-    stated = [(state.st_size, state.st_mtime_ns) for state in states]
+    # A replaced file may have the old one's size, time of writing and head: its inode and the inode's time differ.
+    stated = [(state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino) for state in states]
     parts = [str(path.resolve()), stated, FORMAT, hashlib.sha256(head).hexdigest()]
     return f"{path.stem[:60]}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 

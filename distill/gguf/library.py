@@ -370,7 +370,7 @@ class GgufFile:
         self.vocabulary: Any = self.library.llama_model_get_vocab(self._tokenizer or self.model)
         self.head_rows = int(self.library.llama_vocab_n_tokens(self.vocabulary))
         self.vocabulary_size = self.head_rows - self._padding_rows()
-        self.context_length = head.size("context_length", 1, 2**31 - 1) or sys.maxsize
+        self.context_length = head.context or sys.maxsize
 
     @property
     def build(self) -> list[str]:

@@ -33,9 +33,9 @@ from distill.decoding.other_vocabulary import read_with
 from distill.decoding.round_costs import PROMPTS
 from distill.decoding.rules import Rules
 from distill.engines.llama_cpp.model import MOST_LEAVES
-from distill.engines.loaded import LoadedPair, context_of, growing_decoder, load_pair, settled_decoding
+from distill.engines.loaded import LoadedPair, growing_decoder, load_pair, room_for_prompts, settled_decoding
 from distill.engines.torch.hugging_face import end_ids, load_tokenizer
-from distill.errors import DataError, RecipeError
+from distill.errors import DataError
 from distill.files import read_result, write_result, write_text
 from distill.gguf.importing import file_type
 from distill.gguf.writer import own_file
@@ -369,8 +369,6 @@ def _load(recipe: Recipe, settings: PairSettings, backend: str) -> LoadedPair:
 
 # ── `distill speedup TARGET DRAFT`: any pair on the user's prompts, without a recipe's run ──
 
-LEAST = 8  # tokens of a prompt that a context must leave room for
-
 
 def measure_any_pair(
     settings: PairSettings,
@@ -462,11 +460,4 @@ def _settings_of(pair: LoadedPair) -> str:
 
 def _room_of(settings: PairSettings, draft: str | None) -> int:
     """The most tokens of a prompt for which the contexts of target and draft leave room; loads no weights."""
-    new_tokens, target = settings.speedup.new_tokens, settings.target.model
-    contexts = [context for one in (target, draft) if one is not None and (context := context_of(one)) is not None]
-    room = min(contexts, default=2**31) - new_tokens
-    if room < LEAST:
-        raise RecipeError(
-            f"--tokens {new_tokens} leave {max(room, 0)} tokens of the context of {min(contexts)} for a prompt"
-        )
-    return room
+    return room_for_prompts(settings.target.model, draft, settings.speedup.new_tokens)

@@ -24,6 +24,7 @@ from distill.data.samples import NEW, SEEN
 from distill.devices import as_float64, pick_device
 from distill.engines.pairs import require_pair
 from distill.engines.torch.hugging_face import (
+    context_length,
     describe_model,
     empty_model,
     encode_text,
@@ -433,7 +434,7 @@ def cut_folder(
     if target is not None:
         require_pair(target, source)
     tokenizer = load_tokenizer(source)
-    block = min(BLOCK, config.max_position_embeddings)
+    block = min(BLOCK, context_length(config) or BLOCK)
     sequences = ((encode_text(tokenizer, text), 1) for text in texts if text.strip())
     blocks = pack(sequences, block, True, opening_of(tokenizer))
     if len(blocks) < 2:

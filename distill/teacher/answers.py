@@ -53,7 +53,15 @@ from distill.data.samples import (
 from distill.data.sources import question_files
 from distill.data.traffic import SOURCE, write_traffic
 from distill.devices import barrier, part_of, process_count, process_index
-from distill.engines.torch.hugging_face import empty_model, encode, end_ids, load_config, load_tokenizer, local_snapshot
+from distill.engines.torch.hugging_face import (
+    context_length,
+    empty_model,
+    encode,
+    end_ids,
+    load_config,
+    load_tokenizer,
+    local_snapshot,
+)
 from distill.errors import DataError, EndpointError, RecipeError, faults_explained, printable
 from distill.files import has_form, parse_object, write_json, write_result, write_text
 from distill.progress import Caution, Progress
@@ -110,7 +118,8 @@ class AnswerRules:
 
 def rules_of(recipe: Recipe, tokenizer: Any, template: ChatTemplate | None = None) -> AnswerRules:
     """The rules of requests and answers."""
-    context: int = load_config(recipe.target.model).get_text_config().max_position_embeddings
+    config = load_config(recipe.target.model)
+    context: int = context_length(config) or config.get_text_config().max_position_embeddings
     ends = set(end_ids(recipe.target.model, tokenizer))
 
     def text_of(ids: Sequence[int]) -> str:

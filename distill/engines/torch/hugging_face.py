@@ -561,6 +561,35 @@ def with_usual_names(config: Any) -> Any:
     return config
 
 
+# Rotary embeddings whose frequencies transformers chooses by the largest position of a call, for all of its tokens:
+# keys in a cache then have other frequencies than the queries after the border, and a document in a packed block gets
+# those of its longest neighbour. Up to the border every call is computed alike, and texts end there.
+BORDERS_OF_ROTARY = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
+
+
+def context_length(config: Any) -> int | None:
+    """Tokens that a text of a model may have: those that it was made for, or fewer where its rotary embedding changes
+    with the length of a text, which stderr says. None where the configuration names no number."""
+    inner = config.get_text_config()
+    context = getattr(inner, "max_position_embeddings", None)
+    if not isinstance(context, int) or context < 1:
+        return None
+    parameters = getattr(inner, "rope_parameters", None) or {}
+    kinds = [one for one in parameters.values() if isinstance(one, dict)] or [parameters]
+    for one in kinds:
+        kind = next((kind for kind in BORDERS_OF_ROTARY if kind in str(one.get("rope_type"))), "")
+        own = getattr(inner, BORDERS_OF_ROTARY.get(kind, ""), None)  # a key beside the parameters counts in Phi-3
+        border = own if own is not None else one.get(BORDERS_OF_ROTARY.get(kind, ""))
+        if isinstance(border, int) and 0 < border < context:
+            context = border
+            name = getattr(config, "_name_or_path", "") or config.model_type
+            warn_once(
+                f"{name}: texts of at most {border} tokens: beyond, its rotary embedding ({kind}) gives all tokens of "
+                "a text other positions, and no cache holds"
+            )
+    return context
+
+
 def require_language_model(reference: str, config: Any) -> None:
     """Raise DataError for a config.json that describes no language model alone, or does not say how long its texts
     may be."""

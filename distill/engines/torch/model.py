@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distill.devices import CPU, as_float64, has_float64, has_pinned_memory
 from distill.engines.model import NO_TREES, Ints, PendingTree, Retold, check_call, check_chain, check_lengths
-from distill.engines.torch.hugging_face import logits_of
+from distill.engines.torch.hugging_face import context_length, logits_of
 from distill.errors import DataError
 from distill.gguf.families import LAYER_KINDS
 from distill.sampler import Logits, Place, finite_argmax, place_of
@@ -202,7 +202,7 @@ class TorchModel:
         self.model = model
         self.device = next(model.parameters()).device
         self.vocabulary_size: int = min(model.config.vocab_size, vocabulary or model.config.vocab_size)
-        self.capacity: int = model.config.max_position_embeddings
+        self.capacity: int = context_length(model.config) or model.config.max_position_embeddings
         self.max_leaves = sys.maxsize if mask_refusal(model.config) is None else 0
         # Whether `step` may drive it: on a CPU, rounds that draw only what they need gain nothing by it.
         self.steps_on_device = self.device.type != CPU

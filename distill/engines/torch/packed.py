@@ -129,6 +129,13 @@ def kernel() -> Any:
 # ── Weights and their products ──
 
 
+def require_read(what: str, tensor: Tensor, shape: Sequence[int], dtype: torch.dtype = torch.bfloat16) -> None:
+    """Raise ValueError unless a tensor has the shape and type that the kernel reads from its address, on the CPU."""
+    if tuple(tensor.shape) != tuple(shape) or tensor.dtype != dtype or tensor.device.type != CPU:
+        found = f"{list(tensor.shape)} of {tensor.dtype} on {tensor.device.type}"
+        raise ValueError(f"the kernel takes {what} {list(shape)} of {dtype} on the cpu, got {found}")
+
+
 @dataclass(frozen=True)
 class _Tiles:
     """A tensor of a file in the kernel's layout: levels, then the scales of `Levels`."""
@@ -142,6 +149,8 @@ class PackedWeight:
     """A weight [R, C] in its file's bits: tensors of a file, one's rows after another's."""
 
     def __init__(self, tiles: Sequence[_Tiles], columns: int) -> None:
+        if columns % 32:
+            raise ValueError(f"the kernel takes rows of a multiple of 32 numbers, got {columns}")
         self.tiles = tuple(tiles)
         self.shape = torch.Size((sum(one.rows for one in tiles), columns))
 
@@ -230,6 +239,10 @@ class PackedLinear(After):
         self._epsilon = 0.0 if norm is None else norm.epsilon
         self.weight, self.bias = weight, None if bias is None else bias.detach().bfloat16().contiguous()
         self.out_features, self.in_features = weight.shape
+        if self.bias is not None:
+            require_read("a bias", self.bias, weight.shape[:1])
+        if self._norm is not None:
+            require_read("a norm", self._norm, weight.shape[1:], torch.float32)
         self._kernel, first = kernel(), 0
         parts = []
         for one in weight.tiles:
@@ -251,10 +264,13 @@ class PackedLinear(After):
     def forward(self, x: Tensor, other: Tensor | None = None, how: str = "add") -> Tensor:
         """[..., R] of [..., C]."""
         flat, (rows, columns) = x.to(torch.bfloat16).contiguous(), self.weight.shape
+        require_read("an input", flat, (*x.shape[:-1], columns))
         tokens = flat.numel() // columns
         out = torch.empty((*x.shape[:-1], rows), dtype=torch.bfloat16)
         room = torch.empty(tokens * columns * (33 if self._norm is not None else 17) // 32, dtype=torch.int32)
         added = None if other is None or how != "add" or self._activation is not None else other.contiguous()
+        if added is not None:
+            require_read("what is added", added, out.shape)
         addresses = [None if one is None else one.data_ptr() for one in (flat, room, out, added, self._norm)]
         sizes = len(self._parts), tokens, columns, rows, torch.get_num_threads()
         self._kernel.distill_products(self._parts, *sizes, *addresses, self._epsilon)
@@ -301,9 +317,20 @@ class PackedStep:
         tokens, heads = batch * columns, self._pairs * self._groups
         out, at = hidden.clone(memory_format=torch.contiguous_format), cache.slots.contiguous()
         cosines, sines, mask = (one.expand(batch, *one.shape[1:]).contiguous() for one in (cosines, sines, mask))
-        for own, layer in zip(self._layers, cache.layers, strict=True):
-            own.keys, own.values = layer.keys.data_ptr(), layer.values.data_ptr()
         slots = cache.layers[0].keys.shape[2]
+        require_read("hidden states", out, (batch, columns, self._hidden))
+        for name, table in (("cosines", cosines), ("sines", sines)):
+            require_read(name, table, (batch, columns, 1, self._width))
+        require_read("a mask", mask, (batch, 1, columns, shown))
+        require_read("slots", at, (batch, columns), torch.int64)
+        if not 0 <= int(at.min()) <= int(at.max()) < slots or shown > slots:
+            raise ValueError(f"slots {at.min()}..{at.max()}, {shown} of them shown, in a cache of {slots}")
+        for own, layer in zip(self._layers, cache.layers, strict=True):
+            for name, held in (("keys", layer.keys), ("values", layer.values)):
+                require_read(name, held, (batch, self._pairs, slots, self._width))
+                if not held.is_contiguous():
+                    raise ValueError(f"the kernel takes {name} in the order of their shape")
+            own.keys, own.values = layer.keys.data_ptr(), layer.values.data_ptr()
         sizes = batch, columns, self._hidden, self._inner, self._pairs, self._groups, self._width, slots, shown
         step = _Step(len(self._layers), *sizes, torch.get_num_threads(), self._epsilon, self._scaling)
         widest = max(self._hidden, self._inner, self._read)

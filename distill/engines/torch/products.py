@@ -426,14 +426,15 @@ class RoundedLinear(After):
         exact = weight.detach().float()
         if bits == "int8":
             exact = pad(exact, (0, 0, 0, -self.rows % BLOCK))
-            scale = exact.abs().amax(1).clamp(min=torch.finfo(torch.float32).tiny) / 127
-            held = (exact / scale[:, None]).round().to(torch.int8), scale.to(weight.dtype)
+            scale = (exact.abs().amax(1) / 127).to(weight.dtype)
+            held = (exact / _divisor(scale)).round().clamp(-127, 127).to(torch.int8), scale
         else:
             groups = exact.unflatten(1, (-1, GROUP))
             low, high = groups.aminmax(dim=-1)
-            scale = ((high - low) / 15).clamp(min=torch.finfo(torch.float32).tiny)
-            levels = ((groups - low[..., None]) / scale[..., None]).round().clamp(0, 15).byte().flatten(1)
-            held = four_bits(levels, scale.to(weight.dtype), (low + 8 * scale).to(weight.dtype))
+            scale = ((high - low) / 15).to(weight.dtype)
+            zero = (low + 8 * scale.float()).to(weight.dtype)
+            levels = ((groups - zero.float()[..., None]) / _divisor(scale) + 8).round().clamp(0, 15).byte().flatten(1)
+            held = four_bits(levels, scale, zero)
         self._bits, (self._weight, self._scales) = bits, held
         self._bias = None if bias is None else bias.detach()
 
@@ -448,6 +449,11 @@ class RoundedLinear(After):
         if self._bias is not None:
             product = product + self._bias
         return self.after(product, other, how)
+
+
+def _divisor(scale: Tensor) -> Tensor:
+    """Scales [...] as fp32 [..., 1], with 1 instead of 0. Levels are chosen with the scales that multiply them."""
+    return torch.where(scale > 0, scale.float(), 1.0)[..., None]
 
 
 def works(dtype: torch.dtype, product: Product = PrepackedLinear) -> bool:

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from distill.engines.torch.hugging_face import KeptHead
-from distill.engines.torch.packed import NoKernel, PackedLinear, PackedWeight, kernel
+from distill.engines.torch.packed import NoKernel, PackedLinear, PackedWeight, kernel, require_read
 from distill.engines.torch.products import (
     Bits,
     copy_of,
@@ -42,6 +42,11 @@ class ShortlistHead(torch.nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None, states: Tensor) -> None:
         super().__init__()
         self._weight, self._bias = weight.detach().contiguous(), None if bias is None else bias.detach().contiguous()
+        if weight.shape[1] % 32:
+            raise ValueError(f"the kernel takes rows of a multiple of 32 numbers, got {weight.shape[1]}")
+        require_read("a head", self._weight, weight.shape)
+        if self._bias is not None:
+            require_read("its bias", self._bias, weight.shape[:1])
         narrow, wide = factors(self._weight, states)
         self._narrow, self._rough = narrow, PackedLinear(PackedWeight.rounded(wide, 4), bias)
 
@@ -49,6 +54,8 @@ class ShortlistHead(torch.nn.Module):
         """Logits [..., V] of hidden states [..., H]."""
         x, (rows, columns) = hidden.flatten(0, -2).contiguous(), self._weight.shape
         rough, out = self._rough(linear(x, self._narrow)), torch.empty(len(x), rows, dtype=torch.bfloat16)
+        require_read("hidden states", x, (len(x), columns))
+        require_read("rough logits", rough, (len(x), rows))
         tensors = rough, x, self._weight, self._bias
         addresses = [None if one is None else one.data_ptr() for one in tensors]
         sizes = len(x), rows, columns, TOKENS, torch.get_num_threads()
