@@ -43,6 +43,7 @@ LAYERS = (
     {
         "vocabulary",
         "folders",
+        "checkpoints",
         "divergences",
         "tables",
         "files",

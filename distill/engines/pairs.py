@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from distill.engines.server_commands import refuse_head_file
 from distill.engines.torch.hugging_face import context_length, load_config, load_tokenizer, read_kept, text_folder
 from distill.errors import DataError, PairError, RecipeError
 from distill.files import is_gguf, is_utf8
@@ -143,6 +144,7 @@ def _text_ends(
 
 def _from_gguf(path: Path) -> VocabularyMetadata:
     head = open_head(path)
+    refuse_head_file(head)
     model, tokens = head.text("tokenizer.ggml.model"), head.texts("tokenizer.ggml.tokens", "surrogateescape")
     if model is None or "tokenizer.ggml.tokens" not in head.values:
         raise DataError(f"{path} holds no tokenizer", "give a whole model file, of a split model the first part")

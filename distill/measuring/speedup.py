@@ -35,7 +35,7 @@ from distill.decoding.rules import Rules
 from distill.engines.llama_cpp.model import MOST_LEAVES
 from distill.engines.loaded import LoadedPair, growing_decoder, load_pair, room_for_prompts, settled_decoding
 from distill.engines.torch.hugging_face import end_ids, load_tokenizer
-from distill.errors import DataError
+from distill.errors import DataError, RecipeError
 from distill.files import read_result, write_result, write_text
 from distill.gguf.importing import file_type
 from distill.gguf.writer import own_file

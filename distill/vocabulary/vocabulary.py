@@ -19,6 +19,7 @@ from typing import Any
 from tokenizers import Tokenizer
 from tokenizers.processors import TemplateProcessing
 
+from distill.checkpoints import check_tokenizer
 from distill.errors import DataError, DistillError
 from distill.files import has_form, kind_of, read_object
 
@@ -73,6 +74,7 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     wrong = next((key for key, right in whole.items() if not right), None)
     if wrong is not None:
         raise DataError(f"{path} is damaged: {wrong} is of another kind", AGAIN)
+    check_tokenizer(path, settings)
     return settings
 
 

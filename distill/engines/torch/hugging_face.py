@@ -16,7 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distill.checkpoints import check_generation, check_keys, check_types, quantisation_refusal
 from distill.devices import CPU, free_memory, has_fast_bfloat16, pick_device, process_count
+from distill.engines.server_commands import refuse_head
 from distill.engines.torch.adapters import merged_folder
 from distill.errors import DataError, DistillError, RunError
 from distill.files import finish_folder, has_form, is_gguf, parts_of, read_object, write_json
@@ -158,6 +160,7 @@ def load_weights(reference: str, dtype: torch.dtype, **options: Any) -> Any:
     require_own_type(place, config)
     require_language_model(place, config)
     require_possible(place, config)
+    _require_known_keys(folder)
     if is_quantised(config):
         present_files(folder)
     else:
@@ -171,6 +174,14 @@ def load_weights(reference: str, dtype: torch.dtype, **options: Any) -> Any:
     if not is_path(reference):
         model.config._name_or_path = reference  # for messages
     return model
+
+
+def _require_known_keys(folder: Path) -> None:
+    """Raise DataError for a config.json that asks for what is not computed, or weights that cannot be read here."""
+    content = read_config(folder)
+    check_keys(folder / "config.json", content)
+    if refusal := quantisation_refusal(content):
+        raise DataError(f"{folder}/config.json: {refusal[0]}", refusal[1])
 
 
 def _is_tied(config: Any) -> bool:
@@ -262,7 +273,9 @@ def load_config(reference: str) -> Any:
     from transformers import AutoConfig, PretrainedConfig
 
     folder = text_folder(reference)
-    read_config(folder)
+    content = read_config(folder)
+    refuse_head(folder, content)
+    check_types(folder / "config.json", content)
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         inner = config.get_text_config()
@@ -349,10 +362,9 @@ def end_ids(reference: str, tokenizer: Any) -> list[int]:
 def stated_ends(reference: str) -> list[int]:
     """The end tokens of config.json, then of generation_config.json."""
     path = text_folder(reference) / "generation_config.json"
-    stated = read_object(path).get("eos_token_id") if path.is_file() else None
-    if not (stated is None or has_form(stated, int) or has_form(stated, [int])):
-        hint = "an id, or a list of ids, is needed; copy the file again"
-        raise DataError(f"{path}: eos_token_id is {stated!r}", hint)
+    content = read_object(path) if path.is_file() else {}
+    check_generation(path, content)
+    stated = content.get("eos_token_id")
     config = load_config(reference)
     named = (config.eos_token_id, config.get_text_config().eos_token_id, stated)
     return [one for eos in named for one in (eos if isinstance(eos, list) else [eos]) if one is not None]
@@ -477,6 +489,7 @@ def check_weights(reference: str) -> str:
         return f"{unproven} because they are not on this machine yet"
     config = load_config(str(folder))
     require_own_type(reference, config)
+    _require_known_keys(folder)
     if is_quantised(config):
         present_files(folder)
         return f"{unproven} because headers prove nothing about quantised weights"
@@ -513,6 +526,13 @@ def _check_headers(reference: str, folder: Path, config: Any) -> str | None:
 # ── Each tensor as config.json says and from the weight files ──
 # transformers fills a tensor that it does not find, or finds in another shape, with random numbers and only logs it.
 
+# Tensors that a language model does without: buffers, heads to draft with or of rewards, and encoders of other inputs.
+WITHOUT_PLACE = re.compile(
+    r"(inv_freq|masked_bias|attn\.bias)$"
+    r"|(^|\.)(mtp|mtp_layers|nextn|eh_proj|medusa_head|v_head|value_head|score|classifier)\."
+    r"|(^|\.)(visual|vision|vision_tower|vision_model|vision_embed_tokens|audio_tower|audio_model|image_newline)\b"
+    r"|(^|\.)(multi_modal_projector|embed_vision|embed_audio|mm_projector|img_processor)\b"
+)
 VALUES_PER_BYTE = 16  # more than any quantised type stores
 SHOWN = 3  # tensors named in a message
 AGAIN = "copy or download the folder again; config.json and weights must be of one model"
@@ -528,10 +548,17 @@ def empty_model(config: Any) -> Any:
 
 def require_own_type(reference: str, config: Any) -> None:
     """Raise DataError for a config.json whose model_type and `architectures` are of different models."""
+    import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
     named = (getattr(config, "architectures", None) or [None])[0]
     types = [kind for kind, name in CLASSES.items() if named in (name if isinstance(name, tuple) else (name,))]
+    if named is not None and not types and not hasattr(transformers, named):
+        own = CLASSES.get(config.model_type)
+        known = {str(name).lower() for name in (own if isinstance(own, tuple) else (own,))}
+        if own is not None and named.lower() not in known:
+            what = f"{reference}/config.json: its weights are of a {named:.60}, which transformers does not have"
+            raise DataError(what, f'if they are of a {own}, write "architectures": ["{own}"]')
     if types and config.model_type not in types:
         raise DataError(
             f"{reference}/config.json: model_type is {config.model_type}, but its weights are of a {named} "
@@ -621,11 +648,11 @@ def require_possible(reference: str, config: Any) -> None:
 def require_whole(reference: str, model: Any, info: dict[str, Any]) -> None:
     """Raise DataError unless every tensor of a model came from its files; `info` is transformers' loading info.
 
-    Missing tensors, tensors of another shape, and tensors of the files that belong into a layer of the model, which
-    has no place for them, are refused. Other tensors without a place are only named on stderr.
+    Missing tensors, tensors of another shape, and tensors for which the model has no place are refused. Those of
+    WITHOUT_PLACE outside its layers are named on stderr.
     """
     missing, shapes, extra = (sorted(info[f"{what}_keys"]) for what in ("missing", "mismatched", "unexpected"))
-    misplaced = [] if is_quantised(model.config) else [name for name in extra if _inside_a_layer(model, name)]
+    misplaced = [name for name in extra if not WITHOUT_PLACE.search(name) or _inside_a_layer(model, name)]
     kind, fault = model.config.model_type, None
     if missing:
         fault = f"missing in the weights: {_count(missing)} of the {kind} that config.json describes"
@@ -639,8 +666,10 @@ def require_whole(reference: str, model: Any, info: dict[str, Any]) -> None:
     elif info.get("error_msgs"):
         fault = f"its tensors do not make a {kind}: {str(info['error_msgs'][0]).strip().splitlines()[0]}"
     elif misplaced:
-        fault = f"the weights hold {_count(misplaced)} for which a {kind} has no place in its layers: "
-        fault += "config.json is of another model type than the weights"
+        inside = " in its layers" if _inside_a_layer(model, misplaced[0]) else ""
+        fault = f"the weights hold {_count(misplaced)} for which a {kind} has no place{inside}: "
+        quantised = "its quantisation is not applied, or " if is_quantised(model.config) else ""
+        fault += f"{quantised}config.json is of another model type than the weights"
     if fault is not None:
         raise DataError(f"{reference}: {fault}", AGAIN)
     if extra:
