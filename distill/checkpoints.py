@@ -229,7 +229,7 @@ def check_types(path: Path, config: Mapping[str, Any], prefix: str = "") -> None
         try:
             type_validator(key, value, kind)
         except (TypeError, ValueError):
-            if not (isinstance(value, list) and tuple in map(get_origin, _parts(kind))):  # JSON has no tuples
+            if not (isinstance(value, list) and any(get_origin(one) is tuple for one in _parts(kind))):  # JSON has none
                 _wrong(path, prefix + key, f"be {_words(kind)}", value)
     for key in POSITIVE:
         if isinstance(value := config.get(key), int) and value < 1 and not (key == "sliding_window" and value == 0):

@@ -35,7 +35,8 @@ from distill.gguf.families import (
     orders,
     period_of,
 )
-from distill.gguf.head import ARRAY, STRING, FileHead, shortest
+from distill.gguf.head import ARRAY, COPY_AGAIN, FILL_ROLES, NO_TOKEN, STRING, TURN_ENDS, FileHead, shortest, token_key
+from distill.vocabulary.vocabulary import NAMED_ROLES
 
 # ── Sizes and settings by config.json; what llama.cpp would compute differently is refused ──
 
@@ -386,6 +387,73 @@ CONFIG_ORDER = (
 LLAMA3_CONTEXT = 8192  # original context of every Llama 3
 
 
+# ── The door: each key of a file is read, harmless, or refused by name ──
+# A key that is off (false, 0, empty) asks for nothing. Keys general.* say where a file comes from, but for those that
+# are read; so do keys of other programs, because llama.cpp reads no key outside these namespaces.
+
+OTHER_FILES = {  # namespaces that llama.cpp reads in files of other kinds, and what those are
+    **{"adapter": "an adapter (LoRA)", "clip": "an encoder of images or sounds", "imatrix": "an importance matrix"},
+    **{"diffusion": "a diffusion model", "xielu": "a model with xIELU"},
+}
+READ_OWN = (
+    *(*SIZES.values(), *EPSILONS.values(), *HEAD_SIZES, WINDOW, PERIOD, "vocab_size", "expert_count"),
+    *("attention.causal", "nextn_predict_layers"),
+)
+HARMLESS_OWN = {
+    "tensor_data_layout": "names the order of an old converter, and llama.cpp reads it not",
+    "expert_used_count": "is of mixtures of experts, which expert_count tells",
+    "pooling_type": "is of embeddings of texts",
+}
+READ_TOKENIZER = {
+    *(f"ggml.{key}" for key in ("model", "pre", "tokens", "token_type", "scores", "merges", "add_bos_token")),
+    *("ggml.add_eos_token", "ggml.add_space_prefix", "chat_template", "chat_templates"),
+    *(token_key(role).removeprefix("tokenizer.") for role in (*NAMED_ROLES, *TURN_ENDS, *FILL_ROLES)),
+}
+HARMLESS_TOKENIZER = {
+    "huggingface.json": "is a copy of the tokenizer of transformers, which llama.cpp does not read",
+    "ggml.token_type_count": "is of models that read pairs of texts",
+    "ggml.remove_extra_whitespaces": "is of Unigram, which is refused",
+    "ggml.precompiled_charsmap": "is of Unigram, which is refused",
+}
+
+
+def refuse_unknown_keys(head: FileHead) -> None:
+    """Raise DataError for a key that is neither read nor harmless, and for one that says otherwise than the tensors."""
+    import gguf
+
+    own, others = head.architecture, set(gguf.MODEL_ARCH_NAMES.values())
+    family = FAMILIES[family_of(head)[0]]
+    read = {*READ_OWN, *HARMLESS_OWN, *family.scales.values(), *family.caps, *([BETA] if own == "mistral3" else [])}
+    rows, hidden = head.shapes["token_embd.weight"][1], head.count(SIZES["hidden_size"])
+    expected: dict[str, Any] = {"vocab_size": rows, "embedding_length_out": hidden, "attention.causal": True}
+    size = head.count(HEAD_SIZES[0], hidden // head.count(SIZES["num_attention_heads"]))
+    expected |= dict.fromkeys(("attention.key_length_swa", "attention.value_length_swa"), size)
+    unread = {WINDOW, PERIOD} - ({WINDOW, PERIOD} if family.full_every else {WINDOW} if own == "phi3" else set())
+    for name, value in head.values.items():
+        space, _, key = name.partition(".")
+        off = (value in (False, 0, b"", []) and not isinstance(value, bytes | list)) or value in (b"", [])
+        if space == "tokenizer" and key not in READ_TOKENIZER | HARMLESS_TOKENIZER.keys():
+            template = key.startswith("chat_template.") or (key.endswith("_token_id") and value == NO_TOKEN)
+            if not off and not template:
+                head.refuse(f"{name} is {_shown(value)}, which is not read here and may change the tokens", FOLDER)
+        elif space == own and key in expected:
+            if value != expected[key] or isinstance(value, bool) != isinstance(expected[key], bool):
+                head.refuse(f"{name} is {_shown(value)}, by the tensors it is {expected[key]}", COPY_AGAIN)
+        elif space == own and key.startswith("rope."):
+            continue  # `_refuse_unread` has the rules of these
+        elif space == own and (key not in read or key in unread) and not off:
+            if key != WINDOW or not isinstance(value, int) or value < head.count(SIZES["max_position_embeddings"]):
+                head.refuse(f"{name} is {_shown(value)}, which is not read for {own} and may change the text", FOLDER)
+        elif space in OTHER_FILES and not off:
+            head.refuse(f"{name}: it is {OTHER_FILES[space]}, or says it is", FOLDER)
+        elif space != own and space in others and not off:
+            head.refuse(f"{name} is {_shown(value)}, and its architecture is {own}", COPY_AGAIN)
+
+
+def _shown(value: Any) -> str:
+    return f"{value.decode('utf-8', 'replace') if isinstance(value, bytes) else value!r:.40}"
+
+
 def family_of(head: FileHead) -> tuple[str, Family]:
     """The model_type of a file and its family; DataError for an architecture that is not known, by its name."""
     kind = MODEL_TYPES.get(head.architecture)
@@ -411,6 +479,7 @@ def configuration(head: FileHead, factors: Mapping[str, Floats]) -> dict[str, An
     embedding = head.shapes.get("token_embd.weight")
     if embedding is None or len(embedding) != 2:
         head.refuse("it has no matrix token_embd.weight")
+    refuse_unknown_keys(head)
     heads, hidden = head.count(SIZES["num_attention_heads"]), head.count(SIZES["hidden_size"])
     size = head.count(HEAD_SIZES[0], hidden // heads)
     if head.count(HEAD_SIZES[1], size) != size:

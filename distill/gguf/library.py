@@ -6,6 +6,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import importlib
+import itertools
 import math
 import os
 import platform
@@ -460,6 +461,8 @@ class GgufFile:
 
 def require_loadable(head: FileHead) -> None:
     """Raise DataError, with the key or the type, for a file that llama.cpp would not load, or end the process on."""
+    if (kind := head.text("general.type")) not in (None, "", "model"):
+        head.refuse(f"general.type is {kind!r:.40}: it is no model that decodes by itself", "give the model's own file")
     _require_types(head)
     scaling = head.text(f"{head.architecture}.rope.scaling.type")
     if scaling not in (None, *ROPE_SCALINGS):
@@ -497,6 +500,48 @@ def _require_types(head: FileHead) -> None:
             f"nothing here can load {names} ({len(unknown)} of {len(head.kinds)} tensors, first {unknown[0]})",
             "quantise the model to types of llama.cpp, such as q4_k_m; those of ik_llama.cpp load there alone",
         )
+    for name, number in head.kinds.items():
+        block, _ = _block(number)
+        if head.shapes[name][0] % block:
+            row = head.shapes[name][0]
+            head.refuse(
+                f"{name} is {_name_of(number)}, whose blocks of {block} values do not fill rows of {row}", COPY_AGAIN
+            )
+    for (name, (path, at)), (following, (same, start)) in itertools.pairwise(head.places.items()):
+        block, width = _block(head.kinds[name])
+        size = math.prod(head.shapes[name]) // block * width
+        align = head.values.get("general.alignment", 32)
+        if path == same and start - at != size + -size % align:  # llama.cpp asks for one after the other
+            kind = _name_of(head.kinds[name])
+            head.refuse(
+                f"{name} takes {size} bytes as {kind}, and {following} begins {start - at} after it", COPY_AGAIN
+            )
+
+
+def _name_of(number: int) -> str:
+    """A type's name, by llama.cpp where it is installed."""
+    if known_type(number) is None and _has_type(number):
+        with contextlib.suppress(DataError):
+            return str(_ggml("ggml_type_name", ctypes.c_char_p)(number).decode())
+    return type_name(number)
+
+
+def _ggml(symbol: str, result: Any) -> Any:
+    """A function of ggml that takes the number of a type; DataError without llama-cpp-python."""
+    library()
+    function = importlib.import_module("llama_cpp._ggml").libggml[symbol]
+    function.argtypes, function.restype = [ctypes.c_int], result
+    return function
+
+
+@cache
+def _block(number: int) -> tuple[int, int]:
+    """Values and bytes of a block of a type that `_has_type`."""
+    import gguf
+
+    if (kind := known_type(number)) is not None:
+        return gguf.GGML_QUANT_SIZES[kind]
+    return _ggml("ggml_blck_size", ctypes.c_int64)(number), _ggml("ggml_type_size", ctypes.c_size_t)(number)
 
 
 @cache
@@ -504,7 +549,7 @@ def _has_type(number: int) -> bool:
     """Whether llama.cpp has a type; where it is not installed, whether the gguf package has it."""
     with contextlib.suppress(DataError):
         count = library().llama_model_quantize_default_params().token_embedding_type  # unset: the number of types
-        return number < count and importlib.import_module("llama_cpp._ggml").libggml.ggml_blck_size(number) > 0
+        return number < count and _ggml("ggml_blck_size", ctypes.c_int64)(number) > 0
     return known_type(number) is not None
 
 

@@ -31,9 +31,10 @@ from distill.engines.llama_cpp.model import GgufModel
 from distill.errors import DataError
 from distill.export import Original, compare
 from distill.files import is_gguf, reference_digest, split_parts
+from distill.gguf.fields import configuration
 from distill.gguf.head import END_NAMES, FILL_NAMES, NO_END, SHOWN_NAMES, open_head
-from distill.gguf.importing import file_type, folder_of, read_import, write_import
-from distill.gguf.library import GgufFile
+from distill.gguf.importing import file_type, folder_of, read_import, rotary_factors, write_import
+from distill.gguf.library import GgufFile, require_loadable
 from distill.gguf.tokenizer import GgufTokenizer, add_tokenizer, imported_tokenizer, write_vocabulary
 from distill.gguf.writer import export_gguf
 from distill.recipe.recipe import resolve_model
@@ -411,3 +412,83 @@ def test_a_type_that_nothing_here_loads(
         assert message in printed.err and "fits" not in printed.out
     assert open_head(path).sizes == open_head(files["qwen2-tied"]).sizes  # by the places of the tensors
     assert file_type(path) == "f32"
+
+
+def test_types_that_do_not_fit_their_place(files: dict[str, Path], tmp_path: Path) -> None:
+    """Types of other sizes than the places of the tensors, known to the gguf package or to llama.cpp alone (42)."""
+    content, title = files["qwen2-tied"].read_bytes(), b"blk.1.ffn_up.weight"
+    place = content.index(title) + len(title) + 4 + 2 * 8
+    row = open_head(files["qwen2-tied"]).shapes[title.decode()][0]
+    for number, name, block in (
+        (39, "mxfp4", 32),
+        (40, "nvfp4", 64),
+        (41, "q1_0", 128),
+        (42, "q2_0", 64),
+        (1, "f16", 1),
+    ):
+        path = tmp_path / f"{number}.gguf"
+        path.write_bytes(content[:place] + number.to_bytes(4, "little") + content[place + 4 :])
+        message = (
+            f"blocks of {block} values do not fill rows" if row % block else rf"takes \d+ bytes as {name}, and blk"
+        )
+        with pytest.raises(DataError, match=message):
+            require_loadable(open_head(path))
+
+
+# ── The door: every key is read, harmless or refused ──
+
+
+def opened(files: Mapping[str, Path], name: str, **values: Any) -> str:
+    """The fault of a file with these values; empty where it is imported."""
+    head = open_head(files[name])
+    head.values |= values
+    try:
+        require_loadable(head)
+        configuration(head, rotary_factors(head))
+        imported_tokenizer(head)
+    except DataError as error:
+        return error.what
+    return ""
+
+
+@pytest.mark.parametrize("name", ["qwen2-tied", "llama", "phi3-long", "llama-3-rope", "gemma3"])
+def test_every_key_of_a_file(name: str, files: dict[str, Path]) -> None:
+    """Each key with a value of another kind; keys that nobody reads; and what says where a file comes from."""
+    head = open_head(files[name])
+    own = head.architecture
+    assert opened(files, name) == ""
+    for key, value in head.values.items():
+        if key.startswith(("tokenizer.", f"{own}.")) or key in ("general.architecture", "general.type"):
+            wrong = 3 if isinstance(value, bytes) else b"text"
+            assert opened(files, name, **{key: wrong}), key
+    for key in (f"{own}.attention.twist", f"{own}.swirl", f"{own}.rope.twist", "tokenizer.ggml.lowercase", "clip.has"):
+        assert key in opened(files, name, **{key: 2}) and opened(files, name, **{key: 0}) == "", key
+    for key, value in {
+        "tokenizer.ggml.image_token_id": 3,
+        f"{own}.vocab_size": 7,
+        f"{own}.attention.causal": False,
+        f"{own}.attention.scale": 0.5,
+        f"{own}.attn_logit_softcapping": 30.0,
+        f"{own}.embedding_length_out": 5,
+        "gpt2.context_length": 512,
+        "adapter.type": b"lora",
+    }.items():
+        assert key in opened(files, name, **{key: value}), key
+    for kind in ("adapter", "mmproj", "imatrix"):
+        assert "it is no model that decodes by itself" in opened(files, name, **{"general.type": kind.encode()})
+    provenance = {
+        "general.quantized_by": b"me",
+        "general.unheard": 3,
+        "quantize.imatrix.file": b"x",
+        "maker.note": b"x",
+    }
+    assert opened(files, name, **provenance) == "" and "architecture" in opened(
+        files, name, **{"general.architecture": b"x"}
+    )
+
+
+def test_a_window_that_is_not_read(files: dict[str, Path]) -> None:
+    """As files of Mistral's older models have it: no text reaches a window as long as the context."""
+    context = open_head(files["llama"]).context
+    assert "llama.attention.sliding_window is 8" in opened(files, "llama", **{"llama.attention.sliding_window": 8})
+    assert opened(files, "llama", **{"llama.attention.sliding_window": context}) == ""
