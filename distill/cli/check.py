@@ -75,13 +75,21 @@ def _check_standalone(target: str, draft: str, offline: bool) -> None:
         for name in files:
             require_loadable(open_head(Path(name)))
         pair = compare_pair(*names)
-        print("\n".join([*pair.lines(), *shipped_heads(names[0])]))
+        print("\n".join([*pair.lines(), f"the target's texts end at {_ends(names[0])}", *shipped_heads(names[0])]))
         if files:
             print(describe_build())
         if len(files) < len(names):  # two files decode in llama.cpp; one beside a folder is imported
             print("\n".join(map(check_weights, dict.fromkeys(names))))
     if pair.distill is not None:
         raise PairError(f"{draft} cannot draft for {target}: {pair.distill.reason}", pair.distill.remedy)
+
+
+def _ends(target: str) -> str:
+    """What ends a target's texts, in words."""
+    from distill.engines.ends import target_ends
+    from distill.engines.llama_cpp.model import ends_of_file
+
+    return target_ends(target, known=ends_of_file(Path(target)) if is_gguf(target) else ()).words
 
 
 def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:

@@ -20,13 +20,13 @@ import torch
 from torch import Tensor
 
 from distill.devices import pick_device
+from distill.engines.ends import target_ends
 from distill.engines.llama_cpp.model import GgufModel, ends_of
 from distill.engines.model import Model
 from distill.engines.torch.draft_weights import LEAST, LONGEST, TEXT, Weights, best_weights
 from distill.engines.torch.hugging_face import (
     context_length,
     encode_text,
-    end_ids,
     load_config,
     load_model,
     load_target,
@@ -70,10 +70,10 @@ MOST_BITS = 0.9  # of a file's weights: with fewer, what is held in bfloat16 tak
 class LoadedPair(contextlib.AbstractContextManager["LoadedPair"]):
     """Both models, ready to decode; the draft is the target itself where none was asked for.
 
-    `ends` are the ids that end a text. `tokenizer` and `hugging_face` (target, draft) are the objects of transformers,
-    None for GGUF files; `pytorch` says how they decode. `options` are what the models were loaded with, None for models
-    that were loaded elsewhere. `costs` keeps what rounds cost by depth, see `round_costs.pair_costs`. Closes its models
-    when used as a context.
+    `ends` are the ids that end a text, `text_ends` texts that end an answer (`target_ends`). `tokenizer` and
+    `hugging_face` (target, draft) are the objects of transformers, None for GGUF files; `pytorch` says how they decode.
+    `options` are what the models were loaded with, None for models that were loaded elsewhere. `costs` keeps what
+    rounds cost by depth, see `round_costs.pair_costs`. Closes its models when used as a context.
     """
 
     backend: Literal["pytorch", "gguf", "ik"]
@@ -85,6 +85,7 @@ class LoadedPair(contextlib.AbstractContextManager["LoadedPair"]):
     hugging_face: tuple[Any, Any] | None = None
     pytorch: PyTorch = GROWING
     options: Mapping[str, Any] | None = None
+    text_ends: tuple[str, ...] = ()
     costs: dict[int, Any] = field(default_factory=dict, init=False, compare=False)
 
     @cached_property
@@ -343,10 +344,8 @@ def pair_of_models(
         chosen = None if options is None else _chosen_weights(big, draft, tokenizer, pytorch, options)
         pytorch = pytorch.model_copy(update={"draft_weights": chosen})
     small = big if draft is None else torch_decoder(draft, vocabulary, pytorch, tokens, is_draft=True)
-    ends = end_ids(reference, tokenizer)
-    return LoadedPair(
-        "pytorch", reference, big, small, ends, tokenizer, (target, target if draft is None else draft), pytorch
-    )
+    ends, models = target_ends(reference, tokenizer), (target, target if draft is None else draft)
+    return LoadedPair("pytorch", reference, big, small, ends.ids, tokenizer, models, pytorch, text_ends=ends.texts)
 
 
 def _chosen_weights(
@@ -396,7 +395,8 @@ def _load_files(
         raise
     backend: Literal["ik", "gguf"] = "ik" if gguf.target.library == "ik" else "gguf"
     kept = gguf.model_dump(mode="json") | {"target": target, "draft": draft, "threads": thread_count(threads)}
-    return LoadedPair(backend, target, big, small, ends_of(big), options=kept)
+    ends = target_ends(target, known=ends_of(big))
+    return LoadedPair(backend, target, big, small, ends.ids, options=kept, text_ends=ends.texts)
 
 
 def _content(reference: str) -> dict[str, str]:

@@ -605,7 +605,10 @@ def _by_family(head: FileHead, kind: str, config: Mapping[str, Any], rope: Mappi
         local = {"rope_type": "default", "rope_theta": head.real(LOCAL_THETA, DEFAULT_THETA)}
         values["rope_parameters"] = {"full_attention": rope, "sliding_attention": local}
     if kind == "phi3":
-        values |= {"original_max_position_embeddings": original, "sliding_window": head.own(WINDOW) or None}
+        values |= {
+            "original_max_position_embeddings": original,
+            "sliding_window": head.size(WINDOW, 0, 2**31 - 1) or None,
+        }
     if kind == "ministral3":
         more: dict[str, Any] = {"llama_4_scaling_beta": head.real(BETA) if head.own(BETA) else 0.0}
         more["original_max_position_embeddings"] = original

@@ -32,7 +32,7 @@ from distill.decoding.decode import Decoded, Round, room_for
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.round_costs import PROMPTS, pair_costs
-from distill.decoding.rules import Rules
+from distill.decoding.rules import Rules, Stop, stop_before
 from distill.engines.loaded import LoadedPair, Opening
 from distill.engines.model import Model, Step, Watch
 from distill.measuring.evaluation import judged_positions, positions_by_text
@@ -118,7 +118,12 @@ class TimedConfiguration(Session):
 
 
 def prepare_all(
-    settings: PairSettings, target: Model, draft: Model | DraftReader, ends: Collection[int], inputs: DrafterInputs
+    settings: PairSettings,
+    target: Model,
+    draft: Model | DraftReader,
+    ends: Collection[int],
+    inputs: DrafterInputs,
+    stop: Stop | None = None,
 ) -> list[TimedConfiguration]:
     """Plain greedy decoding, the sweep (a configuration a length), and all others; a `DraftReader` has another
     vocabulary.
@@ -129,7 +134,7 @@ def prepare_all(
     def ready(configuration: Configuration, length: int | None = None) -> TimedConfiguration:
         sampler = configured_sampler(configuration, settings.sampler)
         draws = random.Random(f"{settings.seed}/{configuration.described}").random
-        rules = Rules(sampler, configuration.verified_by, ends, draws)
+        rules = Rules(sampler, configuration.verified_by, ends, draws, stop)
         make = partial(make_drafter, configuration, draft, sampler, draws, inputs)
         return TimedConfiguration(target, configuration, rules, make, length=length)
 
@@ -429,7 +434,7 @@ def measure_pair(
     if reader is not None:
         drafting = copy.copy(reader)
         drafting.model = draft
-    prepared = prepare_all(settings, target, drafting, pair.ends, inputs)
+    prepared = prepare_all(settings, target, drafting, pair.ends, inputs, stop_before(pair.token_bytes, pair.text_ends))
     with_room = draft if reader is None else target  # a draft of another vocabulary checks its own room
     time_texts(target, with_room, prompts, new_tokens, prepared, f"{pair.backend}, prompts", watch, not given.units)
     plain = prepared[0].texts[0].decoded.tokens
@@ -451,7 +456,8 @@ def time_again(
     pair."""
     longest = _longest_priced(settings)
     costs = pair_costs(pair, given.prompts[:1], longest) if longest else NO_COSTS
-    prepared = prepare_all(settings, pair.target, pair.draft, pair.ends, _inputs(pair, given, costs))
+    stop = stop_before(pair.token_bytes, pair.text_ends)
+    prepared = prepare_all(settings, pair.target, pair.draft, pair.ends, _inputs(pair, given, costs), stop)
     wanted = {place: prepared[place] for place in places}
     new_tokens, title = settings.speedup.new_tokens, f"{pair.backend}, prompts of a turn"
     time_texts(pair.target, pair.draft, given.prompts, new_tokens, [*wanted.values()], title)

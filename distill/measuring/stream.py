@@ -45,6 +45,7 @@ class Continuation:
     `calibrations` by name. `lossy` allows a configuration
     that changes the target's distribution; the summary then says so. `grammar` is its kind and text, see
     `grammar.constraint`. `table` holds n-grams of the target (a file, or a run that has one), for drafter table.
+    `message`: the text is an answer of a conversation, which the target's `text_ends` end, too.
     """
 
     configuration: Configuration
@@ -55,6 +56,7 @@ class Continuation:
     lossy: bool = False
     grammar: tuple[str, str] | None = None
     table: Path | None = None
+    message: bool = False
 
 
 @contextlib.contextmanager
@@ -97,6 +99,7 @@ def stream(
     model = opening.target.model
     ids = encode_prompt(model, text) if message is None else message
     room = _room(ids, limit, context_of(model))
+    request = replace(request, message=message is not None)
     with opened(opening, request, len(ids) + room) as (pair, reader):
         session, result = begin(pair, reader, request, ids), Decoded()
         # Nothing is printed before all is known to be possible.
@@ -142,7 +145,7 @@ def begin(
     verifier = (
         configuration.verified_by if configuration.drafts else "token" if request.sampler.temperature else "greedy"
     )
-    stop = stop_before(_shown(pair, grammar), request.stop)
+    stop = stop_before(_shown(pair, grammar), [*request.stop, *(pair.text_ends if request.message else ())])
     rules = Rules(request.sampler, verifier, pair.ends, draws, stop, grammar)
     if configuration.branches:
         require_trees(pair.target, pair.draft)
@@ -252,6 +255,7 @@ class Answerer:
 
     def session(self, request: Continuation, ids: Sequence[int]) -> Session:
         """What decodes a request; DataError as `begin`."""
+        request = replace(request, message=True)
         found = next((session for one, session in self._sessions if one == request), None)
         if found is None:
             costs = dict(self.pair.costs)

@@ -5,6 +5,7 @@ llama.cpp aborts the process on arguments out of range, so ids, lengths and indi
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import time
 from collections.abc import Sequence
@@ -22,7 +23,7 @@ from distill.engines.llama_cpp.context import FEW, Branches, GgufContext, GgufLo
 from distill.engines.model import NO_TREES, ROOT, Ints, PendingTree, Retold, check_call, check_chain, check_lengths
 from distill.errors import DataError
 from distill.files import cache_folder, digest, read_result, remember
-from distill.gguf.head import open_head, token_key
+from distill.gguf.head import NO_TOKEN, open_head, token_key
 from distill.gguf.importing import file_name
 from distill.gguf.library import GgufFile
 from distill.machine import machine
@@ -403,8 +404,18 @@ def token_bytes_of(model: GgufModel) -> list[bytes]:
 def ends_of(model: GgufModel) -> list[int]:
     """The ids that end a text; without the ordinary token, often a comma, that llama.cpp takes for eos where the file
     names none."""
-    llama, vocabulary = model.file.library, model.file.vocabulary
-    named = token_key("eos") in open_head(model.path).values
+    return _ends(model.file)
+
+
+def ends_of_file(path: Path) -> list[int]:
+    """`ends_of` of a file, without its weights."""
+    with contextlib.closing(GgufFile(path, vocabulary_only=True)) as file:
+        return _ends(file)
+
+
+def _ends(file: GgufFile) -> list[int]:
+    llama, vocabulary = file.library, file.vocabulary
+    named = open_head(file.path).values.get(token_key("eos"), NO_TOKEN) != NO_TOKEN
     eos = -1 if named else llama.llama_vocab_eos(vocabulary)
-    ends = [token for token in range(model.vocabulary_size) if llama.llama_vocab_is_eog(vocabulary, token)]
+    ends = [token for token in range(file.vocabulary_size) if llama.llama_vocab_is_eog(vocabulary, token)]
     return [token for token in ends if token != eos or llama.llama_vocab_is_control(vocabulary, token)]
