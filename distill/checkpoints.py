@@ -403,7 +403,7 @@ def quantisation_refusal(config: Mapping[str, Any]) -> tuple[str, str] | None:
     from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING as METHODS
     from transformers.quantizers.auto import AutoHfQuantizer
 
-    remedy = "give the model before it was quantised; or leave it on a server (target.load: false)"
+    remedy = "give the model as it was before, or a GGUF file of it"
     if not isinstance(settings, Mapping):
         return f"quantization_config must be an object, got {kind_of(settings)}", HINT
     method = settings.get("quant_method")

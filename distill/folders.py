@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
+import re
+import shlex
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,7 +16,7 @@ from typing import TYPE_CHECKING, Any, BinaryIO
 import numpy
 from numpy.typing import NDArray
 
-from distill.errors import DataError
+from distill.errors import DataError, DistillError
 from distill.files import (
     ADAPTER,
     LARGEST,
@@ -411,3 +414,40 @@ def from_floats(values: Floats, dtype: str) -> NDArray[Any]:
         return numpy.ascontiguousarray(gguf.quants.quantize(values, gguf.GGMLQuantizationType.BF16)).view("<u2")
     with numpy.errstate(over="ignore"):
         return values.astype(NUMPY_FLOATS[dtype], copy=False)
+
+
+# ── Folders that hold a head to draft with, and no model ──
+
+# Of a head alone: words in `architectures`, model_type or the keys of config.json, with the name of the kind; and
+# tensors that a whole model lacks.
+HEAD_WORDS = {
+    "eagle3": "EAGLE-3",
+    "eagle": "EAGLE",
+    "dflash": "DFlash",
+    "medusa": "Medusa",
+    "speculator": "speculators",
+    "nextn": "multi-token prediction",
+    "mtp": "multi-token prediction",
+}
+_HEAD_ALONE = re.compile(r"^(model\.)?(fc\.weight|d2t|t2d|midlayer\..*|medusa_head\..*|\d+\.0\.linear\.weight)$")
+
+
+def refuse_head(folder: Path, config: Mapping[str, Any]) -> None:
+    """Raise DataError for a folder that holds a head to draft with, and no model that decodes by itself."""
+    stated = [*(config.get("architectures") or []), config.get("model_type"), config.get("speculators_model_type")]
+    words = " ".join(map(str, (*stated, *(key for key in config if key.endswith("_config"))))).lower()
+    kind = next((kind for kind in HEAD_WORDS if kind in words.replace("mtp_num", "")), None)
+    if kind is None and config.get("num_hidden_layers") in (0, 1) and (folder / "model.safetensors").is_file():
+        with contextlib.suppress(DistillError):
+            found = next(filter(_HEAD_ALONE.match, read_header(folder / "model.safetensors")), None)
+            kind = None if found is None else "medusa" if "medusa" in found or "linear" in found else "eagle"
+    if kind is None:
+        return
+    method = {"mtp": "mtp", "nextn": "mtp", "speculator": "eagle3"}.get(kind, kind)
+    used = {"method": method, "model": str(folder), "num_speculative_tokens": 3}
+    raise DataError(
+        f"{folder} is a head ({HEAD_WORDS[kind]}), which drafts from the hidden states of its target: it is no model "
+        "that decodes by itself",
+        f"serve it with its target: vllm serve TARGET --speculative-config {shlex.quote(json.dumps(used))}; "
+        "to draft here, give a whole model",
+    )

@@ -4,18 +4,14 @@ an end of a turn that is plain text. Every command decodes with what `target_end
 from __future__ import annotations
 
 import contextlib
-import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from distill.engines.torch.hugging_face import encode, end_ids, load_tokenizer, special_tokens, stated_ends
+from distill.engines.torch.hugging_face import end_ids, load_tokenizer, stated_ends, turn_ends
 from distill.errors import DistillError
 from distill.files import is_gguf
 from distill.progress import warn_once
-
-FIRST_LINE = re.compile(r"\s*\S[^\n]*")
-SHORTEST = 2  # characters of an end that is text: a single one may stand in an answer
 
 
 @dataclass(frozen=True)
@@ -59,25 +55,3 @@ def target_ends(reference: str, tokenizer: Any = None, known: Sequence[int] = ()
         place = "tokenizer.ggml.eos_token_id" if is_gguf(reference) else "eos_token_id in config.json"
         warn_once(f"{reference} names nothing that ends a text ({place}): each goes on to its most tokens")
     return Ends(sorted(ids), texts, words)
-
-
-def turn_ends(tokenizer: Any) -> tuple[list[int], str]:
-    """The special token that the chat template writes first after an answer, and the text that it writes there instead;
-    at the end of a conversation, or where there is nothing, before the next question. Empty without a template."""
-    turns = [("user", "QUESTION"), ("assistant", "ANSWER"), ("user", "FURTHER")]
-    messages = [{"role": role, "content": content} for role, content in turns]
-    for count in (2, 3):
-        try:
-            whole = str(tokenizer.apply_chat_template(messages[:count], tokenize=False))
-        except Exception:  # it has none, or one that refuses this: templates are foreign programs
-            continue
-        after = whole.rpartition("ANSWER")[2] if "ANSWER" in whole else ""
-        after = after.partition("FURTHER")[0]
-        if not after.strip():
-            continue
-        ids = encode(tokenizer, after.lstrip())[:1]
-        if ids and ids[0] in special_tokens(tokenizer):
-            return ids, ""
-        found = FIRST_LINE.match(after.rstrip())
-        return [], found[0] if found and len(found[0].strip()) >= SHORTEST else ""
-    return [], ""

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from distill.errors import DataError, DistillError
+from distill.errors import DistillError
 from distill.files import is_gguf, read_object
 from distill.folders import present_files, read_header
 from distill.gguf.head import FileHead, open_head
@@ -244,46 +244,13 @@ print(tokenizer.decode(output[0], skip_special_tokens=True))"""
 HEAD_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # of config.json
 HEAD_TENSORS = re.compile(r"(^|\.)(mtp|mtp_layers|nextn|eh_proj)\.")
 HEAD_KINDS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}  # as servers name them
-# Of a head alone: words in `architectures`, model_type or the keys of config.json, with the name of the kind; and
-# tensors that a whole model lacks.
-HEAD_WORDS = {
-    "eagle3": "EAGLE-3",
-    "eagle": "EAGLE",
-    "dflash": "DFlash",
-    "medusa": "Medusa",
-    "speculator": "speculators",
-    "nextn": "multi-token prediction",
-    "mtp": "multi-token prediction",
-}
-_HEAD_ALONE = re.compile(r"^(model\.)?(fc\.weight|d2t|t2d|midlayer\..*|medusa_head\..*|\d+\.0\.linear\.weight)$")
 MOST_BESIDE = 64  # files or folders that are looked at
 MORE = "docs/choosing.md#drafts-of-other-kinds says when a plain draft still wins"
 MTP_OF_FILES, MTP = f"{SPEC_TYPE} draft-mtp {N_MAX} 3", {"method": "mtp", "num_speculative_tokens": 1}
 
 
-def refuse_head(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise DataError for a folder that holds a head to draft with, and no model that decodes by itself."""
-    stated = [*(config.get("architectures") or []), config.get("model_type"), config.get("speculators_model_type")]
-    words = " ".join(map(str, (*stated, *(key for key in config if key.endswith("_config"))))).lower()
-    kind = next((kind for kind in HEAD_WORDS if kind in words.replace("mtp_num", "")), None)
-    if kind is None and config.get("num_hidden_layers") in (0, 1) and (folder / "model.safetensors").is_file():
-        with contextlib.suppress(DistillError):
-            found = next(filter(_HEAD_ALONE.match, read_header(folder / "model.safetensors")), None)
-            kind = None if found is None else "medusa" if "medusa" in found or "linear" in found else "eagle"
-    if kind is None:
-        return
-    method = {"mtp": "mtp", "nextn": "mtp", "speculator": "eagle3"}.get(kind, kind)
-    used = {"method": method, "model": str(folder), "num_speculative_tokens": 3}
-    raise DataError(
-        f"{folder} is a head ({HEAD_WORDS[kind]}), which drafts from the hidden states of its target: it is no model "
-        "that decodes by itself",
-        f"serve it with its target: vllm serve TARGET --speculative-config {shlex.quote(json.dumps(used))}; "
-        "to draft here, give a whole model",
-    )
-
-
 def refuse_head_file(head: FileHead) -> None:
-    """The same for a GGUF file."""
+    """Raise DataError for a GGUF file that holds a head to draft with, as `refuse_head` for a folder."""
     if (kind := head.text("general.architecture")) in HEAD_KINDS:
         command = shlex.join(["llama-server", "-m", "TARGET", "-md", str(head.path), SPEC_TYPE, f"draft-{kind}"])
         head.refuse(

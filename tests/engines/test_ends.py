@@ -1,5 +1,5 @@
-"""What ends a target's texts: tokens that files name, what the chat template writes after an answer or between turns, and
-ends that are plain text; a target without any is said once."""
+"""What ends a target's texts: tokens that files name, and what the chat template writes after an answer or between
+turns, tokens or plain text; a target without any is said once."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import tiny
 from tiny import Capture, edit, needs_llama
 from transformers import PreTrainedTokenizerFast
 
-from distill.engines.ends import target_ends, turn_ends
-from distill.engines.torch.hugging_face import load_tokenizer
+from distill.engines.ends import target_ends
+from distill.engines.torch.hugging_face import load_tokenizer, turn_ends
 from distill.gguf.writer import export_gguf
 
 START = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}"
@@ -68,7 +68,7 @@ def test_a_named_end_stays(folder: Path, capsys: Capture) -> None:
 
 @needs_llama
 def test_a_file_without_an_end_token(world: Path, tmp_path: Path, capsys: Capture) -> None:
-    """The file of a model whose template ends turns, with the key of the end token gone or no id: the same ends for all."""
+    """The key of the end token holds no id, and the template ends turns: the same ends for every command."""
     whole = export_gguf(world / "target", tmp_path / "whole.gguf", "f32").path
     content = whole.read_bytes()
     key = b"tokenizer.ggml.eos_token_id"

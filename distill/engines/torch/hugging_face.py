@@ -18,7 +18,6 @@ from torch import Tensor
 
 from distill.checkpoints import check_generation, check_keys, check_types, quantisation_refusal
 from distill.devices import CPU, free_memory, has_fast_bfloat16, pick_device, process_count
-from distill.engines.server_commands import refuse_head
 from distill.engines.torch.adapters import merged_folder
 from distill.errors import DataError, DistillError, RunError
 from distill.files import finish_folder, has_form, is_gguf, parts_of, read_object, write_json
@@ -30,6 +29,7 @@ from distill.folders import (
     present_files,
     read_config,
     refuse_adapter,
+    refuse_head,
     stored_tensors,
     torch_type,
     weight_files,
@@ -353,10 +353,36 @@ def turn_end(tokenizer: Any) -> list[int]:
     return ids if ids and ids[0] in special_tokens(tokenizer) else []
 
 
+FIRST_LINE = re.compile(r"\s*\S[^\n]*")
+SHORTEST = 2  # characters of an end that is text: a single one may stand in an answer
+
+
+def turn_ends(tokenizer: Any) -> tuple[list[int], str]:
+    """The special token that the chat template writes first after an answer, and the text that it writes there instead;
+    at the end of a conversation, or where there is nothing, before the next question. Empty without a template."""
+    turns = [("user", "QUESTION"), ("assistant", "ANSWER"), ("user", "FURTHER")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    for count in (2, 3):
+        try:
+            whole = str(tokenizer.apply_chat_template(messages[:count], tokenize=False))
+        except Exception:  # it has none, or one that refuses this: templates are foreign programs
+            continue
+        after = whole.rpartition("ANSWER")[2] if "ANSWER" in whole else ""
+        after = after.partition("FURTHER")[0]
+        if not after.strip():
+            continue
+        ids = encode(tokenizer, after.lstrip())[:1]
+        if ids and ids[0] in special_tokens(tokenizer):
+            return ids, ""
+        found = FIRST_LINE.match(after.rstrip())
+        return [], found[0] if found and len(found[0].strip()) >= SHORTEST else ""
+    return [], ""
+
+
 def end_ids(reference: str, tokenizer: Any) -> list[int]:
     """Ids that end a text of a model: eos as config.json, the tokenizer and generation_config.json state it, and the
     end of a turn as the chat template writes it, which none of these may know."""
-    return sorted({tokenizer.eos_token_id, *stated_ends(reference), *turn_end(tokenizer)} - {None})
+    return sorted({tokenizer.eos_token_id, *stated_ends(reference), *turn_ends(tokenizer)[0]} - {None})
 
 
 def stated_ends(reference: str) -> list[int]:
