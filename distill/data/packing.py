@@ -23,6 +23,8 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from distill.data.samples import SEEN, repetition
 from distill.devices import records_graphs
+from distill.engines.torch.equality import LENGTH, difference, own_logits, random_ids, require_equal_to_transformers
+from distill.engines.torch.hugging_face import context_length
 from distill.engines.torch.model import in_window, layer_kinds, mask_refusal, state_refusal
 
 READ = 1024  # blocks that are read at once where all are
@@ -395,6 +397,9 @@ def _over(model: Any, blocks: Packed, module: Any, name: str) -> Tensor:
     """
     config = model.config.get_text_config()
     if mask_refusal(config) is None and state_refusal(type(model), config) is None:
+        if not hasattr(model, "_packed_as_alone"):
+            model._packed_as_alone = True  # asked once, and not of the small model itself
+            require_equal_to_transformers(model, "a packed block", _packing_fault)
         return getattr(module(**packed_inputs(model, blocks)), name)
     device, lines = model.get_input_embeddings().weight.device, []
     for line in range(len(blocks)):
@@ -403,6 +408,23 @@ def _over(model: Any, blocks: Packed, module: Any, name: str) -> Tensor:
         read = [getattr(module(input_ids=ids[None], use_cache=False), name)[0] for ids in parts]
         lines.append(torch.cat(read))
     return torch.stack(lines)
+
+
+def _packing_fault(model: Any) -> str:
+    """Where a small model reads a document in a block otherwise than alone, behind a longer one and before another."""
+    longest = min(LENGTH, context_length(model.config) or LENGTH)
+    model._packed_as_alone = True
+    texts = [random_ids(model, size, seed) for seed, size in enumerate((longest, 13, 5))]
+    documents = [(numpy.array(ids), [(1, len(ids))]) for ids in texts]
+    blocks = pack_rows([documents], sum(map(len, texts)) + 2, [0])
+    with torch.inference_mode():
+        together, at = packed_logits(model, blocks)[0], 0
+        for number, ids in enumerate(texts, 1):
+            words = f"in document {number} of a block"
+            if fault := difference(together[at : at + len(ids)], own_logits(model, ids), words):
+                return fault
+            at += len(ids)
+    return ""
 
 
 def document_masks(model: Any, documents: Tensor) -> Any:

@@ -24,6 +24,14 @@ from distill.engines.ends import target_ends
 from distill.engines.llama_cpp.model import GgufModel, ends_of
 from distill.engines.model import Model
 from distill.engines.torch.draft_weights import LEAST, LONGEST, TEXT, Weights, best_weights
+from distill.engines.torch.equality import (
+    LENGTH,
+    decoded_in_pieces,
+    difference,
+    own_logits,
+    random_ids,
+    require_equal_to_transformers,
+)
 from distill.engines.torch.hugging_face import (
     context_length,
     encode_text,
@@ -292,15 +300,41 @@ def torch_decoder(
 
 def growing_decoder(model: Any, vocabulary: int | None = None, prepack: bool = True) -> TorchModel:
     """`torch_decoder` with a growing cache, whatever the recipe says: to count or time steps, nothing is compiled."""
+    shown = require_equal_to_transformers(model, "decoding", _decoding_fault)
     if state_refusal(type(model), model.config) is not None:
         return RecurrentTorchModel(_packed(model, prepack), vocabulary)
     own = _packed(model, prepack)
     if getattr(own.base_model, "in_one_call", None) is not None:  # which writes to slots
         return StaticTorchModel(own, vocabulary, on_device=False)
     decoder = TorchModel(own, vocabulary)
-    if model.config.model_type not in FAMILIES:  # those that are tested here
+    if not shown or model.config.model_type not in FAMILIES:  # those that are tested here
         decoder.require_equal()
     return decoder
+
+
+def _decoding_fault(model: Any) -> str:
+    """Where a small model decodes otherwise than transformers reads the whole text: with a growing cache, with slots,
+    in prepacked layers, and beside another text."""
+    if state_refusal(type(model), model.config) is not None:
+        return ""  # `RecurrentTorchModel` compares the model itself
+    ids = random_ids(model, min(LENGTH, context_length(model.config) or LENGTH))
+    expected = own_logits(model, ids)
+    decoders = {"with a growing cache": TorchModel(model), "in prepacked layers": TorchModel(prepacked(model)[0])}
+    if refusal(model) is None:
+        decoders["with slots"] = StaticTorchModel(model)
+    for words, decoder in decoders.items():
+        if fault := difference(decoded_in_pieces(decoder, ids), expected, words):
+            return fault
+    rows = with_rows(decoders["with a growing cache"], 2)
+    if rows is None:
+        return ""
+    other, found = random_ids(model, len(ids), seed=1), []
+    for at in range(0, len(ids) - 5, 5):  # the other text is two tokens ahead
+        first, second = ids[at : at + 5], other[at + 2 * (at > 0) : at + 7]
+        logits = rows.extend([*first, *second], [len(first), len(second)]).full()
+        found.append(logits[: len(first)])
+    read = torch.cat(found)
+    return difference(read, expected[: len(read)], "in rows of different lengths")
 
 
 def with_rows(model: Model, rows: int) -> Model | None:

@@ -80,7 +80,9 @@ def test_heads_of_files(tmp_path: Path) -> None:
     (tmp_path / "c.gguf").write_bytes(b"damaged")
     (beside, _) = shipped_heads(str(gguf_file(path, "qwen35")))
     assert "b.gguf beside it is for EAGLE-3" in beside
-    assert beside.endswith("llama-server -md b.gguf --spec-type draft-eagle3")
+    assert beside.endswith(f"llama-server -md {tmp_path / 'b.gguf'} --spec-type draft-eagle3")
+    gguf_file(tmp_path / "b of mine.gguf", "eagle3")
+    assert f"-md '{tmp_path / 'b of mine.gguf'}'" in "".join(shipped_heads(str(path)))
 
 
 def test_check_and_plan_say_it(world: Path, target: Path, capsys: pytest.CaptureFixture[str]) -> None:

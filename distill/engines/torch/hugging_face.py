@@ -635,11 +635,11 @@ def context_length(config: Any) -> int | None:
         border = own if own is not None else one.get(BORDERS_OF_ROTARY.get(kind, ""))
         if isinstance(border, int) and 0 < border < context:
             context = border
-            name = getattr(config, "_name_or_path", "") or config.model_type
-            warn_once(
-                f"{name}: texts of at most {border} tokens: beyond, its rotary embedding ({kind}) gives all tokens of "
-                "a text other positions, and no cache holds"
-            )
+            if name := getattr(config, "_name_or_path", ""):  # of files, and not of a small model in their place
+                warn_once(
+                    f"{name}: texts of at most {border} tokens: beyond, its rotary embedding ({kind}) gives all tokens "
+                    "of a text other frequencies, and no cache holds"
+                )
     return context
 
 
