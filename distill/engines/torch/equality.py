@@ -11,6 +11,7 @@ from __future__ import annotations
 import copy
 import functools
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ def small_config(config: Any) -> Any:
     width = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
     if not any(isinstance(value, list) for one in rotary for value in one.values()):  # of a number each dimension
         width = min(width, WIDTH)
-    if isinstance(getattr(small, "head_dim", None), int):
+    if "head_dim" in {one.name for one in fields(type(small))}:
         small.head_dim = width
     small.num_attention_heads = pairs * groups
     if hasattr(small, "num_key_value_heads"):
