@@ -391,13 +391,40 @@ def parts_of(reference: str) -> tuple[str, str | None]:
     return (base, adapter) if mark and not os.path.exists(reference) else (reference, None)
 
 
-def reference_digest(reference: str) -> str:
-    """Digest of the content of a local model or source; for a hub name, the name itself."""
+def reference_digest(reference: str, kind: HubKind = "model") -> str:
+    """Digest of the content of a local model or source; for a hub name, the name with the commit that it stands for."""
     base, adapter = parts_of(reference)
     if adapter is not None:
         return joint_digest({"base": reference_digest(base), "adapter": reference_digest(adapter)})
     files = file_digests(reference)
-    return reference if files is None else joint_digest(files)
+    if files is not None:
+        return joint_digest(files)
+    commit = hub_commit(reference, kind)
+    return reference if commit is None else f"{reference}@{commit}"
+
+
+HubKind = Literal["model", "dataset"]
+HUB_SECONDS = 10
+
+
+@functools.cache
+def hub_commit(name: str, kind: HubKind = "model") -> str | None:
+    """The commit that a hub name stands for: of a model the one in the hub's cache, which its files are read from, else
+    the newest on the hub. None where neither can be had. It stays the same as long as the process lives."""
+    from huggingface_hub import HfApi, constants
+    from huggingface_hub.file_download import repo_folder_name
+
+    if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
+        return None
+    place = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind) / "refs" / "main"
+    with contextlib.suppress(OSError):
+        if kind == "model" or constants.HF_HUB_OFFLINE:
+            return place.read_text(encoding="utf-8").strip()
+    with contextlib.suppress(Exception):  # the hub client raises many kinds: whoever needs the files names the fault
+        return HfApi().repo_info(name, repo_type=kind, timeout=HUB_SECONDS).sha
+    with contextlib.suppress(OSError):
+        return place.read_text(encoding="utf-8").strip()
+    return None
 
 
 def file_digests(reference: str) -> dict[str, str] | None:

@@ -36,7 +36,7 @@ from distill.data.records import (
 )
 from distill.data.samples import SPLITS, Split
 from distill.errors import DataError, faults_explained
-from distill.files import has_form, has_halves, kind_of, names_of, parse_json, utf8_text
+from distill.files import has_form, has_halves, hub_commit, kind_of, names_of, parse_json, utf8_text
 from distill.recipe import Corpus, Source
 
 # ── Records one by one, from files of JSON (an object a line, or one array), csv and parquet, and from hub data sets ──
@@ -225,7 +225,8 @@ def _hub(source: Source) -> Iterator[Record]:
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the DataError below reports its faults, once
     try:
-        found = datasets.load_dataset(source.path, source.subset, split=source.hub_split, streaming=True)
+        at = {} if Path(source.path).exists() else {"revision": hub_commit(source.path, "dataset")}  # that keys name
+        found = datasets.load_dataset(source.path, source.subset, split=source.hub_split, streaming=True, **at)
         for number, record in enumerate(found, 1):
             yield f"record {number}", _without_nulls(record)
     except Exception as error:  # the hub client raises many kinds; each means that the data set is not available

@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 from distill.errors import DataError, RecipeError
 from distill.gguf.head import COPY_AGAIN, FileHead, check_vocabulary, ggml_type, known_type, open_head, type_name
 from distill.machine import COMPILE_LLAMA, WITHOUT_AMX, install_extra, thread_count, version_of
-from distill.progress import is_verbose
+from distill.progress import is_verbose, warn_once
 from distill.recipe import GgufOptions
 from distill.recipe.measuring import NO_DEVICE, ON_CPU
 from distill.vocabulary.vocabulary import ids_around
@@ -464,6 +464,7 @@ def require_loadable(head: FileHead) -> None:
     if (kind := head.text("general.type")) not in (None, "", "model"):
         head.refuse(f"general.type is {kind!r:.40}: it is no model that decodes by itself", "give the model's own file")
     _require_types(head)
+    _name_unread(head)
     scaling = head.text(f"{head.architecture}.rope.scaling.type")
     if scaling not in (None, *ROPE_SCALINGS):
         head.refuse_value("rope.scaling.type", f"be one of {', '.join(ROPE_SCALINGS)}")
@@ -490,6 +491,28 @@ def require_loadable(head: FileHead) -> None:
         if heads and groups:
             _check_widths(head, heads * size, groups * size)
     check_vocabulary(head)
+
+
+def _name_unread(head: FileHead) -> None:
+    """Name the keys of a file's architecture and tokenizer on stderr that llama.cpp does not have: an import refuses
+    them, and llama.cpp passes over them."""
+    known = _keys_of_llama(head.architecture)
+    spaces = (f"{head.architecture}.", "tokenizer.")
+    unread = [key for key in head.values if key.startswith(spaces) and not known.fullmatch(key)]
+    if unread:
+        more = f" and {len(unread) - 6} more" if len(unread) > 6 else ""
+        warn_once(f"warning: {head.path}: not read, because llama.cpp has no such keys: {', '.join(unread[:6])}{more}")
+
+
+@cache
+def _keys_of_llama(architecture: str) -> re.Pattern[str]:
+    """The keys that the gguf package declares, for an architecture."""
+    from gguf.constants import Keys
+
+    groups = (vars(one) for one in vars(Keys).values() if isinstance(one, type))
+    keys = [key for group in groups for key in group.values() if isinstance(key, str) and "." in key]
+    named = (re.escape(key).replace(r"\{arch\}", re.escape(architecture)) for key in keys)
+    return re.compile("|".join(re.sub(r"\\\{\w+\\\}", r"[\\w-]+", key) for key in named))
 
 
 def _require_types(head: FileHead) -> None:

@@ -325,7 +325,7 @@ def _source_digest(source: Source) -> Any:
     if source.kind == "tree":
         return joint_digest(digests_of(tree_files(source)))
     if source.kind == "hub" or Path(source.path).exists():
-        return reference_digest(source.path)
+        return reference_digest(source.path, "dataset" if source.kind == "hub" else "model")
     return [reference_digest(str(path)) for path in source_files(source)]
 
 

@@ -470,6 +470,25 @@ def test_logits_are_those_of_a_fresh_prefill_under_the_mask(seed: int) -> None:
             mirror.keep(mirror.path(draws.randrange(ROOT, len(mirror.nodes))))
 
 
+@pytest.mark.parametrize("held", range(4))
+def test_tokens_that_the_model_holds_already(held: int) -> None:
+    """A prefix that is not read again shifts no mask, in a model that held it and in one that was used before."""
+    model, grammar = TableModel(len(SAID), 1, memory=3), constraint("regex", "ab01|ba", TOKENS)
+    prompt = [5, 0, 3, 7]
+    grammar.begin(len(prompt))
+    whole = Constrained(TableModel(len(SAID), 1, memory=3), grammar)
+    expected = whole.extend(prompt, want=[3]).full()
+    used = Constrained(TableModel(len(SAID), 1, memory=3), grammar)
+    used.extend([*prompt, 0, 1])  # of an earlier text, whose answer is now in the prompt
+    if held:
+        model.extend(prompt[:held])
+    used.rollback([held])
+    for one in (Constrained(model, grammar), used):
+        assert torch.equal(one.extend(prompt[held:], want=[len(prompt) - held - 1]).full(), expected)
+        assert torch.equal(one.extend([0]).full(), whole.extend([0]).full())
+        whole.rollback([len(prompt)])
+
+
 # GGUF.
 
 

@@ -170,6 +170,23 @@ def test_trimmed_heads_and_rows_of_batches() -> None:
     assert torch.isinf(found[1]).sum() == found[1].shape[0] * (found[1].shape[1] - 4)
 
 
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_levels_are_chosen_with_the_scales_that_multiply_them(bits: Bits) -> None:
+    """A scale of 8 bits is off by up to 1/512, which at level 120 is a quarter of a level."""
+    weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
+    weight[3], weight[4, :32] = 0, 0.75
+    product = RoundedLinear(bits, weight, None)
+    held = product(torch.eye(64, dtype=torch.bfloat16)).T.double()
+    exact = weight.double()
+    groups = exact if bits == "int8" else exact.unflatten(1, (-1, GROUP))
+    reach = groups.abs().amax(-1) / 127 if bits == "int8" else (groups.amax(-1) - groups.amin(-1)) / 15
+    half = (reach / 2).repeat_interleave(64 if bits == "int8" else GROUP).view(64, -1)
+    # Half a level, and half a digit of the result; of four bits also of the zero, and one end may lie outside.
+    allowed = 1.01 * half + exact.abs() / 256 + (0 if bits == "int8" else exact.abs().amax(1, keepdim=True) / 128)
+    assert ((held - exact).abs() <= allowed + 1e-6).all()
+    assert torch.equal(held[3], exact[3]) and torch.allclose(held[4, :32], exact[4, :32], atol=4e-3)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bits", ["int8", "int4"])
 def test_rounded_products_are_those_of_the_rounded_weight(bits: Bits, dtype: torch.dtype) -> None:

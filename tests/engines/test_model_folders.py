@@ -382,7 +382,7 @@ def test_sizes_under_the_names_of_a_family(kind: str, tmp_path: Path) -> None:
         ("mamba", "keeps its state in a way of its own"),
         ("rwkv", "keeps its state in a way of its own"),
         ("recurrent_gemma", "from a cache differ from those of the whole text"),
-        ("openai-gpt", "from a cache differ from those of the whole text"),
+        ("openai-gpt", "differs from transformers' own forward pass with a growing cache"),
         ("doge", "cannot read several texts at once here"),
     ],
 )

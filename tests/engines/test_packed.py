@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -375,6 +376,25 @@ def test_types_and_widths_without_a_kernel(
     monkeypatch.setattr(packed, "FOUR_BITS", {})
     assert torch.equal(growing_decoder(load_in_bits(place, CPU)).extend(ids).full(), logits)
     assert "not in its own bits: there are kernels for Q4_0, and none of its weights" in capsys.readouterr().err
+
+
+@needs_kernel
+def test_the_door_to_the_kernel() -> None:
+    """What it would read beyond the end of, or as another type, is a ValueError before any address is passed."""
+    weight = PackedWeight.rounded(torch.randn(48, 64).bfloat16(), 8)
+    product, x = PackedLinear(weight, None), torch.randn(3, 64).bfloat16()
+    assert torch.equal(product(x.float()), product(x)), "an input is converted"
+    wrong = {
+        "an input [3, 64]": lambda: product(x[:, :32]),
+        "an input [2, 64]": lambda: product(torch.randn(2, 96)),
+        "what is added [3, 48]": lambda: product(x, torch.zeros(3, 47).bfloat16()),
+        "what is added [3, 48] of torch.bfloat16": lambda: product(x, torch.zeros(3, 48)),
+        "a bias [48]": lambda: PackedLinear(weight, torch.zeros(47)),
+        "a multiple of 32 numbers": lambda: PackedWeight(weight.tiles, 80),
+    }
+    for message, call in wrong.items():
+        with pytest.raises(ValueError, match=re.escape(message)):
+            call()
 
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

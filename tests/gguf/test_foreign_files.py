@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import json
+import os
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -198,6 +199,11 @@ def test_a_file_is_known_by_its_content(files: dict[str, Path], tmp_path: Path) 
     for path in (blob, upper, link):
         assert resolve_model(str(path), tmp_path) == str(path) and is_gguf(str(path))
         assert tiny.call("check", path, files["llama"]) == 0 and folder_of(str(path)).is_dir()
+    before, state = folder_of(str(upper), weights=False), upper.stat()
+    (tmp_path / "other").write_bytes(files["llama"].read_bytes()[:-4] + bytes(4))  # other weights: size and head are as
+    os.utime(tmp_path / "other", ns=(state.st_atime_ns, state.st_mtime_ns))  # they were, and so is the time
+    os.replace(tmp_path / "other", upper)
+    assert folder_of(str(upper), weights=False) != before and upper.stat().st_mtime_ns == state.st_mtime_ns
     (tmp_path / "folder.gguf").mkdir()
     for name in ("folder.gguf", "none", "blobs"):
         assert not is_gguf(str(tmp_path / name))

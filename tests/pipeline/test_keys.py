@@ -6,6 +6,7 @@ import json
 import os
 import shlex
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -90,6 +91,34 @@ def test_a_large_file_is_hashed_whole_and_once(tmp_path: Path, monkeypatch: Patc
         monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / cache))
         files._digest_at.cache_clear()  # as another process
         assert [reference_digest(str(file)) for _ in range(2)] == [second] * 2 and len(read) == times
+
+
+def test_a_hub_name_is_keyed_by_its_commit(tmp_path: Path, monkeypatch: Patch) -> None:
+    """Of a model by the one in the hub's cache, whose files are read, of a data set by the hub's newest one; where
+    nobody can be asked, by the name alone."""
+    from huggingface_hub import HfApi, constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr(HfApi, "repo_info", lambda *_, **__: SimpleNamespace(sha="c3"))
+    place = tmp_path / "models--me--small" / "refs" / "main"
+    place.parent.mkdir(parents=True)
+    found = []
+    for commit in ("a1", "b2"):
+        place.write_text(commit)
+        files.hub_commit.cache_clear()
+        found.append(reference_digest("me/small"))
+    assert found == ["me/small@a1", "me/small@b2"]
+    assert reference_digest("me/texts", "dataset") == "me/texts@c3"
+
+    def gone(*_: Any, **__: Any) -> None:
+        raise OSError
+
+    monkeypatch.setattr(HfApi, "repo_info", gone)
+    files.hub_commit.cache_clear()
+    assert (
+        reference_digest("me/absent") == "me/absent"
+        and reference_digest("not a name/at all/x") == "not a name/at all/x"
+    )
 
 
 def test_figures_of_an_earlier_draft_are_not_those_of_a_new_one(copied: Path, capsys: Capture) -> None:

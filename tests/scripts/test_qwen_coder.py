@@ -24,6 +24,7 @@ def script(monkeypatch: pytest.MonkeyPatch) -> Any:
     def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
         requirement, place = command[-1], Path(command[command.index("--dest") + 1])
         module.fetched.append(requirement)
+        assert command[command.index("--only-binary") + 1] == ":all:", "an sdist would run code"
         part = int(requirement.split("==")[0].removeprefix("made-up-part"))
         if part not in module.wheels:
             return subprocess.CompletedProcess(command, 1, "", f"ERROR: No matching distribution for {requirement}")

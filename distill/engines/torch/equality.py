@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.engines.torch.hugging_face import quiet
+from distill.engines.torch.hugging_face import UNDECODABLE, quiet
 from distill.errors import DataError
 from distill.files import cache_folder, digest, read_json, remember
 from distill.machine import version_of
@@ -93,13 +93,13 @@ def _judged(name: str, check: Callable[[Any], str], key: str) -> str:
         return str(read_json(place, {"fault": str})["fault"])
     except DataError:
         pass
-    with torch.random.fork_rng(devices=[]), quiet():
+    # On the CPU and in fp32, whatever the caller computes in.
+    with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.no_grad(), quiet():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(_CONFIGS[key], dtype=torch.float32).eval()
-        with torch.no_grad():
-            for weight in model.parameters():
-                weight.mul_(4) if weight.dim() > 1 else weight.add_(0.1 * torch.randn_like(weight))
-    fault = check(model)
+        for weight in model.parameters():
+            weight.mul_(4) if weight.dim() > 1 else weight.add_(0.1 * torch.randn_like(weight))
+        fault = check(model)
     remember(place, {"fault": fault})
     return fault
 
@@ -127,7 +127,7 @@ def require_equal_to_transformers(model: Any, name: str, check: Callable[[Any], 
         raise DataError(
             f"{getattr(model.config, '_name_or_path', '') or kind} cannot be used here: {name} of a {kind} with these "
             f"settings differs from transformers' own forward pass {fault}",
-            "leave it on a server or in a GGUF file, or name another model",
+            UNDECODABLE,
         )
     return True
 

@@ -42,6 +42,7 @@ from distill.vocabulary.vocabulary import follow_file, opening_of, refuse_tables
 
 SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.md", "tokenizer.model"]  # of a model on the hub: all but its weights
 OTHER_WEIGHTS = ["original/*", "onnx/*", "consolidated*"]  # the same weights in formats that transformers does not read
+UNDECODABLE = "leave it on a server or in a GGUF file (answers.writer), or name another model"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from distill.devices import CPU, as_float64, has_float64, has_pinned_memory
 from distill.engines.model import NO_TREES, Ints, PendingTree, Retold, check_call, check_chain, check_lengths
-from distill.engines.torch.hugging_face import context_length, logits_of
+from distill.engines.torch.hugging_face import UNDECODABLE, context_length, logits_of
 from distill.errors import DataError
 from distill.gguf.families import LAYER_KINDS
 from distill.sampler import Logits, Place, finite_argmax, place_of
@@ -160,8 +160,6 @@ def layer_masks(model: Any, visible: Tensor, at: Tensor, of: Tensor) -> Tensor |
 
 
 # ── One sequence, with rollback and trees of tokens ──
-
-UNDECODABLE = "leave it on a server or in a GGUF file (answers.writer), or name another model"
 
 
 def state_refusal(kind: type, config: Any, empty: bool = True) -> str | None:
