@@ -37,6 +37,7 @@ from distill.engines.pairs import compare_pair
 from distill.engines.server_commands import other_sampling, shipped_heads
 from distill.engines.torch.hugging_face import (
     DTYPES,
+    UNDECODABLE,
     check_placement,
     check_weights,
     empty_model,
@@ -46,7 +47,7 @@ from distill.engines.torch.hugging_face import (
     require_language_model,
     text_folder,
 )
-from distill.engines.torch.model import UNDECODABLE, growing_cache, mask_refusal, state_refusal
+from distill.engines.torch.model import growing_cache, mask_refusal, state_refusal
 from distill.engines.torch.static import require_static
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
 from distill.files import is_gguf, parts_of, read_result, write_atomically, write_result, write_text
