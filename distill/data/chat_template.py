@@ -87,7 +87,7 @@ class Frame:
                 continue
             messages: list[Message] = [{"role": "system", "content": system}] if system else []
             rest, more = text.removeprefix(opening), "…"
-            while more:
+            while more and (rest.strip() or not messages):
                 asks = not messages or messages[-1]["role"] != "user"
                 part, more, rest = rest.partition(self.to_answer if asks else self.to_question)
                 if not more:
@@ -273,12 +273,13 @@ class ChatTemplate:
         The template writes this very text for it, but for the bos and white space at the ends.
         """
         frame, bare = self._frame, self._without_bos(text)
-        if frame is None or not frame.to_answer.strip() or frame.to_answer not in text:
+        if frame is None or not frame.to_answer.strip() or not self.looks_rendered(text):
             return None
         for found in frame.split(bare):
             with contextlib.suppress(ValueError):
                 whole = not any(self.looks_rendered(one["content"]) or not one["content"].strip() for one in found)
-                if whole and self._without_bos(self.text(found, None, False)) == bare:
+                forms = (self._without_bos(self.text(found, None, begun)) for begun in (False, True))
+                if whole and bare in forms:
                     return tuple(map(dict, found))
         return None
 

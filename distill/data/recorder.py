@@ -42,40 +42,60 @@ from distill.progress import note, noting, warn
 
 MAX_BYTES = 16 * 2**20  # of a request or reply that is recorded
 MAX_HEADER_BYTES = 2**16
-BROKEN = "broken off"
+BROKEN, FULL = "broken off", "a full queue"
 COMPLETE = {h11.DONE, h11.MUST_CLOSE, h11.CLOSED}  # states of a side that has sent its whole message
 OPT_OUT = b"x-distill-record"  # the header of a request that is not to be recorded; any value but yes
 
 
 @dataclass
 class Exchange:
-    """A request for a completion and its reply, or the reason why they are left out."""
+    """A request for a completion and its reply, or the reason why they are left out.
+
+    `reserve` says whether so many more bytes may be kept; those that `reserved` counts are given back in the end.
+    """
 
     kind: str
     fault: str = ""
+    reserve: Callable[[int], bool] = lambda count: True
     request: bytearray = field(default_factory=bytearray)
     reply: bytearray = field(default_factory=bytearray)
+    reserved: int = 0
 
     def add(self, body: bytearray, data: bytes) -> None:
         """Keep a part of a body, while the exchange is one to be kept."""
         if not self.fault and len(body) + len(data) > MAX_BYTES:
             self.fault = "too large"
+        if not self.fault and not self.reserve(len(data)):
+            self.fault = FULL
         if self.fault:
             self.request.clear()
             self.reply.clear()
+            self.release()
         else:
+            self.reserved += len(data)
             body += data
+
+    def release(self) -> None:
+        """Give back the bytes that were reserved."""
+        self.reserve(-self.reserved)
+        self.reserved = 0
 
 
 class Watcher:
     """Gives `take` each successful exchange, and `leave_out` the reason of each other one; raises nothing.
 
-    `sample` is the share of exchanges that are kept. Where h11 cannot read what passes (another protocol, several
-    requests at once), the watching ends, not the connection.
+    `sample` is the share of exchanges that are kept, `reserve` as of Exchange. Where h11 cannot read what passes
+    (another protocol, several requests at once), the watching ends, not the connection.
     """
 
-    def __init__(self, take: Callable[[Exchange], None], leave_out: Callable[[str], None], sample: float = 1.0) -> None:
-        self._take, self._leave_out, self._sample = take, leave_out, sample
+    def __init__(
+        self,
+        take: Callable[[Exchange], None],
+        leave_out: Callable[[str], None],
+        sample: float = 1.0,
+        reserve: Callable[[int], bool] = lambda count: True,
+    ) -> None:
+        self._take, self._leave_out, self._sample, self._reserve = take, leave_out, sample, reserve
         self._exchange: Exchange | None = None
         self._lost = False
         self._await_request()
@@ -106,6 +126,7 @@ class Watcher:
     def _lose(self, reason: str) -> None:
         """End the watching; counted, but where the connection has ended between two exchanges."""
         if self._exchange is not None:
+            self._exchange.release()
             self._leave_out(self._exchange.fault or reason)
         elif reason != BROKEN:
             self._leave_out(reason)
@@ -165,6 +186,7 @@ class Watcher:
                 self._leave_out(exchange.fault)
             else:
                 self._take(exchange)
+            exchange.release()
 
     def _begin(self, request: h11.Request) -> Exchange | None:
         path = request.target.partition(b"?")[0].rstrip(b"/")
@@ -174,7 +196,7 @@ class Watcher:
             return None
         asked = dict(request.headers).get(OPT_OUT, b"yes").strip().lower()
         fault = "not to be recorded" if asked != b"yes" else "" if random.random() < self._sample else "not sampled"
-        return Exchange(kind, fault)
+        return Exchange(kind, fault, self._reserve)
 
 
 def _sendable(event: Any) -> Any:
@@ -407,7 +429,7 @@ def _add_call(calls: list[tuple[int, dict[str, Any]]], at: int, piece: dict[str,
     if name and known and (name != known or not piece.get("id")):
         raise ValueError(MIXED_CALLS)
     own = last["function"]
-    last |= {key: value for key, value in piece.items() if key not in ("index", "function") and value is not None}
+    last |= {key: value for key, value in piece.items() if key not in ("index", "function") and value not in (None, "")}
     for key, value in function.items():
         if key == "arguments" and value and isinstance(own.get(key), dict):
             raise ValueError(MIXED_CALLS)  # a second object, or text behind one
@@ -558,7 +580,7 @@ def main() -> None:
 
 MODULE = "distill.data.recorder"
 PIECE_BYTES = 2**16
-QUEUE_BYTES = 64 * 2**20  # of exchanges that wait to be written
+QUEUE_BYTES = 64 * 2**20  # of open exchanges, and of those that wait to be written
 PARTING_SECONDS = 10.0  # for replies under way when the command ends, and for what waits to be written
 PROGRESS_SECONDS = 10.0
 MAX_OPEN_FILES = 65_536
@@ -587,7 +609,8 @@ class Proxy:
         self.settings, self.queue_bytes = settings, queue_bytes
         self._own: Counter[str] = Counter()
         self._written: Counter[str] = Counter()
-        self._handed = 0
+        self._handed = self._held = 0
+        self._queue: asyncio.StreamWriter | None = None
         self._open: dict[asyncio.Task[None], Watcher] = {}
 
     @property
@@ -649,7 +672,7 @@ class Proxy:
     async def _connect(self, client_in: asyncio.StreamReader, client_out: asyncio.StreamWriter) -> None:
         task = asyncio.current_task()
         assert task is not None
-        self._open[task] = watcher = Watcher(self._take, self._leave_out, self.settings.sample)
+        self._open[task] = watcher = Watcher(self._take, self._leave_out, self.settings.sample, self._reserve)
         try:
             try:
                 server_in, server_out = await asyncio.open_connection(*self.settings.upstream)
@@ -690,6 +713,14 @@ class Proxy:
     def _leave_out(self, reason: str) -> None:
         self._own[reason] += 1
 
+    def _reserve(self, count: int) -> bool:
+        """Whether `count` more bytes of open exchanges may be kept beside all others and those that wait."""
+        waiting = 0 if self._queue is None else self._queue.transport.get_write_buffer_size()
+        if count > 0 and self._held + count + waiting > self.queue_bytes:
+            return False
+        self._held += count
+        return True
+
     def _take(self, exchange: Exchange) -> None:
         """Hand an exchange to the process that writes, unless too many bytes wait there already."""
         assert self._queue is not None
@@ -700,7 +731,7 @@ class Proxy:
             return
         piece = pickle.dumps((exchange.kind, bytes(exchange.request), bytes(exchange.reply)))
         if self._queue.transport.get_write_buffer_size() + len(piece) > self.queue_bytes:
-            self._leave_out("a full queue")
+            self._leave_out(FULL)
         else:
             self._queue.write(piece)
             self._handed += 1

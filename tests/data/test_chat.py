@@ -18,10 +18,10 @@ from question_worlds import build_instruct
 from tiny import Capture, edit
 from transformers import PreTrainedTokenizerFast
 
-from distill.data.chat_template import ChatTemplate, PlainTexts, next_prompt
+from distill.data.chat_template import ChatTemplate, PlainTexts, next_prompt, reader_of
 from distill.data.corpus import pack_given
-from distill.data.prompts import ChatPrompts, cut_prompts
-from distill.data.records import THINKING, normal, turns_of
+from distill.data.prompts import SPELLED_END, ChatPrompts, cut_prompts
+from distill.data.records import THINKING, message_of, normal, turns_of
 from distill.data.samples import read_answers, read_prompts
 from distill.data.sources import Document
 from distill.data.traffic import encode_line, parse_line
@@ -183,6 +183,143 @@ def test_a_rendered_prompt_is_not_rendered_again(plain: Any) -> None:
         assert chat.dropped == {"prompts that were rendered already: kept as they are": 1}
         ids = encode(chat.template.tokenizer, "x")
         assert [*chat.given(own)] == [(plainly.prompt, ids + chat.template.end)]
+
+
+def system(text: str) -> dict[str, Any]:
+    return {"role": "system", "content": text}
+
+
+def test_what_is_asked_together_stays_together(plain: Any) -> None:
+    """Two questions before one answer, and a system message between turns: as the template writes the whole record."""
+    chat = prompts_of(plain, "llama-3", Chat())
+    tokenizer = chat.template.tokenizer
+    talk = [
+        system("Be kind."),
+        USER,
+        USER | {"content": "In one word."},
+        answer(),
+        system("In capitals."),
+        USER,
+        answer(),
+    ]
+    prompt = chat.prompt(document("d", talk))
+    assert prompt is not None and prompt.chat is not None and not chat.dropped
+    for count, given in ((3, []), (6, ["4"])):
+        wanted = tokenizer.apply_chat_template(talk[:count], tokenize=False, add_generation_prompt=True)
+        assert tokenizer.decode(next_prompt(chat.template, prompt.chat, given) or []) == wanted
+    assert next_prompt(chat.template, prompt.chat, ["4", "4"]) is None
+    samples = [*chat.given(document("d", talk))]
+    for (asked, said), count in zip(samples, (4, 7), strict=True):
+        whole = tokenizer.apply_chat_template(talk[:count], tokenize=False)
+        assert tokenizer.decode([*asked, *said]) == whole
+    old = {"messages": [USER], "turns": ["and?"], "thinking": None}  # of runs of before
+    assert tokenizer.decode(next_prompt(chat.template, old, ["4"]) or []).count("and?") == 1
+
+
+def test_a_message_that_the_template_leaves_out_is_counted(plain: Any) -> None:
+    """As gpt-oss's, which reads the first system message alone."""
+    chat = prompts_of(plain, "first system", Chat())
+    late = "the target's chat template leaves out a message of the system"
+    talk = [system("Be kind."), USER, answer(), system("In capitals."), USER, answer()]
+    prompt = chat.prompt(document("d", talk))
+    assert prompt is not None and prompt.chat is not None and prompt.chat["turns"] == []
+    assert chat.dropped == {f"later turns: {late}": 1}
+    assert len([*chat.given(document("d", talk))]) == 1 and chat.dropped[late] == 1
+    assert chat.prompt(document("d", [USER, system("In capitals."), answer()])) is None and chat.dropped[late] == 2
+    # One that changes a text writes it: SmolLM3 takes its switches out of a system prompt.
+    switch = prompts_of(plain, "qwen-3", Chat())
+    switch.template.tokenizer.chat_template = chat_templates.PARTS.replace(
+        "{{ m.content }}", "{{ m.content | replace('/no_think', '') }}"
+    )
+    assert switch.prompt(document("d", [system("Be kind. /no_think now"), USER])) is not None and not switch.dropped
+
+
+def test_an_answer_that_spells_its_end_has_one(plain: Any) -> None:
+    chat = prompts_of(plain, "qwen-3", Chat())
+    decode = chat.template.tokenizer.decode
+    for spelled in ("{}<|im_end|>", "{}<|im_end|>\n", "{}<|endoftext|>", "{}<|im_end|>\n<|endoftext|>"):
+        talk = [USER, answer(content=spelled.format("Four.")), USER, answer(content=spelled.format("Five."))]
+        samples = [(decode(asked), decode(said)) for asked, said in chat.given(document("d", talk))]
+        assert [said for _, said in samples] == ["Four.<|im_end|>", "Five.<|im_end|>"]
+        assert samples[1][0].count("<|im_end|>") == 3 and "<|endoftext|>" not in samples[1][0]
+        assert chat.dropped == {SPELLED_END: 2}
+        chat.dropped.clear()
+        rendered = document("r", [USER | {"content": chat.template.text([USER])}, talk[1]])
+        assert [decode(said) for _, said in chat.given(rendered)] == ["Four.<|im_end|>"]
+        chat.dropped.clear()
+    for content, reason in (
+        ("Four.<|im_end|>\n<|im_start|>user\nAnd?", "an answer that goes on behind an end token"),
+        ("Four.<|eot_id|>", "an answer that ends with `<|eot_id|>`, which is no token of the target"),
+    ):
+        assert not [*chat.given(document("d", [USER, answer(content=content)]))] and chat.dropped == {reason: 1}
+        chat.dropped.clear()
+    html = answer(content="Write <s>4</s>")  # no end of this target
+    assert [decode(said) for _, said in chat.given(document("d", [USER, html]))] == ["Write <s>4</s><|im_end|>"]
+
+
+@pytest.mark.parametrize("style", [*chat_templates.STYLES, *chat_templates.FURTHER])
+def test_a_rendered_text_is_the_conversation_that_it_is(plain: Any, style: str) -> None:
+    tokenizer = dressed(plain, style)
+    template, read = ChatTemplate(tokenizer, Chat()), reader_of(tokenizer)
+    talks = [[USER, answer()], [USER, answer(), USER | {"content": "And 3?"}, answer(content="Six.\nYes.")], [USER]]
+    talks += [] if style == "gemma" else [[system("Be kind."), *talks[1]]]
+    for talk in talks:
+        text = template.text(talk, None, False)
+        found = read(text)
+        assert found is not None and template.text(found, None, False) == text
+        assert list(found) == talk or style == "mistral"  # which writes the system prompt into the question
+        if style != "qwen-3" and (bos := tokenizer.bos_token) and text.startswith(bos):  # there it begins each turn
+            assert read(text.removeprefix(bos)) == found
+    assert read("A plain text, with a ratio of 1:2.") is None
+    with pytest.raises(ValueError, match="look rendered by the target's chat template, and are not"):
+        read(template.text(talks[1], None, False)[:-12] + " and more")
+
+
+def test_rendered_prompts_are_never_rendered_again(plain: Any) -> None:
+    """Without the beginning of an answer it is added; one that begins or holds its answer is left out."""
+    for style in ("llama-3", "qwen-3", "gemma", "mistral"):
+        chat = prompts_of(plain, style, Chat())
+        decode, text = chat.template.tokenizer.decode, chat.template.text
+        whole, headless = text([USER]), text([USER], None, False)
+        own = chat.prompt(document("a", [USER | {"content": headless}, answer()]))
+        assert own is not None and decode(own.prompt) == whole and len(chat.lengths) == 1
+        assert [decode(asked) for asked, _ in chat.given(document("a", [USER | {"content": headless}, answer()]))] == [
+            whole
+        ]
+        for content, words in (
+            (whole + "Well,", "rendered"),
+            (text([USER, answer()], None, False), "a rendered prompt that holds its answer"),
+        ):
+            chat.dropped.clear()
+            assert chat.prompt(document("b", [USER | {"content": content}])) is None
+            assert chat.dropped.total() == 1 and words in next(iter(chat.dropped)), (style, chat.dropped)
+    chat.dropped.clear()
+    other = document("c", [USER | {"content": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"}])
+    assert chat.prompt(other) is not None  # of another family: asked as it stands, and said
+    assert chat.dropped == {"prompts that hold marks of a chat template (`<|im_start|>`): asked as they stand": 1}
+
+
+def test_documents_need_the_template_that_servers_take(plain: Any) -> None:
+    """Of several templates by name, the one for documents is never taken by itself."""
+    tokenizer = dressed(plain, "named")
+    template, tools = ChatTemplate(tokenizer, Chat()), [{"type": "function", "function": {"name": "add"}}]
+    with pytest.raises(ValueError, match="`documents` that the target's chat template does not write"):
+        template.of_conversation({"documents": [{"text": "a book"}]})
+    own, lacking = template.of_conversation({"tools": tools})
+    assert not lacking and '"add"' in own.text([USER]) and '"add"' not in template.text([USER])
+    chat = ChatPrompts(template, 500, 0)
+    given = replace(document("d", [USER, answer()]), arguments={"documents": [{"text": "a book"}]})
+    assert chat.prompt(given) is None and not [*chat.given(given)] and chat.dropped.total() == 2
+
+
+def test_parts_of_a_text_are_joined_as_the_template_joins_them(plain: Any) -> None:
+    parts = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]
+    message, written = message_of(USER | {"content": parts}, Counter()), USER | {"content": parts}
+    tokenizer = dressed(plain, "parts")
+    wanted = tokenizer.apply_chat_template([written], tokenize=False, add_generation_prompt=True)
+    assert ChatTemplate(tokenizer, Chat()).text([message]) == wanted and "2 + 2?" in wanted
+    with pytest.raises(ValueError, match="a message of several parts, which the target's chat template does not write"):
+        ChatTemplate(dressed(plain, "llama-3"), Chat()).text([message])
 
 
 def test_equal_prompts_are_asked_once(plain: Any) -> None:
@@ -366,6 +503,27 @@ def test_an_open_thinking_is_closed_by_the_answer(plain: Any, opening: str, cont
         return
     with pytest.raises(ValueError, match=r"an answer that never closes the .* that its prompt ends with"):
         template.answered(messages)
+
+
+def test_check_of_a_corpus_of_rendered_prompts(tmp_path: Path, capsys: Capture) -> None:
+    """Each is asked as it stands, and counted; one text column of rendered conversations is conversations."""
+    build_instruct(tmp_path)
+    template = ChatTemplate(load_tokenizer(str(tmp_path / "target")), Chat())
+    texts = [template.text([USER | {"content": f"{n} + 2?"}]) for n in range(30)]
+    rows = [{"prompt": text, "answer": "4"} for text in texts]
+    rows += [{"text": template.text([USER | {"content": f"{n} + 3?"}, answer()], None, False)} for n in range(30)]
+    rows += [{"text": "### Human: hi\n### Assistant: hello"}]
+    for number, some in enumerate((rows[:30], rows[30:])):
+        (tmp_path / "talks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in some))
+        values = tiny.recipe_values(tmp_path)
+        sources = [{"kind": "jsonl", "path": str(tmp_path / "talks.jsonl")}]
+        values["corpus"] |= {"sources": sources, "block": 256, "validation": 0.3, "test": 0.3}
+        code = tiny.call("check", tiny.write_recipe(tmp_path / "recipe.yaml", values))
+        said = "".join(capsys.readouterr())
+        assert code == 0 and "corpus.block 256 covers 100.0% of 30 prompts" in said, said
+        kept = "30 prompts that were rendered already: kept as they are"
+        other = "1 dropped: texts that look rendered by another chat template (`### Assistant:`): read as plain text"
+        assert (kept in said, other in said) == (not number, bool(number))
 
 
 def test_check_says_which_answers_are_left_out(tmp_path: Path, capsys: Capture) -> None:

@@ -221,6 +221,54 @@ def test_tool_calls_are_kept_with_their_tools() -> None:
     assert line["messages"][:-1] == [USER, last | {"content": ""}, more[2]]
 
 
+ROME, OSLO = '{"city": "Rome"}', '{"city": "Oslo"}'
+
+
+def piece(arguments: Any, index: int | None = 0, name: str | None = "weather", **more: Any) -> dict[str, Any]:
+    function = {key: value for key, value in {"name": name, "arguments": arguments}.items() if value is not None}
+    return {"function": function, **({} if index is None else {"index": index}), **more}
+
+
+@pytest.mark.parametrize(
+    ("pieces", "expected"),
+    [
+        ([[piece(ROME, id="a")], [piece(OSLO, 1, id="b")]], [ROME, OSLO]),
+        ([[piece(ROME, id="a")], [piece(OSLO, id="b")]], [ROME, OSLO]),
+        ([[piece(ROME, None, id="a")], [piece(OSLO, None, id="b")]], [ROME, OSLO]),
+        ([[piece(json.loads(ROME), id="a")], [piece(json.loads(OSLO), id="b")]], [ROME, OSLO]),
+        ([[piece("", id="a"), piece(OSLO, id="b")]], ["{}", OSLO]),
+        ([[piece("", id="a")], [piece(ROME, name=None)], [piece(OSLO, id="b")]], [ROME, OSLO]),
+        ([[piece(ROME[:5], id="a")], [piece(ROME[5:], id="a")]], [ROME]),  # id and name in each piece
+        ([[piece(ROME[:5], id="a")], [piece(ROME[5:], name=None, id="")], [piece(OSLO, id="b")]], [ROME, OSLO]),
+        ([[piece(ROME)], [piece(OSLO)]], None),  # one call or two
+        ([[piece(ROME, id="a")], [piece(OSLO)]], None),
+        ([[piece(ROME, id="a")], [piece(OSLO, name="other", id="a")]], None),
+        ([[piece(ROME, id="a")], [piece("", name=None, id="b")]], None),
+        ([[piece(json.loads(ROME), id="a")], [piece(json.loads(OSLO), name=None)]], None),
+    ],
+)
+def test_ids_tell_tool_calls_of_one_index_apart(pieces: list[Any], expected: list[str] | None) -> None:
+    events = [delta(None, tool_calls=calls) for calls in pieces]
+    (line,) = found(CHAT, ASKED | {"tools": TOOLS}, stream(*events, delta(None, "tool_calls")))
+    if expected is None:
+        assert line == "pieces of tool calls that cannot be told apart"
+        return
+    assert isinstance(line, dict)
+    calls = [one["function"] for one in line["messages"][-1]["tool_calls"]]
+    assert [(one["name"], one["arguments"]) for one in calls] == [("weather", json.loads(one)) for one in expected]
+
+
+def test_two_choices_with_one_index_are_not_mixed() -> None:
+    two = [{"index": 0, "message": {"content": text}, "finish_reason": "stop"} for text in ("Yes", "No")]
+    assert found(CHAT, ASKED | {"n": 2}, {"choices": two}) == [answer("Yes"), answer("No")]
+    streams = [
+        [delta("Y"), delta("N"), delta("es"), delta("o"), delta(None, "stop"), delta(None, "stop")],
+        [{"choices": [{"index": 0, "delta": {"content": text}, "finish_reason": None} for text in ("Yes", "No")]}] * 2,
+    ]
+    for events in streams:
+        assert found(CHAT, ASKED | {"n": 2}, stream(*events)) == ["several choices under one index"]
+
+
 def test_messages_are_kept_as_the_template_reads_them() -> None:
     asked = {"messages": [{"role": "system", "content": "Be brief.", "name": "x"}, USER], "temperature": 0}
     asked["messages"][1] = {"role": "user", "content": [{"type": "text", "text": "2 + 2?"}]}
@@ -269,6 +317,8 @@ IMAGE = {"role": "user", "content": [{"type": "image_url", "image_url": {"url": 
         (CHAT, {"messages": [USER, {"role": "assistant", "content": "It"}]}, chat(), "no question at the end"),
         (CHAT, {"messages": [IMAGE]}, chat(), "a message whose content is not text"),
         (CHAT, ASKED | {"chat_template": "x"}, chat(), "a request with `chat_template`, which steers"),
+        (CHAT, {"messages": [USER | {"mood": "sad"}]}, chat(), "a message with `mood`, a field that is not known"),
+        (CHAT, {"messages": [USER | {"role": "narrator"}]}, chat(), "unknown role 'narrator'"),
         (CHAT, ASKED, chat(None, "tool_calls", tool_calls=[{}]), "a tool call without a name"),
         (CHAT, ASKED, chat(None, "length", tool_calls=[CUT_CALL]), "a tool call that was cut short"),
         (CHAT, ASKED, chat(None, "stop", function_call={"name": "f"}), "a function_call"),

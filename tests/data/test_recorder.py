@@ -17,7 +17,7 @@ import pytest
 from tiny import Capture, Patch
 
 from distill.data import recorder as module
-from distill.data.recorder import NOT_LEFT_OUT, TEXT, Proxy, Recording, Writer, summary
+from distill.data.recorder import NOT_LEFT_OUT, TEXT, Proxy, Recording, Watcher, Writer, summary
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 BODY = b'{"messages": [{"role": "user", "content": "Hi"}]}'
@@ -341,7 +341,8 @@ async def test_a_server_that_cannot_be_reached(tmp_path: Path, capsys: Capture) 
 async def test_a_full_queue_and_a_writer_that_has_ended_cost_no_reply(tmp_path: Path, capsys: Capture) -> None:
     async with served(tmp_path, stream, queue_bytes=10) as found:
         await found.ask_streams(3)
-        assert found.left_out() == {"a full queue": 3}
+        assert found.left_out() == {"a full queue": 3} and found.proxy._held == 0
+        found.proxy.queue_bytes = 2**20
         found.proxy._process.kill()
         await found.proxy._process.wait()
         await found.ask_streams(2)
@@ -416,6 +417,22 @@ async def test_a_pattern_that_never_ends_costs_no_reply(tmp_path: Path, monkeypa
         await found.ask_streams(3, body)
     assert found.left_out() == {"too late to be written": 3} and not found.lines()
     assert "3 exchanges are lost: does a pattern of --redact" in capsys.readouterr().err
+
+
+def test_open_exchanges_share_one_limit(tmp_path: Path) -> None:
+    """Of bytes; what is finished or broken off gives its bytes back."""
+    proxy, left = Proxy(Recording(("127.0.0.1", 1), ("127.0.0.1", 0), tmp_path), 1000), list[str]()
+    watchers = [Watcher(lambda exchange: None, left.append, reserve=proxy._reserve) for _ in range(4)]
+    for watcher in watchers[:3]:
+        watcher.sent(request("/v1/completions", b"x" * 400))
+    assert proxy._held == 800 and not left  # the third one is not kept
+    watchers[2].replied(reply(b"y" * 100))
+    assert left == ["a full queue"]
+    watchers[0].replied(reply(b"y" * 100))
+    watchers[1].close()
+    assert proxy._held == 0 and left == ["a full queue", "broken off"]
+    watchers[3].sent(request("/v1/completions", b"x" * 900))
+    assert proxy._held == 900
 
 
 @in_a_loop

@@ -375,6 +375,27 @@ def test_prompts_to_fit_on_are_others(place: Path) -> None:
     assert set(asked(place, "texts.jsonl", count=16).classes()) == {"even", "odd"}
 
 
+def test_how_prompts_are_asked_is_said_with_the_other_way(place: Path) -> None:
+    text, chat = asked(place, "plain.txt"), asked(place, "chat.jsonl")
+    assert text.asked == (
+        '4 cuts of plain text of 16 tokens. To ask each line in the chat template, write it as {"prompt": "…"} into a '
+        ".jsonl file"
+    )
+    assert chat.asked.startswith("4 asked in the target's chat template. To continue them as plain text, write each as")
+    both = read_user_prompts(
+        str(place / "target"),
+        Corpus(sources=sources_of([place / "plain.txt", place / "chat.jsonl"])),
+        Chat(),
+        9,
+        0,
+        16,
+        200,
+    )
+    assert {"cuts of plain text" in part for part in both.asked.split("; ")} == {True, False}
+    report = SpeedupReport("", {}, 4, 12, {}, [], target="m", asked=text.asked)
+    assert f"Prompts: {text.asked}." in document(speedup_blocks(report))
+
+
 # Whole calls.
 
 QUICK = ("--tokens", 12, "--prompt-tokens", 16, "--count", 4, "--threads", 1)

@@ -9,6 +9,7 @@ import json
 import os
 import random
 import shutil
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -393,6 +394,18 @@ def test_measure_counts_whole_lines(tmp_path: Path, size: int) -> None:
         ('{"messages": [{"role": "assistant", "content": "a"}]}', "at least a question and an answer"),
         ('{"messages": "a"}', "at least a question"),
         ('{"prompt": "a", "answer": "b", "thinking": "c"}', "a field `thinking` that is not a message's"),
+        ('{"prompt": "a", "answer": "b", "finish_reason": "content_filter"}', "a `finish_reason` of another kind"),
+        ('{"prompt": "a", "answer": "b", "finish_reason": 5}', "a `finish_reason` of another kind"),
+        ('{"prompt": "a", "answer": "b", "completion_tokens": "9"}', "a number of `completion_tokens` that is none"),
+        ('{"prompt": "a", "answer": "b", "usage": 9}', "a number of `completion_tokens` that is none"),
+        (
+            '{"prompt": "a", "answer": "b", "usage": {"completion_tokens_details": {"reasoning_tokens": 9}}}',
+            "thinking that the server hides",
+        ),
+        (
+            '{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]}',
+            "an answer of weight 0",
+        ),
         ('{"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "reasoning": "b"}]}', "an empty ans"),
         ('{"messages": [{"role": "user", "content": ["a"]}, {"role": "assistant"}]}', "content is not text"),
         ('{"messages": [{"role": "user", "content": "a"}, {"role": "user", "content": "b"}]}', "the user's, not"),
@@ -488,6 +501,59 @@ def test_a_conversation_is_in_one_split(world: Path) -> None:
         assert len(documents) == 2 and {one.split for one in documents} == held and len(held) == 1
         splits |= held
     assert splits == {"train", "validation", "test"}
+
+
+@pytest.mark.parametrize(
+    ("prompt", "answer", "more", "fault"),
+    [
+        ("2 + 2 =", "2 + 2 = 4", {"usage": {"completion_tokens": 2}}, "begins with its whole prompt"),
+        ("2 + 2 =", "2 + 2 = 4", {}, None),  # nothing counted it
+        ("2 + 2 =", "2 + 2 = 4", {"completion_tokens": 9}, None),
+        ("total", "x " * 40, {"completion_tokens": 9}, "the server counted fewer tokens"),
+    ],
+)
+def test_a_prompt_that_a_server_repeats(
+    world: Path, prompt: str, answer: str, more: dict[str, Any], fault: str | None
+) -> None:
+    tokenizer = load_tokenizer(str(world / "target"))
+    line = traffic.parse_line(json.dumps({"prompt": prompt, "answer": answer, **more}).encode(), 1)
+    assert isinstance(line, traffic.Line) and not line.unread
+    with contextlib.nullcontext() if fault is None else pytest.raises(ValueError, match=fault):
+        traffic.encode_line(line, tokenizer, None)
+
+
+def test_a_chat_that_repeats_its_rendered_prompt(world: Path) -> None:
+    """As it stands, or without its special tokens."""
+    tokenizer = chat_templates.dress(copy.deepcopy(load_tokenizer(str(world / "target"))), "qwen-3")
+    template = ChatTemplate(tokenizer, Chat())
+    asked = {"role": "user", "content": "What is two and two?"}
+    for said in (template.text([asked]) + "Four", "user\nWhat is two and two?\nassistant\nFour"):
+        line = traffic.parse_line(json.dumps({"messages": [asked, {"role": "assistant", "content": said}]}).encode(), 1)
+        assert isinstance(line, traffic.Line)
+        with pytest.raises(ValueError, match="begins with its whole prompt"):
+            traffic.encode_line(line, tokenizer, template)
+
+
+def test_a_log_is_never_held_as_a_whole(world: Path) -> None:
+    """One file is written while lines are read; of samples some are alive."""
+    recipe, tokenizer = (
+        parse_recipe(values_with(world / "served.jsonl"), "the recipe"),
+        load_tokenizer(str(world / "target")),
+    )
+    lines = (traffic.Line(number, f"prompt {number}", "total" * 9, True) for number in range(400))
+    alive: list[weakref.ref[Any]] = []
+
+    def watched(samples: Any) -> Iterator[Any]:
+        for sample in samples:
+            alive.append(weakref.ref(sample))
+            yield sample
+            del sample
+            assert sum(one() is not None for one in alive[:-2]) == 0
+
+    found = traffic.Sorted()
+    for sample in watched(traffic.sort_lines(recipe, lines, tokenizer, found)):
+        del sample
+    assert len(alive) == found.samples.total() == 400 and not found.bad
 
 
 def test_thinking_that_a_server_hides(world: Path) -> None:
