@@ -279,10 +279,10 @@ def encode_line(
     if isinstance(line.prompt, str) or isinstance(line.answer, str):
         said, prompt = str(line.answer), str(line.prompt)
         end = [] if eos is None else [eos]
-        said = said if template is None else _until_end(template, said, left)
+        own = said if template is None else _until_end(template, said, left)
         if template is not None and (template.is_rendered(prompt) or template.looks_rendered(prompt)):
             end = template.end
-        ids, answer = encode_behind(tokenizer, prompt, said)
+        ids, answer = encode_behind(tokenizer, prompt, own)
         answer += end if line.ended else []
     elif template is None:
         raise ValueError("messages, but the target's tokenizer has no chat template")
@@ -293,7 +293,7 @@ def encode_line(
             one | {"content": _until_end(template, one["content"], left)} if one["role"] == "assistant" else one
             for one in [*line.prompt, line.answer]
         )
-        prompt, said = template.text(asked), last["content"]
+        prompt, said = template.text(asked), str(line.answer["content"])
         ids, answer = template.answered([*asked, last], ended=line.ended, served=True)
     if not ids or not answer:
         raise ValueError("it gives no token")
