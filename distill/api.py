@@ -74,7 +74,8 @@ __all__ = [
     "transplant",
 ]
 
-Dtype = Literal["float32", "bfloat16", "float16"]
+Floats = Literal["float32", "bfloat16", "float16"]
+Dtype = Literal["auto"] | Floats
 Paths = Sequence[str | Path]
 BLOCK: int = Corpus.model_fields["block"].default  # tokens of a text, where no prompt is longer
 
@@ -83,7 +84,7 @@ def load_pair(
     target: str | Path,
     draft: str | Path | None = None,
     *,
-    dtype: Dtype = "float32",
+    dtype: Dtype = "auto",
     device: str = "auto",
     tokens: int | None = None,
     nodes: int = 0,
@@ -155,6 +156,7 @@ def evaluate(
     kl: bool = True,
     acceptance: bool = True,
     types: Sequence[str] = (),
+    dtype: Dtype = "auto",
     threads: int | None = None,
     gguf: Gguf | None = None,
     command: str = "",
@@ -162,7 +164,8 @@ def evaluate(
     """Divergences and acceptance of a pair, with intervals, on text files or folders of them; `sampler` None:
     temperature 1. `prompts` are 32 by default; of a `suite`, in place of texts, questions of each category: None: all.
 
-    Several drafts, or the draft in several GGUF `types`, are compared with the first. DataError
+    Several drafts, or the draft in several GGUF `types`, are compared with the first. `dtype` is the type of folders,
+    "auto" the checkpoint's own. DataError
     for files that are not there and for texts of fewer than 4 prompts; PairError as `load_pair`.
     """
     if bool(texts) == (suite is not None):
@@ -174,7 +177,7 @@ def evaluate(
     else:
         given = prompts_of_suite(read_suite(Path(suite)), prompts, seed)
     drafts = [resolve_model(str(one)) for one in ([draft] if isinstance(draft, (str, Path)) else draft)]
-    grid = Grid(resolve_model(str(target)), drafts, BLOCK, types, threads=threads, gguf=gguf)
+    grid = Grid(resolve_model(str(target)), drafts, BLOCK, types, threads=threads, gguf=gguf, dtype=dtype)
     served = sampler or Sampler(1.0)
     options = EvaluationOptions(served, Evaluate(), command, kl, seed=seed, grid=acceptance)
     return evaluate_grid(grid, given, options)
@@ -192,7 +195,7 @@ def measure_speedup(
     count: int | None = None,
     tokens: int = 96,
     prompt_tokens: int = 64,
-    dtype: str = "float32",
+    dtype: Dtype = "auto",
     seed: int = 0,
     device: str = "auto",
     threads: int | None = None,
@@ -278,7 +281,7 @@ def export_gguf(model: str | Path, out: str | Path, outtype: str = "f16") -> Wri
     return write_gguf(local_folder(resolve_model(str(model))), Path(out), outtype)
 
 
-def import_gguf(file: str | Path, out: str | Path, dtype: Dtype | None = None) -> Import:
+def import_gguf(file: str | Path, out: str | Path, dtype: Floats | None = None) -> Import:
     """Write a GGUF file as a Hugging Face folder; `dtype` None keeps floats and gives quantised weights in float32."""
     require_new_folder(Path(out))
     found = read_import(Path(file), dtype)

@@ -12,6 +12,7 @@ import functools
 import os
 import sys
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from distill.errors import DistillError, RunError
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CPU = "cpu"
+AHEAD = 3  # numbers that `read_ahead` reads before they are asked for
+Item = TypeVar("Item")
 
 
 # ── Which there are ──
@@ -57,6 +60,14 @@ def device_name(device: torch.device) -> str:
 
     name = getattr(torch.get_device_module(device), "get_device_name", None)
     return str(name(device.index or 0)) if name is not None else device.type.upper()
+
+
+def allow_short_products(device: torch.device) -> None:
+    """Let products in float32 take TF32 (10 bits of a mantissa) on devices of CUDA and ROCm that have it."""
+    import torch
+
+    if device.type == "cuda":
+        torch.backends.cuda.matmul.allow_tf32 = True
 
 
 def make_current(device: torch.device) -> None:
@@ -135,6 +146,27 @@ def has_pinned_memory(kind: str) -> bool:
     return True
 
 
+def read_ahead(read: Callable[[int], Item], end: int, device: torch.device) -> Callable[[int], Item]:
+    """`read` for numbers below `end`. One thread reads the AHEAD numbers that follow the one that is asked for, so that
+    a caller that counts upward finds them ready. Errors of `read` are raised when its number is asked for."""
+    # The thread pins memory, for which some makers' libraries need the device of the process.
+    pool = ThreadPoolExecutor(1, "distill-reader", make_current, (device,))
+    waiting: dict[int, Future[Item]] = {}
+
+    def get(number: int) -> Item:
+        for following in range(number, min(number + 1 + AHEAD, end)):
+            if following not in waiting:
+                waiting[following] = pool.submit(read, following)
+        return waiting.pop(number).result()
+
+    return get
+
+
+def copied(tensor: Tensor, device: torch.device) -> Tensor:
+    """The tensor on a device; a copy from pinned memory does not wait."""
+    return tensor.to(device, non_blocking=tensor.is_pinned())
+
+
 def records_graphs(device: torch.device) -> bool:
     """Whether torch.compile records graphs of launches (CUDA, ROCm); the next replay of one overwrites its output."""
     return device.type == "cuda"
@@ -201,6 +233,16 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * scale
 
 
+def free_bytes(device: torch.device) -> int | None:
+    """Free bytes of one accelerator; None if it does not say."""
+    import torch
+
+    try:
+        return int(torch.accelerator.get_memory_info(device)[0])
+    except (RuntimeError, ValueError, NotImplementedError):
+        return None
+
+
 def free_memory() -> dict[int | str, int] | None:
     """Free bytes of each accelerator by its number, and of the host (`cpu`); None where the devices do not say."""
     import psutil
@@ -235,8 +277,6 @@ def synchronise(device: torch.device) -> None:
 
 
 # ── The processes that `accelerate launch` or `torchrun` started for one command; without them there is one ──
-
-Item = TypeVar("Item")
 
 # A process that finishes early waits for the others' batches and shards, which may take hours. When one dies, the
 # launcher ends the others.

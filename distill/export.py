@@ -16,21 +16,30 @@ from torch import Tensor
 from distill.data.samples import first_difference
 from distill.divergences import forward_kl
 from distill.engines.llama_cpp.model import GgufModel
-from distill.engines.torch.hugging_face import encode_text, load_model, load_tokenizer, local_folder, text_folder
+from distill.engines.torch.hugging_face import (
+    encode_text,
+    is_quantised,
+    load_config,
+    load_model,
+    load_tokenizer,
+    local_folder,
+    text_folder,
+)
 from distill.engines.torch.model import model_name
 from distill.errors import DataError, DistillError
 from distill.files import is_gguf, parts_of, read_json, read_utf8, write_result
-from distill.folders import Floats
+from distill.folders import Floats, weight_files
 from distill.gguf.fields import Origin, Shape, read_shape
 from distill.gguf.head import open_head
 from distill.gguf.importing import file_type
 from distill.gguf.tokenizer import PROBE, as_llama_reads
-from distill.gguf.writer import WrittenFile, export_files, own_file
+from distill.gguf.writer import export_files, own_file
 from distill.recipe import Recipe
 from distill.recipe.recipe import is_path, not_loadable
 from distill.run import Run
 from distill.sampler import place_of, require_finite
 from distill.surgery.layers import watching
+from distill.teacher.distributions import head_logits
 from distill.vocabulary.vocabulary import tokenizer_content, with_opening
 
 # ── What was written and compared: gguf/export.json as dataclasses ──
@@ -67,7 +76,8 @@ class Parity:
 @dataclass(frozen=True)
 class ExportedFile:
     """One GGUF file: `path` within the run (elsewhere: absolute), `model` draft or target, tensors that another type
-    holds because theirs did not fit; `faults` is what the comparison found wrong.
+    holds because theirs did not fit; `faults` is what the comparison found wrong. `parity` is None for the user's own
+    file of the target: it is the reference, and is compared with nothing.
     """
 
     path: str
@@ -75,7 +85,7 @@ class ExportedFile:
     outtype: str
     bytes: int
     fallback_tensors: int
-    parity: Parity
+    parity: Parity | None
     faults: list[str] = field(default_factory=list)
 
 
@@ -122,18 +132,65 @@ LIMITS |= {5: (0.4, 0.7), 4: (1.0, 0.5), 3: (3.0, 0.1), 2: (6.0, 0.0)}
 
 @dataclass(frozen=True)
 class Original:
-    """A Hugging Face folder, opened to compare several files with it."""
+    """A Hugging Face folder, opened to compare several files with it; `references` of texts that were compared."""
 
     folder: Path
     shape: Shape
     tokenizer: Any
     model: Any
+    references: dict[tuple[tuple[int, ...], ...], list[Tensor]] = field(default_factory=dict)
 
     @classmethod
     def open(cls, folder: Path) -> Original:
-        """Load the model in fp32, and its tokenizer; raises DataError where they cannot be loaded."""
-        shape, tokenizer = read_shape(folder), load_tokenizer(str(folder))
-        return cls(folder, shape, tokenizer, load_model(str(folder), "float32", torch.device("cpu"), trimmed=False))
+        """Open the model in fp32, and its tokenizer; raises DataError where they cannot be loaded."""
+        return cls(folder, read_shape(folder), load_tokenizer(str(folder)), streamed(folder))
+
+    @torch.inference_mode()
+    def log_probabilities(self, parts: list[list[int]], columns: int) -> list[Tensor]:
+        """Log-probabilities [positions, V] after each token of every part but its first and last, of the first
+        `columns` ids. All parts go through the model at once, because each pass reads all weights."""
+        key = tuple(map(tuple, parts))
+        if key not in self.references:
+            ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(part) for part in parts], batch_first=True)
+            hidden = self.model.base_model(ids, use_cache=False).last_hidden_state  # no token sees the padding after it
+            scored = torch.cat([hidden[row, 1 : len(part) - 1] for row, part in enumerate(parts)])
+            logs = head_logits(self.model, scored)[:, :columns].log_softmax(-1)
+            self.references[key] = list(logs.split([len(part) - 2 for part in parts]))
+        found = self.references[key]
+        for part, logs in zip(parts, found, strict=True):
+            require_finite(logs.amax(-1).tolist(), place_of(model_name(self.model), range(2, len(part))))
+        return found
+
+
+def streamed(folder: Path) -> Any:
+    """A folder's model in fp32 on the CPU, whose modules read their weights from its files when they run, and free them
+    afterwards: a pass holds the largest module instead of the model. Weights that transformers stores under other names
+    are loaded whole, in their own type."""
+    from accelerate import init_empty_weights
+    from accelerate.hooks import attach_align_device_hook
+    from accelerate.utils import OffloadedWeightsLoader
+    from safetensors import safe_open
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(str(folder))
+    stored: dict[str, dict[str, str]] = {}
+    for path in weight_files(folder):
+        with safe_open(path, framework="pt") as file:
+            stored |= {
+                name: {"safetensors_file": str(path), "weight_name": name, "dtype": "float32"}
+                for name in file.keys()  # noqa: SIM118 - a handle, no mapping
+            }
+    with init_empty_weights(include_buffers=False):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.tie_weights()  # which empty weights undo
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    index = {
+        name: stored.get(name) or stored.get(names[id(p)]) for name, p in model.named_parameters(remove_duplicate=False)
+    }
+    if is_quantised(config) or not all(index.values()):
+        return load_model(str(folder), "auto", torch.device("cpu"), trimmed=False)
+    attach_align_device_hook(model, torch.device("cpu"), offload=True, weights_map=OffloadedWeightsLoader(index=index))
+    return model
 
 
 def compare(source: Original, gguf: Path, texts: list[str], positions: int) -> Parity:
@@ -151,8 +208,10 @@ def compare(source: Original, gguf: Path, texts: list[str], positions: int) -> P
             raise DataError(what, "compare a GGUF file with the folder it was exported from")
         mismatches = list(_mismatches(source.tokenizer, quantised, texts))
         same_top, differences, divergences = 0, list[float](), list[float]()
-        for part in _parts(source.tokenizer, texts, positions, window):
-            reference, actual = _log_probabilities(source.model, quantised, part)
+        parts = list(_parts(source.tokenizer, texts, positions, window))
+        references = source.log_probabilities(parts, quantised.vocabulary_size) if parts else []
+        for part, reference in zip(parts, references, strict=True):
+            actual = _log_probabilities(quantised, part)
             following = torch.tensor(part[2:])[:, None]
             differences += (reference.gather(1, following) - actual.gather(1, following)).abs()[:, 0].tolist()
             divergences += forward_kl(reference, actual).tolist()
@@ -212,16 +271,13 @@ def _parts(tokenizer: Any, texts: list[str], positions: int, window: int) -> Ite
             yield part
 
 
-def _log_probabilities(model: Any, quantised: GgufModel, part: list[int]) -> tuple[Tensor, Tensor]:
-    """Log-probabilities [positions, V] of both models after each token of a part but its first and last."""
-    with torch.inference_mode():
-        logits = model(torch.tensor([part])).logits[0, 1:-1, : quantised.vocabulary_size]
-    require_finite(logits.amax(-1).tolist(), place_of(model_name(model), range(2, len(part))))
+def _log_probabilities(quantised: GgufModel, part: list[int]) -> Tensor:
+    """Log-probabilities [positions, V] of a file after each token of a part but its first and last."""
     quantised.rollback([0])
     output = quantised.extend(part, want=range(1, len(part) - 1))
     actual = output.full().log_softmax(-1)
     require_finite(actual.amax(-1).tolist(), output.place)
-    return logits.float().log_softmax(-1), actual
+    return actual
 
 
 def check_texts(folder: Path) -> list[str]:
@@ -269,7 +325,7 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
     """Write gguf/MODEL-OUTTYPE.gguf for draft and target, and gguf/export.json with the parity of each file.
 
     Without `export.outtypes` no model is opened: GGUF may not hold it. A target that this machine cannot load is left
-    out. One that is a GGUF file is not written again: its own file is compared with the folder that it is imported to.
+    out. One that is a GGUF file is neither written again nor checked: it is the reference.
     """
     folder = run.path("gguf")
     files: list[ExportedFile] = []
@@ -286,13 +342,13 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
     else:
         run.say(f"  no file of the target is written: {reason}")
     origin_of = origins(recipe, run)
+    if own is not None and sources.pop("target", None) is not None:
+        size = open_head(own).bytes
+        run.say(f"  {own.name}: {size / 1e6:.1f} MB, the target's own file, which is the reference")
+        files.append(ExportedFile(str(own.absolute()), "target", file_type(own), size, 0, None))
     for name, folder_of_model in sources.items():
-        if name == "target" and own is not None:
-            head = open_head(own)
-            reports = [WrittenFile(own, file_type(own), head.bytes, len(head.shapes), 0)]
-        else:
-            outputs = {folder / f"{name}-{outtype}.gguf": outtype for outtype in recipe.export.outtypes}
-            reports = export_files(folder_of_model, outputs, origin_of[name])
+        outputs = {folder / f"{name}-{outtype}.gguf": outtype for outtype in recipe.export.outtypes}
+        reports = export_files(folder_of_model, outputs, origin_of[name])
         source = Original.open(folder_of_model)
         for report in reports:
             parity, place = compare(source, report.path, texts, PARITY_POSITIONS), report.path.absolute()
@@ -300,8 +356,7 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
             run.say(f"  {report.path.name}: {report.bytes / 1e6:.1f} MB, {parity.words}")
             for fault in (*report.notes, *faults):
                 run.say(f"  {report.path.name}: {fault}", warning=True)
-            if place.is_relative_to(run.folder.absolute()):
-                place = place.relative_to(run.folder.absolute())
+            place = place.relative_to(run.folder.absolute())
             kept = str(place), name, report.outtype, report.bytes, report.fallback_tensors
             files.append(ExportedFile(*kept, parity, faults))
     write_result(folder / "export.json", ExportReport(run.command, files))

@@ -100,7 +100,7 @@ def recipe_values(world: Path, elsewhere: bool = False) -> dict[str, Any]:
         "name": "tiny",
         "threads": 1,
         "device": "cpu",
-        "target": {"model": f"{place}target"},
+        "target": {"model": f"{place}target", "dtype": "float32"},
         "corpus": {"sources": sources, "block": 64, "tokens": 1500},
         "answers": {"prompts": 12, "prompt_tokens": 8, "new_tokens": 24, "batch": 2, "group": 4},
         "teacher": {"top_k": 8, "shard_blocks": 8},

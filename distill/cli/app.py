@@ -10,6 +10,7 @@ import sys
 import tempfile
 import traceback
 from collections.abc import Callable, Sequence
+from inspect import signature
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -82,8 +83,13 @@ for name, command in COMMANDS.items():
 ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind.__name__ == "ClickException")
 
 
-# Where memory ran out, and what to do.
-SMALLER_MODELS = ("in this command", "free memory that other programs hold, or load smaller types (--dtype)")
+def smaller_models() -> tuple[str, str]:
+    """Where memory ran out, and what to do."""
+    name = next((word for word in sys.argv[1:] if word in COMMANDS), None)
+    smaller = name is not None and "dtype" in signature(COMMANDS[name]).parameters
+    return "in this command", "free memory that other programs hold" + ", or give --dtype bfloat16" * smaller
+
+
 INTERRUPTED = 128 + signal.SIGINT  # the exit status; recent versions of typer return it for Ctrl-C
 
 
@@ -120,7 +126,7 @@ def _run() -> int:
     """The exit status of the command, its message printed."""
     try:
         _require_text(sys.argv)
-        with memory_explained(lambda: SMALLER_MODELS):
+        with memory_explained(smaller_models):
             result = app(prog_name="distill", standalone_mode=False)
         code = result if isinstance(result, int) else 0
         if code == 0:

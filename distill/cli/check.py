@@ -95,11 +95,13 @@ def _ends(target: str) -> str:
 def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:
     from distill.pipeline.preflight import expected_lines, expected_stages, preflight
 
-    recipe = shared.read_recipe(path, overrides)
-    print(f"recipe {recipe.name}: keys and values are valid")
-    from distill.engines.torch.hugging_face import offline as without_network
+    with contextlib.ExitStack() as connections:
+        if offline:
+            from distill.engines.torch.hugging_face import offline as without_network
 
-    with without_network() if offline else contextlib.nullcontext():
+            connections.enter_context(without_network())
+        recipe = shared.read_recipe(path, overrides)
+        print(f"recipe {recipe.name}: keys and values are valid")
         found = preflight(recipe, offline=offline)
     print(*found.lines, sep="\n")
     stages, source = expected_stages(recipe, shared.DEFAULT_RUNS / recipe.name, found.prompts)

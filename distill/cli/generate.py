@@ -47,6 +47,7 @@ def _opening(
     sampler: shared.SamplerOption = None,
     table: shared.TableOption = None,
     allow_lossy: shared.LossyOption = False,
+    dtype: shared.DtypeOption = None,
     pytorch: shared.PyTorchOption = None,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
@@ -62,8 +63,9 @@ def _opening(
 
     own, device, asked, found = PyTorch(), "auto", Chat(), None
     if models:
-        decoding = shared.pytorch_of(pytorch, own, models)
-        place, decoding = settled_decoding(Target(model=models[0]), next(iter(models[1:]), None), decoding)
+        shared.require_folders(dtype, models)
+        decoding, named = shared.pytorch_of(pytorch, own, models), Target(model=models[0], dtype=dtype or "auto")
+        place, decoding = settled_decoding(named, next(iter(models[1:]), None), decoding)
         big, small = _standalone_pair(models, chosen, decoding.in_bits)
     else:
         recipe, found = shared.find_run(words[0] if words else None, runs)
@@ -73,7 +75,8 @@ def _opening(
             chosen = _configuration(given | {"length": length}, drawn)
         device, threads, own, asked = recipe.device, threads or recipe.threads, recipe.pytorch, recipe.chat
         draft = str(found.path("draft").resolve())
-        place, decoding = settled_decoding(recipe.target, draft, shared.pytorch_of(pytorch, own, ()), device)
+        target = recipe.target if dtype is None else recipe.target.model_copy(update={"dtype": dtype})
+        place, decoding = settled_decoding(target, draft, shared.pytorch_of(pytorch, own, ()), device)
         big, small = one_engine(recipe.target.model, draft, decoding.in_bits)
     if chosen.counts_ngrams:
         table = shared.place_of_table(table, found)

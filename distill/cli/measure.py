@@ -449,6 +449,7 @@ def evaluate(
     seed: Annotated[
         int | None, shared.number_option(min=0, help="Models: seed of texts and of a suite's questions; 0.")
     ] = None,
+    dtype: shared.DtypeOption = None,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
@@ -466,6 +467,9 @@ def evaluate(
     alone = not kinds and len(models) < 3
     kl, acceptance = (kl, acceptance) if kl or acceptance else (True, alone)
     if models:
+        shared.require_folders(dtype, models)
+        if kinds and dtype is not None:
+            raise RecipeError(f"--dtype {dtype} is for folders, and --types compares GGUF files", "leave it out")
         if len(models) < 2 or not (prompts or suite):
             hint = "or name a run: `distill runs` lists them"
             raise RecipeError("models need TARGET, DRAFT and --prompts FILE (or --suite FILE)", hint)
@@ -484,13 +488,14 @@ def evaluate(
             kl=kl,
             acceptance=acceptance,
             types=kinds,
+            dtype=dtype or "auto",
             threads=threads,
             gguf=shared.gguf_of([] if kinds else models[:2], llama, llama_draft),
             command=command,
         )
     else:
-        if any(value is not None for value in (prompts, suite, temperature, count, seed)):
-            what = "--prompts, --suite, --temperature, --count and --seed are for models: a run has its own"
+        if any(value is not None for value in (prompts, suite, temperature, count, seed, dtype)):
+            what = "--prompts, --suite, --temperature, --count, --seed and --dtype are for models: a run has its own"
             raise RecipeError(what, "give the run's models: TARGET RUN/draft --prompts FILE")
         gguf = shared.gguf_of([], llama, llama_draft)
         if gguf is not None and not kinds:
@@ -547,7 +552,7 @@ def speedup(
         int | None, shared.number_option(min=0, help="Seed of all draws, the questions' too; by default 0.")
     ] = None,
     table: shared.TableOption = None,
-    dtype: Annotated[str | None, typer.Option(help=shared.DTYPE_HELP)] = None,
+    dtype: shared.DtypeOption = None,
     pytorch: shared.PyTorchOption = None,
     allow_lossy: shared.LossyOption = False,
     threads: shared.ThreadsOption = None,
@@ -579,6 +584,7 @@ def speedup(
     )
     device, chat, own = "auto", None, PyTorch()
     if models:
+        shared.require_folders(dtype, models)
         gguf = shared.gguf_of(models, llama, llama_draft)
     else:
         asked = shared.gguf_of([], llama, llama_draft)
@@ -603,7 +609,7 @@ def speedup(
         count=count,
         tokens=96 if tokens is None else tokens,
         prompt_tokens=64 if prompt_tokens is None else prompt_tokens,
-        dtype=dtype or "float32",
+        dtype=dtype or "auto",
         seed=seed or 0,
         device=device,
         threads=threads,
@@ -619,7 +625,7 @@ def speedup(
 
 def _pair_of(
     name: str | None, runs: Path, gguf: Gguf | None, folders: bool
-) -> tuple[Recipe, Run, tuple[str, str], str]:
+) -> tuple[Recipe, Run, tuple[str, str], shared.Dtype]:
     """A run's recipe, its target and trained draft, and the type to load them in: its GGUF files where llama.cpp's
     options are given, or where they are measured in it and its target is one, or PyTorch is not; else, and where
     options of `folders` are given, its folders. RunError for a run that lacks them.
@@ -636,7 +642,7 @@ def _pair_of(
 
     timed = recipe.speedup.outtype if loadable and recipe.speedup.files else None
     files = files_of_run(found, timed, required=True)
-    return recipe, found, (str(files.target), str(files.draft)), "float32"
+    return recipe, found, (str(files.target), str(files.draft)), "auto"
 
 
 def _of_run(name: str | None, runs: Path, output: str) -> None:

@@ -33,7 +33,7 @@ def profile(
     max_tokens: Annotated[int, typer.Option(min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
     repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
     adapter: shared.AdapterOption = None,
-    dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
+    dtype: shared.DtypeOption = None,
     pytorch: shared.PyTorchOption = None,
     types: Annotated[
         str | None, typer.Option(help=f"Compare its files of these GGUF types, with commas: {shared.FILE_TYPES}.")
@@ -50,6 +50,7 @@ def profile(
     """
     model = model if adapter is None else shared.model_of(model, adapter)
     gguf = shared.gguf_of([model], llama)
+    shared.require_folders(dtype, [model])
     decoding = shared.pytorch_of(pytorch, PyTorch(), [model])
     if types is not None:
         if gguf is not None:
@@ -60,7 +61,7 @@ def profile(
         return
     from distill.engines.torch.hugging_face import settled_target
 
-    place, places = settled_target(model, dtype), shared.numbers(depths, "--depths", int, least=1)
+    place, places = settled_target(model, dtype or "auto"), shared.numbers(depths, "--depths", int, least=1)
     curve = measured_curve(place, places, max_tokens, repeats, threads, gguf, decoding)
     if out is not None:
         from distill.decoding.costs import save_cost_curve
@@ -165,7 +166,7 @@ def plan(
     lengths: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "1,2,3,4,6,8",
     depth: Annotated[int, typer.Option(min=1, max=2**20, help="Prompt length, of models.")] = 128,
     tokens: Annotated[int, typer.Option(min=8, max=2**20, help="New tokens, of models.")] = 96,
-    dtype: Annotated[str, typer.Option(help=shared.DTYPE_HELP)] = "float32",
+    dtype: shared.DtypeOption = None,
     threads: shared.ThreadsOption = None,
     output: shared.FormatOption = "md",
     llama: shared.LlamaOption = None,
@@ -210,7 +211,8 @@ def plan(
             small = None
         models = [model, small] if small is not None else [model]
         gguf = shared.gguf_of(models, llama, llama_draft)
-        place = settled_target(model or resolve_model("."), dtype)
+        shared.require_folders(dtype, models)
+        place = settled_target(model or resolve_model("."), dtype or "auto")
         request = PlanRequest(place, small, cost, None, drafted, depth, tokens, threads, gguf)
     if prompts and request.draft is None:
         raise RecipeError("--prompts measures a draft's acceptance", "name two models, TARGET and DRAFT")

@@ -99,7 +99,10 @@ LlamaDraftOption = Annotated[
 ThreadsOption = Annotated[
     int | None, typer.Option(min=1, max=4096, help="CPU threads; by default OMP_NUM_THREADS, or all cores.")
 ]
-DTYPE_HELP = "Type of folders: float32, bfloat16, float16, or auto: bfloat16 where the device has instructions for it."
+Dtype = Literal["auto", "float32", "bfloat16", "float16"]
+DtypeOption = Annotated[
+    Dtype | None, typer.Option("--dtype", help="Folders: number type; by default auto, the checkpoint's own.")
+]
 DEFAULT_RUNS = Path("runs")
 Number = TypeVar("Number", int, float, int | None, float | None)
 
@@ -323,6 +326,12 @@ def pytorch_of(text: str | None, own: PyTorch, models: Sequence[str | None]) -> 
         hint = "leave it out, or decode the files' own bits in PyTorch: target_weights=file"
         raise RecipeError(f"--pytorch {text}: {models[0]} runs in llama.cpp, not in PyTorch", hint)
     return found
+
+
+def require_folders(dtype: str | None, models: Sequence[str | None]) -> None:
+    """Raise RecipeError for a --dtype of GGUF files alone, which have their own types."""
+    if dtype is not None and models and all(model is None or is_gguf(model) for model in models):
+        raise RecipeError(f"--dtype {dtype}: {models[0]} is a GGUF file, which has its own types", "leave it out")
 
 
 def gguf_of(

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from distill.data.samples import SEEN, repetition
-from distill.devices import records_graphs
+from distill.devices import copied, records_graphs
 from distill.engines.torch.equality import LENGTH, difference, own_logits, random_ids, require_equal_to_transformers
 from distill.engines.torch.hugging_face import context_length
 from distill.engines.torch.model import in_window, layer_kinds, mask_refusal, state_refusal
@@ -38,13 +38,16 @@ class Packed:
     ids [n, S]; documents [n, S], numbered within the block, -1 at padding; mask [n, S], true where the distribution of
     the *next* token counts; that token is at the next position. first [n] is the number of each block's first document
     among all documents: document d of block b has number first[b] + d, also where it continues in the next block. None
-    where nobody needs it.
+    where nobody needs it. Blocks on an accelerator have the `places` and the `host` documents of those that they were
+    copied from, because asking the device for either would wait for it.
     """
 
     ids: Tensor
     documents: Tensor
     mask: Tensor
     first: Tensor | None = None
+    places: Tensor | None = None  # [N], see `scored_places`
+    host: Tensor | None = None
 
     def __len__(self) -> int:
         return self.ids.shape[0]
@@ -62,6 +65,10 @@ class Packed:
         """The scored positions of each block [n]."""
         return self.mask.sum(1)
 
+    def scored_places(self) -> Tensor:
+        """The scored positions [N], in order, as places among all n · S positions."""
+        return self.mask.flatten().nonzero().squeeze(-1) if self.places is None else self.places
+
     def take(self, index: Tensor | slice) -> Packed:
         """The blocks at `index`; in memory, where these are mapped from a file."""
         first = None if self.first is None else self.first[index]
@@ -72,8 +79,18 @@ class Packed:
         return [self.take(slice(start, start + size)) for start in range(0, len(self), size)]
 
     def to(self, device: torch.device) -> Packed:
-        """The same blocks on a device, where their documents have no numbers among all."""
-        return Packed(*(tensor.to(device) for tensor in self.tensors().values()))
+        """The same blocks on a device, where their documents have no numbers among all; of `pinned` ones the copies do
+        not wait."""
+        ids, documents, mask, places = (
+            copied(tensor, device) for tensor in (*self.tensors().values(), self.scored_places())
+        )
+        return Packed(ids, documents, mask, places=places, host=self.documents)
+
+    def pinned(self) -> Packed:
+        """The same blocks of the host in pinned memory, with their `places`."""
+        tensors = (*self.tensors().values(), self.scored_places())
+        ids, documents, mask, places = (tensor.pin_memory() for tensor in tensors)
+        return Packed(ids, documents, mask, places=places)
 
     def labels(self) -> Tensor:
         """The next token [n, S]; meaningless where `mask` is false."""
@@ -322,23 +339,23 @@ def packed_inputs(model: Any, blocks: Packed) -> dict[str, Any]:
     return {
         "input_ids": blocks.ids.long().to(device),
         "position_ids": blocks.positions.long().to(device),
-        "attention_mask": separation(model, blocks.documents, device),
+        "attention_mask": separation(model, blocks.documents, device, blocks.host),
         "use_cache": False,
     }
 
 
-def separation(model: Any, documents: Tensor, device: torch.device) -> Any:
+def separation(model: Any, documents: Tensor, device: torch.device, host: Tensor | None = None) -> Any:
     """What keeps the documents [n, S] apart, in the place of an attention mask: masks, block masks or lists of
-    segments; a dict where kinds of layers differ."""
+    segments; a dict where kinds of layers differ. `host` are the same documents, on the host."""
     config, blocked = model.config.get_text_config(), takes_block_masks(model, device)
     unmasked = blocked or documents.shape[1] >= masked_below(device)
     if not unmasked or config._attn_implementation != "sdpa":
         return document_masks(model, documents.to(device))
     register(getattr(model.base_model, "_compiled_call_impl", None) is not None)
-    found = {}
+    found, listed = {}, documents if host is None else host
     for kind in sorted(layer_kinds(config)):
         window = config.sliding_window if kind == "sliding_attention" else None
-        found[kind] = block_mask(documents.to(device), window) if blocked else document_segments(documents, window)
+        found[kind] = block_mask(documents.to(device), window) if blocked else document_segments(listed, window)
     return found if len(found) > 1 else next(iter(found.values()))
 
 
@@ -381,7 +398,7 @@ def hidden_states(model: Any, blocks: Packed) -> Tensor:
 def scored_states(model: Any, blocks: Packed) -> Tensor:
     """The hidden states [N, H] at the scored positions, in order."""
     hidden = hidden_states(model, blocks)
-    return hidden[blocks.mask.to(hidden.device)]
+    return hidden.flatten(0, 1).index_select(0, blocks.scored_places().to(hidden.device))
 
 
 def packed_logits(model: Any, blocks: Packed) -> Tensor:

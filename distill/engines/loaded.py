@@ -42,6 +42,7 @@ from distill.engines.torch.hugging_face import (
     local_folder,
     logits_of,
     real_tokens,
+    settled_type,
     text_folder,
 )
 from distill.engines.torch.model import (
@@ -215,6 +216,7 @@ def settled_decoding(
     A file of which the other settings ask PyTorch is decoded in its bits where this CPU has kernels for most of its
     weights: a step takes as long as they take to arrive. Other models keep `auto`, which then means nothing.
     """
+    target = target.model_copy(update={"dtype": settled_type(target.dtype, pick_device(device), target.model)})
     asked = draft is not None and (not is_gguf(draft) or pytorch.draft_weights == "file")
     if pytorch.target_weights == "auto" and is_gguf(target.model) and asked:
         head = open_head(Path(target.model))
@@ -225,7 +227,8 @@ def settled_decoding(
             held = f"{target.dtype}: {reason}" if reason else f"its own bits ({packed / total:.0%} have a kernel)"
             warn_once(f"target_weights auto: {target.model} decodes in {held}")
             pytorch = pytorch.model_copy(update={} if reason else {"target_weights": "file"})
-    return target.model_copy(update={"dtype": "bfloat16"}) if pytorch.target_weights == "file" else target, pytorch
+    dtype = "bfloat16" if pytorch.target_weights == "file" else target.dtype
+    return target.model_copy(update={"dtype": dtype}), pytorch
 
 
 def _no_bits(target: Target, pytorch: PyTorch, device: str, share: float) -> str:

@@ -46,7 +46,14 @@ from distill.engines.loaded import LoadedPair, context_of, growing_decoder, load
 from distill.engines.model import Model
 from distill.engines.pairs import require_pair
 from distill.engines.server_commands import DRAWN_AMONG
-from distill.engines.torch.hugging_face import encode_text, end_ids, load_model, load_tokenizer, read_kept
+from distill.engines.torch.hugging_face import (
+    encode_text,
+    end_ids,
+    load_model,
+    load_tokenizer,
+    read_kept,
+    settled_target,
+)
 from distill.engines.torch.model import model_name
 from distill.errors import DataError
 from distill.files import is_gguf, write_result, write_text
@@ -860,6 +867,7 @@ class Grid:
     threads: int | None = None
     gguf: Gguf | None = None
     prompts_are_whole: bool = True
+    dtype: str = "auto"  # of folders
 
 
 def evaluate_grid(grid: Grid, prompts: Prompts, options: EvaluationOptions) -> EvaluationReport:
@@ -941,9 +949,10 @@ def _load(target: str, drafts: Mapping[str, str], grid: Grid, tokens: int, stack
     gguf = grid.gguf or Gguf()
     if not is_gguf(target):
         device = pick_device("auto")
-        big = stack.enter_context(load_pair(Target(model=target), pytorch=PyTorch(prepack=False, draft_weights=None)))
+        place = settled_target(target, grid.dtype)
+        big = stack.enter_context(load_pair(place, pytorch=PyTorch(prepack=False, draft_weights=None)))
         assert big.hugging_face is not None
-        models = {name: load_model(draft, Target(model=target).dtype, device) for name, draft in drafts.items()}
+        models = {name: load_model(draft, place.dtype, device) for name, draft in drafts.items()}
         parts = big.reference, big.hugging_face[0]
         return {name: pair_of_models(*parts, model, big.tokenizer, big.pytorch) for name, model in models.items()}
     small = {}

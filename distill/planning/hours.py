@@ -12,6 +12,7 @@ from typing import Any
 from distill.data.samples import SPLITS, CorpusTexts, read_answers
 from distill.data.traffic import SOURCE, pin_of
 from distill.engines.torch.hugging_face import load_config
+from distill.export import PARITY_POSITIONS
 from distill.files import is_gguf, read_result
 from distill.progress import duration
 from distill.recipe import Recipe
@@ -177,7 +178,7 @@ def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstim
         "cut": (scored * (head + passes * given) / rate, 4 * given, 4 * small),
         "train": (steps, 16 * small + 12 * batch * big["rows"], 12 * small if train.steps else 0),
         "eval": (LOADED + 2 * tested * (small + head) / rate, 4 * small, 0),
-        "export": (slower * PARITY * compared, 4 * whole, written),
+        "export": (slower * PARITY * compared, 4 * head + 8 * PARITY_POSITIONS * big["rows"], written),
         "speedup": (slower * (loading + turns * len(engines) * (2 + 5e-9 * whole)), 4 * small, 0),
         "report": (READY, 0, 0),
     }

@@ -212,7 +212,7 @@ class TeacherServer(Servers):
 # ── The target, its sampler, its answers and the store of its distributions ──
 
 HOTTEST = 100  # largest temperature; above it, every distribution is uniform
-TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+TYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "auto": 2}  # auto: what most checkpoints have
 
 
 class Target(Section):
@@ -225,9 +225,9 @@ class Target(Section):
         "([a tuned target](tuned-target.md))",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
-        "float32",
-        description="number type it runs in; auto: bfloat16 if the device has instructions for it, else float32 (a "
-        "run keeps the type it began with)",
+        "auto",
+        description="number type it runs in; auto: the checkpoint's own (of a GGUF file bfloat16), or float32 if the "
+        "device has no instructions for that (a run keeps the type it began with)",
     )
     quantise: Literal["int8", "int4"] | None = Field(
         None, description="load the weights in 8 or 4 bits with bitsandbytes"

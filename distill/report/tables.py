@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 from distill.data.samples import NEW, SEEN, AnswerTexts, CorpusTexts, QuestionTexts, SplitTexts
-from distill.export import ExportedFile, ExportReport
+from distill.export import ExportedFile, ExportReport, Parity
 from distill.folders import ModelSizes
 from distill.measuring.evaluation_results import AGREEMENT, EvaluationReport
 from distill.measuring.speedup_results import SpeedupReport
 from distill.surgery.results import Change, SparsityReport
-from distill.tables import Cell, Columns, Row, Table, table_of
+from distill.tables import Cell, Columns, Row, Table, Value, table_of
 from distill.training.saved import Evaluation, TrainingStep, TrainingSummary
 
 # ── Everything that a run has measured, gathered for the report page and the model card ──
@@ -118,21 +119,26 @@ def texts(results: RunResults) -> list[Table]:
 def files(export: ExportReport) -> Table:
     """The GGUF files, and how closely llama.cpp reproduces their models' distributions and tokens."""
 
-    def mismatches(one: ExportedFile) -> Cell:
-        wrong = len(one.parity.tokenizer_mismatches)
+    def mismatches(parity: Parity) -> Cell:
+        wrong = len(parity.tokenizer_mismatches)
         return Cell(wrong, bad=bool(wrong))
+
+    def compared(value: Callable[[Parity], Cell | Value]) -> Callable[[ExportedFile], Cell | Value]:
+        return lambda one: None if one.parity is None else value(one.parity)
 
     columns: Columns[ExportedFile] = {
         "file": lambda one: one.path,
         "model": lambda one: one.model,
         "type": lambda one: one.outtype,
         "bytes": lambda one: Cell(one.bytes, "bytes"),
-        "positions": lambda one: one.parity.positions,
-        AGREEMENT: lambda one: Cell(one.parity.top1_agreement, "%"),
-        "mean |Δ log p|": lambda one: Cell(one.parity.mean_abs_dlogprob, "significant"),
-        "max |Δ log p|": lambda one: Cell(one.parity.max_abs_dlogprob, "significant"),
-        "tokenizer texts": lambda one: one.parity.tokenizer_texts,
-        "mismatches": mismatches,
+        "positions": compared(lambda parity: parity.positions),
+        AGREEMENT: compared(lambda parity: Cell(parity.top1_agreement, "%")),
+        "mean |Δ log p|": compared(lambda parity: Cell(parity.mean_abs_dlogprob, "significant")),
+        "max |Δ log p|": compared(lambda parity: Cell(parity.max_abs_dlogprob, "significant")),
+        "tokenizer texts": compared(lambda parity: parity.tokenizer_texts),
+        "mismatches": compared(mismatches),
     }
-    note = "Each file in llama.cpp against its Hugging Face model on the same positions."
+    note = (
+        "Each file in llama.cpp against its Hugging Face model on the same positions; the user's own file is no copy."
+    )
     return table_of(export.files, columns, export.command, note=note)

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from distill.data.packing import Deferred, Packed, scored_states
 from distill.data.samples import SPLITS, Split
-from distill.devices import barrier, part_of, pick_device, process_count, process_index
+from distill.devices import barrier, copied, part_of, pick_device, process_count, process_index
 from distill.engines.torch.hugging_face import DTYPES, load_config, load_target, load_tokenizer, real_tokens
 from distill.errors import DataError, RunError
 from distill.files import read_json, write_atomically, write_json
@@ -153,29 +153,40 @@ class TeacherStore:
         parts = [(shard, shard[ends][block : block + 2].tolist()) for shard, block in self._places(index.tolist())]
         return torch.cat([shard[name][first:end] for shard, (first, end) in parts])
 
-    def teacher(self, index: Tensor, device: torch.device) -> Teacher:
-        """The distributions of the N scored positions of the blocks at `index` [b], block by block, on a device."""
+    def read(self, index: Tensor) -> list[Tensor]:
+        """What `teacher` needs of the N scored positions of the blocks at `index` [b], on the host."""
+        if self._head is not None:
+            return [self._scored("hidden", index)]
+        counts = self._scored("entries", index)
+        ids, logs = (self._scored(name, index, "block_entries") for name in ("top_ids", "top_log_probabilities"))
+        return [*padded_entries(ids, logs, counts, self.vocabulary), self._scored("log_tails", index)]
+
+    def teacher(self, index: Tensor, device: torch.device, stored: Sequence[Tensor] | None = None) -> Teacher:
+        """The distributions of the N scored positions of the blocks at `index` [b], block by block, on a device.
+
+        `stored` is the result of `read` if they were read before.
+        """
+        stored = [copied(tensor, device) for tensor in (self.read(index) if stored is None else stored)]
         if self._head is None:
-            counts = self._scored("entries", index)
-            ids, logs = (self._scored(name, index, "block_entries") for name in ("top_ids", "top_log_probabilities"))
-            ids, logs = padded_entries(ids, logs, counts, self.vocabulary)
-            tails = self._scored("log_tails", index)
-            return CompactTeacher(ids.to(device), logs.to(device), tails.to(device), self.vocabulary)
+            ids, logs, tails = stored
+            return CompactTeacher(ids, logs, tails, self.vocabulary)
         self._head = self._head.to(device)
-        hidden = self._scored("hidden", index)
-        return replace(self._head.teacher(hidden.to(device)), log_sums=partial(self._sums_of, index, device))
+        return replace(self._head.teacher(stored[0]), log_sums=partial(self._sums_of, index, stored[0]))
 
     @torch.no_grad()
-    def _sums_of(self, index: Tensor, device: torch.device) -> Tensor:
-        """The log of Σ exp over the logits [N] at the scored positions of the blocks at `index`.
+    def _sums_of(self, index: Tensor, hidden: Tensor) -> Tensor:
+        """The log of Σ exp over the logits [N] at the scored positions of the blocks at `index`, whose states are
+        `hidden` [N, H].
 
-        Computed when a block is first asked for, and block by block: a resumed training finds the same numbers.
+        Computed when a block is first asked for, and block by block: a resumed training finds the same numbers. They
+        stay on the device, 4 bytes a position.
         """
-        for block in {*index.tolist()} - self._sums.keys():
-            hidden = self._scored("hidden", torch.tensor([block]))
-            assert self._head is not None
-            self._sums[block] = self._head.log_sums(hidden.to(device)).cpu()
-        return torch.cat([self._sums[block] for block in index.tolist()]).to(device)
+        counts = [int(shard["rows"][block : block + 2].diff()) for shard, block in self._places(index.tolist())]
+        for block, states in zip(index.tolist(), hidden.split(counts), strict=True):
+            if block not in self._sums:
+                assert self._head is not None
+                self._sums[block] = self._head.log_sums(states)
+        return torch.cat([self._sums[block] for block in index.tolist()])
 
 
 def padded_entries(ids: Tensor, logs: Tensor, counts: Tensor, absent: int) -> tuple[Tensor, Tensor]:

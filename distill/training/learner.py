@@ -14,13 +14,32 @@ import torch
 from torch import Tensor
 
 from distill.data.packing import PADDING, Packed, epoch_order, scored_states
+from distill.devices import CPU, free_bytes
 from distill.teacher.distributions import Teacher, logit_form
 from distill.training.losses import LossSettings, LossSums, head_loss
 
 # ── One training step's loss on blocks of a teacher, over the whole head or over a trimmed one's kept columns ──
 
-CHUNK = 256  # positions of the head and its loss that are computed at once
+# Positions of the head and its loss that are computed at once. A CPU's cache holds the logits of CHUNK. An accelerator
+# reads the head and reads and writes its gradient again for every chunk, so that few large ones move fewer bytes.
+CHUNK, MOST_CHUNK = 256, 8192
+CHUNK_SHARE = 1 / 4  # of the free memory of an accelerator that a chunk may take
+LOGIT_BYTES = 16  # of a logit of a chunk: the draft's, and those of an exact teacher before and after their softmax
+STATE_BYTES = 12  # of a weight that learns: its gradient and two moments
 CLIP = 1.0  # the largest norm of a gradient
+
+
+def chunk_of(draft: Any, columns: int, device: torch.device) -> int:
+    """Positions of a chunk, a power of two: CHUNK on a CPU, on an accelerator as its free memory allows, 1,024 if it
+    does not say how much that is."""
+    if device.type == CPU:
+        return CHUNK
+    free = free_bytes(device)
+    if free is None:
+        return 4 * CHUNK
+    state = sum(parameter.numel() for parameter in draft.parameters() if parameter.requires_grad) * STATE_BYTES
+    fitting = int(CHUNK_SHARE * max(0, free - state)) // (LOGIT_BYTES * columns)
+    return max(CHUNK, min(MOST_CHUNK, 2 ** (fitting.bit_length() - 1) if fitting else 0))
 
 
 class Columns:
@@ -105,7 +124,7 @@ class Learner(torch.nn.Module):
 
     def forward(self, blocks: Packed, teacher: Teacher, loss: LossSettings) -> tuple[Tensor, LossSums]:
         """Σ ℓ over the N scored positions, and the sums for the log; divide by their number over the whole step."""
-        labels = self.columns.labels(blocks.labels().long()[blocks.mask])
+        labels = self.columns.labels(blocks.labels().flatten()[blocks.scored_places()].long())
         rows = self.columns.rows
         if self.place is not None:
             blocks, rows = replace(blocks, ids=self.place[blocks.ids.long()]), self.columns.first

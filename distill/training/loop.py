@@ -11,12 +11,13 @@ import math
 import shutil
 import signal
 import time
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import torch
 
-from distill.devices import any_process, barrier, is_main, memory_explained, peak_memory_bytes, synchronise
+from distill.devices import CPU, any_process, barrier, is_main, memory_explained, peak_memory_bytes
 from distill.engines.loaded import context_of
 from distill.engines.torch.hugging_face import FILE as KEPT_FILE
 from distill.errors import DataError
@@ -64,6 +65,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
         evaluate_weights(work)  # the untrained draft is a candidate too, so that nothing worse is ever taken
     clock = Clock(state["step"])
     signals: list[int] = []  # the first one, which ends the command after the step
+    pending, began = list[Pending](), 0.0
     with noting(signals.append, STOPPING), memory_explained(advice, recipe, "in a step", state):
         while state["step"] < work.settings.steps:
             step = state["step"]
@@ -71,20 +73,23 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)
             rate = work.rate * rate_share(step, settings.steps)
             set_rates(work.optimizer, rate * work.outer, rate)
-            began = time.monotonic()
+            began = began if pending else time.monotonic()
             figures = one_step(work, step)
-            synchronise(work.accelerator.device)
-            figures["seconds"] = time.monotonic() - began
-            if work.penalty is not None:
-                figures |= work.penalty.after_step(step, rate)
+            more = {} if work.penalty is None else work.penalty.after_step(step, rate)
+            pending.append(Pending(step, rate, figures, more))
             state["step"] = step + 1
-            state["tokens"] += figures["tokens"]
-            report_step(work, rate, figures, clock)
+            state["tokens"] += work.scored(step)
+            saving = state["step"] % settings.save_every == 0 or state["step"] == settings.steps
+            due = saving or evaluation_due(work) or state["step"] % reported_every(work) == 0
+            if not (due or (signals and work.accelerator.num_processes == 1)):
+                continue
+            report_steps(work, pending, clock, began)
+            pending.clear()
             if evaluation_due(work):
                 evaluate_weights(work)
             last = ended(work)
             stopping = any_process(bool(signals))
-            if state["step"] % settings.save_every == 0 or last or stopping:
+            if saving or last or stopping:
                 save(work)
             if stopping:
                 end_stopped(work, signals)
@@ -144,40 +149,71 @@ def end_stopped(work: Training, signals: list[int]) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def one_step(work: Training, step: int) -> dict[str, Any]:
-    """Gradients over all micro-batches and processes, one optimizer step; the means over the step for the log."""
+def one_step(work: Training, step: int) -> dict[str, torch.Tensor]:
+    """Gradients over all micro-batches and processes, one optimizer step; this process's sums and the gradient's norm.
+
+    The figures stay on the device, and nothing here waits for it.
+    """
     accelerator, learner = work.accelerator, work.learner
     device = accelerator.device
-    micro_batches = work.micro_batches(step)
+    micro_batches = work.batches(step)
     sums: dict[str, torch.Tensor] = {}
-    for number, index in enumerate(micro_batches, 1):
-        blocks, distributions = work.source.packed.take(index).to(device), work.source.teacher(index, device)
+    for number, (index, blocks, stored) in enumerate(micro_batches, 1):
+        distributions = work.source.teacher(index, device, stored)
         # Processes exchange gradients once, with the last micro-batch.
         with contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner):
             with accelerator.autocast():
-                total, own = learner(blocks, distributions, work.loss)
+                total, own = learner(blocks.to(device), distributions, work.loss)
             accelerator.backward(total)
         sums = {name: value + sums.get(name, 0) for name, value in own.items()}
-    totals = dict(zip(sums, accelerator.reduce(torch.stack([*sums.values()]), "sum").tolist(), strict=True))
-    positions = totals.pop("positions")
-    scored = max(1.0, positions)
-    for parameter in learner.parameters():
-        if parameter.grad is not None:  # the exchange took the mean over processes
-            parameter.grad.mul_(accelerator.num_processes / scored)
-    norm = accelerator.clip_grad_norm_(learner.parameters(), CLIP)
-    norm = float(norm)
-    shares = work.loss.losses
-    losses = {name: totals.pop(f"loss/{name}") / scored for name in shares}
-    loss = sum(shares[name] * value for name, value in losses.items())
-    if not math.isfinite(norm) or not math.isfinite(loss):
-        checkpoint = newest_checkpoint(work.run.path("checkpoints"))
-        left = "nothing was saved yet" if checkpoint is None else f"the last checkpoint, {checkpoint.name}, is kept"
-        what = f"the loss or its gradient is not finite at step {step} (loss {loss}, gradient norm {norm})"
-        raise DataError(what, f"{left}; lower train.rate, or train in float32")
+    gradients = [parameter.grad for parameter in learner.parameters() if parameter.grad is not None]
+    # The exchange took the mean over processes.
+    torch._foreach_mul_(gradients, accelerator.num_processes / max(1, work.scored(step)))
+    sums["gradient_norm"] = torch.nn.utils.clip_grad_norm_(learner.parameters(), CLIP)
     work.optimizer.step()
     work.optimizer.zero_grad(set_to_none=True)
-    means = {name: value / scored for name, value in totals.items()}
-    return {"loss": loss, "losses": losses, **means, "gradient_norm": norm, "tokens": int(positions)}
+    return sums
+
+
+# Steps whose figures are fetched from an accelerator at once, because each fetch waits for it.
+TOGETHER = 10
+
+
+def reported_every(work: Training) -> int:
+    """Steps between reports."""
+    return 1 if work.accelerator.device.type == CPU else TOGETHER
+
+
+@dataclass(frozen=True)
+class Pending:
+    """A step that was taken at a rate and is not reported: its figures on the device, and `more` of the host's."""
+
+    step: int
+    rate: float
+    figures: dict[str, torch.Tensor]
+    more: dict[str, Any]
+
+
+def fetched(work: Training, pending: list[Pending]) -> list[dict[str, Any]]:
+    """The means over each step for the log, by one transfer to the host; DataError where one is not finite."""
+    sums = torch.stack([torch.stack([*own.figures.values()][:-1]) for own in pending])
+    norms = torch.stack([own.figures["gradient_norm"] for own in pending])
+    rows = torch.cat([work.accelerator.reduce(sums, "sum"), norms.unsqueeze(-1)], -1).tolist()
+    shares, means = work.loss.losses, []
+    for own, row in zip(pending, rows, strict=True):
+        totals = dict(zip(own.figures, row, strict=True))
+        norm, positions = totals.pop("gradient_norm"), totals.pop("positions")
+        scored = max(1.0, positions)
+        losses = {name: totals.pop(f"loss/{name}") / scored for name in shares}
+        loss = sum(shares[name] * value for name, value in losses.items())
+        if not math.isfinite(norm) or not math.isfinite(loss):
+            checkpoint = newest_checkpoint(work.run.path("checkpoints"))
+            left = "nothing was saved yet" if checkpoint is None else f"the last checkpoint, {checkpoint.name}, is kept"
+            what = f"the loss or its gradient is not finite at step {own.step} (loss {loss}, gradient norm {norm})"
+            raise DataError(what, f"{left}; lower train.rate, or train in float32")
+        figures = {name: value / scored for name, value in totals.items()}
+        means.append({"loss": loss, "losses": losses, **figures, "gradient_norm": norm, "tokens": int(positions)})
+    return means
 
 
 class Clock:
@@ -194,11 +230,18 @@ class Clock:
         return self.tokens / elapsed, elapsed / max(1, step - self.first) * (steps - step)
 
 
-def report_step(work: Training, rate: float, figures: dict[str, Any], clock: Clock) -> None:
-    """One line of metrics.jsonl for every step, one on the screen every few seconds."""
-    step = work.state["step"]
-    pace, left = clock.count(step, work.settings.steps, figures["tokens"])
+def report_steps(work: Training, pending: list[Pending], clock: Clock, began: float) -> None:
+    """One line of metrics.jsonl for every pending step, of which the first began then."""
+    means = fetched(work, pending)
+    seconds = (time.monotonic() - began) / len(pending)
     memory = peak_memory_bytes(work.accelerator.device)
+    for own, figures in zip(pending, means, strict=True):
+        report_step(work, own.step + 1, own.rate, {**figures, "seconds": seconds, **own.more}, clock, memory)
+
+
+def report_step(work: Training, step: int, rate: float, figures: dict[str, Any], clock: Clock, memory: int) -> None:
+    """The line of metrics.jsonl for one step, and perhaps that on the screen."""
+    pace, left = clock.count(step, work.settings.steps, figures["tokens"])
     timing = {"tokens_per_second": pace, "memory_bytes": memory, "eta_seconds": left}
     work.run.record("train", step=step, rate=rate, **figures, **timing)
     if time.monotonic() - clock.shown > 5 or step == work.settings.steps:

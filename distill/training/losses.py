@@ -20,7 +20,7 @@ from typing import Any, get_args
 import torch
 from torch import Tensor
 
-from distill.devices import as_float64
+from distill.devices import has_float64
 from distill.divergences import LEAST_ACCEPTANCE, LK_DECAY
 from distill.engines.torch.products import filled_count
 from distill.recipe.training import LossName
@@ -54,12 +54,12 @@ class LossSettings:
         return self.temperature**2 if name in ("forward_kl", "jsd") else 1.0
 
 
-# Sums over the N positions of a batch, scalars in fp64 and detached: add those of batches and processes, then divide.
-# `positions` is N. The STATISTICS are of the distributions at the temperature of the settings, so that they mean the
-# same under every mixture: forward KL and cross-entropy (nats; 0 where a position has no label), `acceptance`
-# Σ min(p, q) (upper end with a stored tail), `agreement` of the argmaxes over the columns, and `match` p(argmax q)
-# (lower end: 0 where that is not stored). `loss/NAME` is Σ loss, with its temperature² but without its weight in the
-# mixture.
+# Sums over the N positions of a batch, detached scalars in fp64 (in fp32 on a device without fp64). Add the sums of
+# batches and processes, then divide. `positions` is N. The STATISTICS are of the distributions at the temperature of
+# the settings, so that they mean the same under every mixture: forward KL and cross-entropy (nats; 0 where a position
+# has no label), `acceptance` Σ min(p, q) (upper end with a stored tail), `agreement` of the argmaxes over the columns,
+# and `match` p(argmax q) (lower end: 0 where that is not stored). `loss/NAME` is Σ loss, with its temperature² but
+# without its weight in the mixture.
 LossSums = dict[str, Tensor]
 
 
@@ -359,11 +359,16 @@ class _HeadLoss(torch.autograd.Function):
         return (*(None if x is None else x.mul_(above[0]) for x in gradients), None)
 
 
+def _widest(values: Tensor) -> Tensor:
+    """The values in fp64, on a device without it as they are: a copy to the host would wait for the device."""
+    return values.double() if has_float64(values.device) else values
+
+
 def _total(values: Tensor, scoring: _Scoring) -> Tensor:
     """Σ loss, in the type of the values."""
-    shares = torch.tensor([*scoring.settings.losses.values()], dtype=values.dtype, device=values.device)
-    own = as_float64(values[:, len(STATISTICS) :] * shares)
-    return own.sum(-1).sum().to(values.device, values.dtype)
+    shares = scoring.settings.losses.values()
+    parts = [values[:, column] * share for column, share in enumerate(shares, len(STATISTICS))]
+    return _widest(torch.stack(parts, -1)).sum(-1).sum().to(values.dtype)
 
 
 def head_loss(
@@ -398,6 +403,6 @@ def head_loss(
 
 def _sums(values: Tensor, scoring: _Scoring) -> LossSums:
     settings = scoring.settings
-    own = as_float64(values)
+    own = _widest(values)
     names = (*STATISTICS, *(f"loss/{name}" for name in settings.losses))
-    return {"positions": own.new_tensor(len(own)), **dict(zip(names, own.sum(0), strict=True))}
+    return {"positions": own.new_full((), len(own)), **dict(zip(names, own.sum(0), strict=True))}

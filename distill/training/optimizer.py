@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from distill.devices import process_count, process_index
 from distill.machine import has_instructions
 from distill.recipe import Recipe, Train
 
@@ -18,7 +19,10 @@ BETAS, MOMENTUM = (0.9, 0.95), 0.95  # of AdamW, and of Muon
 
 class Muon(torch.optim.Muon):
     """torch's Muon, but for how it orthogonalises, and in `kind`: in bfloat16, or in float32 for processors without
-    instructions for it, where bfloat16 takes three quarters of a step."""
+    instructions for it, where bfloat16 takes three quarters of a step.
+
+    Of several processes, which all have the same gradients, each orthogonalises its share of the matrices.
+    """
 
     kind = torch.bfloat16
 
@@ -27,18 +31,43 @@ class Muon(torch.optim.Muon):
         """One step; a closure is not supported."""
         assert closure is None
         for group in self.param_groups:
+            by_shape: dict[torch.Size, list[torch.nn.Parameter]] = {}  # of layers that are alike
             for parameter in group["params"]:
-                if parameter.grad is None:
-                    continue
-                gradient, state = parameter.grad, self.state[parameter]
-                if not state:
-                    state["momentum_buffer"] = torch.zeros_like(gradient)
-                buffer = state["momentum_buffer"]
-                buffer.lerp_(gradient, 1 - group["momentum"])
-                update = gradient.lerp(buffer, group["momentum"]).to(self.kind)
-                update = orthogonalised(update, group["ns_coefficients"], group["ns_steps"], group["eps"])
-                parameter.mul_(1 - group["lr"] * group["weight_decay"])
-                parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+                if parameter.grad is not None:
+                    by_shape.setdefault(parameter.shape, []).append(parameter)
+            for parameters in by_shape.values():
+                for start in range(0, len(parameters), process_count()):
+                    self._step(parameters[start : start + process_count()], group)
+
+    def _step(self, parameters: list[torch.nn.Parameter], group: dict[str, Any]) -> None:
+        """One step of matrices of one shape, as many as there are processes, or fewer."""
+        updates = []
+        for parameter in parameters:
+            gradient, state = parameter.grad, self.state[parameter]
+            assert gradient is not None
+            if not state:
+                state["momentum_buffer"] = torch.zeros_like(gradient)
+            buffer = state["momentum_buffer"]
+            buffer.lerp_(gradient, 1 - group["momentum"])
+            updates.append(gradient.lerp(buffer, group["momentum"]).to(self.kind))
+        how = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        for parameter, update in zip(parameters, each_orthogonalised(updates, *how), strict=True):
+            parameter.mul_(1 - group["lr"] * group["weight_decay"])
+            parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
+
+
+def each_orthogonalised(
+    matrices: list[Tensor], coefficients: tuple[float, float, float], steps: int, eps: float
+) -> list[Tensor]:
+    """At most as many matrices of one shape as there are processes, orthogonalised, each by one of them, in all."""
+    mine = process_index()
+    own = orthogonalised(matrices[mine], coefficients, steps, eps) if mine < len(matrices) else matrices[0]
+    if process_count() == 1:
+        return [own]
+    own = own.contiguous()
+    gathered = [torch.empty_like(own) for _ in range(process_count())]
+    torch.distributed.all_gather(gathered, own)
+    return gathered[: len(matrices)]
 
 
 def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:

@@ -11,16 +11,25 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import logging
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from distill.data.packing import token_ids
-from distill.devices import CPU, make_current, pick_device, process_count
+from distill.data.packing import Packed, token_ids
+from distill.devices import (
+    CPU,
+    allow_short_products,
+    has_pinned_memory,
+    make_current,
+    pick_device,
+    process_count,
+    read_ahead,
+)
 from distill.engines.torch.hugging_face import check_folder, load_config, load_model, load_weights, read_kept
 from distill.engines.torch.packed import PackedLinear
 from distill.errors import RecipeError, RunError
@@ -29,7 +38,7 @@ from distill.run import Run
 from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
 from distill.teacher.store import TeacherStore, require_fit
-from distill.training.learner import CHUNK, Columns, Learner, batch_blocks
+from distill.training.learner import Columns, Learner, batch_blocks, chunk_of
 from distill.training.losses import LossSettings
 from distill.training.optimizer import make_optimizer, outer_share, with_rate
 from distill.training.saved import plain
@@ -175,14 +184,39 @@ class Training:
         assert self.settings.rate is not None, "see with_rate"
         return self.settings.rate
 
+    def blocks(self, step: int) -> Tensor:
+        """The blocks [b] of a step, of all processes."""
+        return batch_blocks(step, self.settings.batch, self.source.blocks, self.recipe.seed)
+
     def micro_batches(self, step: int) -> list[Tensor]:
         """This process's blocks of a step, as many at once as settings allow: a pure function of the step.
 
         Every process gets as many (`require_processes`).
         """
-        blocks = batch_blocks(step, self.settings.batch, self.source.blocks, self.recipe.seed)
-        own = blocks[self.accelerator.process_index :: self.accelerator.num_processes]
+        own = self.blocks(step)[self.accelerator.process_index :: self.accelerator.num_processes]
         return list(own.split(self.settings.micro_batch or len(own)))
+
+    @cached_property
+    def counts(self) -> Tensor:
+        """The scored positions of every block."""
+        return self.source.packed.scored
+
+    def scored(self, step: int) -> int:
+        """The scored positions of a step, over all processes; no device is asked for them."""
+        return int(self.counts[self.blocks(step)].sum())
+
+    def read(self, step: int) -> list[tuple[Tensor, Packed, list[Tensor]]]:
+        """The numbers of the blocks of each micro-batch of a step, these blocks and what the store has of them, on the
+        host; pinned for devices to which such memory is copied without a wait."""
+        found = [(index, self.source.packed.take(index), self.source.read(index)) for index in self.micro_batches(step)]
+        if not has_pinned_memory(self.accelerator.device.type):
+            return found
+        return [(index, blocks.pinned(), [*map(Tensor.pin_memory, stored)]) for index, blocks, stored in found]
+
+    @cached_property
+    def batches(self) -> Callable[[int], list[tuple[Tensor, Packed, list[Tensor]]]]:
+        """`read`, by a thread that is a few steps ahead."""
+        return read_ahead(self.read, self.settings.steps, self.accelerator.device)
 
     @contextlib.contextmanager
     def draft(self) -> Iterator[Any]:
@@ -228,6 +262,7 @@ def make_accelerator(recipe: Recipe) -> Any:
     if recipe.device != "auto" and accelerator.device.type != device.type:
         hint = "set device=auto, or start them for that device"
         raise RunError(f"device is {recipe.device}, and the processes were started for {accelerator.device.type}", hint)
+    allow_short_products(accelerator.device)
     return accelerator
 
 
@@ -289,7 +324,8 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     require_fit(source.manifest, recipe)
     penalty = penalty_of(draft, settings)
     ids = None if kept is None else token_ids(source.packed, source.vocabulary)
-    learner: Any = Learner(draft, Columns(source.vocabulary, kept, device), CHUNK, ids)
+    columns = Columns(source.vocabulary, kept, device)
+    learner: Any = Learner(draft, columns, chunk_of(draft, columns.count, device), ids)
     learner, optimizer = accelerator.prepare(learner, make_optimizer(draft, settings))
     learner.train()
     return Training(recipe, run, accelerator, loss, source, learner, optimizer, penalty, kept, outer)

@@ -85,13 +85,13 @@ def train(given: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     steps = -(-len(own) // batch)
     before, spent, step, tokens, shown = accepted(work, held), 0.0, 0, 0, time.monotonic()
     seen: list[list[float]] = []
+    work.blocks = lambda step: own[batch_blocks(step, batch, len(own), recipe.seed)]  # type: ignore[method-assign]
     while spent < given.seconds if given.seconds else step < steps:
         share = rate_share(int(spent / given.seconds * PARTS), PARTS) if given.seconds else rate_share(step, steps)
         set_rates(work.optimizer, work.rate * share * work.outer, work.rate * share)
-        index = own[batch_blocks(step, batch, len(own), recipe.seed)]
-        work.micro_batches = lambda _, index=index: [*index.split(recipe.train.micro_batch or len(index))]  # type: ignore
         began = time.monotonic()
-        figures = loop.one_step(work, step)
+        taken = loop.Pending(step, share, loop.one_step(work, step), {})
+        (figures,) = loop.fetched(work, [taken])
         spent, step, tokens = spent + time.monotonic() - began, step + 1, tokens + figures["tokens"]
         seen.append([figures[one] for one in SEEN])
         if time.monotonic() - shown > 20:

@@ -237,7 +237,7 @@ HOT = ["--temperature", "0.9"]
         (["generate", "a", "RUN", "-C", "drafter=tree", "--repetition-penalty", "1.2"], "repetition penalty"),
         (["export-gguf", "TARGET", "--outtype", "q2", *EMPTY], "--outtype q2 is unknown"),
         (["profile", "DRAFT", "--pytorch", "compile=true"], "set static, too"),
-        (["profile", "DRAFT", "--dtype", "int8"], "there is no dtype 'int8'"),
+        (["profile", "DRAFT", "--dtype", "int8"], "'int8' is not one of 'auto', 'float32'"),
         (["profile", "nothing.gguf", "--pytorch", "static=true"], "runs in llama.cpp, not in PyTorch"),
         (["profile", "DRAFT", "--depths", "x"], "expected numbers separated by commas"),
         (["profile", "DRAFT", "--depths", "9999"], "no room"),

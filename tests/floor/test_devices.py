@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import platform
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -35,10 +37,25 @@ def test_auto_is_the_accelerator_of_torch(pretend: Any, here: torch.device) -> N
         devices.pick_device("pretnd")
 
 
-def test_types_of_a_device(pretend: Any, here: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_types_of_a_device(pretend: Any, here: torch.device, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stored = {}
+    for name, config, own, slow in (
+        ("full", {"dtype": "float32"}, "float32", "float32"),
+        ("old", {"torch_dtype": "float16"}, "float16", "float16"),
+        ("inner", {"text_config": {"dtype": "bfloat16"}}, "bfloat16", "float32"),
+        ("silent", {}, "bfloat16", "float32"),
+    ):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps({"model_type": "qwen2", **config}))
+        stored[str(tmp_path / name)] = own, slow
     assert settled_type("auto", here) == "float32" and settled_type("bfloat16", here) == "bfloat16"
     monkeypatch.setattr(torch.pretend, "is_bf16_supported", lambda: True)  # type: ignore[attr-defined]
     assert settled_type("auto", here) == "bfloat16"
+    for model, (own, slow) in stored.items():  # the checkpoint's own type, if the device has it
+        assert settled_type("auto", here, model) == own
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.pretend, "is_bf16_supported", lambda: False)  # type: ignore[attr-defined]
+            assert settled_type("auto", here, model) == slow
     values = torch.tensor([0.1], device=here)
     assert devices.has_float64(here) and devices.as_float64(values).device == here
     with pretend.without("float64"):

@@ -10,6 +10,7 @@ import statistics
 import struct
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -27,7 +28,7 @@ from toys import write_gguf
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from distill.engines.llama_cpp.model import GgufModel
-from distill.engines.torch.hugging_face import encode_text
+from distill.engines.torch.hugging_face import encode_text, load_config
 from distill.errors import DataError
 from distill.export import Original, compare, faults_of, importance_of
 from distill.gguf.fields import read_shape
@@ -223,18 +224,36 @@ def test_parity_leaves_out_first_positions(exported: Path, monkeypatch: Patch) -
     assert ends[:200] == [*range(2, 202)]  # each token but the first two, once
     assert found.positions == 200 and found.kl == pytest.approx(statistics.fmean(expected[:200]), rel=1e-4)
 
-    class Elsewhere(torch.nn.Module):
-        config = source.model.config
+    def wrong_at_first(ids: Tensor, use_cache: bool) -> Any:
+        output = source.model.base_model(ids, use_cache=use_cache)
+        output.last_hidden_state[:, 0] *= -9
+        return output
 
-        def forward(self, ids: Tensor) -> Any:
-            output = source.model(ids)
-            output.logits[:, 0] *= -9
-            return output
-
-    again = compare(dataclasses.replace(source, model=Elsewhere()), exported.parent / "q8_0.gguf", [text], 200)
-    assert again == found
+    head = source.model.get_output_embeddings
+    elsewhere = SimpleNamespace(config=source.model.config, base_model=wrong_at_first, get_output_embeddings=head)
+    again = dataclasses.replace(source, model=elsewhere, references={})
+    assert compare(again, exported.parent / "q8_0.gguf", [text], 200) == found
     with pytest.raises(DataError, match="no three consecutive tokens"):
         compare(source, exported.parent / "q8_0.gguf", ["ab"[:1]], 200)
+
+
+def test_a_check_holds_one_module_at_a_time(exported: Path, monkeypatch: Patch) -> None:
+    """In fp32, and reads each of them once for all texts."""
+    source, whole, held = Original.open(exported), load_config(str(exported)), list[int]()
+    weights = {name: parameter.numel() for name, parameter in source.model.named_parameters()}
+    multiply = torch.nn.functional.linear
+
+    def recorded(*given: Any) -> Tensor:
+        held.append(sum(p.numel() for p in source.model.parameters() if p.device.type != "meta"))
+        assert all(p.dtype == torch.float32 for p in source.model.parameters())
+        return multiply(*given)
+
+    monkeypatch.setattr(torch.nn.functional, "linear", recorded)
+    found = source.log_probabilities([[3, 9, 4, 8, 2], [7, 5, 11]], whole.vocab_size)
+    assert [len(own) for own in found] == [3, 1] and len(held) == 7 * whole.num_hidden_layers + 1
+    assert max(held) < max(weights.values()) + whole.hidden_size + whole.intermediate_size
+    assert {p.device.type for p in source.model.parameters()} == {"meta"}
+    assert source.log_probabilities([[3, 9, 4, 8, 2], [7, 5, 11]], whole.vocab_size) is found  # for the next file
 
 
 @pytest.fixture

@@ -537,7 +537,7 @@ def test_drafts_of_other_kinds(
         (["-C", "length=3,verifier=distinct"], "no verifier `distinct` for chains"),
         (["--sampler", "top_p=0.5"], "draws nothing"),
         (["--tokens", "4000"], "of the context of 512 for a prompt"),
-        (["--dtype", "int8"], "there is no dtype 'int8'"),
+        (["--dtype", "int8"], "'int8' is not one of 'auto', 'float32'"),
         (["--llama", "ngl=4"], "PyTorch runs {}/target"),
         (["--pytorch", "compile=true"], "set static, too"),
         (["--pytorch", "static=true,draft_device=nowhere"], "device `nowhere` cannot be used"),

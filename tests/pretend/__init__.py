@@ -49,7 +49,7 @@ class Counts:
     to_host: int = 0
     bytes_to_host: int = 0
     to_device: int = 0
-    unpinned_to_device: int = 0  # of to_device: copies for which a device may wait
+    unpinned_to_device: int = 0  # of to_device: copies for which the host may wait, from other memory or asked to
     bytes_to_device: int = 0
     operations: dict[str, int] = field(default_factory=dict)  # launches by name, and `wait: …` by what waited
 

@@ -352,7 +352,7 @@ at::Tensor copy_from(const at::Tensor& self, const at::Tensor& to, bool non_bloc
     count("to host");
     count("bytes to host", self.nbytes());
   } else if (!is_ours(self)) {
-    if (!is_pinned(self.storage().data())) count("unpinned to device");
+    if (!non_blocking || !is_pinned(self.storage().data())) count("unpinned to device");
     count("to device");
     count("bytes to device", self.nbytes());
   } else {

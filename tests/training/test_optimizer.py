@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import copy
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -206,6 +209,61 @@ def test_resumed_is_uninterrupted_bit_for_bit(
         one, other = (torch.load(r / "checkpoints" / last / f"{name}.pt", weights_only=True) for r in (whole, run))
         assert json.dumps(one, default=torch.Tensor.tolist) == json.dumps(other, default=torch.Tensor.tolist)
     assert trainings.largest_difference(run, whole) == 0
+
+
+SHARED = """
+import hashlib, json, sys
+import torch, toys
+from distill.devices import end_process, process_count, process_index
+from distill.recipe import Train
+from distill.training import optimizer
+
+found = {"orthogonalised": 0, "gathers": 0, "bytes": 0}
+one, gather = optimizer.orthogonalised, torch.distributed.all_gather
+
+def counted(*given):
+    found["orthogonalised"] += 1
+    return one(*given)
+
+def gathered(output, own):
+    found["gathers"] += 1
+    found["bytes"] += own.nbytes
+    return gather(output, own)
+
+optimizer.orthogonalised, torch.distributed.all_gather = counted, gathered
+draft = toys.toy("qwen2")
+muon = optimizer.make_optimizer(draft, Train(optimizer="muon", rate=0.01))
+for step in range(2):
+    generator = torch.Generator().manual_seed(step)
+    for parameter in draft.parameters():
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
+    muon.step()
+content = b"".join(value.contiguous().numpy().tobytes() for _, value in sorted(draft.state_dict().items()))
+print(json.dumps([process_index(), process_count(), hashlib.sha256(content).hexdigest(), found]), flush=True)
+end_process()
+"""
+
+
+def test_processes_share_what_muon_orthogonalises(tmp_path: Path) -> None:
+    """Each computes half of the matrices, gets the others once, and has the weights of one process bit for bit."""
+    program = tmp_path / "shared.py"
+    program.write_text(SHARED)
+    path = os.pathsep.join((str(tiny.ROOT), str(tiny.ROOT / "tests")))
+    environment = {**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    lines = []
+    for launcher in ([], ["-m", *trainings.TORCHRUN]):
+        command = [sys.executable, *launcher, str(program)]
+        result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+        assert result.returncode == 0, result.stderr[-3000:]
+        lines += [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
+    (_, _, alone, counts), *both = sorted(lines, key=lambda line: (line[1], line[0]))
+    assert counts == {"orthogonalised": 28, "gathers": 0, "bytes": 0}  # 14 matrices, 2 steps
+    matrices = sum(p.numel() for name, p in toys.toy("qwen2").named_parameters() if name.endswith("_proj.weight"))
+    width = 2 if machine.has_instructions("bfloat16") is not False else 4
+    assert [line[:2] for line in both] == [[0, 2], [1, 2]]
+    for _, _, weights, shared in both:
+        assert weights == alone
+        assert shared == {"orthogonalised": 14, "gathers": 14, "bytes": matrices * width}
 
 
 # ── refusals ──

@@ -46,21 +46,35 @@ UNDECODABLE = "leave it on a server or in a GGUF file (answers.writer), or name 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def settled_type(dtype: str, device: torch.device) -> str:
-    """A type as recipes name it; for `auto`, bfloat16 where this device has instructions for it, else float32.
+def settled_type(dtype: str, device: torch.device, model: str | None = None) -> str:
+    """A type as recipes name it; for `auto`, the type of the model's checkpoint, or float32 if this device has no
+    instructions for that type. Without a model, and for a GGUF file, `auto` starts from bfloat16.
 
-    On CPUs without them, bfloat16 products take 10 to 50 times as long as those in float32.
+    On CPUs without instructions, bfloat16 products take 10 to 50 times as long as those in float32.
     """
     if dtype != "auto":
         return dtype
-    fast = has_instructions("bfloat16") is True if device.type == CPU else has_fast_bfloat16(device)
-    return "bfloat16" if fast else "float32"
+    own = "bfloat16" if model is None or is_gguf(model) else stored_type(model)
+    if device.type == CPU:
+        return own if has_instructions(own) is True else "float32"
+    return own if own != "bfloat16" or has_fast_bfloat16(device) else "float32"
+
+
+def stored_type(model: str) -> str:
+    """The number type that a model's config.json states; bfloat16 if it states none that recipes know."""
+    try:
+        config = read_config(text_folder(model))
+    except DistillError:  # whatever opens the model refuses it, with all else that is wrong
+        return "bfloat16"
+    parts = [config, config.get("text_config")]
+    stated = [part.get(name) for part in parts if isinstance(part, dict) for name in ("dtype", "torch_dtype")]
+    return next((name for name in stated if name in DTYPES), "bfloat16")
 
 
 def settled_target(model: str, dtype: str, device: str = "auto") -> Target:
     """A target that no recipe names, in a type that this machine has instructions for where that is `auto`."""
     target = parse_section(Target, {"model": model, "dtype": dtype})
-    return target.model_copy(update={"dtype": settled_type(target.dtype, pick_device(device))})
+    return target.model_copy(update={"dtype": settled_type(target.dtype, pick_device(device), model)})
 
 
 def settle_types(recipe: Recipe, begun: Recipe | None = None) -> Recipe:
@@ -69,7 +83,8 @@ def settle_types(recipe: Recipe, begun: Recipe | None = None) -> Recipe:
     for name in ("target", "train"):
         section, earlier = getattr(recipe, name), getattr(begun, name, None)
         if section.dtype == "auto":
-            dtype = settled_type("auto" if earlier is None else earlier.dtype, device)
+            own = recipe.target.model if name == "target" else None
+            dtype = settled_type("auto" if earlier is None else earlier.dtype, device, own)
             sections[name] = section.model_copy(update={"dtype": dtype})
     return recipe.model_copy(update=sections)
 
@@ -210,9 +225,9 @@ def load_model(
         options["device_map"] = check_placement(quantise, device, shard)
         options["max_memory"] = free_memory() if shard else None  # libraries know few kinds of accelerators themselves
     if quantise is not None:
-        options["quantization_config"] = quantisation(quantise, dtype)
+        options["quantization_config"] = quantisation(quantise, settled_type(dtype, device, reference))
     try:
-        model = load_weights(reference, DTYPES[dtype], **options)
+        model = load_weights(reference, DTYPES[settled_type(dtype, device, reference)], **options)
     except DistillError:
         raise
     except Exception as error:  # transformers raises many kinds for faulty files
