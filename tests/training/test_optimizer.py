@@ -255,7 +255,7 @@ def test_processes_share_what_muon_orthogonalises(tmp_path: Path) -> None:
         command = [sys.executable, *launcher, str(program)]
         result = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
         assert result.returncode == 0, result.stderr[-3000:]
-        lines += [json.loads(line) for line in result.stdout.splitlines() if line.startswith("[")]
+        lines += [json.loads(line) for line in result.stdout.splitlines() if line.startswith(("[0, ", "[1, "))]
     (_, _, alone, counts), *both = sorted(lines, key=lambda line: (line[1], line[0]))
     assert counts == {"orthogonalised": 28, "gathers": 0, "bytes": 0}  # 14 matrices, 2 steps
     matrices = sum(p.numel() for name, p in toys.toy("qwen2").named_parameters() if name.endswith("_proj.weight"))
