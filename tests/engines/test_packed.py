@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -376,6 +377,25 @@ def test_types_and_widths_without_a_kernel(
     monkeypatch.setattr(packed, "FOUR_BITS", {})
     assert torch.equal(growing_decoder(load_in_bits(place, CPU)).extend(ids).full(), logits)
     assert "not in its own bits: there are kernels for Q4_0, and none of its weights" in capsys.readouterr().err
+
+
+@needs_kernel
+def test_a_cache_that_cannot_be_written_stops_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As after a measurement of `profile`: the kernel is compiled for this process alone, and leaves no file."""
+    built = packed.kernel()._name  # by the tests before: compiling takes a while
+    monkeypatch.setattr(packed.subprocess, "run", lambda command, **_: shutil.copy(built, command[-1]))
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "file" / "cache"))
+    monkeypatch.setattr(packed.tempfile, "mkdtemp", lambda prefix: str(tmp_path / f"{prefix}here"))
+    (tmp_path / "distill-here").mkdir()
+    packed.kernel.cache_clear()
+    try:
+        assert packed.kernel().distill_products is not None
+    finally:
+        packed.kernel.cache_clear()
+    assert "not kept for later commands" in capsys.readouterr().err and not (tmp_path / "distill-here").exists()
 
 
 @needs_kernel

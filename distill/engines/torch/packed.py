@@ -14,6 +14,7 @@ import functools
 import os
 import shutil
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -29,7 +30,7 @@ from torch import Tensor
 from distill.devices import CPU
 from distill.engines.torch.hugging_face import load_config, quiet
 from distill.engines.torch.products import After, FourBitLinear, Norm, has_four_bits
-from distill.errors import DataError
+from distill.errors import DataError, RunError
 from distill.files import cache_folder, digest, write_atomically
 from distill.gguf.fields import configuration
 from distill.gguf.head import open_head
@@ -97,6 +98,7 @@ def kernel() -> Any:
     compiler = next(filter(None, map(shutil.which, (os.environ.get("CXX") or "g++", "c++"))), None)
     content = SOURCE.read_text(encoding="utf-8")
     place = cache_folder("kernels") / f"packed-{digest([content, flags])}.so"
+    scratch: Path | None = None
     if not place.is_file():
         if compiler is None:
             raise NoKernel("there is no C++ compiler (g++) on this machine")
@@ -107,7 +109,13 @@ def kernel() -> Any:
             subprocess.run(run, check=True, capture_output=True, timeout=COMPILE_SECONDS)
 
         try:
-            write_atomically(place, build, several=True)
+            try:
+                write_atomically(place, build, several=True)
+            except RunError as error:  # the cache cannot be written: compiled for this process alone
+                warn(f"not kept for later commands: {error.what}")
+                scratch = Path(tempfile.mkdtemp(prefix="distill-"))
+                place = scratch / place.name
+                build(place)
         except (subprocess.SubprocessError, OSError) as error:
             lines = (getattr(error, "stderr", None) or b"").decode(errors="replace").strip().splitlines() or [""]
             raise NoKernel(f"{compiler} does not compile {SOURCE.name}: {lines[0] or error}") from None
@@ -116,6 +124,9 @@ def kernel() -> Any:
         found = ctypes.CDLL(str(place))
     except OSError as error:
         raise NoKernel(f"{place} cannot be loaded ({error})") from None
+    finally:
+        if scratch is not None:
+            shutil.rmtree(scratch, ignore_errors=True)
     number, address = ctypes.c_int64, ctypes.c_void_p
     found.distill_products.argtypes = [address, *[number] * 5, *[address] * 5, ctypes.c_double]
     found.distill_pack.argtypes = [number, address, number, number, address, number]
