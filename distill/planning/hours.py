@@ -149,7 +149,8 @@ def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstim
     passes = 6 * (recipe.cut.mlp_width is not None) + 0.27 * (donor["layers"] - cut["layers"])
     judged, batch = train.acceptance, train.batch * block
     held = [held_out_sizes(recipe, split) for split in SPLITS[1:]]
-    validated, tested = (one.prompts * one.new_tokens + one.blocks * block for one in held)
+    given_text = block if recipe.corpus.tokens else 0  # in a block of held-out text
+    validated, tested = (one.prompts * one.new_tokens + one.blocks * given_text for one in held)
     judging = (1 + math.ceil(train.steps / judged.every)) * validated * (small + head) / rate if judged else 0
     own = is_gguf(recipe.target.model)
     kinds = [BYTES.get(kind) or int(kind.strip("itq")[0]) / 7.5 for kind in recipe.export.outtypes]

@@ -423,8 +423,9 @@ def _refuse_gone(raw: dict[str, Any], path: Path) -> None:
 def of_older_version(run: Path) -> tuple[str, str]:
     """The refusal of a run that an older version made, and how to keep its draft."""
     draft = run.resolve() / "draft"
-    uses = f"`distill eval TARGET {draft}`, `distill export-gguf {draft}`, `distill train RECIPE name=OTHER cut.donor="
-    hint = f"its draft loads on its own: {uses}{draft}`; or move the whole run aside (--fresh)"
+    uses = f"`distill eval TARGET {draft} --prompts FILE`, `distill export-gguf {draft}`"
+    other = f"`distill train RECIPE name=OTHER cut.donor={draft}`"
+    hint = f"its draft loads on its own: {uses}, {other}; or move the whole run aside (--fresh)"
     return f"{run} was made by an older version of distill, whose stages were others", hint
 
 

@@ -59,7 +59,8 @@ def smaller_target(recipe: Recipe) -> str:
     smaller = {None: "target.quantise=int8 or int4", "int8": "target.quantise=int4", "int4": ""}[recipe.target.quantise]
     if not smaller:
         return spread + "take a smaller target"
-    return f"{spread}set {smaller}, which makes its answers and distributions again"
+    first = "questions" if recipe.corpus.asked else "answers"
+    return f"{spread}set {smaller} with --redo {first}, which makes its answers and distributions again"
 
 
 # ── Acceptance on the stored validation answers ──

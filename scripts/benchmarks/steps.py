@@ -3,11 +3,11 @@
     python scripts/benchmarks/steps.py                          # a GPU: Qwen2.5-0.5B draft, head of Qwen2.5-7B, bf16
     python scripts/benchmarks/steps.py --shape small            # any device, in fp32, to see that it works
 
-Each kind of teacher takes the same steps: forward, loss over the head in chunks, backward, clipping, AdamW. The online
-one adds the target's forward pass; the stored ones hold their distributions in memory, so the time includes no disk
-reads. Model FLOP utilisation counts 6 FLOPs per parameter and token for the draft (head included, embedding not), 2 for
-an online target's body, the head products of a dense teacher (2 · V · H), attention over half the square of a document;
-it is a share of --peak-tflops (dense; 989 for H100 and H200 in bf16, 312 for A100). Work done twice counts once.
+Each kind of teacher takes the same steps: forward, loss over the head in chunks, backward, clipping, AdamW. The
+distributions are in memory, so the time includes no disk reads. Model FLOP utilisation counts 6 FLOPs per parameter and
+token for the draft (head included, embedding not), the head products of an exact teacher (2 · V · H), attention over
+half the square of a document; it is a share of --peak-tflops (dense; 989 for H100 and H200 in bf16, 312 for A100). Work
+done twice counts once.
 
 Legend: N positions of a step, H hidden size, V vocabulary, L layers, S positions of a block.
 """

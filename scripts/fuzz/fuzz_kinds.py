@@ -284,7 +284,7 @@ RECORDS = [
     *("parent.json", "provenance.json", "metrics.jsonl", "eval.json", "speedup.json", "training.json"),
     *("cut/cut.json", "cut/surgery.json", "gguf/export.json", "speedup/calibration.json"),
     *("corpus/prompts-test.arrow", "corpus/documents-test.json", "answers/train/00000.arrow", "cut/kept_tokens.json"),
-    *("teacher/entries.json", "draft/sparsity.json", "config.yaml"),
+    *("draft/sparsity.json", "config.yaml"),
 ]
 MADE: dict[str, Any] = {  # valid contents of files that the tiny run does not have
     "stages/redo.json": {"asked": ["eval"], "started": ["eval"]},

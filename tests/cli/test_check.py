@@ -137,7 +137,7 @@ def test_a_store_that_a_run_holds_needs_no_room_again(world: Path, tmp_path: Pat
     """What is free is asked of the disk of the run, whose own shards are not counted twice."""
     recipe, asked = load_recipe(world / "recipe.yaml", ["corpus.tokens=1000000"]), list[Path]()
     (line,) = preflight.check_disk(recipe, 12)
-    needed = float(line.split()[6]) * 1e6
+    needed = float(line.split()[7]) * 1e6
 
     def usage(place: Path) -> Any:
         asked.append(place)

@@ -21,6 +21,7 @@ from typing import Any
 
 import pytest
 import tiny
+import yaml
 from tiny import Capture, Patch
 
 from distill.errors import DataError, RunError, disk_fault, server_words
@@ -62,6 +63,49 @@ def test_a_run_of_another_version_is_refused_with_a_reason(world: Path, copied: 
     assert "another version of distill made this run" in tiny.refused(
         capsys, "train", world / "recipe.yaml", "--runs", copied.parent, "--dry-run"
     )
+
+
+def as_an_older_version_left_it(run: Path, settings: bool) -> None:
+    """A run with answers of an older form, and with the settings that distill no longer has."""
+    record = json.loads((run / "stages" / "answers.json").read_text())
+    record["inputs"]["version"] = 1
+    (run / "stages" / "answers.json").write_text(json.dumps(record | {"key": digest(record["inputs"])}))
+    if settings:
+        config = yaml.safe_load((run / "config.yaml").read_text())
+        config["target"]["load"], config["teacher"]["kind"] = True, "online"
+        config["train"]["acceptance"]["new_tokens"] = 48
+        (run / "config.yaml").write_text(yaml.safe_dump(config))
+
+
+@pytest.mark.parametrize("settings", [True, False])
+def test_an_older_run_says_how_to_keep_its_draft(
+    world: Path, copied: Path, tmp_path: Path, capsys: Capture, short_texts: int, settings: bool
+) -> None:
+    """Whether its settings are gone or its files have another form; what the message names works."""
+    as_an_older_version_left_it(copied, settings)
+    before, draft, runs = tiny.contents(copied), copied / "draft", ("--runs", copied.parent)
+    train = ("train", world / "recipe.yaml", *runs)
+    commands = [train, (*train, "--dry-run"), (*train, "--redo", "train"), (*train, "eval.prompts=5")]
+    for command in (*commands, *([("eval", copied), ("speedup", copied), ("report", copied)] if settings else [])):
+        said = tiny.refused(capsys, *command)
+        assert f"{copied} was made by an older version of distill" in said and "its draft loads on its own" in said
+        named = re.findall("`distill (.*?)`", said)
+        assert named == [
+            f"eval TARGET {draft} --prompts FILE",
+            f"export-gguf {draft}",
+            f"train RECIPE name=OTHER cut.donor={draft}",
+        ]
+    assert tiny.contents(copied) == before
+    if not settings:
+        return
+    assert tiny.call(*named[1].split(), "--outtype", "f16", "--to", tmp_path / "files") == 0
+    text = "\n\n".join(path.read_text() for path in (world / "corpus" / "test").iterdir())
+    (tmp_path / "texts.txt").write_text(text)
+    measured = named[0].replace("TARGET", str(world / "target")).replace("FILE", str(tmp_path / "texts.txt"))
+    assert tiny.call(*measured.split(), "--kl", "--count", "4") == 0
+    again = named[2].replace("RECIPE", str(world / "recipe.yaml")).replace("OTHER", "other").split()
+    assert tiny.call(*again, *runs, "--until", "cut") == 0
+    assert tiny.contents(copied) == before
 
 
 def test_a_changed_target_is_refused_by_the_name_of_its_file(world: Path, tmp_path: Path, capsys: Capture) -> None:
@@ -143,7 +187,7 @@ def test_truncated_answers(world: Path, copied: Path, capsys: Capture) -> None:
     path.write_bytes(path.read_bytes()[:-30])
     assert train(world, copied.parent, "--until", "train") == 0
     said = capsys.readouterr().err
-    assert "train/00001.arrow" in said and "2 of 3 groups exist" in said
+    assert "train/00001.arrow" in said and "5 of 6 groups exist" in said
     assert tiny.contents(copied / "answers") == whole
     assert (copied / "answers" / "train" / "00000.arrow").stat().st_mtime_ns == untouched
     assert "train: up to date" in said

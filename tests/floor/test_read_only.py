@@ -63,7 +63,7 @@ def test_finished_work_is_shown_and_other_work_refused_before_it_starts(
     }
     refused: dict[tuple[object, ...], str] = {
         ("speedup", "half", *runs): "stage `speedup` would have to run",
-        ("train", world / "recipe.yaml", *runs, "eval.new_tokens=9"): "stage `eval` would have to run",
+        ("train", world / "recipe.yaml", *runs, "eval.length=2"): "stage `eval` would have to run",
         ("train", world / "recipe.yaml", *runs, "name=new"): "no permission to write",
         ("export-gguf", "tiny", *runs, "--outtype", "f16"): "no permission to write",
         ("train", world / "recipe.yaml", *runs, "--fresh"): "no permission to write",

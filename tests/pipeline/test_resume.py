@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pydoc
 import random
 import shutil
 from pathlib import Path
@@ -13,6 +14,7 @@ import tiny
 from killed_runs import run_jobs
 from tiny import Capture, Patch
 
+from distill.data.samples import read_answers
 from distill.errors import RunError
 from distill.pipeline.running import plan_run, with_others
 from distill.recipe import load_recipe
@@ -70,22 +72,92 @@ def states(text: str) -> dict[str, str]:
 
 
 def test_what_is_up_to_date_is_left_alone(world: Path, copied: Path, capsys: Capture) -> None:
-    """With more test prompts the corpus stage runs again, but what the precious stages read of it stays the same."""
+    """With fewer test prompts what is held out is asked and stored again: all that is learnt from stays untouched."""
 
     def times() -> dict[Path, int]:
         own = ("config.yaml", "recipe.yaml", "provenance.json", "log.txt", ".lock")
         return {p: p.stat().st_mtime_ns for p in copied.rglob("*") if p.is_file() and p.name not in own}
 
-    before = times()
+    before, whole = times(), tiny.contents(copied)
     assert train(world, copied) == 0
     assert states(capsys.readouterr().err) == dict.fromkeys(tiny.STAGES, "up to date")
     assert times() == before
     assert train(world, copied, "eval.prompts=5", "--until", "eval") == 0
     found = states(capsys.readouterr().err)
-    assert {name for name, state in found.items() if state != "up to date"} == {"corpus", "eval"}
+    assert {name for name, state in found.items() if state != "up to date"} == {"corpus", "answers", "teacher", "eval"}
+    updated = "makes its held-out files again ("
+    assert found["answers"].startswith(updated) and found["teacher"].startswith(updated)
     after = times()
-    kept = tuple(f"{copied / name}/" for name in ("answers", "teacher", "draft"))
-    assert all(after[path] == time for path, time in before.items() if str(path).startswith(kept))
+    splits = [f"{name}/{split}" for name in ("answers", "teacher") for split in ("train", "validation")]
+    kept = tuple(f"{copied / name}/" for name in (*splits, "teacher/head.safetensors", "cut", "draft", "checkpoints"))
+    untouched = [path for path in before if f"{path}/".startswith(kept)]
+    found_now = tiny.contents(copied)
+    assert all(whole[name] == found_now[name] for name in (str(path.relative_to(copied)) for path in untouched))
+    assert all(after[path] == before[path] for path in untouched if path.name != "manifest.json")
+    answers = read_answers(Run(copied, load_recipe(copied / "config.yaml")), "test")
+    assert len(answers) == 5 and json.loads((copied / "eval.json").read_text())["domains"]["answers"]["after"][
+        "tokens"
+    ] == sum(len(one.answer) for one in answers)
+
+
+def test_other_validation_prompts_train_again_on_what_there_is(world: Path, copied: Path, capsys: Capture) -> None:
+    """Weights are chosen by these prompts, so the training must be asked for; nothing that is learnt from changes."""
+    before = tiny.contents(copied)
+    change = ("train.acceptance.prompts=3",)
+    said = tiny.refused(capsys, "train", world / "recipe.yaml", "--runs", copied.parent, *change)
+    assert "train.acceptance.prompts: 2 -> 3" in said and "--redo train" in said
+    assert tiny.contents(copied) == before
+    assert train(world, copied, *change, "--redo", "train", "--until", "train") == 0
+    found = states(capsys.readouterr().err)
+    updated = "makes its held-out files again (train.acceptance.prompts: 2 -> 3; "
+    assert found["answers"].startswith(updated) and found["teacher"].startswith(updated)
+    after = tiny.contents(copied)
+    changed = {name.rpartition("/")[0] for name in before if before[name] != after.get(name)}
+    assert changed.isdisjoint({f"{name}/{split}" for name in ("answers", "teacher") for split in ("train", "test")})
+    assert {"answers/validation", "teacher/validation"} <= changed and before["cut/model.safetensors"] == (
+        after["cut/model.safetensors"]
+    )
+    assert len(read_answers(Run(copied, load_recipe(copied / "config.yaml")), "validation")) == 3
+
+
+ADVICE = {  # by stage: what memory suffices for three times, and the setting that the message says to lower
+    "answers": ("distill.teacher.answers.write_samples", "answers.batch", 1),
+    "teacher": ("distill.teacher.store.save_shard", "teacher.batch", 2),
+    "train": ("distill.training.learner.Learner.forward", "train.micro_batch", 2),
+}
+
+
+@pytest.mark.parametrize("stage", ADVICE)
+def test_the_advice_when_memory_runs_out_can_be_followed(
+    world: Path, copied: Path, capsys: Capture, monkeypatch: Patch, stage: str
+) -> None:
+    """The next command, with the setting lowered as the message says, is refused nothing and keeps finished files."""
+    place, setting, lower = ADVICE[stage]
+    function: Any = pydoc.locate(place)
+    calls = iter(range(100))
+
+    def until_memory_runs_out(*arguments: Any, **named: Any) -> Any:
+        if next(calls) == 3:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+        return function(*arguments, **named)
+
+    whole = tiny.contents(copied)
+    command = ("train", world / "recipe.yaml", "--runs", copied.parent, "--until", stage)
+    with monkeypatch.context() as patch:
+        patch.setattr(place, until_memory_runs_out)
+        said = tiny.refused(capsys, *command, "--redo", stage)
+    assert f"lower {setting} (now {2 * lower if stage != 'teacher' else 8})" in said
+    left = tiny.contents(copied)
+    assert tiny.call(*command, f"{setting}={lower}") == 0
+    said = capsys.readouterr().err
+    assert f"\n{stage}: resumes\n" in said
+    after = tiny.contents(copied)
+    if stage == "train":
+        assert "resuming at step 2 of 8" in said
+        return
+    kept = {name for name in left if name.startswith(f"{stage}/")}
+    assert len(kept) > 3 and all(after[name] == left[name] for name in kept)
+    assert after.keys() == whole.keys()
 
 
 @pytest.mark.parametrize(
@@ -209,7 +281,9 @@ def test_the_plan_of_each_state(world: Path, copied: Path) -> None:
     done = dict.fromkeys(tiny.STAGES, "skip")
     assert planned() == done
     assert planned(until="cut") == dict.fromkeys(tiny.STAGES[:4], "skip")
-    assert planned(eval__new_tokens=10) == {**done, "eval": "redo", "report": "wait"}
+    assert planned(eval__length=2) == {**done, "eval": "redo", "report": "wait"}
+    behind = dict.fromkeys(("teacher", "cut", "train", "eval", "export", "speedup", "report"), "wait")
+    assert planned(eval__new_tokens=10) == {"corpus": "skip", "answers": "update", **behind}
     assert planned(answers__new_tokens=20) == {"corpus": "refuse"}
     assert planned(train__steps=9) == {**dict.fromkeys(tiny.STAGES[:4], "skip"), "train": "refuse"}
     waiting = dict.fromkeys(("eval", "export", "speedup", "report"), "wait")

@@ -20,23 +20,25 @@ OFF = 1.5
 SIBLING = ["cut.mlp_width=null", "cut.trim=null", "cut.allow_full_size=true", "train.steps=0", "speedup.turns=0"]
 SIBLING += ["corpus.sources.0.questions=12", "corpus.sources.1.questions=36", "corpus.validation=0.25"]
 QWEN = ("qwen2.5-coder-1.5b-instruct-q4_k_m.gguf", 1_117_320_768)
-# By run: recipe, overrides, the target's file, prompts, seconds; bytes on disk of some stages and, of train, of memory.
-# Stages that ran beside other programs are left out.
+# The target did not write held-out answers in these stages when the runs were made: as few as can be are planned.
+HELD_OUT = ["eval.prompts=4", "train.acceptance.prompts=2"]
+# By run: recipe, overrides, the target's file, prompts, seconds; bytes on disk of some stages.
+# Stages that ran beside other programs, or with the target, which they no longer open, are left out.
 RUNS: dict[str, tuple[str, list[str], tuple[str, int], int, dict[str, float], dict[str, float]]] = {
     "the sibling as it is": (  # its cut has less text than cut.score_blocks asks for
         *("qwen-coder-1.5b", SIBLING, QWEN, 36),
-        dict(questions=101, answers=48, teacher=27, table=5, eval=64, export=139, speedup=504),
+        dict(questions=101, teacher=27, table=5, export=139, speedup=504),
         dict(cut=1.98e9, export=531e6),
     ),
     "the sibling's cut": (
         *("qwen-coder-1.5b", [], QWEN, 265),
-        dict(questions=430, answers=225, teacher=158, table=22, cut=148, train=264, eval=65, export=114, speedup=696),
-        dict(teacher=548e6, cut=1.35e9, export=363e6, memory=13.9e9),
+        dict(questions=430, answers=225, teacher=158, table=22, train=264, export=114, speedup=696),
+        dict(teacher=548e6, cut=1.35e9, export=363e6),
     ),
     "SmolLM2": (
         *("smollm2-demo", [], ("SmolLM2-135M-Instruct.Q4_1.gguf", 98_400_000), 250),
-        dict(questions=62, answers=66, teacher=26, table=5.2, cut=27, train=143, eval=26, export=27, speedup=179),
-        dict(teacher=114e6, cut=186e6, train=851e6, export=144e6, memory=4.2e9),
+        dict(questions=62, answers=66, teacher=26, table=5.2, train=143, export=27, speedup=179),
+        dict(teacher=114e6, cut=186e6, train=851e6, export=144e6),
     ),
 }
 
@@ -46,7 +48,7 @@ def test_estimates_beside_what_was_measured(name: str, tmp_path: Path, monkeypat
     recipe_name, overrides, (file, size), prompts, seconds, stored = RUNS[name]
     with (tmp_path / file).open("wb") as sparse:
         sparse.truncate(size)
-    settings = [f"target.model={tmp_path / file}", "target.dtype=bfloat16", *overrides]
+    settings = [f"target.model={tmp_path / file}", "target.dtype=bfloat16", *overrides, *HELD_OUT]
     recipe = load_recipe(tiny.ROOT / "recipes" / f"{recipe_name}.yaml", settings)
     shape = dict(vocab_size=151_936, num_attention_heads=12, num_key_value_heads=2)
     big: Any = Qwen2Config(hidden_size=1536, intermediate_size=8960, num_hidden_layers=28, **shape)
@@ -61,8 +63,6 @@ def test_estimates_beside_what_was_measured(name: str, tmp_path: Path, monkeypat
     found = {one.stage: one for one in planned_hours(recipe, prompts, MEASURED_SPEED)}
     ratios = {stage: found[stage].low / took for stage, took in seconds.items()}
     ratios |= {f"{stage}, disk": found[stage].disk_bytes / took for stage, took in stored.items() if stage in found}
-    if "memory" in stored:
-        ratios["train, memory"] = found["train"].memory_bytes / stored["memory"]
     assert all(1 / OFF < ratio < OFF for ratio in ratios.values()), {one: round(r, 2) for one, r in ratios.items()}
     left = sum(seconds.values())  # what a run says of the whole, from its first third on
     for at, stage in enumerate(seconds):

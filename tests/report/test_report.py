@@ -218,11 +218,11 @@ def test_a_training_that_did_not_help_is_named(
     results: dict[str, Any], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In the report, on the card, and at the end of the command; and which weights were taken."""
-    trained = TrainingSummary(800, 1, 3e-4, {"jsd": 1.0}, EvaluatedWeights(600, 0.5678, 2.75, 200))
+    trained = TrainingSummary(800, 1, 3e-4, {"jsd": 1.0}, EvaluatedWeights(600, 0.5678, 0.5678, 200, 9))
     (tmp_path / "stages").mkdir()
     record = {"key": "", "inputs": {}, "artifacts": {}, "digest": ""}
     (tmp_path / "stages" / "train.json").write_text(json.dumps(record))
-    for best, said in ((EvaluatedWeights(0, 0.4, 2.0, 9), True), (trained.best, False), (None, False)):
+    for best, said in ((EvaluatedWeights(0, 0.4, 0.5, 90, 9), True), (trained.best, False), (None, False)):
         results["training"] = asdict(replace(trained, best=best))
         write_result(tmp_path / "training.json", replace(trained, best=best))
         say_outcome(Run(tmp_path, Recipe.model_construct()))
