@@ -369,12 +369,20 @@ def test_a_run_of_a_file_needs_no_llama_cpp(world: Path, tmp_path: Path, monkeyp
     assert (tmp_path / "runs" / "tiny" / "report.html").exists()
 
 
-def test_a_file_that_is_never_loaded_answers_itself(world: Path, tmp_path: Path) -> None:
-    values = tiny.recipe_values(world, elsewhere=True) | {"target": {"model": "./served.gguf", "load": False}}
+def test_a_large_file_answers_itself(world: Path, tmp_path: Path) -> None:
+    """In llama.cpp: PyTorch's copy of it would take several times as much. A smaller one is imported."""
+    values = tiny.recipe_values(world, elsewhere=True) | {"target": {"model": "./served.gguf"}}
     values["cut"] |= {"donor": "./donor"}
+    with (tmp_path / "served.gguf").open("wb") as sparse:
+        sparse.truncate(3_999_999_999)
+    small = load_recipe(tiny.write_recipe(tmp_path / "recipe.yaml", values))
+    assert small.answers.writer is None and small.teacher.gguf is None and small.target_runs_here
+    with (tmp_path / "served.gguf").open("ab") as sparse:
+        sparse.write(b"\0")
     recipe = load_recipe(tiny.write_recipe(tmp_path / "recipe.yaml", values))
     file = str(tmp_path / "served.gguf")
     assert recipe.answers.writer is not None and recipe.answers.writer.gguf == file == recipe.teacher.gguf
+    assert not recipe.target_runs_here
     values["teacher"]["gguf"] = "./other.gguf"
     recipe = load_recipe(tiny.write_recipe(tmp_path / "recipe.yaml", values))
     assert recipe.teacher.gguf == str(tmp_path / "other.gguf")

@@ -148,7 +148,6 @@ BY_CONTENT = {"target.model", "cut.donor"}  # the content of the models is part 
 BY_PLACE = {"name", "device", "threads", "target.shard"}  # where a run computes changes rounding alone
 BY_PLACE |= {f"pytorch.{name}" for name in PyTorch.model_fields}
 BY_PLACE |= {f"gguf.{role}.{name}" for role in ("target", "draft") for name in GgufOptions.model_fields}
-BY_STAGES = {"target.load"}  # without it a run has other stages, whose artifacts are inputs
 # Questions have a sampler and limits of their own, written over these; blocks without room for one are refused.
 OF_QUESTIONS = {f"sampler.{name}" for name in SamplerSettings.model_fields} | {"corpus.block"}
 OF_QUESTIONS |= {f"answers.{name}" for name in ("new_tokens", "stop", "repetition_penalty", "keep_truncated")}
@@ -179,7 +178,7 @@ def test_every_key_that_a_stage_reads_is_declared(
     assert "sampler.temperature" in reads["answers"]
     recipe = load_recipe(path, overrides[2:])
     for stage, keys in recipe_reads.undeclared(recipe, reads).items():
-        assert keys <= BY_CONTENT | BY_PLACE | BY_STAGES | BY_INPUTS.get(stage, set()), stage
+        assert keys <= BY_CONTENT | BY_PLACE | BY_INPUTS.get(stage, set()), stage
 
 
 def test_a_key_that_is_not_declared_is_seen(world: Path) -> None:

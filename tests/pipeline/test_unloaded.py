@@ -322,8 +322,11 @@ Change = Callable[[dict[str, Any]], object]
     [
         (lambda v: v["answers"].pop("writer"), "target has no weights"),
         (lambda v: v["teacher"].pop("gguf"), "target has no weights"),
-        (lambda v: v["cut"].pop("donor"), "target has no weights"),
-        (lambda v: v["teacher"].update(kind="exact"), "gguf gives the entries of a compact store, but kind is exact"),
+        (lambda v: v["cut"].pop("donor"), "cut.donor is the target itself: the weights of"),
+        (
+            lambda v: v["teacher"].update(kind="exact", mass=None),
+            "gguf gives the entries of a compact store, but kind is exact",
+        ),
     ],
 )
 def test_recipes_that_need_the_weights_are_refused(
@@ -378,7 +381,7 @@ def test_check_counts_no_weights_of_the_target(place: Path, capsys: Capture) -> 
     assert f"target: {place / 'target'} runs elsewhere for answers and distributions" in said
     assert f"not run: speedup, and no GGUF file of the target is written: {not_run(place)}" in said
     assert f"tensors of {place / 'donor'}" in said and f"tensors of {place / 'target'}" not in said
-    assert "(sampling verification) on stored" in said
+    assert "the recipe's sampler) on stored answers to 2 validation prompts are taken" in said
 
 
 def test_only_small_files_of_a_hub_target_are_fetched(monkeypatch: Patch, tmp_path: Path) -> None:
