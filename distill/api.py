@@ -6,10 +6,16 @@ directory. Whatever a caller can do wrong raises a DistillError with `what` happ
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import copy
+import json
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
+
+import torch
 
 from distill.data.prompts import sources_of
 from distill.data.suites import read_suite
@@ -18,12 +24,13 @@ from distill.decoding.decode import Decoded
 from distill.engines import loaded
 from distill.engines.loaded import GROWING, LoadedPair
 from distill.engines.pairs import pair_references, require_pair
-from distill.engines.torch.hugging_face import local_folder, settled_target
+from distill.engines.torch.hugging_face import local_folder, settle_types, settled_target
 from distill.errors import DataError, DistillError, RecipeError
-from distill.files import require_new_folder
+from distill.files import read_utf8, require_new_folder
 from distill.gguf.importing import Import, read_import, write_import
 from distill.gguf.writer import WrittenFile
 from distill.gguf.writer import export_gguf as write_gguf
+from distill.machine import machine, thread_count
 from distill.measuring.compare import PairSettings
 from distill.measuring.evaluation import EvaluationOptions, Grid, evaluate_grid, prompts_of, prompts_of_suite
 from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
@@ -31,6 +38,11 @@ from distill.measuring.speedup import measure_any_pair
 from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.speedup_tables import speedup_blocks
 from distill.measuring.stream import Continuation, begin
+from distill.pipeline.preflight import preflight
+from distill.pipeline.running import plan_run, require_allowed, run_pipeline
+from distill.planning.cases import PlanRequest, measured_cases
+from distill.planning.order import decide
+from distill.planning.plan import SpeedupPlan, forecast
 from distill.progress import note, warn
 from distill.recipe import (
     Chat,
@@ -40,14 +52,19 @@ from distill.recipe import (
     Evaluate,
     Gguf,
     PyTorch,
+    Recipe,
     SamplerSettings,
     Speedup,
+    dump_recipe,
+    load_recipe,
     parse_section,
+    recipe_of,
     resolve_model,
 )
 from distill.recipe.measuring import fixed_length
 from distill.report.page import section
 from distill.report.plots import acceptance_by_position, speeds
+from distill.run import Run
 from distill.sampler import Sampler
 from distill.surgery.cutter import cut_folder
 from distill.surgery.results import Change
@@ -62,8 +79,12 @@ __all__ = [
     "DistillError",
     "EvaluationReport",
     "LoadedPair",
+    "Recipe",
+    "Run",
     "Sampler",
+    "SpeedupPlan",
     "SpeedupReport",
+    "check",
     "cut",
     "decode",
     "evaluate",
@@ -71,6 +92,8 @@ __all__ = [
     "import_gguf",
     "load_pair",
     "measure_speedup",
+    "plan",
+    "train",
     "transplant",
 ]
 
@@ -78,6 +101,101 @@ Floats = Literal["float32", "bfloat16", "float16"]
 Dtype = Literal["auto"] | Floats
 Paths = Sequence[str | Path]
 BLOCK: int = Corpus.model_fields["block"].default  # tokens of a text, where no prompt is longer
+
+
+Texts = Sequence[str | Path]  # a str is a text, a Path a file of text or a folder of them
+
+
+# ── A draft from a recipe: the stages that `distill train` runs ──
+
+
+def train(
+    recipe: str | Path | Mapping[str, Any] | Recipe,
+    *,
+    runs: str | Path = "runs",
+    until: str | None = None,
+    redo: Sequence[str] = (),
+    **overrides: Any,
+) -> Run:
+    """Run every stage of a recipe up to `until` in runs/NAME, and return that run; finished stages are skipped, and the
+    same call resumes.
+
+    `recipe` is a file, its content as a mapping, or a Recipe. `overrides` are keys of docs/recipes.md: `seed=1`, or a
+    mapping for some keys of a section, `train={"steps": 100}`. RecipeError for mistakes, RunError if finished work
+    would be lost, before anything is touched; `redo` names stages to run again.
+    """
+    found, text = _recipe(recipe, overrides, Path(runs))
+    run = Run(Path(runs) / found.name, found, command="distill.train")
+    require_allowed(plan_run(found, run, until, redo))
+    unread = run.done("teacher") is None
+    for line in preflight(found, run.done("corpus") is None, until=until, teacher=unread, folder=run.folder).warnings:
+        warn(line)
+    torch.set_num_threads(thread_count(found.threads))
+    with closing(run):
+        run.open(text)
+        run_pipeline(found, run, until, redo)
+    return run
+
+
+def check(recipe: str | Path | Mapping[str, Any] | Recipe, *, offline: bool = False, **overrides: Any) -> list[str]:
+    """What `distill check` prints: a line for each check that passed. DistillError for the first that did not.
+
+    No weights are loaded. `recipe` and `overrides` are as of `train`.
+    """
+    return preflight(_recipe(recipe, overrides, None)[0], offline=offline).lines
+
+
+def plan(
+    target: str | Path,
+    draft: str | Path,
+    *,
+    acceptance: Sequence[float] = (),
+    lengths: Sequence[int] = (1, 2, 3, 4, 6, 8),
+    prompt_tokens: int = 128,
+    max_new_tokens: int = 96,
+    dtype: str = "auto",
+    threads: int | None = None,
+    gguf: Gguf | None = None,
+) -> SpeedupPlan:
+    """Predict what drafting gains, from costs that are measured now: by draft length and conditional acceptance.
+
+    `acceptance` are conditional acceptances by position, the last one for all later ones; without them the plan says
+    from which acceptance on a draft pays.
+    """
+    big, small = resolve_model(str(target)), resolve_model(str(draft))
+    place = settled_target(big, dtype)
+    request = PlanRequest(place, small, None, None, lengths, prompt_tokens, max_new_tokens, threads, gguf)
+    given = {"acceptance": list(acceptance)} if acceptance else {}
+    cases = list(measured_cases(request))
+    forecasts = [forecast(case, given) for case in cases]
+    return SpeedupPlan("distill.plan", machine(), forecasts, decision=decide(big, cases[0]))
+
+
+def _recipe(
+    recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Mapping[str, Any], runs: Path | None
+) -> tuple[Recipe, str]:
+    """A recipe with overrides, its types settled as in the run that exists or for this machine; and its text."""
+    changes = [f"{name}={json.dumps(value)}" for name, value in _flat(overrides)]
+    if isinstance(recipe, (str, Path)):
+        found, text = load_recipe(Path(recipe), changes), read_utf8(Path(recipe))
+    else:
+        values = recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else dict(recipe)
+        found = recipe_of(copy.deepcopy(values), "the recipe", Path.cwd(), changes)
+        text = dump_recipe(found)
+    begun = None if runs is None else runs / found.name / "config.yaml"
+    return settle_types(found, load_recipe(begun) if begun is not None and begun.is_file() else None), text
+
+
+def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Dotted keys and their values; a mapping names keys of a section."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _flat(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+# ── A pair of models ──
 
 
 def load_pair(
@@ -109,7 +227,7 @@ def load_pair(
 def decode(
     pair: LoadedPair,
     prompt: str | Sequence[int],
-    tokens: int = 128,
+    max_new_tokens: int = 128,
     *,
     configuration: Configuration | Mapping[str, Any] | None = None,
     sampler: Sampler | None = None,
@@ -117,7 +235,7 @@ def decode(
     stop: Sequence[str] = (),
     table: str | Path | None = None,
 ) -> Decoded:
-    """Continue a prompt, a text or token ids, by at most `tokens`; `pair.text(found.tokens)` is the text.
+    """Continue a prompt, a text or token ids, by at most `max_new_tokens`; `pair.text(found.tokens)` is the text.
 
     `configuration` (None: four tokens of the draft a round; plain decoding for a pair without a draft) is one of
     docs/recipes.md, as an object or a mapping; `sampler` None is greedy. The text is the target's own whatever drafts:
@@ -132,14 +250,14 @@ def decode(
         configuration = parse_section(Configuration, sampled | dict(configuration))
     if configuration.other_vocabulary:
         raise RecipeError(f"drafter {configuration.drafter} reads two vocabularies", "use `distill generate`")
-    if tokens < 1:
-        raise RecipeError(f"{tokens} new tokens are requested", "request at least one")
+    if max_new_tokens < 1:
+        raise RecipeError(f"{max_new_tokens} new tokens are requested", "request at least one")
     if configuration.branches and pair.backend != "pytorch" and not pair.target.max_leaves:
         raise RecipeError("these GGUF files were loaded without room for trees", "load_pair(…, nodes=N)")
     ids = pair.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not ids or len(ids) >= pair.target.capacity:
         raise DataError(f"a prompt of {len(ids)} tokens in a context of {pair.target.capacity}", "give some, and fewer")
-    room = min(tokens, pair.target.capacity - len(ids))
+    room = min(max_new_tokens, pair.target.capacity - len(ids))
     request = Continuation(configuration, sampler, seed, stop, table=None if table is None else Path(table))
     return begin(pair, None, request, ids).text(ids, room)
 
@@ -147,11 +265,11 @@ def decode(
 def evaluate(
     target: str | Path,
     draft: str | Path | Paths,
-    texts: Paths = (),
+    texts: Texts = (),
     *,
     suite: str | Path | None = None,
     sampler: Sampler | None = None,
-    prompts: int | None = None,
+    count: int | None = None,
     seed: int = 0,
     kl: bool = True,
     acceptance: bool = True,
@@ -161,8 +279,8 @@ def evaluate(
     gguf: Gguf | None = None,
     command: str = "",
 ) -> EvaluationReport:
-    """Divergences and acceptance of a pair, with intervals, on text files or folders of them; `sampler` None:
-    temperature 1. `prompts` are 32 by default; of a `suite`, in place of texts, questions of each category: None: all.
+    """Divergences and acceptance of a pair, with intervals, after `count` prompts (None: 32) that are cut from texts,
+    or after `count` questions of each category of a `suite` (None: all). `sampler` None is temperature 1.
 
     Several drafts, or the draft in several GGUF `types`, are compared with the first. `dtype` is the type of folders,
     "auto" the checkpoint's own. DataError
@@ -170,17 +288,28 @@ def evaluate(
     """
     if bool(texts) == (suite is not None):
         raise RecipeError("eval measures prompts or a suite", "give one of them")
-    if suite is None:
-        if prompts is not None and prompts < 4:
-            raise RecipeError(f"{prompts} prompts are too few for an interval", "measure 4 or more")
-        given = prompts_of(Corpus(sources=sources_of([Path(path) for path in texts])), prompts or 32)
-    else:
-        given = prompts_of_suite(read_suite(Path(suite)), prompts, seed)
+    if suite is None and count is not None and count < 4:
+        raise RecipeError(f"{count} prompts are too few for an interval", "measure 4 or more")
     drafts = [resolve_model(str(one)) for one in ([draft] if isinstance(draft, (str, Path)) else draft)]
     grid = Grid(resolve_model(str(target)), drafts, BLOCK, types, threads=threads, gguf=gguf, dtype=dtype)
-    served = sampler or Sampler(1.0)
-    options = EvaluationOptions(served, Evaluate(), command, kl, seed=seed, grid=acceptance)
-    return evaluate_grid(grid, given, options)
+    options = EvaluationOptions(sampler or Sampler(1.0), Evaluate(), command, kl, seed=seed, grid=acceptance)
+    with tempfile.TemporaryDirectory() as scratch:
+        if suite is None:
+            given = prompts_of(Corpus(sources=sources_of(_files(texts, Path(scratch)))), count or 32)
+        else:
+            given = prompts_of_suite(read_suite(Path(suite)), count, seed)
+        return evaluate_grid(grid, given, options)
+
+
+def _files(texts: Texts, scratch: Path) -> list[Path]:
+    """Texts as files: those of the caller, and one in `scratch` for each text that is given itself."""
+    found = []
+    for number, text in enumerate(texts):
+        path = text if isinstance(text, Path) else scratch / f"text-{number}.txt"
+        if isinstance(text, str):
+            path.write_text(text, encoding="utf-8", newline="")
+        found.append(path)
+    return found
 
 
 def measure_speedup(
@@ -191,9 +320,9 @@ def measure_speedup(
     suite: str | Path | None = None,
     lengths: Iterable[int] = (1, 2, 4),
     configurations: Iterable[Configuration | Mapping[str, Any]] = (),
-    sampler: SamplerSettings | None = None,
+    sampler: Sampler | None = None,
     count: int | None = None,
-    tokens: int = 96,
+    max_new_tokens: int = 96,
     prompt_tokens: int = 64,
     dtype: Dtype = "auto",
     seed: int = 0,
@@ -216,9 +345,10 @@ def measure_speedup(
     """
     if bool(prompts) == (suite is not None):
         raise RecipeError("speedup measures prompts or a suite", "give one of them")
-    sampler, pytorch = sampler or SamplerSettings(temperature=0 if suite is None else 1), pytorch or PyTorch()
-    kinds = ["greedy"] if suite is not None or not sampler.temperature else []
-    kinds += ["recipe"] if sampler.temperature else []
+    pytorch = pytorch or PyTorch()
+    drawn = SamplerSettings.model_validate((sampler or Sampler(0.0 if suite is None else 1.0)).describe())
+    kinds = ["greedy"] if suite is not None or not drawn.temperature else []
+    kinds += ["recipe"] if drawn.temperature else []
     fixed = tuple(lengths)
     configured = [Configuration(length=length, sampler="recipe") for length in fixed if "recipe" in kinds]
     for one in configurations:
@@ -227,14 +357,17 @@ def measure_speedup(
         else:
             samplers = [one["sampler"]] if "sampler" in one else kinds
             configured += [parse_section(Configuration, {"sampler": kind, **one}) for kind in samplers]
-    counts: dict[str, Any] = {"prompts": 12 if count is None or suite is not None else count, "new_tokens": tokens}
+    counts: dict[str, Any] = {
+        "prompts": 12 if count is None or suite is not None else count,
+        "new_tokens": max_new_tokens,
+    }
     counts |= {"allow_lossy": allow_lossy, "configurations": configured}
     speedup = parse_section(Speedup, counts | {"lengths": fixed if "greedy" in kinds else ()})
     every = (*map(fixed_length, speedup.lengths), *configured)
-    drawn = next((one for one in every if one.sampler == "recipe" and "recipe" not in kinds), None)
-    if drawn is not None:
-        raise RecipeError(f"`{drawn.described}` is sampled", "give a sampler (--sampler temperature=1)")
-    for line in check_configurations(speedup, sampler, "the options"):
+    unasked = next((one for one in every if one.sampler == "recipe" and "recipe" not in kinds), None)
+    if unasked is not None:
+        raise RecipeError(f"`{unasked.described}` is sampled", "give a sampler (--sampler temperature=1)")
+    for line in check_configurations(speedup, drawn, "the options"):
         warn(line)
     own, other = resolve_model(str(target)), None if draft is None else resolve_model(str(draft))
     place, pytorch = loaded.settled_decoding(settled_target(own, dtype, device), other, pytorch, device)
@@ -242,7 +375,7 @@ def measure_speedup(
     if table is None and any(one.counts_ngrams for one in every):
         note("no table of n-grams (--table): drafter table knows those of the text so far alone")
     place = place.model_copy(update={"model": big})
-    settings = PairSettings(place, small, device, threads, gguf or Gguf(), pytorch, speedup, sampler, seed)
+    settings = PairSettings(place, small, device, threads, gguf or Gguf(), pytorch, speedup, drawn, seed)
     names = str(target), None if draft is None else str(draft)
     more: dict[str, Any] = {"chat": chat, "table": table, "command": command}
     more |= {} if suite is None else {"suite": Path(suite), "count": count}
@@ -250,19 +383,29 @@ def measure_speedup(
 
 
 def cut(
-    source: str | Path, out: str | Path, texts: Sequence[str], *, target: str | Path | None = None, **settings: Any
+    source: str | Path, out: str | Path, texts: Texts, *, target: str | Path | None = None, **settings: Any
 ) -> list[Change]:
     """Write `source` with fewer layers or neurons to a new folder; what was changed.
 
     `settings` are keys of the recipe's section `cut` (layers, mlp_width);
-    `texts` score the parts. KL is that to `target` (None: the uncut model).
+    `texts` score the parts. KL is measured against `target`; None selects the uncut model.
     RecipeError for cuts that are not possible, DataError for too little text and a folder that is not empty.
     """
     cuts = parse_section(Cut, {name: value for name, value in settings.items() if value is not None})
     if cuts.layers is None and cuts.mlp_width is None:
         raise RecipeError("nothing to cut", "give layers or mlp_width")
     compared = None if target is None else resolve_model(str(target))
-    return cut_folder(resolve_model(str(source)), Path(out), cuts, texts, compared)
+    with tempfile.TemporaryDirectory() as scratch:
+        files = [file for path in _files(texts, Path(scratch)) for file in _below(path)]
+        contents = [read_utf8(file) for file in files]
+    return cut_folder(resolve_model(str(source)), Path(out), cuts, contents, compared)
+
+
+def _below(path: Path) -> list[Path]:
+    """A file, or all files of a folder."""
+    if not path.exists():
+        raise DataError(f"there is no file {path}", "give texts as str, files and folders as pathlib.Path")
+    return sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
 
 
 def transplant(donor: str | Path, target: str | Path, out: str | Path, **settings: Any) -> Change:

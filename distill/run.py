@@ -79,6 +79,16 @@ class Run:
         """A path inside the run directory."""
         return self.folder.joinpath(*parts)
 
+    @property
+    def draft(self) -> Path:
+        """The folder of the trained draft, which `from_pretrained` loads."""
+        return self.path("draft")
+
+    @property
+    def report(self) -> Path:
+        """The page of the run."""
+        return self.path("report.html")
+
     def again(self, *more: str) -> str:
         """The command that brings this run up to date."""
         folder = self.folder

@@ -6,6 +6,7 @@ import functools
 import os
 import shutil
 import signal
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,13 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 
 @pytest.fixture(scope="session", autouse=True)
 def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
-    """GGUF files are imported to a folder of the tests, in processes that they start too."""
-    os.environ["DISTILL_CACHE"] = str(tmp_path_factory.mktemp("cache"))
+    """GGUF files are imported to a folder of the tests, in processes that they start too; compiled products, whose
+    names hold a digest of their source, are kept from one session to the next."""
+    kernels = Path(tempfile.gettempdir(), f"distill-tests-kernels-{os.getuid()}")
+    kernels.mkdir(mode=0o700, exist_ok=True)
+    cache = tmp_path_factory.mktemp("cache")
+    (cache / "kernels").symlink_to(kernels)
+    os.environ["DISTILL_CACHE"] = str(cache)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

@@ -52,7 +52,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_the_examples(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.chdir(place)
     examples = blocks(PAGE, "python")
-    assert len(examples) == 4
+    assert len(examples) == 5
     with tiny.one_thread():
         for example in examples:
             exec(compile(example, str(PAGE), "exec"), {})
@@ -90,7 +90,7 @@ def test_mistakes_are_explained(place: Path, monkeypatch: pytest.MonkeyPatch) ->
     mistakes: list[tuple[str, Callable[[], object]]] = [
         ("vocabular", lambda: distill.load_pair("data/demo-target", "data/demo-donor")),
         ("does not exist", lambda: distill.load_pair("./nowhere")),
-        ("there is no file", lambda: distill.evaluate("data/demo-target", "data/demo-target", ["nothing.txt"])),
+        ("there is no file", lambda: distill.evaluate("data/demo-target", "data/demo-target", [Path("nothing.txt")])),
         ("nothing to cut", lambda: distill.cut("data/demo-target", "made/none", ["text"])),
         ("needs a draft", lambda: distill.measure_speedup("data/demo-target", None, [TEXTS])),
         ("plain decoding", lambda: distill.measure_speedup("data/demo-target", None, [TEXTS], lengths=[])),

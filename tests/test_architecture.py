@@ -1,4 +1,4 @@
-"""The order of imports (cli → pipeline → subjects → floor), and what is loaded.
+"""The order of imports (cli → api → pipeline → subjects → floor), and what is loaded.
 
 docs/architecture.md explains the order.
 """
@@ -26,7 +26,8 @@ ROOT = Path(__file__).resolve().parent.parent
 LAYERS = (
     {"__main__"},
     {"cli"},
-    {"api", "pipeline"},
+    {"api"},
+    {"pipeline"},
     {"report"},
     {"planning", "serving"},
     {"export"},

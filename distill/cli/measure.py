@@ -483,7 +483,7 @@ def evaluate(
             prompts or (),
             suite=suite,
             sampler=Sampler(1.0 if temperature is None else temperature),
-            prompts=count,
+            count=count,
             seed=seed or 0,
             kl=kl,
             acceptance=acceptance,
@@ -597,6 +597,7 @@ def speedup(
     shared.prepare(threads)
     from distill import api
     from distill.measuring.speedup_tables import speedup_blocks
+    from distill.sampler import Sampler
 
     report = api.measure_speedup(
         models[0],
@@ -605,9 +606,9 @@ def speedup(
         suite=suite,
         lengths=swept,
         configurations=[shared.keys_of(Configuration, one, "--configuration") for one in configuration or ()],
-        sampler=shared.sampler_of(sampler) if sampler or suite is None else None,
+        sampler=Sampler.of(shared.sampler_of(sampler)) if sampler or suite is None else None,
         count=count,
-        tokens=96 if tokens is None else tokens,
+        max_new_tokens=96 if tokens is None else tokens,
         prompt_tokens=64 if prompt_tokens is None else prompt_tokens,
         dtype=dtype or "auto",
         seed=seed or 0,

@@ -453,12 +453,17 @@ def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Recipe:
     raw = read_yaml(read_utf8(path), str(path))
     if raw is None:
         raise RecipeError(f"{path} is empty", "`distill recipes` lists examples")
+    return recipe_of(raw, str(path), path.resolve().parent, overrides)
+
+
+def recipe_of(raw: Any, where: str, folder: Path, overrides: typing.Sequence[str] = ()) -> Recipe:
+    """The recipe in what YAML or a caller gave, with overrides applied; relative paths start at `folder`."""
     if isinstance(raw, dict):
         for override in overrides:
             _apply_override(raw, override)
-        _refuse_gone(raw, path)
-        _resolve_paths(raw, path.resolve().parent)
-    return parse_recipe(raw, str(path))
+        _refuse_gone(raw, Path(where))
+        _resolve_paths(raw, folder)
+    return parse_recipe(raw, where)
 
 
 def dump_recipe(recipe: Recipe) -> str:
