@@ -308,7 +308,8 @@ class ChatTemplate:
         end tokens left out. ValueError for one that ends with an end token of other models."""
         places = [at for end in self._ends if (at := answer.find(end)) >= 0]
         if not places:
-            foreign = (name for name in END_NAMES if "|" in name and answer.rstrip().endswith(name))
+            struck = "<s>" in answer  # out, in HTML: no end
+            foreign = (name for name in END_NAMES if answer.rstrip().endswith(name) and not (struck and name == "</s>"))
             if (name := next(foreign, None)) is not None:
                 raise ValueError(f"an answer that ends with `{name}`, which is no token of the target")
             return answer, ""

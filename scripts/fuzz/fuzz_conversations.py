@@ -199,8 +199,8 @@ def _fault_of_text(text: str, document: Any, chat: Any, dropped: Counter[str]) -
         looks = chat.template.looks_rendered(text)
         return None if dropped.total() or not looks else "a rendered text is read as plain text without a word"
     bos = chat.template.tokenizer.bos_token or ""
-    own = rendered(chat.template.tokenizer, list(document.messages), {}, generate=False)
-    if own.strip().removeprefix(bos).strip() != text.strip().removeprefix(bos).strip():
+    forms = [rendered(chat.template.tokenizer, list(document.messages), {}, generate=begun) for begun in (False, True)]
+    if text.strip().removeprefix(bos).strip() not in [form.strip().removeprefix(bos).strip() for form in forms]:
         return f"{text!r} is read as {document.messages}"
     return _fault_of_messages({"messages": list(document.messages)}, document, chat, dropped)
 

@@ -250,6 +250,7 @@ def test_an_answer_that_spells_its_end_has_one(plain: Any) -> None:
     for content, reason in (
         ("Four.<|im_end|>\n<|im_start|>user\nAnd?", "an answer that goes on behind an end token"),
         ("Four.<|eot_id|>", "an answer that ends with `<|eot_id|>`, which is no token of the target"),
+        ("Four.</s>", "an answer that ends with `</s>`, which is no token of the target"),
     ):
         assert not [*chat.given(document("d", [USER, answer(content=content)]))] and chat.dropped == {reason: 1}
         chat.dropped.clear()
