@@ -1,0 +1,235 @@
+"""The sibling of a tuned target, as it is and adapted on more and more of the target's answers: one table a rule.
+
+    F=build/qwen-coder/qwen2.5-coder
+    python scripts/benchmarks/tuned_target.py $F-1.5b-instruct-q4_k_m.gguf $F-0.5b-instruct-q4_k_m.gguf --to tuned/
+    python scripts/benchmarks/tuned_target.py TARGET SIBLING --to tuned/ --rules envelope --tokens 1000,3000 --only all
+    python scripts/benchmarks/tuned_target.py TARGET SIBLING --to tuned/ --own sql=FOLDER    # a rule of your own
+    python scripts/benchmarks/tuned_target.py TARGET SIBLING --to tuned/ --table             # what is measured so far
+
+Parts, each a command of distill or a script, each made once and resumed after a kill: `tune` (scripts/tuned_examples.py
+and tune_target.py), `distance` (the stock target measured as a draft of the tuned one: KL and agreement), and a run of
+recipes/adapt.yaml for each draft and each number of answer tokens. --skip leaves a part out. The drafts: the sibling as
+it is (`stock`), all weights, LoRA of the draft, and the half-width cut. Each is measured on the same held-out prompts,
+of the tuned kind and of the general kind (data/questions.jsonl). --speed also times the runs, with lookup and
+both together; this wants a quiet machine. --share is the share of general questions among the prompts that are learnt
+from; 0 shows what it keeps. A rule of your own is a folder with examples.jsonl, prompts.jsonl and held.jsonl.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+
+from distill.files import read_json, read_result, write_atomically
+from distill.measuring.evaluation_results import EvaluationReport
+from distill.tables import Cell, Row, Table, document
+
+ROOT = Path(__file__).resolve().parents[2]
+RULES = ("envelope", "house", "german")
+DRAFTS = {
+    "all": [],
+    "lora": ["train.adapter={rank: 16}"],
+    "half": ["cut.mlp_width=HALF", "train.steps=400"],
+}
+PER_ANSWER = 90  # tokens of an answer, by which a number of tokens becomes one of prompts
+HELD, GENERAL = 24, 24  # prompts that are measured on
+WAYS = [{"drafter": "lookup", "rule": "expected-value"}, {"drafter": "lookup+draft", "rule": "expected-value"}]
+
+
+def called(*words: object) -> str:
+    """What a program prints; the script ends with its status where it fails."""
+    done = subprocess.run([*map(str, words)], stdout=subprocess.PIPE, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(map(str, words))} ended with status {done.returncode}; the same command goes on")
+    return done.stdout
+
+
+def lines_of(path: Path, count: int) -> list[str]:
+    """The first lines of a file."""
+    return path.read_text(encoding="utf-8").splitlines()[:count]
+
+
+def general_prompts(path: Path) -> None:
+    """Every fourth first question of data/questions.jsonl, which nothing is trained on."""
+    asked = [json.loads(line) for line in (ROOT / "data" / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
+    first = [one["prompt"] for one in asked if "prompt" in one]  # the others are dialogues
+    chosen = first[:: max(1, len(first) // GENERAL)][:GENERAL]
+    content = "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in chosen)
+    path.write_text(content, encoding="utf-8")
+
+
+class Bench:
+    """A rule's folder and what is made in it."""
+
+    def __init__(self, asked: argparse.Namespace, rule: str, own: Path | None) -> None:
+        self.asked, self.rule = asked, rule
+        self.folder = asked.to.resolve() / rule
+        self.texts = self.folder if own is None else own.resolve()
+        self.adapter = self.folder / "adapter"
+        self.own = own
+
+    def tune(self) -> None:
+        """Write the texts and train the adapter."""
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.own is None:
+            most = 1 + max(self.asked.tokens) // PER_ANSWER
+            sizes = ("--prompts", most, "--held", HELD)
+            called(sys.executable, ROOT / "scripts" / "tuned_examples.py", self.rule, self.folder, *sizes)
+        general_prompts(self.folder / "general.jsonl")
+        tuning = (self.asked.target, self.texts / "examples.jsonl", self.adapter, "--threads", self.asked.threads)
+        called(sys.executable, ROOT / "scripts" / "tune_target.py", *tuning)
+
+    def distance(self) -> None:
+        """Measure the stock target as if it drafted for the tuned one, on its answers of the tuned kind."""
+        place = self.folder / "distance.json"
+        if not place.exists():
+            pair = (self.asked.target, self.asked.target, "--adapter", self.adapter)
+            options = (
+                "--prompts",
+                self.texts / "held.jsonl",
+                "--count",
+                HELD,
+                "--kl",
+                "--temperature",
+                0,
+                "-o",
+                "json",
+            )
+            settings = ("--threads", self.asked.threads, "--temperature", self.asked.temperature)
+            found = called(sys.executable, "-m", "distill", "eval", *pair, *options, *settings)
+            write_atomically(place, lambda temporary: temporary.write_text(found, encoding="utf-8"))
+
+    def run(self, draft: str, tokens: int) -> Path:
+        """The folder of a run."""
+        share = "" if self.asked.share == SHARE else f"-share{self.asked.share:g}"
+        return self.folder / "runs" / f"{draft}-{tokens}{share}"
+
+    def adapt(self, draft: str, tokens: int) -> None:
+        """Train a draft on about so many tokens of answers; 0 of `stock`."""
+        count = max(1, round((tokens or min(self.asked.tokens)) / PER_ANSWER))
+        questions = round(count * self.asked.share)
+        prompts = self.folder / f"prompts-{count - questions}.jsonl"
+        prompts.write_text(
+            "\n".join(lines_of(self.texts / "prompts.jsonl", count - questions)) + "\n", encoding="utf-8"
+        )
+        kept = "keep: [train, validation]"
+        sources = [f"{{kind: jsonl, path: {prompts}, given: false, label: tuned, {kept}}}"]
+        if questions:
+            sources.append(f"{{kind: target, questions: {questions}, label: general, {kept}}}")
+        for label in ("tuned", "general"):
+            place = self.texts / "held.jsonl" if label == "tuned" else self.folder / "general.jsonl"
+            sources.append(f"{{kind: jsonl, path: {place}, given: false, label: {label}, split: test}}")
+        run = self.run(draft, tokens)
+        settings = [
+            *(
+                f"name={run.name}",
+                f"threads={self.asked.threads}",
+                f"sampler.temperature={self.asked.temperature:g}",
+                "corpus.test=0",
+            ),
+            *(f"target.model={self.asked.target}", f"target.adapter={self.adapter}", f"cut.donor={self.asked.sibling}"),
+            *(f"corpus.sources=[{', '.join(sources)}]", f"eval.prompts={HELD + GENERAL}", "eval.new_tokens=64"),
+            *("export.outtypes=[]", "speedup.backends=[pytorch]", "speedup.lengths=[4]", "speedup.new_tokens=256"),
+            f"speedup.configurations={json.dumps(WAYS)}",
+            *(word.replace("HALF", str(self.asked.half)) for word in DRAFTS.get(draft, ["train.steps=0"])),
+        ]
+        until = () if self.asked.speed else ("--until", "eval")
+        recipe = ROOT / "recipes" / "adapt.yaml"
+        called(sys.executable, "-m", "distill", "train", recipe, *settings, "--runs", run.parent, *until)
+
+    def rows(self) -> list[Row]:
+        """The table's rows of what is there."""
+        rows: list[Row] = []
+        for draft, tokens in [("stock", 0), *((one, size) for one in DRAFTS for size in self.asked.tokens)]:
+            run = self.run(draft, tokens)
+            if not (run / "eval.json").exists():
+                continue
+            report = read_result(run / "eval.json", EvaluationReport)
+            found = {one.label: one.acceptance["after"] for one in report.groups if one.of == "class"}
+            answered = read_json(run / "answers" / "manifest.json", {"answer_tokens": int})["answer_tokens"]
+            gain = report.differences.get("after") if draft != "stock" else None
+            rows.append(
+                [
+                    *(draft, answered if draft != "stock" else 0, Cell(found.get("tuned"), "%")),
+                    *(Cell(found.get("general"), "%"), Cell(gain, "+.4f"), Cell(self.minutes(run), ".1f")),
+                ]
+            )
+        return rows
+
+    @staticmethod
+    def minutes(run: Path) -> float:
+        """What the run's stages up to its training took."""
+        stages = (run / "stages" / f"{name}.json" for name in ("questions", "answers", "teacher", "train"))
+        return sum(read_json(path)["seconds"] for path in stages if path.exists()) / 60
+
+    def table(self, command: str) -> list[Any]:
+        """The rule's distance in a sentence, and its table."""
+        place, said = self.folder / "distance.json", f"{self.rule}: "
+        if place.exists():
+            answers = read_json(place)["domains"]["answers"]["draft"]
+            kl, agreement = (answers[name]["mean"] for name in ("forward_kl", "acceptance_greedy"))
+            said += f"the stock target's KL is {kl:.3f} nats, and it agrees with {agreement:.1%} of the tuned tokens."
+        heads = ["draft", "answer tokens", "tuned kind", "general kind", "gain, by prompt", "minutes"]
+        return [
+            said,
+            Table(
+                heads,
+                self.rows(),
+                command,
+                f"acceptance probability, temperature {self.asked.temperature:g}: {self.rule}",
+            ),
+        ]
+
+
+SHARE = 0.2
+
+
+def main() -> None:
+    """Do the parts that are asked for and print the tables."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("target", type=Path)
+    parser.add_argument("sibling", type=Path)
+    parser.add_argument("--to", type=Path, required=True)
+    parser.add_argument("--rules", default=",".join(RULES))
+    parser.add_argument("--own", action="append", default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--tokens", default="1000,3000,10000,30000,100000")
+    parser.add_argument("--only", default=",".join(DRAFTS), help="drafts that are adapted")
+    parser.add_argument("--skip", default="", help="of tune, distance, stock, adapt")
+    parser.add_argument("--share", type=float, default=SHARE)
+    parser.add_argument("--temperature", type=float, default=0.0, help="of answers and of what is measured; 0: greedy")
+    parser.add_argument("--half", type=int, default=2432, help="MLP width of the cut")
+    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--speed", action="store_true")
+    parser.add_argument("--table", action="store_true", help="print what is there, and do nothing else")
+    asked = parser.parse_args()
+    asked.target, asked.sibling = asked.target.resolve(), asked.sibling.resolve()
+    asked.tokens = sorted(int(size) for size in asked.tokens.split(","))
+    skipped = {*filter(None, asked.skip.split(","))} | (
+        {"tune", "distance", "stock", "adapt"} if asked.table else set()
+    )
+    own = dict(one.split("=", 1) for one in asked.own)
+    rules = [*filter(None, asked.rules.split(",")), *own]
+    blocks: list[Any] = []
+    for rule in dict.fromkeys(rules):
+        bench = Bench(asked, rule, Path(own[rule]) if rule in own else None)
+        if "tune" not in skipped:
+            bench.tune()
+        if "distance" not in skipped:
+            bench.distance()
+        if "stock" not in skipped:
+            bench.adapt("stock", 0)
+        for tokens in () if "adapt" in skipped else asked.tokens:
+            for draft in asked.only.split(","):
+                bench.adapt(draft, tokens)
+        blocks += bench.table(" ".join(["python", "scripts/benchmarks/tuned_target.py", *sys.argv[1:]]))
+    print(document(blocks))
+
+
+if __name__ == "__main__":
+    main()
