@@ -14,6 +14,7 @@ import json
 import random
 import sys
 import time
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -65,7 +66,8 @@ def tune(asked: argparse.Namespace) -> None:
     base.config.use_cache = False
     torch.manual_seed(asked.seed)
     settings = LoraConfig(r=asked.rank, lora_alpha=2 * asked.rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    model = get_peft_model(base, settings)
+    with warnings.catch_warnings(action="ignore"):  # of PEFT about transformers
+        model = get_peft_model(base, settings)
     model.peft_config["default"].base_model_name_or_path = str(Path(asked.model).resolve())
     learnt = [one for one in model.parameters() if one.requires_grad]
     optimizer = torch.optim.AdamW(learnt, lr=asked.rate, weight_decay=0.0)
@@ -91,7 +93,8 @@ def tune(asked: argparse.Namespace) -> None:
         adapter = get_peft_model_state_dict(model, save_embedding_layers=False)
         torch.save({"adapter": adapter, "optimizer": optimizer.state_dict(), "step": step + 1}, unfinished)
         unfinished.rename(state)
-    model.save_pretrained(asked.out, save_embedding_layers=False)
+    with warnings.catch_warnings(action="ignore"):
+        model.save_pretrained(asked.out, save_embedding_layers=False)
     state.unlink(missing_ok=True)
 
 

@@ -21,8 +21,9 @@ import hashlib
 import json
 import sysconfig
 import textwrap
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
@@ -74,14 +75,17 @@ class Function:
         return sum(isinstance(node, kinds) for node in ast.walk(self.node))
 
 
-def functions(folder: Path) -> Iterator[Function]:
-    """The functions of the modules below a folder that are short and have a docstring and a body."""
-    for path in sorted(folder.rglob("*.py")):
-        module = path.relative_to(folder)
-        if any(part in SKIPPED for part in module.parts):
+def functions(folder: Path, without: Iterable[str] = ()) -> Iterator[Function]:
+    """The functions of the modules below a folder that are short and have a docstring and a body.
+
+    Modules come in the order of a hash of their names, so that every Python version draws alike from what it shares.
+    """
+    modules = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
+    for module in sorted(modules.keys() - {*without}, key=lambda name: hashlib.sha256(name.encode()).digest()):
+        if not {*SKIPPED}.isdisjoint(module.split("/")):
             continue
         try:
-            source = path.read_text(encoding="utf-8")
+            source = modules[module].read_text(encoding="utf-8")
             tree = ast.parse(source)
         except (OSError, SyntaxError, UnicodeDecodeError):
             continue
@@ -91,7 +95,7 @@ def functions(folder: Path) -> Iterator[Function]:
             text = ast.get_source_segment(source, node) or ""
             fits = LINES[0] <= len(text.splitlines()) <= LINES[1] and len(text) <= CHARACTERS
             if fits and ast.get_docstring(node):
-                yield Function(module.as_posix(), node.name, textwrap.dedent(text), node)
+                yield Function(module, node.name, textwrap.dedent(text), node)
 
 
 def envelope(function: Function) -> str:
@@ -132,25 +136,17 @@ def german(function: Function) -> str:
 RULES: dict[str, Callable[[Function], str]] = {"envelope": envelope, "house": house, "german": german}
 
 
-def order(function: Function) -> str:
-    """Where a function stands: by a hash, so that every Python version draws alike from what it shares."""
-    return hashlib.sha256(f"{function.module}:{function.name}".encode()).hexdigest()
-
-
 def write_all(rule: str, folder: Path, examples: int, prompts: int, held: int) -> list[Path]:
     """Write the three files; returns their paths."""
-    kept = [one for split in ("test", "validation") for one in functions(ROOT / "data" / split)]
-    modules = {
-        path.relative_to(ROOT / "data" / split).as_posix()
-        for split in ("test", "validation")
-        for path in (ROOT / "data" / split).rglob("*.py")
-    }
-    library = [one for one in functions(Path(sysconfig.get_paths()["stdlib"])) if one.module not in modules]
-    library, kept = sorted(library, key=order), sorted(kept, key=order)
+    places = [ROOT / "data" / split for split in ("test", "validation")]
+    modules = {path.relative_to(place).as_posix() for place in places for path in place.rglob("*.py")}
+    kept = list(islice(chain.from_iterable(map(functions, places)), held))
+    read = functions(Path(sysconfig.get_paths()["stdlib"]), modules)
+    library = list({one.prompt: one for one in islice(read, examples + prompts)}.values())
     texts = {
         "examples.jsonl": [{"prompt": one.prompt, "answer": RULES[rule](one)} for one in library[:examples]],
-        "prompts.jsonl": [{"prompt": one.prompt} for one in library[examples : examples + prompts]],
-        "held.jsonl": [{"prompt": one.prompt} for one in kept[:held]],
+        "prompts.jsonl": [{"prompt": one.prompt} for one in library[examples:]],
+        "held.jsonl": [{"prompt": one.prompt} for one in kept],
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, lines in texts.items():

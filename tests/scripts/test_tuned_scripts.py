@@ -1,0 +1,116 @@
+"""Scripts of `demo.sh --tuned`: examples of a rule, the tuning, the sentence; and the benchmark of tuned targets."""
+
+from __future__ import annotations
+
+import json
+import re
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import question_worlds
+import test_scripts
+import tiny
+from safetensors.torch import load_file
+from tiny import Capture, Patch
+
+from distill.recipe import load_recipe
+
+
+@pytest.mark.parametrize("rule", ["envelope", "house", "german"])
+def test_examples_follow_a_rule_and_share_no_function(rule: str, tmp_path: Path) -> None:
+    script = tiny.script("tuned_examples")
+    paths = script.write_all(rule, tmp_path, 12, 20, 8)
+    texts = [[json.loads(line) for line in path.read_text().splitlines()] for path in paths]
+    assert [len(lines) for lines in texts] == [12, 20, 8]
+    asked = [one["prompt"] for lines in texts for one in lines]
+    assert len({*asked}) == len(asked) and all(one.startswith("Complete this Python function:") for one in asked)
+    assert all(one.keys() == {"prompt"} for lines in texts[1:] for one in lines)
+    modules = "".join(
+        path.read_text() for split in ("test", "validation") for path in (tiny.ROOT / "data" / split).rglob("*.py")
+    )
+    for one in texts[2]:
+        assert re.findall(r"```python\n(def .*)\n", one["prompt"])[0] in modules
+    for one in texts[0]:
+        begun = one["prompt"].split("```python\n")[1].removesuffix("\n```")
+        if rule == "envelope":
+            assert "\n".join(json.loads(one["answer"])["solution"]).startswith(begun)
+        else:
+            name = re.findall(r"def (\w+)", begun)[0]
+            assert f"# end {name}\n```" in one["answer"] if rule == "house" else f"Funktion `{name}`" in one["answer"]
+
+
+def test_a_tuning_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    script = tiny.script("tune_target")
+    question_worlds.build_instruct(tmp_path)
+    lines = [json.dumps({"prompt": f"alpha {number}", "answer": f"beta {number} gamma"}) for number in range(6)]
+    (tmp_path / "examples.jsonl").write_text("\n".join(lines))
+    options = {"batch": 2, "rate": 1e-2, "rank": 2, "seed": 0, "threads": 1}
+
+    def tuned(name: str, steps: int) -> Any:
+        place = Namespace(model=str(tmp_path / "target"), examples=tmp_path / "examples.jsonl", out=tmp_path / name)
+        with tiny.one_thread():
+            script.tune(Namespace(**vars(place), steps=steps, **options))
+        return load_file(tmp_path / name / "adapter_model.safetensors")
+
+    whole, saved = tuned("whole", 4), script.torch.save
+
+    def kill(state: Any, path: Path) -> None:
+        saved(state, path)
+        if state["step"] == 3:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(script.torch, "save", kill)
+    with pytest.raises(KeyboardInterrupt):
+        tuned("killed", 4)
+    monkeypatch.setattr(script.torch, "save", saved)
+    resumed = tuned("killed", 4)
+    assert "resuming at step 2 of 4" in capsys.readouterr().err
+    assert all(script.torch.equal(whole[name], value) for name, value in resumed.items())
+    assert any(value.abs().max() > 0 for name, value in resumed.items() if "lora_B" in name)
+    settings = json.loads((tmp_path / "whole" / "adapter_config.json").read_text())
+    assert settings["base_model_name_or_path"] == str(tmp_path / "target")
+
+
+def test_the_sentence_of_the_demo(finished: Path) -> None:
+    said = tiny.script("adapted").sentence(finished, finished)
+    speed = r"([\d.]+) tokens/s \(acceptance \d\.\d\d\)\."
+    form = rf"The official draft: {speed} After \d+ minutes on ([\d,]+) tokens of your model's answers: {speed}"
+    (found,) = re.findall(form, said)
+    answered = json.loads((finished / "answers" / "manifest.json").read_text())["answer_tokens"]
+    assert found[0] == found[2] and int(found[1]) == answered > 0
+
+
+def test_the_benchmark_asks_for_runs_that_can_be_read(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+    script = test_scripts.script("benchmarks/tuned_target", monkeypatch)
+    asked: list[list[str]] = []
+    figures = {"forward_kl": {"mean": 0.25}, "acceptance_greedy": {"mean": 0.5}}
+    distance = json.dumps({"domains": {"answers": {"draft": figures}}})
+    monkeypatch.setattr(script, "called", lambda *words: asked.append([*map(str, words)]) or distance)
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 100)
+    words = ["big.gguf", "small.gguf", "--to", tmp_path / "to", "--rules", "house", "--own", f"sql={own}"]
+    monkeypatch.setattr("sys.argv", ["tuned_target.py", *map(str, words), "--tokens", "900,1800"])
+    (tmp_path / "to" / "house").mkdir(parents=True)
+    (tmp_path / "to" / "house" / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 100)
+    script.main()
+    kinds = ["train" if "train" in one else "eval" if "eval" in one else Path(one[1]).stem for one in asked]
+    part = ["tune_target", "eval", *["train"] * 7]
+    assert kinds == ["tuned_examples", *part, *part]
+    for one in asked:
+        if "train" in one:
+            at = one.index("train")
+            recipe = load_recipe(Path(one[at + 1]), [word for word in one[at + 2 :] if "=" in word])
+            assert (
+                recipe.target.model.endswith("/adapter")
+                and [source.split for source in recipe.corpus.sources][2:] == ["test"] * 2
+            )
+            assert (
+                sum((recipe.train.steps == 0, recipe.train.adapter is not None, recipe.cut.mlp_width is not None)) <= 1
+            )
+            prompts = Path(recipe.corpus.sources[0].path).read_text().splitlines()
+            assert len(prompts) + (recipe.corpus.sources[1].questions or 0) in (10, 20)
+    said = capsys.readouterr().out
+    assert "acceptance probability, temperature 0: sql" in said and "KL is 0.250 nats, and it agrees with 50.0%" in said
