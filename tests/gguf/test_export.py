@@ -504,7 +504,7 @@ def test_command_checks_and_says_so(
     assert "KL" in tiny.refused(capsys, *arguments, "--overwrite")
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter" / "adapter_config.json").write_text("{}")
-    assert "merge it" in tiny.refused(capsys, "export-gguf", tmp_path / "adapter")
+    assert "does not name the model" in tiny.refused(capsys, "export-gguf", tmp_path / "adapter")
 
 
 @pytest.mark.parametrize(
