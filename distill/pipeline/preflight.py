@@ -320,7 +320,8 @@ def check_disk(recipe: Recipe, prompts: int, folder: Path | None = None) -> list
     place, stored = Path.cwd(), 0
     if folder is not None:
         place = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
-        stored = sum(file.stat().st_size for file in folder.glob("teacher/**/*") if file.is_file())
+        files = (*folder.glob("teacher/**/*"), *folder.glob("answers/**/*.safetensors"))
+        stored = sum(file.stat().st_size for file in files if file.is_file())
     free = shutil.disk_usage(place).free
     if store - stored > free:
         raise RunError(

@@ -9,7 +9,6 @@ import base64
 from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import accumulate, chain
 from pathlib import Path
 from typing import Any
@@ -197,18 +196,15 @@ def write_scores(path: Path, parts: Sequence[Scores]) -> None:
     write_atomically(path, lambda temporary: save_file(tensors, str(temporary)))
 
 
-OPEN = 64  # files at once
-
-
 class ScoreFiles:
-    """The scores beside the files of a split's answers, read where they are asked for.
+    """The scores beside the files of a split's answers, read where they are asked for. A file is opened for each answer
+    that is read of it: what stayed mapped would count as memory.
 
     Raises DataError for a file that is missing or damaged.
     """
 
     def __init__(self, run: Run, split: Split) -> None:
         self.paths = [scores_path(path) for path in sorted(run.path("answers", split).glob("*.arrow"))]
-        self._open = lru_cache(maxsize=OPEN)(self._mapped)
         self._places = [self._index(number) for number in range(len(self.paths))]
         self._firsts = [*accumulate((len(tokens) - 1 for tokens, _ in self._places), initial=0)]
 
@@ -230,7 +226,7 @@ class ScoreFiles:
         number = bisect_right(self._firsts, row) - 1
         own = row - self._firsts[number]
         tokens, entries = (slice(*first[own : own + 2].tolist()) for first in self._places[number])
-        file = self._open(number)
+        file = self._mapped(number)
         counts, tails = (file.get_slice(name)[tokens] for name in ("entries", "log_tails"))
         ids, logs = (file.get_slice(name)[entries] for name in ("top_ids", "top_log_probabilities"))
         return Scores(counts, ids, logs.astype(numpy.float32), tails)

@@ -66,7 +66,7 @@ def bytes_per_row(recipe: Recipe, split: Split, hidden: int) -> int:
 
 def planned_bytes(recipe: Recipe, prompts: int) -> dict[Split, int]:
     """The most that the store of each split takes on disk, if each answer is as long as it may get; the head of exact
-    stores counts with the test split."""
+    stores counts with the test split. Distributions that come with the answers are stored beside these, too."""
     config = load_config(recipe.target.model).get_text_config()
     answers, block = recipe.answers, recipe.corpus.block
     asked: dict[Split, tuple[int, int, int]] = {"train": (prompts, answers.new_tokens, recipe.corpus.tokens)}
@@ -75,7 +75,7 @@ def planned_bytes(recipe: Recipe, prompts: int) -> dict[Split, int]:
         asked[split] = sizes.prompts, sizes.new_tokens, sizes.blocks * block
     planned = {}
     for split, (count, tokens, given) in asked.items():
-        each = bytes_per_row(recipe, split, config.hidden_size) + PACKED_BYTES
+        each = bytes_per_row(recipe, split, config.hidden_size) * (1 + recipe.writer_teaches) + PACKED_BYTES
         planned[split] = (count * tokens + given) * each + count * answers.prompt_tokens * PACKED_BYTES
     if "exact" in {kind_of(recipe, split) for split in SPLITS}:
         planned["test"] += config.vocab_size * config.hidden_size * TYPE_BYTES[recipe.target.dtype]

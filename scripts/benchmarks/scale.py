@@ -2,14 +2,15 @@
 
     python scripts/benchmarks/scale.py --tokens 5e6
 
-A made-up server stands for the target: its answers and the top-k at each of their tokens are functions of the ids that
-it is asked with, so it answers at once, and everything that is stored can be held to them. `distill train --until
-teacher` reads the questions, has them answered, packs and stores; it is killed (SIGKILL) `--kills` times on the way and
-started again. Then one epoch of the loader reads all blocks with their distributions. Checked: each prompt is answered
-once, with the ids that the server gives it; each scored position is read once, with the entries that the server gives
-its token; and the server was asked for nothing twice but what was under way at a kill. The largest memory is that of
-any process (VmHWM). With `--small`, a part of that size goes first, and slopes between the two say what ten times as
-many tokens take.
+A made-up server, which replies as vLLM does, stands for the target: its answers and the top-k at each of their tokens,
+which it returns with them, are functions of the ids that it is asked with, so it answers at once, and everything that
+is stored can be held to them. `distill train --until teacher` reads the questions, has them answered, packs and stores;
+it is killed (SIGKILL) `--kills` times on the way and started again. Then one epoch of the loader reads all blocks with
+their distributions. Checked: each prompt is answered once, with the ids that the server gives it; each scored position
+is read once, with the entries that the server gives its token; and the server was asked for nothing twice but what was
+under way at a kill. The largest memory is that of any process: what it holds (RssAnon), and with the pages of mapped
+files, which the system takes back when it needs them (VmHWM). With `--small`, a part of that size goes first,
+and slopes between the two say what ten times as many tokens take.
 """
 
 from __future__ import annotations
@@ -65,11 +66,11 @@ LOGS = numpy.log(numpy.array([0.5 / 1.7**rank for rank in range(K)]) * 0.8)  # t
 
 
 class Server(BaseHTTPRequestHandler):
-    """vLLM's /v1/models and /v1/completions; /counts says how often each prompt and each document was asked for."""
+    """vLLM's /v1/models and /v1/completions; /counts says how often each prompt was asked for."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
-    asked: ClassVar[Counter[tuple[bool, bytes]]] = Counter()
+    asked: ClassVar[Counter[bytes]] = Counter()
     places: ClassVar[dict[int, str]] = {}
 
     def log_message(self, *arguments: object) -> None:
@@ -78,33 +79,30 @@ class Server(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """The model, or the counts."""
         if self.path == "/counts":
-            counts = {}
-            for scoring, name in ((False, "answers"), (True, "documents")):
-                own = [count for (kind, _), count in [*self.asked.items()] if kind == scoring]
-                counts[name] = {"asked": sum(own), "of": len(own)}
-            self.reply(json.dumps(counts))
+            own = [*self.asked.values()]
+            self.reply(json.dumps({"asked": sum(own), "of": len(own)}))
         else:
-            self.reply(json.dumps({"data": [{"id": MODEL, "max_model_len": 4 * BLOCK}]}))
+            self.reply(json.dumps({"data": [{"id": MODEL, "owned_by": "vllm", "max_model_len": 4 * BLOCK}]}))
 
     def do_POST(self) -> None:
-        """An answer, or the entries at each token of a prompt."""
+        """An answer with the entries at each of its tokens."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         ids = body["prompt"]
-        scoring = "prompt_logprobs" in body
-        self.asked[scoring, numpy.asarray(ids, "<i4").tobytes()] += 1
-        new = [END] if scoring else answer_of(ids)
-        scores = f', "prompt_logprobs": [null, {", ".join(map(self.place, ids[1:]))}]' if scoring else ""
+        new = answer_of(ids)[: body["max_tokens"]]
+        if body["max_tokens"] > 1:  # not when the server is tried
+            self.asked[numpy.asarray(ids, "<i4").tobytes()] += 1
+        tokens, tops = (", ".join(map(one, new)) for one in ('"token_id:{}"'.format, self.place))
         self.reply(
             f'{{"model": "{MODEL}", "choices": [{{"text": "", "finish_reason": "stop", "stop_reason": null, '
-            f'"token_ids": {new}, "prompt_token_ids": {ids}{scores}}}]}}'
+            f'"logprobs": {{"tokens": [{tokens}], "top_logprobs": [{tops}]}}, '
+            f'"token_ids": {new}, "prompt_token_ids": {ids}}}]}}'
         )
 
     def place(self, token: int) -> str:
         """The entries at one token, as text."""
         if token not in self.places:
             entries = zip(entries_of([token])[0].tolist(), LOGS.tolist(), strict=True)
-            found = {one: {"logprob": log, "rank": rank} for rank, (one, log) in enumerate(entries, 1)}
-            self.places[token] = json.dumps({token: {"logprob": -9.0, "rank": K + 1}} | found)
+            self.places[token] = json.dumps({f"token_id:{one}": log for one, log in entries})
         return self.places[token]
 
     def reply(self, text: str) -> None:
@@ -138,11 +136,11 @@ def running() -> Iterator[int]:
             process.kill()
 
 
-def counts_of(port: int) -> dict[str, dict[str, int]]:
+def counts_of(port: int) -> dict[str, int]:
     """What the server was asked for so far."""
     connection = HTTPConnection("127.0.0.1", port)
     connection.request("GET", "/counts")
-    found: dict[str, dict[str, int]] = json.loads(connection.getresponse().read())
+    found: dict[str, int] = json.loads(connection.getresponse().read())
     connection.close()
     return found
 
@@ -181,7 +179,7 @@ def build(folder: Path, tokens: int, port: int) -> Path:
             "tokens": 0,
         },
         "answers": {"prompts": count, "new_tokens": LONGEST, "writer": server},
-        "teacher": {"top_k": K, "mass": None, "server": server},
+        "teacher": {"top_k": K, "mass": None},
         "cut": {"donor": str(folder / "donor"), "layers": 2},
     }
     path = folder / "recipe.yaml"
@@ -200,9 +198,10 @@ def question(split: str, number: int) -> str:
 
 @dataclass
 class Spent:
-    """Seconds of the commands, and the largest memory of a process, in bytes."""
+    """Seconds of the commands, and the largest memory of a process, in bytes: what it holds, and with mapped files."""
 
     seconds: float = 0.0
+    held: int = 0
     memory: int = 0
     kills: int = 0
 
@@ -227,8 +226,8 @@ def run(recipe: Path, kills: int, tokens: int, positions: int) -> Spent:
         with log, subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
             while process.poll() is None:
                 with contextlib.suppress(OSError, IndexError):
-                    status = Path(f"/proc/{process.pid}/status").read_text()
-                    spent.memory = max(spent.memory, 1024 * int(status.partition("VmHWM:")[2].split()[0]))
+                    held, memory = memory_of(process.pid)
+                    spent.held, spent.memory = max(spent.held, held), max(spent.memory, memory)
                 if spent.kills < kills and written(folder, tokens, positions) > (spent.kills + 1) / (kills + 1):
                     process.send_signal(signal.SIGKILL)
                     spent.kills += 1
@@ -240,13 +239,20 @@ def run(recipe: Path, kills: int, tokens: int, positions: int) -> Spent:
             return spent
 
 
+def memory_of(process: int | str) -> tuple[int, int]:
+    """The bytes that a process holds now, and the most that it had with the pages of mapped files."""
+    status = Path(f"/proc/{process}/status").read_text()
+    held, memory = (1024 * int(status.partition(f"{name}:")[2].split()[0]) for name in ("RssAnon", "VmHWM"))
+    return held, memory
+
+
 def written(folder: Path, tokens: int, positions: int) -> float:
     """The share of answers and shards that is on disk, by bytes."""
     answers, shards = (
         sum(path.stat().st_size for path in (folder / name).glob("*"))  # hidden journals among them
         for name in ("answers/train", "teacher/train")
     )
-    return min(1.0, answers / (4.5 * tokens)) / 2 + min(1.0, shards / (positions * (6 * K + 12))) / 2
+    return min(1.0, answers / ((4.5 + 6 * K + 8) * tokens)) / 2 + min(1.0, shards / (positions * (6 * K + 12))) / 2
 
 
 def read_once(recipe: Path) -> dict[str, Any]:
@@ -281,9 +287,9 @@ def load(path: Path) -> None:
         assert chunk.ids is not None
         wrong += int((chunk.ids.numpy() != entries_of(labels)).any(1).sum())
         positions += len(labels)
-    status = Path("/proc/self/status").read_text()
+    held, memory = memory_of("self")
     found = {"opened": opened, "seconds": time.monotonic() - started, "positions": positions, "wrong": wrong}
-    print(json.dumps(found | {"memory": 1024 * int(status.partition("VmHWM:")[2].split()[0])}))
+    print(json.dumps(found | {"held": held, "memory": memory}))
 
 
 def check_answers(recipe: Path) -> tuple[int, int]:
@@ -312,18 +318,18 @@ def measure(tokens: int, kills: int, folder: Path) -> dict[str, Any]:
     answers, written_tokens = check_answers(recipe)
     found = read_once(recipe)
     assert found["positions"] == written_tokens and not found["wrong"], found
-    again = {name: one["asked"] - one["of"] for name, one in asked.items()}
     store = sum(path.stat().st_size for path in (folder / "runs/scale").rglob("*") if path.is_file())
     return {
         "tokens": written_tokens,
         "answers": answers,
         "kills": spent.kills,
-        "asked twice": again,
+        "asked twice": asked["asked"] - asked["of"],
         "seconds": round(spent.seconds),
         "loader": round(found["seconds"], 1),
         "opened": round(found["opened"], 2),
-        "MiB": round(max(spent.memory, found["memory"]) / 2**20),
-        "MiB of the loader": round(found["memory"] / 2**20),
+        "MiB": round(max(spent.held, found["held"]) / 2**20),
+        "MiB with mapped files": round(max(spent.memory, found["memory"]) / 2**20),
+        "MiB of the loader": round(found["held"] / 2**20),
         "MB on disk": round(store / 1e6),
     }
 
@@ -356,7 +362,7 @@ def main() -> None:
             small, large = found
             many = 10 * large["tokens"]
             share = (many - large["tokens"]) / (large["tokens"] - small["tokens"])
-            names = ("seconds", "loader", "MiB", "MB on disk")
+            names = ("seconds", "loader", "MiB", "MiB with mapped files", "MB on disk")
             print(json.dumps({"tokens": many, **{n: round(large[n] + share * (large[n] - small[n])) for n in names}}))
 
 
