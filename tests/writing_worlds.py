@@ -28,10 +28,14 @@ TEXTS = (" value", " index = total", "(self):\n    return 7", " stream", "parser
 
 
 def begin(world: Path, folder: Path, prompts: int, *overrides: str) -> tuple[Recipe, Run]:
-    """A run with train prompts of 3 to 8 tokens, cut out of the world's documents, and nothing else."""
+    """A run with train prompts of 3 to 8 tokens, cut out of the world's documents, and nothing else.
+
+    Servers do not teach, unless the overrides name a teacher: the weights give the distributions.
+    """
     from distill.engines.torch.hugging_face import encode, load_tokenizer
 
-    recipe = load_recipe(world / "recipe.yaml", overrides)
+    taught = any(one.startswith("teacher.") for one in overrides)
+    recipe = load_recipe(world / "recipe.yaml", [*([] if taught else ["teacher.kind=exact"]), *overrides])
     run = Run(folder, recipe)
     tokenizer = load_tokenizer(recipe.target.model)
     samples = []

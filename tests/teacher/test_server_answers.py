@@ -350,7 +350,7 @@ def test_keys_come_from_the_environment_and_stay_there(
 
 
 def test_check_asks_the_servers(world: Path, tokenizer: Any, capsys: Capture) -> None:
-    check = (capsys, "check", world / "recipe.yaml")
+    check = (capsys, "check", world / "recipe.yaml", "teacher.kind=exact")
     with BadServer(tokenizer, ok) as server:
         url = server.url
         assert f"{url} serves tiny" in tiny.shown(*check, served(url, model=None))
@@ -378,7 +378,7 @@ def test_retry_after_and_delays(monkeypatch: Patch) -> None:
 def test_processes_note_the_servers_model_once(tokenizer: Any, world: Path, tmp_path: Path) -> None:
     """Two processes of one launch begin the stage at once; the main one writes the note, and both go on."""
     with BadServer(tokenizer, ok) as server:
-        overrides = (served(server.url), "answers.group=2")
+        overrides = (served(server.url), "answers.group=2", "teacher.kind=exact")
         _, run = begin(world, tmp_path / "run", 12, *overrides)
         command = [sys.executable, "-c", JOB, str(world / "recipe.yaml"), str(run.folder), *overrides]
         with contextlib.closing(socket.create_server(("127.0.0.1", 0))) as free:
@@ -449,7 +449,7 @@ def test_a_killed_client_asks_for_what_is_missing(world: Path, tokenizer: Any, t
         return "ok"
 
     with BadServer(tokenizer, behave) as server:
-        overrides = (served(server.url, connections=8), "answers.group=30")
+        overrides = (served(server.url, connections=8), "answers.group=30", "teacher.kind=exact")
         recipe, run = begin(world, tmp_path / "run", 100, *overrides)
         command = [sys.executable, "-c", JOB, str(world / "recipe.yaml"), str(run.folder), *overrides]
         with subprocess.Popen(command, cwd=tiny.ROOT, stderr=subprocess.DEVNULL) as job:
