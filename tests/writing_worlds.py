@@ -17,6 +17,7 @@ import pytest
 import tiny
 from loopback import LoopbackHandler, running
 
+from distill.data.packing import pack
 from distill.data.samples import Reply, Request, Sample, read_samples, write_samples
 from distill.decoding.batch import refill
 from distill.engines.model import Model
@@ -44,12 +45,15 @@ def begin(world: Path, folder: Path, prompts: int, *overrides: str) -> tuple[Rec
         ids = encode(tokenizer, tiny.document(number % 20))[start:][: 3 + number * 5 % 6]
         samples.append(Sample(f"p{number}", ids, source="code"))
     write_samples(run.path("corpus", "prompts-train.arrow"), samples)
+    for split in ("validation", "test"):
+        write_samples(run.path("corpus", f"prompts-{split}.arrow"), [])
+        pack([], recipe.corpus.block, split_long=False).save(run.path("corpus", f"text-{split}.safetensors"))
     return recipe, run
 
 
 def answer_lines(run: Run) -> list[dict[str, Any]]:
     """The rows of all files of answers, in the order of the files."""
-    paths = sorted(run.path("answers").glob("train-*.arrow"))
+    paths = sorted(run.path("answers", "train").glob("*.arrow"))
     return [vars(one) for path in paths for one in read_samples(path, "answers")]
 
 

@@ -248,10 +248,11 @@ def memory_of(process: int | str) -> tuple[int, int]:
 
 def written(folder: Path, tokens: int, positions: int) -> float:
     """The share of answers and shards that is on disk, by bytes."""
-    answers, shards = (
-        sum(path.stat().st_size for path in (folder / name).glob("*"))  # hidden journals among them
-        for name in ("answers/train", "teacher/train")
-    )
+    answers, shards = 0, 0
+    for path in (*folder.glob("answers/train/*"), *folder.glob("teacher/train/*")):  # hidden journals among them
+        with contextlib.suppress(FileNotFoundError):  # a temporary file was renamed meanwhile
+            size = path.stat().st_size
+            answers, shards = answers + size * ("answers" in path.parts), shards + size * ("teacher" in path.parts)
     return min(1.0, answers / ((4.5 + 6 * K + 8) * tokens)) / 2 + min(1.0, shards / (positions * (6 * K + 12))) / 2
 
 

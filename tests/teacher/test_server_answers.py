@@ -175,7 +175,7 @@ def test_prompts_without_a_reply_are_asked_again(tokenizer: Any, write: Any) -> 
         run = write(24, server, **settings)
         again = server.asked - before
         assert len(again) == 4 and again.total() == 4, "only those are asked again"
-        assert len(answer_lines(run)) == 24 and not list(run.path("answers").glob(".*.journal"))
+        assert len(answer_lines(run)) == 24 and not list(run.path("answers", "train").glob(".*.journal"))
 
         hopeless["on"] = True
         lenient = write(24, server, name="lenient", missing=0.2, **settings)
@@ -428,7 +428,7 @@ answers(recipe, Run(Path(sys.argv[2]), recipe))
 def journalled(run: Run) -> dict[str, Any]:
     """All replies that are on disk, by prompt."""
     found = {}
-    for path in run.path("answers").glob(".*.journal"):
+    for path in run.path("answers", "train").glob(".*.journal"):
         text = ""
         with contextlib.suppress(FileNotFoundError):  # its group was finished meanwhile: its file is read below
             text = path.read_text()
@@ -464,7 +464,7 @@ def test_a_killed_client_asks_for_what_is_missing(world: Path, tokenizer: Any, t
         assert server.asked.total() == 100 - len(before), "none that was there is asked for again"
     found = {line["id"]: line["answer"] for line in answer_lines(run)}
     assert len(answer_lines(run)) == len(found) == 100 and before.items() <= found.items()
-    assert not list(run.path("answers").glob(".*.journal"))
+    assert not list(run.path("answers", "train").glob(".*.journal"))
 
 
 @pytest.mark.skipif(not wheel_server.INSTALLED, reason="needs xllamacpp")
