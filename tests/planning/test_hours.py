@@ -75,7 +75,7 @@ def test_estimates_beside_what_was_measured(name: str, tmp_path: Path, monkeypat
 
 
 def test_nothing_is_said_of_what_servers_do(tmp_path: Path, world: Path) -> None:
-    settings = ["answers.writer.urls=['http://localhost:1']"]
+    settings = ["answers.writer.urls=['http://localhost:1']", "corpus.tokens=0"]
     assert planned_hours(load_recipe(world / "recipe.yaml", settings), 10, MEASURED_SPEED) == []
     assert {one.stage for one in planned_hours(load_recipe(world / "recipe.yaml"), 10, MEASURED_SPEED)} == {
         *("corpus", "answers", "teacher", "cut", "train", "eval", "export", "speedup", "report")
