@@ -196,7 +196,7 @@ def test_a_gguf_file_writes_what_the_target_writes(world: Path, gguf: Path, tmp_
 
     _, run = begin(world, tmp_path / "run", 20, *overrides)
     interrupted(monkeypatch, GgufWriter, (3, 6), lambda: answers(recipe, run))
-    journals = list(run.path("answers").glob(".*.journal"))
+    journals = list(run.path("answers", "train").glob(".*.journal"))
     assert journals, "replies of unfinished groups are kept"
     with journals[0].open("ab") as handle:
         handle.write(b'{"id": "p1", "ids": [1')  # a kill in the middle of a line
