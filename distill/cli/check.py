@@ -40,6 +40,9 @@ def check(
     ],
     adapter: shared.AdapterOption = None,
     offline: Annotated[bool, typer.Option("--offline", help="Open no connection; list what is not checked.")] = False,
+    on: Annotated[
+        str | None, typer.Option(metavar="GPUS", help="Hours of a recipe on GPUs: the target's, then the trainer's.")
+    ] = None,
 ) -> None:
     """Check a recipe, or a target and a draft, in seconds.
 
@@ -47,13 +50,15 @@ def check(
     """
     first, *others = words
     if len(others) == 1 and "=" not in others[0] and not first.endswith((".yaml", ".yml")):
+        if on is not None:
+            raise RecipeError("--on goes with a recipe, whose counts it needs", "distill check RECIPE --on GPUS")
         _check_standalone(first if adapter is None else over(first, adapter), others[0], offline)
     elif adapter is not None:
         raise RecipeError(
             "--adapter goes with TARGET DRAFT", f"of a recipe: distill check {first} target.adapter={adapter}"
         )
     else:
-        _check_recipe(Path(first), others, offline)
+        _check_recipe(Path(first), others, offline, on)
 
 
 def _check_standalone(target: str, draft: str, offline: bool) -> None:
@@ -92,7 +97,7 @@ def _ends(target: str) -> str:
     return target_ends(target, known=ends_of_file(Path(target)) if is_gguf(target) else ()).words
 
 
-def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:
+def _check_recipe(path: Path, overrides: list[str], offline: bool, on: str | None) -> None:
     from distill.pipeline.preflight import expected_lines, expected_stages, preflight
 
     with contextlib.ExitStack() as connections:
@@ -104,6 +109,12 @@ def _check_recipe(path: Path, overrides: list[str], offline: bool) -> None:
         print(f"recipe {recipe.name}: keys and values are valid")
         found = preflight(recipe, offline=offline)
     print(*found.lines, sep="\n")
+    if on is not None and found.prompts:
+        from distill.planning.hardware import hardware_lines
+
+        print(*hardware_lines(recipe, found.prompts, on), sep="\n")
+    elif on is not None:
+        print(f"on {on}: not estimated, because the models' configurations were not read")
     stages, source = expected_stages(recipe, shared.DEFAULT_RUNS / recipe.name, found.prompts)
     expected = expected_lines(stages, source)
     if source != "by the rehearsal":

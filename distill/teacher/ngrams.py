@@ -11,6 +11,7 @@ from typing import Any
 import numpy
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from distill.data.samples import Sample, Samples, decoded, how_to_redo
 from distill.decoding.ngrams import ORDER, Expected, NGramTable, count_ngrams, write_table
@@ -67,8 +68,10 @@ def expected_tokens(store: TeacherStore, answers: Samples, device: torch.device)
         teacher = store.teacher(torch.tensor([block]), device)
         for start in range(0, len(teacher), AT_ONCE):
             chunk = teacher.chunk(slice(start, start + AT_ONCE))
-            best, columns = chunk.log_probabilities.topk(min(LIKELIEST, chunk.log_probabilities.shape[-1]))
-            tokens = columns if chunk.ids is None else chunk.ids.gather(-1, columns)
+            missing = max(0, LIKELIEST - chunk.log_probabilities.shape[-1])  # in blocks of few entries
+            logs = pad(chunk.log_probabilities, (0, missing), value=-torch.inf)
+            best, columns = logs.topk(LIKELIEST)
+            tokens = columns if chunk.ids is None else pad(chunk.ids, (0, missing)).gather(-1, columns)
             # An unused place stands for no token, and counts nothing.
             ids.append(tokens.masked_fill(tokens >= store.vocabulary, 0).long().cpu())
             chances.append(as_float64(best.exp()).cpu())

@@ -3,6 +3,7 @@ of their folders, on 2 cores that make MEASURED_SPEED products and sums a second
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
 from typing import Any
@@ -12,8 +13,10 @@ import tiny
 from transformers import LlamaConfig, Qwen2Config
 
 from distill.data.sources import Document
+from distill.errors import RecipeError
 from distill.pipeline.preflight import planned_prompts
 from distill.planning.hours import MEASURED_SPEED, planned_hours, time_left
+from distill.progress import duration
 from distill.recipe import load_recipe
 
 OFF = 1.5
@@ -91,3 +94,33 @@ def test_no_more_prompts_are_planned_than_the_corpus_gives() -> None:
     held_out = Document("a", "validation", "t" * 9_999)
     text = Document("b", "train", "t" * 4 * 10 * (recipe.answers.prompt_tokens + recipe.answers.new_tokens))
     assert planned_prompts(recipe, [held_out, text]) == 36 + 11
+
+
+def test_hours_on_gpus_that_are_named(tmp_path: Path) -> None:
+    """By hand, from the shapes of a 32B target and a 0.6B draft; unknown names, and a target that is too large."""
+    from distill.planning.hardware import Hardware, hardware_lines, hardware_of
+
+    assert hardware_of("4 x H100, 1 x A100") == (Hardware(4, "H100"), Hardware(1, "A100"))
+    assert hardware_of("1 x RTX 4090 at 4.85 bits") == (Hardware(1, "RTX 4090", 4.85),) * 2
+    three = "1 x H100, 1 x H100, 1 x H100"
+    for text, said in (("3 x H300", "H300 is not known"), ("H100", "not known"), (three, "names 3")):
+        with pytest.raises(RecipeError, match=said):
+            hardware_of(text)
+    shapes = {"target": (5120, 64, 64, 8, 25600), "donor": (1024, 28, 16, 8, 3072)}
+    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size")
+    for name, values in shapes.items():
+        config = {"model_type": "qwen3", "vocab_size": 151936, "head_dim": 128, "max_position_embeddings": 4096}
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text(json.dumps(config | dict(zip(names, values, strict=True))))
+    overrides = [f"target.model={tmp_path / 'target'}", f"cut.donor={tmp_path / 'donor'}", "target.dtype=bfloat16"]
+    recipe = load_recipe(tiny.ROOT / "recipes" / "server.yaml", overrides)
+    weights = 64 * 5120 * (4 * 5120 + 3 * 25600) + 151936 * 5120
+    cached = 4 * 64 * 8 * 128 * (256 + 512)
+    step = max((2 * weights + 64 * cached) / (0.6 * 3350e9), 2 * weights * 64 / (0.35 * 989e12))
+    writing, training, disk = hardware_lines(recipe, 40_000, "1 x H100")
+    assert f"{64 / step:,.0f} tokens/s with 64 texts at once" in writing
+    draft = 28 * 1024 * (4 * 1024 + 3 * 3072) + 151936 * 1024
+    seconds = 6 * draft * 500 * 64 * 2048 / (0.35 * 989e12)
+    assert f"66 million positions of training, {duration(seconds)}; " in training
+    assert "none was measured" in disk
+    assert "do not fit the 24.0 GB of 1 x RTX 4090" in hardware_lines(recipe, 40_000, "1 x RTX 4090")[-1]

@@ -22,7 +22,7 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 
 RECIPES = tiny.ROOT / "recipes"
 # Of models that are here, and whose figures are measured.
-OTHERS = {"demo", "demo-transplant", "gemma-3-270m", "qwen-coder-1.5b", "smollm2", "smollm2-demo"}
+OTHERS = {"adapt", "demo", "demo-transplant", "gemma-3-270m", "qwen-coder-1.5b", "smollm2", "smollm2-demo"}
 REAL = sorted(path.stem for path in RECIPES.glob("*.yaml") if path.stem not in OTHERS)
 
 
@@ -43,6 +43,8 @@ CONFIGURATIONS = {
     "Qwen/Qwen2.5-Coder-32B-Instruct": sizes("qwen2", 5120, 64, 40, 8, 27648, 152064),
     "Qwen/Qwen2.5-Coder-0.5B-Instruct": sizes("qwen2", 896, 24, 14, 2, 4864, 151936, **TIED),
     "Qwen/Qwen2.5-0.5B-Instruct": sizes("qwen2", 896, 24, 14, 2, 4864, 151936, **TIED),
+    "Qwen/Qwen3-32B": sizes("qwen3", 5120, 64, 64, 8, 25600, 151936, head_dim=128),
+    "Qwen/Qwen3-0.6B": sizes("qwen3", 1024, 28, 16, 8, 3072, 151936, head_dim=128, **TIED),
     "meta-llama/Llama-3.3-70B-Instruct": sizes("llama", 8192, 80, 64, 8, 28672, 128256),
     "meta-llama/Llama-3.2-1B-Instruct": sizes("llama", 2048, 16, 32, 8, 8192, 128256, head_dim=64, **TIED),
     "mistralai/Mistral-Large-Instruct-2407": sizes("mistral", 12288, 88, 96, 8, 28672, 32768, head_dim=128),
