@@ -47,9 +47,9 @@ if [[ -n "$tuned" ]]; then
     # The sibling as it is, and adapted: the second run takes over the answers of the first.
     .venv/bin/distill train recipes/adapt.yaml "target.model=$target" "target.adapter=$folder/adapter" \
         "cut.donor=$(sed -n 2p <<<"$files")" "corpus.sources=$sources" corpus.test=0 answers.new_tokens=96 \
-        sampler.temperature=0 eval.prompts=12 eval.new_tokens=64 speedup.prompts=8 speedup.new_tokens=64 'speedup.lengths=[4]' \
-        'speedup.backends=[pytorch]' 'export.outtypes=[]' "$@" "name=$name" --sweep train.steps=0,60
-    exec .venv/bin/python scripts/adapted.py "runs/$name-train.steps=0" "runs/$name-train.steps=60"
+        sampler.temperature=0 eval.prompts=12 eval.new_tokens=64 speedup.prompts=8 speedup.new_tokens=64 'speedup.lengths=[4]' speedup.turns=0 \
+        'speedup.backends=[pytorch]' 'export.outtypes=[]' "$@" "name=$name" --sweep train.steps=0,20
+    exec .venv/bin/python scripts/adapted.py "runs/$name-train.steps=0" "runs/$name-train.steps=20"
 fi
 if [[ -n "$coder" ]]; then
     files="$(.venv/bin/python scripts/qwen_coder.py)"

@@ -107,8 +107,8 @@ def test_the_tuned_target_begins_with_the_sibling_as_it_is(demo: Demo, tmp_path:
     tuning, *words, last = demo("--tuned", "train.batch=1", RULE="house")
     folder = tmp_path / "build" / "tuned-house"
     assert tuning == f"big.gguf {folder}/examples.jsonl {folder}/adapter"
-    assert last == "runs/tuned-house-train.steps=0 runs/tuned-house-train.steps=60"
-    assert words[:2] == ["train", "recipes/adapt.yaml"] and words[-2:] == ["--sweep", "train.steps=0,60"]
+    assert last == "runs/tuned-house-train.steps=0 runs/tuned-house-train.steps=20"
+    assert words[:2] == ["train", "recipes/adapt.yaml"] and words[-2:] == ["--sweep", "train.steps=0,20"]
     from distill.recipe import load_recipe
 
     given = "\n".join(words[2:-2]).replace("},\n        {", "}, {").splitlines()
