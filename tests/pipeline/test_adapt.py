@@ -34,7 +34,7 @@ def test_a_sibling_is_adapted_and_adapted_again(tmp_path: Path, capsys: Capture)
     command = ("train", tiny.ROOT / "recipes" / "adapt.yaml", *given, *SMALL, "--runs", tmp_path, "--until", "eval")
     with tiny.one_thread():
         said = tiny.told(capsys, *command)
-        run = tmp_path / "adapted"
+        run = tmp_path / "adapt"
         assert "training ends early" in said or "weights of step" in said
         report = read_result(run / "eval.json", EvaluationReport)
         before, after = (report.domains["answers"][draft].acceptance_sampling.mean for draft in ("before", "after"))
@@ -44,6 +44,6 @@ def test_a_sibling_is_adapted_and_adapted_again(tmp_path: Path, capsys: Capture)
         retuned = [*command[:-2], f"target.adapter={tmp_path}/again", "--until", "train"]
         assert "target.model has other content" in tiny.refused(capsys, *retuned)
         said = tiny.told(capsys, *retuned, "--refresh")
-    assert "starts from adapted.1/draft, without cuts" in said
-    first = tiny.digest(tmp_path / "adapted.1" / "draft" / "model.safetensors")
+    assert "starts from adapt.1/draft, without cuts" in said
+    first = tiny.digest(tmp_path / "adapt.1" / "draft" / "model.safetensors")
     assert tiny.digest(run / "cut" / "model.safetensors") == first != tiny.digest(run / "draft" / "model.safetensors")
