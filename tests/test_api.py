@@ -39,7 +39,7 @@ def test_importing_it_loads_nothing_heavy() -> None:
 def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A working directory with what the examples name: the models, and the beginnings of some texts."""
     folder = tmp_path_factory.mktemp("api")
-    for name in ("validation/json", "test/email"):
+    for name in ("validation/json", "validation/html", "test/email"):
         (folder / "data" / name).mkdir(parents=True)
         for path in sorted((tiny.ROOT / "data" / name).glob("*.py"))[:6]:
             (folder / "data" / name / path.name).write_text(path.read_text()[:1500])

@@ -112,6 +112,8 @@ def toy(kind: str = "qwen2", vocabulary: int = 61, layers: int = 2, seed: int = 
         "eos_token_id": None,
         "pad_token_id": None,
     }
+    if kind == "gpt_neo":  # whose code has a head of keys for each head
+        del settings["num_key_value_heads"]
     settings.update(FAMILIES[kind])
     settings.update(changes)
     for name in BY_LAYER & settings.keys():

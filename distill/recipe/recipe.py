@@ -10,7 +10,6 @@ import typing
 from pathlib import Path
 from typing import Any, Literal
 
-import psutil
 import yaml
 from pydantic import Field, model_validator
 
@@ -148,6 +147,8 @@ def not_loadable(recipe: Recipe) -> str | None:
     """Why this machine cannot load the target; None if it can. Only the target's speed and its GGUF file ask this."""
     if recipe.target_runs_here:
         return None
+    import psutil  # `distill doctor` reads recipes, and says what is missing
+
     weights = local_weights(recipe.target.model)
     taken, memory = sum(path.stat().st_size for path in weights), psutil.virtual_memory().total
     if not weights:

@@ -71,9 +71,9 @@ def expected_tokens(store: TeacherStore, answers: Samples, device: torch.device)
             missing = max(0, LIKELIEST - chunk.log_probabilities.shape[-1])  # in blocks of few entries
             logs = pad(chunk.log_probabilities, (0, missing), value=-torch.inf)
             best, columns = logs.topk(LIKELIEST)
-            tokens = columns if chunk.ids is None else pad(chunk.ids, (0, missing)).gather(-1, columns)
-            # An unused place stands for no token, and counts nothing.
-            ids.append(tokens.masked_fill(tokens >= store.vocabulary, 0).long().cpu())
+            tokens = columns if chunk.ids is None else pad(chunk.ids, (0, missing), value=store.vocabulary).gather(-1, columns)
+            # An unused place stands for no token: it equals none that was drawn, and its probability counts nothing.
+            ids.append(tokens.masked_fill(tokens >= store.vocabulary, -1).long().cpu())
             chances.append(as_float64(best.exp()).cpu())
         read += len(teacher)
     if not torch.equal(torch.cat(found)[: len(written)], written):

@@ -256,8 +256,8 @@ def test_auto_takes_the_bits_of_files_that_pytorch_decodes(
         warn_once.cache_clear()
         return capsys.readouterr().err
 
-    small, plainest = Target(model=place), PyTorch(draft_weights=None)
-    big = Target(model=str(export_gguf(tmp_path / "qwen2", tmp_path / "f16.gguf", "f16").path))
+    small, plainest = Target(model=place, dtype="float32"), PyTorch(draft_weights=None)
+    big = Target(model=str(export_gguf(tmp_path / "qwen2", tmp_path / "f16.gguf", "f16").path), dtype="float32")
     said()
     assert settled_decoding(small, folder, plainest) == (small, plainest) and not said()
     monkeypatch.setattr(loaded, "LEAST", 1)

@@ -223,7 +223,7 @@ def test_ties_are_judged_by_the_sizes_of_all_greedy_configurations() -> None:
         for some in (others, [fixed_length(1), fixed_length(3)], others[2:])
     ]
     assert sizes == [(5, 7, 13), (2, 3, 4), ()]
-    fp32 = measured_rounding(Target(model="target"), "pytorch", target, prompt, text, others)
+    fp32 = measured_rounding(Target(model="target", dtype="float32"), "pytorch", target, prompt, text, others)
     assert fp32 == Rounding(TORCH_NOISE)
 
 

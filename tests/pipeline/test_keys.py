@@ -152,6 +152,7 @@ BY_PLACE |= {f"gguf.{role}.{name}" for role in ("target", "draft") for name in G
 # Questions have a sampler and limits of their own, written over these; blocks without room for one are refused.
 OF_QUESTIONS = {f"sampler.{name}" for name in SamplerSettings.model_fields} | {"corpus.block"}
 OF_QUESTIONS |= {f"answers.{name}" for name in ("new_tokens", "stop", "repetition_penalty", "keep_truncated")}
+WHO_RUNS_THE_TARGET = {"answers.writer", "answers.prompts", "teacher.kind", "teacher.gguf", "teacher.server"}
 BY_INPUTS = {  # these change artifacts that the stage reads, and are part of the keys of their stages
     "questions": {"corpus.sources.kind"} | OF_QUESTIONS,
     # They decide whether servers are asked for distributions, of which the key of `answers` then has the number.
@@ -159,10 +160,13 @@ BY_INPUTS = {  # these change artifacts that the stage reads, and are part of th
     "teacher": {"answers.writer", "answers.prompts", "answers.new_tokens"},
     "cut": {"corpus.block", "target.dtype", "target.quantise"},
     "train": {"corpus.block", "target.quantise", "teacher.kind", "cut.transplant"},
-    "eval": {"corpus.block", "train.steps"},  # whether any: declared where there are none
-    "export": {"corpus.sources.kind"},  # for the head of a file: a hub's names, whose change begins another corpus
+    # Whether any steps: declared where there are none. The others decide what the stores of held-out texts hold.
+    "eval": {"corpus.block", "train.steps", "answers.new_tokens"} | WHO_RUNS_THE_TARGET,
+    # For the head of a file: a hub's names, whose change begins another corpus. Whether the target is written is asked
+    # of the machine.
+    "export": {"corpus.sources.kind"} | WHO_RUNS_THE_TARGET,
     "speedup": {"corpus.block"},
-    "report": {"corpus.sources.kind", "train.steps"},  # training.json has them
+    "report": {"corpus.sources.kind", "train.steps"} | WHO_RUNS_THE_TARGET,  # stages that are left out are named
 }
 
 

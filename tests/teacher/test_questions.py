@@ -174,7 +174,7 @@ EVERY = "{% for m in messages %}"
 @pytest.mark.parametrize(
     ("template", "fault"),
     [
-        (EVERY + "<|im_start|>{{ m['content'] | upper }}{% endfor %}", "does not write a user's message as it is"),
+        (EVERY + "<|im_start|>{{ m['content'] | upper }}{% endfor %}", "leaves out a message of the user"),
         (EVERY + "{{ m['content'] }}<|im_end|>{% endfor %}", "writes nothing before a user's message"),
         (EVERY + "<|im_start|>{{ m['content'] | length }} {{ m['content'] }}{% endfor %}", "depends on the message"),
         ("{{ raise_exception('only tools') }}", "only tools"),
@@ -356,8 +356,8 @@ def test_interrupted_questions_end_in_equal_bytes(
 
 
 def test_a_gguf_file_and_a_server_write_questions(talking: Path, gguf: Path, tmp_path: Path) -> None:
-    """Of a target that is never loaded, too."""
-    never = ["target.load=false", "teacher.server={urls: [http://localhost:1/v1], model: m}", f"cut.donor={tmp_path}"]
+    """Of a target whose weights are elsewhere, too."""
+    never = ["teacher.server={urls: [http://localhost:1/v1], model: m}", f"cut.donor={tmp_path}"]
     more = [f"answers.writer={json.dumps({'gguf': str(gguf)})}", "corpus.sources.0.questions=6", *never]
     recipe, run = worlds.begin(talking, tmp_path / "gguf", *more)
     questions(recipe, run)

@@ -50,7 +50,8 @@ def test_a_run_counts_its_train_answers_and_nothing_else(counted: Path, world: P
             likely = {whole[place]: 1.0}
             if place >= first:
                 chances, tokens = rows[place - first].topk(LIKELIEST)
-                pairs = zip(tokens.tolist(), chances.tolist(), strict=True)
+                stored = chances.cumsum(0) - chances < 0.99  # as many as hold teacher.mass
+                pairs = zip(tokens[stored].tolist(), chances[stored].tolist(), strict=True)
                 likely = {whole[place]: LEAST} | {t: max(p, LEAST) for t, p in pairs if p > LEAST or t == whole[place]}
             for size in range(min(place - max(first - ORDER, 0), ORDER) + 1):
                 for token, weight in likely.items():

@@ -83,7 +83,7 @@ def begin(folder: Path, model: Path, **settings: Any) -> tuple[Recipe, Run]:
         {
             "name": "made",
             "device": "cpu",
-            "target": {"model": str(model), **settings.pop("target", {})},
+            "target": {"model": str(model), "dtype": "float32", **settings.pop("target", {})},
             "corpus": {"sources": [{"kind": "text", "path": str(folder)}], "block": 24},
             "answers": {"prompt_tokens": 8, "new_tokens": 12, "batch": 2, "group": 2},
             "teacher": {"shard_blocks": 2, "batch": 3, "top_k": 16} | ({"mass": None} if compact else {}) | settings,

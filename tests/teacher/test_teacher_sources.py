@@ -17,6 +17,7 @@ from vllm_server import VllmServer
 
 from distill import http
 from distill.data.packing import Packed, pack
+from distill.data.samples import SPLITS
 from distill.divergences import acceptance_bounds, acceptance_sampling, forward_kl, forward_kl_bounds
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.torch.hugging_face import load_model
@@ -188,18 +189,20 @@ def test_a_servers_log_probabilities_are_stored(
     store, ids, logs, tail = stored(recipe, run)
     everything = over_all_rows(model, store.packed.take(slice(None)))
     expected = everything[:, :SIZE]
-    assert len(ids) == len(expected) == int(store.packed.take(slice(None)).mask.sum()) and int(ids.max()) < SIZE
-    torch.testing.assert_close(logs.double(), expected.gather(-1, ids), rtol=6e-4, atol=1e-4)
-    rest = everything.scatter(-1, ids, -torch.inf).logsumexp(-1)
+    assert len(ids) == len(expected) == int(store.packed.take(slice(None)).mask.sum()) and int(ids.max()) <= SIZE
+    used = ids < SIZE  # the others are places that a position does not use
+    tokens = torch.where(used, ids, ids[:, :1])
+    torch.testing.assert_close(logs[used].double(), expected.gather(-1, tokens)[used], rtol=6e-4, atol=1e-4)
+    rest = everything.scatter(-1, tokens, -torch.inf).logsumexp(-1)
     torch.testing.assert_close(tail.double().exp(), rest.exp(), rtol=1e-3, atol=2e-6)
     padded = torch.cat([expected, everything[:, SIZE:].logsumexp(-1, keepdim=True)], -1)
-    require_bounds(padded, ids, logs, tail)
+    require_bounds(padded, ids.masked_fill(~used, padded.shape[-1]), logs, tail)
     assert store.manifest["origin"] == {"kind": "server", "model": "target"}
     assert all(isinstance(body["prompt"], list) and body["temperature"] == 0 for body in server.requests)
     assert 1 <= server.most_active <= 3
-    documents = len(listed_documents(store.packed.take(slice(None))))
-    sample = 1 if "mass" in entries else 0
-    assert documents < len(server.requests) <= (1 + sample) * documents + 1, "each document once, and the first check"
+    blocks = [TeacherStore(run, split).packed.take(slice(None)) for split in SPLITS]
+    documents = sum(len(listed_documents(own)) for own in blocks)
+    assert len(server.requests) == documents + 1, "each document once, and the first check"
 
 
 def test_the_tail_of_rounded_log_probabilities() -> None:

@@ -221,7 +221,7 @@ def test_a_third_generation(world: Path, log: Path, runs: Path, tmp_path: Path, 
 @pytest.mark.parametrize(
     ("more", "words"),
     [
-        (("answers={prompts: 4, new_tokens: 24, prompt_tokens: 8}",), "needs answers.traffic"),
+        (("answers={prompts: 4, new_tokens: 24, prompt_tokens: 8}",), "set answers.traffic"),
         (("cut.layers=1",), "--refresh makes no cuts"),
         (("train.sparsity={mlp_width: 32}",), "--refresh makes no cuts"),
         (("name=other",), "no finished draft"),

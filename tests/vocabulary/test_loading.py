@@ -141,7 +141,7 @@ def test_bos_by_the_files(build: Any, processor: int, stated: int | None, begins
 @pytest.mark.parametrize("asked", [True, False])
 def test_chats_have_bos_once(written: str, asked: bool, tmp_path: Path) -> None:
     """The template's own, or the one that every text of the model begins with; never both."""
-    template = written + "{% for m in messages %}<tool>{{ m['content'] }}<end>{% endfor %}</tool>"
+    template = written + "{% for m in messages %}<tool>{{ m['content'] }}<end>{% endfor %}"
     folder = save(byte_level("llama-bpe"), tmp_path, add_bos_token=asked, chat_template=template)
     tokenizer = load_tokenizer(str(folder))
     chat, bos = ChatTemplate(tokenizer, Chat()), tokenizer.bos_token_id
