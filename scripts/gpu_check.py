@@ -12,9 +12,9 @@ Pairs: `smollm2` (scripts/smollm2.txt, or --smollm2) and `7b`, the demo target g
 (scripts/grow_target.py: its text stays the same), its head padded to 151,936 rows, with a draft grown to .5B. Without
 --smollm2-draft and --draft the target's outer layers, untrained, draft: acceptance is then low, and only the costs
 mean anything. Parts of a pair: its name (the growing and the static cache, and transformers' own generation, plain and
-assisted), `-compiled`, `-batches`, `-batches-compiled`. `bits` times products with the 4 bits of a GGUF file, and
-`training` is what benchmarks/steps.py prints. What a part had no time for, and what failed, is named, and measured by
-the next call.
+assisted), `-compiled`, `-batches`, `-batches-compiled`. Rounds of one text stay on the device; the host takes part in
+each step of a batch. `bits` times products with the 4 bits of a GGUF file, and `training` is what benchmarks/steps.py
+prints. What a part had no time for, and what failed, is named, and measured by the next call.
 
 Legend: T(m) seconds of the target's step of m tokens, D(m) of the draft's, τ tokens a round.
 """
@@ -236,7 +236,7 @@ def costs(model: Any, counts: tuple[int, ...], repeats: int) -> Measured:
 
 
 def measure_batches(part: Part, pair: Pair, kind: str) -> None:
-    """Several texts at once, with none and with four drafted tokens a round."""
+    """Several texts at once, with none and with four drafted tokens a round; the host takes part in each step."""
     for count in BATCHES[: 1 if part.options.toy else None]:
         big, small = pair.engines(kind, count)
         asked = (pair.prompts * count)[:count], part.options.tokens, RULES

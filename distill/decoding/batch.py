@@ -20,7 +20,6 @@ from distill.data.samples import Reply, Request
 from distill.decoding.decode import Decoded, Round, add_tokens
 from distill.decoding.drafters import NONE, ChainDraft, distribution_sampler, largest_logit_decides
 from distill.decoding.lengths import Fixed, LengthRule, NGramIndex, Proposal
-from distill.decoding.on_device import DeviceRounds, RowRound, rounds_on_device
 from distill.decoding.rules import Rules, Stop
 from distill.decoding.verify import Random, draw_chain, draw_token, unchecked_transform, verify_greedy
 from distill.devices import CPU, float64_device
@@ -84,7 +83,6 @@ def decode_batch(
         for number, (prompt, random) in enumerate(zip(prompts, randoms, strict=True))
     ]
     _prefill(rows, rules, target, draft)
-    rounds = rounds_on_device(target, rules, draft, argmax, [row.rule for row in rows])
     capacity = min(target.capacity, draft.capacity)
     while True:
         depths = target.lengths
@@ -95,11 +93,8 @@ def decode_batch(
         round_started = time.perf_counter()
         # No more than can still be used: the round emits one token beyond those accepted.
         limits = {row.number: min(limit - len(row.result.tokens), capacity - depths[row.number]) - 1 for row in live}
-        if rounds is not None:
-            verdicts = _play(rounds, live, limits, rules, argmax)
-        else:
-            _draft(draft, live, limits, rules, argmax)
-            verdicts = _verify(target, live, rules)
+        _draft(draft, live, limits, rules, argmax)
+        verdicts = _verify(target, live, rules)
         for row, (accepted, token) in zip(live, verdicts, strict=True):
             row.add([*row.proposal.tokens[:accepted], token], accepted, rules)
         # Forget the rejected tokens; the last drafted token was never read.
@@ -165,22 +160,6 @@ def _next_tokens(logits: Logits, live: Sequence[_Row], rules: Rules) -> list[int
         return logits.argmax()
     distributions = rules.sampler.distributions(logits, [row.context for row in live])
     return [draw_token(distribution, row.random) for distribution, row in zip(distributions, live, strict=True)]
-
-
-def _play(
-    rounds: DeviceRounds, live: Sequence[_Row], limits: Mapping[int, int], rules: Rules, argmax: bool
-) -> list[tuple[int, int]]:
-    """`_draft` and `_verify` on the device."""
-    rows = []
-    for row in live:
-        if rounds.draft is not None and rounds.draft.looks:
-            row.index.read(row.context)
-        chain = ChainDraft(row.rule, row.random, argmax, limits[row.number], rules.ends)
-        rows.append(RowRound(row.number, row.context, row.random, chain, index=row.index))
-    played = rounds.run(rows)
-    for row, outcome in zip(live, played, strict=True):
-        row.proposal = outcome.proposal
-    return [(outcome.accepted, outcome.token) for outcome in played]
 
 
 def _draft(draft: Model, live: Sequence[_Row], limits: Mapping[int, int], rules: Rules, argmax: bool) -> None:

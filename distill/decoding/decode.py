@@ -140,7 +140,7 @@ def decode(
         room = min(limit - len(result.tokens) - 1, target.capacity - depth - 1, drafter.room(depth + 1))
         room = 0 if resent(target) > MOST_RESENT else room
         if rounds is not None:
-            proposal, accepted, token = play(rounds, drafter, rules, context, room)
+            proposal, accepted, token = play(rounds, drafter, context, room)
         else:
             proposal = drafter.propose(context, room, rules.ends) if room > 0 else NOTHING
             accepted, token = _verify(target, context, proposal, rules)

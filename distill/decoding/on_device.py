@@ -3,19 +3,19 @@
 The host learns the drafted tokens, how many were accepted and the token after them together, at the round's end. A
 length rule that reads the draft's distribution is asked after each of the draft's steps: one transfer for each.
 
-Chance: at the beginning of a round, each row takes numbers from its own `random()`, whatever becomes of them: γ to draw
-the drafted tokens with (none where they are the draft's best, or another drafter's), γ for their acceptance, and one
-for the token after them, where γ is the most that this row may draft. Greedy rounds take none. Each position has
-numbers of its own, independent of all else, so the output follows the target's distribution exactly as in rounds on the
-host, which draw only what they need.
+Chance: at the beginning of a round, numbers are taken from `random()`, whatever becomes of them: γ to draw the drafted
+tokens with (none where they are the draft's best, or another drafter's), γ for their acceptance, and one for the token
+after them, where γ is the most that may be drafted. Greedy rounds take none. Each position has numbers of its own,
+independent of all else, so the output follows the target's distribution exactly as in rounds on the host, which draw
+only what they need.
 
-Legend: R rows, γ drafted tokens of a round, V vocabulary.
+Legend: γ drafted tokens of a round, V vocabulary.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -33,286 +33,193 @@ from distill.decoding.drafters import (
     NoDrafter,
     distribution_sampler,
 )
-from distill.decoding.lengths import Features, LengthRule, NGramIndex, Proposal, entropies
+from distill.decoding.lengths import Features, Proposal, entropies
 from distill.decoding.rules import Rules
 from distill.devices import has_float64
 from distill.engines.model import Model
 from distill.engines.torch.model import TorchModel, fetch, model_name, send
 from distill.errors import DataError
-from distill.sampler import Place, Sampler, place_of, require_finite, shrunk
+from distill.sampler import place_of, require_finite, shrunk
 
 Stepped = TorchModel  # one whose `steps_on_device`
 KNOWN = (*verify.CHAINS, "distinct")
-UNDRAWN = 0.5  # in the place of numbers that nobody draws
-
-
-@dataclass(frozen=True)
-class RowRound:
-    """What a round needs to know of one row: its text so far, its chain or another drafter's proposal, its chance.
-
-    `index` has read the text where the chain's rule reads features.
-    """
-
-    number: int
-    context: Sequence[int]
-    random: verify.Random
-    chain: ChainDraft | None = None
-    proposed: Proposal | None = None
-    index: NGramIndex | None = None
-
-    @property
-    def limit(self) -> int:
-        """γ of this row: how many tokens are drafted at most."""
-        if self.chain is not None:
-            return self.chain.limit
-        return 0 if self.proposed is None else len(self.proposed.tokens)
 
 
 @dataclass(frozen=True)
 class Drafted:
-    """Chains on the device: tokens [R, γ] (NONE where there is none), what they were drawn from, largest logits.
+    """A chain on the device: tokens [γ] (NONE where there is none), what they were drawn from, the largest logits [γ].
 
-    `read` are the tokens that each row of the draft has read before the first of them.
+    `model` drafted them, and has read `read` tokens before the first of them.
     """
 
     tokens: Tensor
-    distributions: Tensor | None  # [R, γ, V]; None: each is 1 at its token
-    largest: Tensor  # [R, γ]; 0 where there is no token
-    read: Mapping[int, int]
+    distributions: Tensor | None  # [γ, V]; None: each is 1 at its token
+    largest: Tensor
+    model: Stepped
+    read: int
 
 
 class DeviceDraft:
-    """A model that drafts for rows; `looks` where their length rules read its distributions, one transfer a token.
+    """A drafter whose model drafts on the device; `looks` where its length rule reads the distributions, one transfer a
+    token."""
 
-    With `argmax` its best tokens are taken; else they are drawn from its distribution after the `sampler`.
-    """
+    def __init__(self, drafter: ModelDrafter, rules: Rules) -> None:
+        model: Any = drafter.model
+        self.model: Stepped = model
+        self.drafter, self.sampler = drafter, distribution_sampler(rules.sampler)
+        self._ends = send(sorted(rules.ends), self.model.device)
 
-    def __init__(self, model: Stepped, sampler: Sampler, argmax: bool, looks: bool, ends: Collection[int]) -> None:
-        self.model, self.sampler, self.argmax, self.looks = model, sampler, argmax, looks
-        self._ends = send(sorted(ends), model.device)
+    @property
+    def looks(self) -> bool:
+        """Whether the length rule is asked after each step."""
+        return self.drafter.rule.reads_features
 
-    def chains(self, rows: Sequence[RowRound], uniforms: Sequence[Sequence[float]]) -> Drafted | None:
-        """A chain for each row, with the row's `uniforms` [R, ≥ γ]; None where no row drafts."""
-        model = self.model
-        drawing = {row.number: row for row in rows if row.chain is not None and row.chain.goes_on()}
-        if not drawing:
+    def drafted(self, context: Sequence[int], chain: ChainDraft) -> Drafted | None:
+        """The tokens of this chain, the best ones or drawn ones; None where its rule wants no first step."""
+        uniforms = [] if self.drafter.argmax else [chain.random() for _ in range(chain.limit)]
+        if not chain.goes_on():
             return None
-        lengths, device = model.lengths, model.device
-        unread = {r: row.chain.unread(row.context, lengths[r]) for r, row in drawing.items() if row.chain is not None}
-        read = {r: lengths[r] + len(part) for r, part in unread.items()}
-        wide, longest = max(map(len, unread.values())), max(row.limit for row in drawing.values())
-        lines = []
-        for r in range(model.rows):
-            part, limit = unread.get(r, ()), drawing[r].limit if r in drawing else 0
-            lines.append([*part, *[0] * (wide - len(part)), len(part), lengths[r], limit])
-        sent = send(lines, device)  # [R, w + 3]
-        counts, starts, limits = sent[:, wide], sent[:, wide + 1], sent[:, wide + 2]
-        chances = None if self.argmax else send(uniforms, device, torch.float64)
-        even = all(len(part) == wide for part in unread.values())
-        bound = max(lengths) + wide + longest
-        logits = model.step(sent[:, :wide], counts, starts, bound, 1 if even else 0)
-        last = logits[:, -1] if even else _column(logits, (counts - 1).clamp(min=0))
-        starts = starts + counts
-        alive, one = torch.ones_like(counts, dtype=torch.bool), torch.ones_like(counts)
+        model, device = self.model, self.model.device
+        (length,) = model.lengths
+        unread = chain.unread(context, length)
+        read = length + len(unread)
+        sent = send([*unread, len(unread), length], device)
+        ids, counts, starts = sent[:-2], sent[-2:-1], sent[-1:]
+        chances = send(uniforms, device, torch.float64) if uniforms else None
+        end = read + chain.limit
+        last = model.step(ids[None], counts, starts, end, 1)[0, -1]
+        starts, one = starts + counts, torch.ones_like(counts)
+        alive = torch.ones((), dtype=torch.bool, device=device)
         tokens: list[Tensor] = []
         largest: list[Tensor] = []
         distributions: list[Tensor] = []
         while True:
-            position = len(tokens)
-            token, distribution, peak = self._chosen(last, None if chances is None else chances[:, position])
-            alive = alive & (position < limits)
-            if self.looks:
-                drawing = self._asked(drawing, token, distribution, peak)
-                alive = alive & send([r in drawing for r in range(model.rows)], device, torch.bool)
-            tokens.append(token.masked_fill(~alive, NONE))
-            largest.append(peak.masked_fill(~alive, 0))
-            if distribution is not None and not self.argmax:
+            token, distribution, peak = self._chosen(last, None if chances is None else chances[len(tokens)])
+            if distribution is not None and self.looks:
+                alive = alive & self._asked(context, chain, token, distribution, peak)
+            if distribution is not None and chances is not None:
                 distributions.append(distribution)
-            alive = alive & (token >= 0) & ~(token[:, None] == self._ends).any(-1)
-            if self.looks:
-                drawing = {r: row for r, row in drawing.items() if row.chain is not None and row.chain.goes_on()}
-                alive = alive & send([r in drawing for r in range(model.rows)], device, torch.bool)
-            if len(tokens) == longest or not drawing:
+            tokens.append(token.masked_fill(~alive, NONE))
+            largest.append(peak)
+            if len(tokens) == chain.limit or (self.looks and not chain.goes_on()):
                 break
-            last = model.step(tokens[-1].clamp(min=0)[:, None], one, starts, bound, 1)[:, -1]
+            alive = alive & (token >= 0) & ~(token == self._ends).any()
+            last = model.step(tokens[-1].clamp(min=0)[None, None], one, starts, end, 1)[0, -1]
             starts = starts + 1
-        drawn_from = torch.stack(distributions, 1) if distributions else None
-        return Drafted(torch.stack(tokens, 1), drawn_from, torch.stack(largest, 1), read)
+        drawn_from = torch.stack(distributions) if distributions else None
+        return Drafted(torch.stack(tokens), drawn_from, torch.stack(largest), model, read)
 
-    def _chosen(self, logits: Tensor, uniforms: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """A token [R] of each row's logits [R, V], NONE where all are −∞; its distribution if asked; the largest."""
-        if self.argmax and not self.looks:
+    def _chosen(self, logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
+        """A token of logits [V], NONE where all are −∞; its distribution if asked; the largest logit."""
+        if self.drafter.argmax and not self.looks:
             best = logits.argmax(-1)
-            peak = logits.gather(-1, best[:, None])[:, 0].float()
+            peak = logits.gather(-1, best[None])[0].float()
             return best.masked_fill(peak == -math.inf, NONE), None, peak
         distribution, peak = self.sampler.unchecked(logits)
-        token = distribution.argmax(-1) if uniforms is None else verify.unchecked_transform(distribution, uniforms)
+        token = distribution.argmax(-1) if uniform is None else verify.unchecked_transform(distribution, uniform)
         return token.masked_fill(peak == -math.inf, NONE), distribution, peak.float()
 
     def _asked(
-        self, drawing: Mapping[int, RowRound], token: Tensor, distribution: Tensor | None, peak: Tensor
-    ) -> dict[int, RowRound]:
-        """The rows whose length rule takes this token, which was drawn, but is not shown to it."""
-        assert distribution is not None
+        self, context: Sequence[int], chain: ChainDraft, token: Tensor, distribution: Tensor, peak: Tensor
+    ) -> bool:
+        """Whether the length rule takes this token, which was drawn, but is not shown to it."""
         two = distribution.topk(min(2, distribution.shape[-1])).values
         shown = fetch(token.int(), distribution.argmax(-1).int(), shrunk(peak), two, entropies(distribution))
-        tokens, best, peaks, tops, entropy = (part.tolist() for part in shown)
-        going_on = {}
-        for r, row in drawing.items():
-            assert row.chain is not None and row.index is not None
-            place = place_of(model_name(self.model.model), [len(row.context) + len(row.chain.tokens)])
-            require_finite([peaks[r]], place, empty=True)
-            features = Features(tops[r][0], tops[r][1] if len(tops[r]) > 1 else 0.0, entropy[r])
-            if row.chain.decides(features, best[r], row.index, row.context):
-                row.chain.tokens.append(tokens[r])
-                going_on[r] = row
-        return going_on
-
-
-def _column(logits: Tensor, columns: Tensor) -> Tensor:
-    """Of logits [R, w, V], those of one column [R] in each row: [R, V]."""
-    return logits.gather(1, columns[:, None, None].expand(-1, 1, logits.shape[-1]))[:, 0]
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """What became of one row: the proposal, how many of its tokens were accepted, and the token after them."""
-
-    proposal: Proposal
-    accepted: int
-    token: int
+        numbers: list[Any] = [part.tolist() for part in shown]
+        drawn, best, largest, top, entropy = numbers
+        place = place_of(model_name(self.model.model), [len(context) + len(chain.tokens)])
+        require_finite([largest], place, empty=True)
+        features = Features(top[0], top[1] if len(top) > 1 else 0.0, entropy)
+        if not chain.decides(features, best, self.drafter.index, context):
+            return False
+        chain.tokens.append(drawn)
+        return True
 
 
 class DeviceRounds:
-    """The rounds of a text, or of the texts of a batch; `draft` is None where no model drafts on the device."""
+    """The rounds of a text; `draft` is None where no model drafts on the device."""
 
     def __init__(self, target: Stepped, rules: Rules, draft: DeviceDraft | None) -> None:
-        self.target, self.draft, self.sampler, self.by_argmax = target, draft, rules.sampler, rules.by_argmax
+        self.target, self.draft, self.rules = target, draft, rules
         # Without siblings, distinct and token are the same.
         self.verifier = verify.CHAINS["token" if rules.verifier == "distinct" else rules.verifier]
 
     @torch.inference_mode()
-    def run(self, rows: Sequence[RowRound]) -> list[Outcome]:
-        """One round of these rows.
+    def run(
+        self, context: Sequence[int], proposed: Proposal = NOTHING, chain: ChainDraft | None = None
+    ) -> tuple[Proposal, int, int]:
+        """One round, of another drafter's proposal or of a chain of the draft: what was proposed, how many of its
+        tokens were accepted, and the token after them.
 
-        The target is left with everything committed but the tokens after the accepted ones. The draft is left with what
-        it has read, of which the caller drops what was rejected.
+        The target is left with everything committed but that token. The draft is left with what it has read, of which
+        the caller drops what was rejected.
         """
-        longest = max(row.limit for row in rows)
-        numbers = self._numbers(rows, longest)
-        drafted = self._proposed(rows)
-        if drafted is None and self.draft is not None and longest:
-            drafted = self.draft.chains(rows, numbers)
-        results = self._verified(rows, drafted, longest, numbers)
+        drafted = None if chain is None or self.draft is None else self.draft.drafted(context, chain)
+        limit = len(proposed.tokens) if chain is None else chain.limit
+        uniforms = [] if self.rules.by_argmax else [self.rules.random() for _ in range(limit + 1)]
+        results = self._verified(context, proposed, drafted, uniforms)
         if drafted is not None:
             results += [drafted.tokens.to(self.target.device).int(), shrunk(drafted.largest.to(self.target.device))]
-        return self._concluded(rows, drafted, [part.tolist() for part in fetch(*results)])
-
-    def _numbers(self, rows: Sequence[RowRound], longest: int) -> list[list[float]]:
-        """Each row's numbers [R, 2γ + 1]: to draw tokens with, to accept them, to draw the next token."""
-        numbers = [[UNDRAWN] * (2 * longest + 1) for _ in range(self.target.rows)]
-        if self.by_argmax:
-            return numbers
-        for row in rows:
-            own = numbers[row.number]
-            if row.chain is not None and self.draft is not None and not self.draft.argmax:
-                own[: row.limit] = [row.chain.random() for _ in range(row.limit)]
-            own[longest : longest + row.limit] = [row.random() for _ in range(row.limit)]
-            own[-1] = row.random()
-        return numbers
-
-    def _proposed(self, rows: Sequence[RowRound]) -> Drafted | None:
-        """The chain of another drafter, which drafts for one text alone, sent to the device; None without one."""
-        proposed = rows[0].proposed
-        if proposed is None or not proposed.tokens:
-            return None
-        device, q = self.target.device, proposed.distributions
-        tokens = send([proposed.tokens], device)
-        distributions = None if q is None else q.to(device).unsqueeze(0)
-        return Drafted(tokens, distributions, torch.zeros(tokens.shape, device=device), {})
+        fetched: list[Any] = [part.tolist() for part in fetch(*results)]
+        accepted, following, largest, *drawn = fetched
+        tokens = [token for token in drawn[0] if token != NONE] if drawn else proposed.tokens
+        (length,) = self.target.lengths
+        depths = range(length + 1, length + 2 + len(tokens))
+        try:
+            if drafted is not None:
+                place = place_of(model_name(drafted.model.model), depths)
+                require_finite(drawn[1][: len(tokens)], place, empty=True)
+            require_finite(largest[: len(tokens) + 1], place_of(model_name(self.target.model), depths))
+        except DataError:
+            self.target.commit([length])  # nothing of this round
+            raise
+        self.target.commit([length + 1 + accepted])
+        if drafted is not None:
+            drafted.model.commit([drafted.read + max(len(tokens) - 1, 0)])
+        if chain is not None:
+            chain.tokens = tokens
+            proposed = chain.proposal()
+        return proposed, accepted, following
 
     def _verified(
-        self, rows: Sequence[RowRound], drafted: Drafted | None, longest: int, numbers: Sequence[Sequence[float]]
+        self, context: Sequence[int], proposed: Proposal, drafted: Drafted | None, uniforms: Sequence[float]
     ) -> list[Tensor]:
-        """How many tokens each row accepts [R], the tokens after them [R], the target's largest logits [R, γ + 1]."""
-        target, lengths = self.target, self.target.lengths
-        device = target.device
-        context = {row.number: row.context for row in rows}
-        last = [[context[r][-1] if r in context else 0, lengths[r], int(r in context)] for r in range(target.rows)]
-        sent = send(last, device)  # [R, 3]
-        ids, starts, takes = sent[:, :1], sent[:, 1], sent[:, 2]
-        tokens = ids[:, :0] if drafted is None else drafted.tokens.to(device)
-        counts = takes * (1 + (tokens >= 0).sum(-1))
-        ids = torch.cat([ids, tokens.clamp(min=0)], 1)
-        columns = ids.shape[1]
-        logits = target.step(ids, counts, starts, max(lengths) + columns)  # [R, γ + 1, V]
-        read = torch.arange(columns, device=device) < counts[:, None]
-        if self.by_argmax:
+        """How many tokens are accepted, the token after them, and the target's largest logits [γ + 1]."""
+        target, device = self.target, self.target.device
+        (length,) = target.lengths
+        sent = send([length, context[-1], *proposed.tokens], device)
+        starts, ids = sent[:1], sent[1:]
+        tokens, q = ids[1:], proposed.distributions
+        if drafted is not None:
+            tokens, q = drafted.tokens.to(device), drafted.distributions
+            ids = torch.cat([ids, tokens.clamp(min=0)])
+        counts = 1 + (tokens >= 0).sum(-1, keepdim=True)
+        logits = target.step(ids[None], counts, starts, length + len(ids))[0]  # [γ + 1, V]
+        if self.rules.by_argmax:
             choices = logits.argmax(-1)
-            largest = logits.gather(-1, choices[..., None])[..., 0].float()
-            accepted = (choices[:, :-1] == tokens).long().cumprod(-1).sum(-1)
-            following = choices.gather(-1, accepted[:, None])[:, 0]
+            largest = logits.gather(-1, choices[:, None])[:, 0].float()
+            accepted = (choices[:-1] == tokens).long().cumprod(-1).sum(-1)
+            following = choices.gather(-1, accepted[None])[0]
         else:
-            p, largest = self.sampler.unchecked(logits)
-            q = None if drafted is None or drafted.distributions is None else drafted.distributions.to(p)
-            used = [[*line[longest : longest + columns - 1], line[-1]] for line in numbers]
-            uniforms = send(used, device, torch.float64)
-            accepted, following = verify.draw_rows(self.verifier(p, q, tokens), uniforms)
-        return [accepted.to(torch.int8), following.int(), shrunk(largest.masked_fill(~read, 0))]
-
-    def _concluded(self, rows: Sequence[RowRound], drafted: Drafted | None, results: Sequence[Any]) -> list[Outcome]:
-        """The outcomes, from what the device gave; nothing is committed where a logit is not finite."""
-        accepted, following, largest = results[:3]
-        tokens, peaks = results[3:] if drafted is not None else ([[]] * self.target.rows, [[]] * self.target.rows)
-        lengths, outcomes = self.target.lengths, []
-        read = {} if self.draft is None else dict(enumerate(self.draft.model.lengths))
-        for row in rows:
-            r, depth = row.number, lengths[row.number] + 1
-            own = [token for token in tokens[r] if token != NONE]
-            try:
-                if self.draft is not None:
-                    require_finite(peaks[r], _place(self.draft.model, depth), empty=True)
-                require_finite(largest[r][: len(own) + 1], _place(self.target, depth))
-            except DataError:
-                self.target.commit(self.target.lengths)  # nothing of this round
-                raise
-            lengths[r] += 1 + accepted[r]
-            if drafted is not None and r in drafted.read:
-                read[r] = drafted.read[r] + max(len(own) - 1, 0)
-            if row.chain is not None and self.draft is not None and self.draft.looks:
-                proposal = row.chain.proposal()
-            else:
-                proposal = row.proposed or Proposal.chain(own)
-            outcomes.append(Outcome(proposal, accepted[r], following[r]))
-        self.target.commit(lengths)
-        if self.draft is not None:
-            self.draft.model.commit([read[r] for r in range(len(read))])
-        return outcomes
+            p, largest = self.rules.sampler.unchecked(logits)
+            used = send([*uniforms[: len(tokens)], uniforms[-1]], device, torch.float64)
+            verdict = self.verifier(p, None if q is None else q.to(p), tokens)
+            accepted, following = verify.draw_on_device(verdict, used)
+        return [accepted.to(torch.int8), following.int(), shrunk(largest)]
 
 
-def _place(model: Stepped, depth: int) -> Place:
-    """The places of logits [γ] or [γ + 1] of a row, the first of them after `depth` tokens."""
-    return lambda index: f"{model_name(model.model)} after {depth + index} tokens"
-
-
-def rounds_on_device(
-    target: Model, rules: Rules, draft: Model | None, argmax: bool = False, lengths: Sequence[LengthRule] = ()
-) -> DeviceRounds | None:
-    """The rounds of this target on its device, with a draft there or without one; None where the host takes part.
+def rounds_on_device(target: Model, rules: Rules, drafter: ModelDrafter | None) -> DeviceRounds | None:
+    """The rounds of this target on its device, with a model that drafts there or without one; None where the host takes
+    part.
 
     That is for models on a CPU with a growing cache and those of other engines, under a grammar or a repetition
-    penalty, which read the text, with n_min, and on a device without fp64. `lengths` are the draft's length rules;
-    with `argmax` its best tokens are taken, else they are drawn.
+    penalty, which read the text, with n_min, and on a device without fp64.
     """
-    models: list[Any] = [target] if draft is None else [target, draft]
-    counted = any(rule.n_min > 1 for rule in lengths)  # on the host, before drafts are verified
-    if counted or not driven(models, rules) or models[-1].rows != target.rows:
+    models: list[Any] = [target] if drafter is None else [target, drafter.model]
+    counted = drafter is not None and drafter.rule.n_min > 1  # on the host, before drafts are verified
+    if counted or not driven(models, rules):
         return None
-    if draft is None:
-        return DeviceRounds(models[0], rules, None)
-    looks = any(rule.reads_features for rule in lengths)
-    own = distribution_sampler(rules.sampler)
-    return DeviceRounds(models[0], rules, DeviceDraft(models[1], own, argmax, looks, rules.ends))
+    return DeviceRounds(models[0], rules, None if drafter is None else DeviceDraft(drafter, rules))
 
 
 def driven(models: Sequence[Any], rules: Rules) -> bool:
@@ -329,33 +236,27 @@ def rounds_of_text(target: Model, drafter: Drafter, rules: Rules) -> DeviceRound
     if isinstance(drafter, NoDrafter) and rules.by_argmax:
         return None  # the largest logit is read from the device as it is; a distribution would be copied whole
     own = drafter.second if isinstance(drafter, FallbackDrafter) else drafter
-    chains = None
-    if type(own) is ModelDrafter:
-        chains = rounds_on_device(target, rules, own.model, own.argmax, [own.rule])
+    chains = rounds_on_device(target, rules, own) if type(own) is ModelDrafter else None
     return chains or (None if own.tree else rounds_on_device(target, rules, None))
 
 
-def play(
-    rounds: DeviceRounds, drafter: Drafter, rules: Rules, context: Sequence[int], limit: int
-) -> tuple[Proposal, list[int], int]:
+def play(rounds: DeviceRounds, drafter: Drafter, context: Sequence[int], limit: int) -> tuple[Proposal, list[int], int]:
     """A round: the proposal, its accepted tokens, and the token after them. Chains of a drafter whose model is not
     driven on the device come from the host."""
-    own, proposed, chain, index, reading = drafter, None, None, None, 0.0
+    own, ends, proposed, chain, reading = drafter, rounds.rules.ends, NOTHING, None, 0.0
     if isinstance(drafter, FallbackDrafter):
         own = drafter.second
-        found = drafter.look_up(context, limit, rules.ends) if limit > 0 else NOTHING
-        proposed = found if found.tokens else None
-    if proposed is None and (limit := min(limit, own.room(len(context)))) > 0:
+        proposed = drafter.look_up(context, limit, ends) if limit > 0 else NOTHING
+    if not proposed.tokens and (limit := min(limit, own.room(len(context)))) > 0:
         if rounds.draft is None:
-            proposed = own.propose(context, limit, rules.ends)
+            proposed = own.propose(context, limit, ends)
         else:
             assert isinstance(own, ModelDrafter)
-            index, rounds.draft.looks = own.index, own.rule.reads_features
             if rounds.draft.looks:
-                index.read(context)
-            chain = ChainDraft(own.rule, own.random, own.argmax, limit, rules.ends)
+                own.index.read(context)
+            chain = ChainDraft(own.rule, own.random, own.argmax, limit, ends)
             own.rule.behind(own.unread(context), limit)
             if own.unread(context) > 1 and chain.goes_on():
                 reading = own.catch_up(context, together=2)
-    outcome = rounds.run([RowRound(0, context, rules.random, chain, proposed, index)])[0]
-    return outcome.proposal.after(reading), list(range(outcome.accepted)), outcome.token
+    proposed, accepted, token = rounds.run(context, proposed, chain)
+    return proposed.after(reading), list(range(accepted)), token

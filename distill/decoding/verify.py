@@ -192,19 +192,16 @@ def below(uniforms: Tensor, chances: Tensor) -> Tensor:
     return uniforms < chances
 
 
-def draw_rows(verdict: Verdict, uniforms: Tensor) -> tuple[Tensor, Tensor]:
-    """`draw` for rows of chains that the host does not wait for: how many are accepted [...], the tokens after [...].
-
-    Of each row's uniforms [..., γ + 1] the first γ belong to the positions, whether they are tried or not, and the last
-    one to the next token.
-    """
-    hits = below(uniforms[..., :-1].to(verdict.acceptance.device), verdict.acceptance)
+def draw_on_device(verdict: Verdict, uniforms: Tensor) -> tuple[Tensor, Tensor]:
+    """`draw` that the host does not wait for, with numbers [γ + 1]: those of the positions, tried or not, then one for
+    the next token."""
+    hits = below(uniforms[:-1].to(verdict.acceptance.device), verdict.acceptance)
     if verdict.last_hit:
-        numbers = torch.arange(1, hits.shape[-1] + 1, device=hits.device)
-        accepted = torch.nn.functional.pad(hits * numbers, (1, 0)).amax(-1)
+        numbers = torch.arange(1, len(hits) + 1, device=hits.device)
+        accepted = torch.nn.functional.pad(hits * numbers, (1, 0)).amax()
     else:
-        accepted = hits.long().cumprod(-1).sum(-1)
-    return accepted, unchecked_transform(verdict.residual(accepted), uniforms[..., -1])
+        accepted = hits.long().cumprod(-1).sum()
+    return accepted, unchecked_transform(verdict.residual(accepted), uniforms[-1])
 
 
 def draw_chain(verifier: str, p: Tensor, proposal: Proposal, random: Random) -> tuple[int, int]:

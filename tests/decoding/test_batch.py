@@ -172,12 +172,11 @@ def check_batch(
     argmax: bool = False,
     idle: int = 0,
     seed: int = 0,
-    kinds: tuple[Any, Any] = (BatchedTorchModel, TorchModel),
 ) -> list[Decoded]:
     """Decode a batch and each of its prompts alone, and compare all that is not time."""
     rows = len(prompts) + idle
-    batch = [kinds[0](model, rows=rows) for model in pair]
-    target, draft = (kinds[1](model) for model in pair)
+    batch = [BatchedTorchModel(model, rows) for model in pair]
+    target, draft = (TorchModel(model) for model in pair)
     results = decode_batch(*batch, prompts, limit, rules, length, streams(len(prompts), seed), argmax)
     assert len(results) == len(prompts)
     for prompt, result, draws in zip(prompts, results, streams(len(prompts), seed), strict=True):

@@ -16,8 +16,8 @@ from typing import Any
 import pytest
 import torch
 from static_table import StaticTable
-from test_batch import check_batch, summary
-from test_exact_decoding import EXACT, PROMPT, RECIPE, SEEN, Make, batched, chains, decoded, pair
+from test_batch import summary
+from test_exact_decoding import EXACT, PROMPT, RECIPE, SEEN, Make, chains, decoded, pair
 from toys import blurred, random_prompts, speculative, toy
 
 from distill.decoding import decode as decode_module
@@ -25,7 +25,7 @@ from distill.decoding import round_costs, verify
 from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, Fixed, LengthRule, ProbabilityFloor
-from distill.decoding.on_device import RowRound, rounds_on_device
+from distill.decoding.on_device import rounds_on_device
 from distill.decoding.rules import Rules
 from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
@@ -136,29 +136,6 @@ def test_pairs_that_are_refused_show() -> None:
     assert decoded(3, chains("fixed", True), "greedy", Sampler(), 4, rounds=1, on_device=True)[0] > SEEN
 
 
-def test_the_first_row_of_a_batch_follows_the_targets_distribution() -> None:
-    """Texts of four tokens, beside a row of another length."""
-    assert batched(2, "token", Sampler(), rows=2, on_device=True) < EXACT
-
-
-# Rows.
-
-
-@pytest.mark.parametrize("kind", ["qwen3", "gemma2"])
-@pytest.mark.parametrize("case", ["greedy", "token", "block, p_min", "match, ratio"])
-def test_a_row_gets_the_text_that_it_would_get_alone(kind: str, case: str) -> None:
-    sampler = Sampler(0.0) if case == "greedy" else Sampler(0.9, top_k=20)
-    verifier, argmax = case.split(",")[0], case.startswith("match")
-    rule: Callable[[], LengthRule] = lambda: (  # noqa: E731
-        ProbabilityFloor(3, 0.1) if "p_min" in case else AcceptedRatio(2, longest=4) if "ratio" in case else Fixed(3)
-    )
-    rules = Rules(sampler, verifier, ends=(7,))
-    prompts = random_prompts(5, V, seed=3, shortest=1, longest=20)
-    both, kinds = (MODELS[kind], DRAFTS[kind]), (StaticTorchModel, StaticTorchModel)
-    results = check_batch(both, prompts, 16, rules, rule, argmax, idle=1, kinds=kinds)
-    assert sum(r.accepted for result in results for r in result.rounds) > 5
-
-
 # Faults, and what stays on the host.
 
 
@@ -184,7 +161,7 @@ def test_logits_that_are_no_numbers_are_named(role: str, drafts: str, temperatur
         plainly = rounds_on_device(target, rules, None)
         assert plainly is not None
         with pytest.raises(DataError, match=rf"the target after {before + 1} tokens are not finite"):
-            plainly.run([RowRound(0, [5], rules.random)])
+            plainly.run([5])
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
@@ -209,17 +186,22 @@ def test_a_draft_without_tokens_proposes_what_there_is(rule: LengthRule, verifie
 
 def test_what_reads_the_text_stays_on_the_host() -> None:
     target, draft = static("qwen2")
-    assert rounds_on_device(target, Rules(), draft) is not None
+
+    def drafter(model: Any, rules: Rules, rule: LengthRule | None = None) -> ModelDrafter:
+        return ModelDrafter(model, rule or Fixed(3), rules.sampler, rules.random)
+
+    rules = Rules()
+    on_host = TorchModel(DRAFTS["qwen2"])
+    assert rounds_on_device(target, rules, drafter(draft, rules)) is not None
     penalised = Rules(Sampler(1.0, repetition_penalty=1.2), "token", random=random.Random(1).random)
-    assert rounds_on_device(target, penalised, draft) is None
-    assert rounds_on_device(TorchModel(MODELS["qwen2"]), Rules(), draft) is None
-    assert rounds_on_device(target, Rules(), TorchModel(DRAFTS["qwen2"])) is None
-    assert rounds_on_device(target, Rules(), StaticTorchModel(DRAFTS["qwen2"], rows=2)) is None
+    assert rounds_on_device(target, penalised, drafter(draft, penalised)) is None
+    assert rounds_on_device(target, rules, drafter(draft, rules, ProbabilityFloor(4, 0.1, n_min=3))) is None
+    assert rounds_on_device(TorchModel(MODELS["qwen2"]), rules, drafter(draft, rules)) is None
+    assert rounds_on_device(target, rules, drafter(on_host, rules)) is None
     texts = []
-    for models in ((target, draft), (TorchModel(MODELS["qwen2"]), TorchModel(DRAFTS["qwen2"]))):
+    for models in ((target, draft), (TorchModel(MODELS["qwen2"]), on_host)):
         rules = replace(penalised, random=random.Random(1).random)
-        drafter = ModelDrafter(models[1], Fixed(3), rules.sampler, rules.random)
-        texts.append(summary(decode_text(models[0], drafter, [1, 2, 3], 12, rules)))
+        texts.append(summary(decode_text(models[0], drafter(models[1], rules), [1, 2, 3], 12, rules)))
     assert texts[0] == texts[1]
     with pytest.raises(ValueError, match="tokens so far"):
         penalised.sampler.unchecked(torch.zeros(1, 3))

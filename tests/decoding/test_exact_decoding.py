@@ -110,18 +110,15 @@ def batched(
     sampler: Sampler,
     argmax: bool = False,
     rows: int = 1,
-    on_device: bool = False,
 ) -> float:
     """The same of `decode_batch`, of the first row; the others draw nothing, because their random numbers are fixed."""
     target, draft = pair(2, 1)
-    kind = StaticTable if on_device else TableRows
 
     def run(random: Random) -> list[int]:
         randoms = [random, *[lambda: 0.25] * (rows - 1)]
         prompts = [PROMPT, *[[1, 0, 1]] * (rows - 1)]
-        some, rules = (kind(target, rows), kind(draft, rows)), Rules(sampler, verifier)
-        with every_draw(random.__self__, rows) if on_device else nullcontext():  # type: ignore[attr-defined]
-            return decode_batch(*some, prompts, 4, rules, rule, randoms, argmax)[0].tokens
+        some, rules = (TableRows(target, rows), TableRows(draft, rows)), Rules(sampler, verifier)
+        return decode_batch(*some, prompts, 4, rules, rule, randoms, argmax)[0].tokens
 
     return output_distribution(target, sampler, list(every(run)))
 

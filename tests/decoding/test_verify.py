@@ -28,7 +28,7 @@ from distill.decoding.verify import (
     NodeVerifier,
     block,
     draw,
-    draw_rows,
+    draw_on_device,
     draw_token,
     greedy,
     inverse_transform,
@@ -229,8 +229,9 @@ def test_disjoint_supports_accept_nothing() -> None:
         verdict = verify(p, q, tokens)
         assert bool((verdict.acceptance == 0).all())
         # Not even with the smallest of uniforms.
-        accepted, emitted = draw_rows(verdict, torch.zeros(40, 4))
-        assert bool((accepted == 0).all()) and bool((p[:, 0].gather(-1, emitted.unsqueeze(-1)) > 0).all())
+        for row in range(40):
+            accepted, emitted = draw_on_device(verify(p[row], q[row], tokens[row]), torch.zeros(4))
+            assert int(accepted) == 0 and float(p[row, 0, emitted]) > 0
     for node in TREES.values():
         assert bool((node(p[:, 0], q, tokens).acceptance == 0).all())
 
@@ -265,14 +266,14 @@ def test_one_draw_is_a_row_of_many(seed: int, length: int, dtype: torch.dtype) -
     for verify in CHAINS.values():
         together = verify(p, q, tokens)
         torch.testing.assert_close(accepted_counts(together).sum(-1), torch.ones(rows, dtype=dtype))
-        accepted, emitted = draw_rows(together, uniforms)
         for row in range(rows):
             alone = verify(p[row], q[row], tokens[row])
             assert torch.equal(alone.acceptance, together.acceptance[row])
+            accepted, emitted = (int(number) for number in draw_on_device(alone, uniforms[row]))
             # A chain that stops at its first miss asks for no more numbers.
-            used = length if alone.last_hit else min(length, int(accepted[row]) + 1)
+            used = length if alone.last_hit else min(length, accepted + 1)
             numbers = iter([*uniforms[row, :used].tolist(), float(uniforms[row, -1])])
-            assert draw(alone, lambda numbers=numbers: next(numbers)) == (int(accepted[row]), int(emitted[row]))
+            assert draw(alone, lambda numbers=numbers: next(numbers)) == (accepted, emitted)
             assert next(numbers, None) is None
 
 
