@@ -138,7 +138,7 @@ def train(
 
 
 def check(recipe: str | Path | Mapping[str, Any] | Recipe, *, offline: bool = False, **overrides: Any) -> list[str]:
-    """Return the lines that `distill check` prints, one for each check that passed; DistillError for the first that failed.
+    """Return what `distill check` prints, a line for each check that passed; DistillError for the first that failed.
 
     No weights are loaded. `recipe` and `overrides` are as of `train`.
     """

@@ -67,10 +67,12 @@ def expected_tokens(store: TeacherStore, answers: Samples, device: torch.device)
         found.append(own.labels()[own.mask])
         teacher = store.teacher(torch.tensor([block]), device)
         for start in range(0, len(teacher), AT_ONCE):
-            chunk = teacher.chunk(slice(start, start + AT_ONCE)) missing = max(0, LIKELIEST -
-            chunk.log_probabilities.shape[-1])  # in blocks of few entries logs = pad(chunk.log_probabilities, (0,
-            missing), value=-torch.inf) best, columns = logs.topk(LIKELIEST) tokens = columns if chunk.ids is None else
-            pad(chunk.ids, (0, missing), value=store.vocabulary).gather(-1, columns)
+            chunk = teacher.chunk(slice(start, start + AT_ONCE))
+            missing = max(0, LIKELIEST - chunk.log_probabilities.shape[-1])  # in blocks of few entries
+            logs = pad(chunk.log_probabilities, (0, missing), value=-torch.inf)
+            best, tokens = logs.topk(LIKELIEST)
+            if chunk.ids is not None:
+                tokens = pad(chunk.ids, (0, missing), value=store.vocabulary).gather(-1, tokens)
             # An unused place stands for no token: it equals none that was drawn, and its probability counts nothing.
             ids.append(tokens.masked_fill(tokens >= store.vocabulary, -1).long().cpu())
             chances.append(as_float64(best.exp()).cpu())
