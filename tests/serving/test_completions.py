@@ -125,7 +125,7 @@ def test_a_full_queue_and_clients_that_leave(answerer: Answerer, monkeypatch: Pa
         begun.append(len(begun))
         for _ in range(1000):
             yield "a", False
-            goes_on.wait(0.05)
+            goes_on.wait(0.5)  # a round, in which the server learns who has left
 
     async def ask() -> list[dict[str, Any]]:
         replies: list[dict[str, Any]] = []
