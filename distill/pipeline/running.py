@@ -153,7 +153,7 @@ class Planner:
         if record is None and old == parts:
             return Action(stage, "resume", (), parts)
         reasons = tuple(difference(old, parts))
-        if self._has_work(stage) and stage.name not in consumers(self.asked):
+        if self.has_work(stage) and stage.name not in consumers(self.asked):
             changed = [name for name in {*old, *parts} if old.get(name) != parts.get(name)]
             if all(name.startswith(stage.passing) for name in changed):
                 return Action(stage, "update", reasons, parts)
@@ -174,7 +174,7 @@ class Planner:
                     return Action(stage, "take", (f"from {brother.folder.name}",), source=brother)
         return Action(stage, kind, reasons, parts)
 
-    def _has_work(self, stage: Stage) -> bool:
+    def has_work(self, stage: Stage) -> bool:
         """Whether a stage is precious and has written something that would be lost."""
         places = [self.run.path(name) for name in stage.writes]
         return stage.precious and any(path.is_file() or (path.is_dir() and any(path.iterdir())) for path in places)
@@ -193,10 +193,10 @@ class Planner:
         changed = {name for name, (a, b) in sides.items() if a != b and not (":" in name and None in (a, b))}
         reasons = difference(*({name: side[name] for name in side if name in changed} for side in (old, new)))
         lasting = any(not name.startswith(stage.passing) for name in changed)
-        if lasting and self._has_work(stage):
+        if lasting and self.has_work(stage):
             return self._refuse(stage, reasons)
         resting = consumers([stage.name]) - allowed
-        rests = [other.name for other in STAGES if other.name in resting and self._has_work(other)]
+        rests = [other.name for other in STAGES if other.name in resting and self.has_work(other)]
         if rests and lasting:
             return self._refuse(stage, reasons, f", and {', '.join(rests)} rest on it")
         return None
@@ -297,8 +297,12 @@ def _carry_out(action: Action, planner: Planner) -> None:
             begun_path(run, stage).unlink(missing_ok=True)  # a kill right after the record leaves it
         return
     parts = action.parts
+    if action.kind in ("run", "take") and planner.has_work(stage):
+        _set_aside(run, stage)
     if action.source is not None:
         return _take_over(stage, run, action.source)
+    if action.kind in ("mend", "update"):
+        write_json(begun_path(run, stage), parts)  # before the record goes, so that a kill leaves no files without one
     if action.kind == "mend":  # the stage makes only its damaged files again
         with faults_explained(run.folder):
             for name in run.damaged_artifacts(run.done(stage.name) or {"artifacts": {}}):
@@ -310,7 +314,7 @@ def _carry_out(action: Action, planner: Planner) -> None:
     elif action.kind in ("resume", "update"):
         _remove_cut_off(run, stage)
         run.done_path(stage.name).unlink(missing_ok=True)
-    else:  # files without a record are of unknown origin
+    else:
         _remove_all(run, stage)
         parts = key_parts(stage, recipe, run)  # without a record, pins are read again
     if action.asked:
@@ -377,17 +381,46 @@ def forget_begun(run: Run) -> None:
             _remove_all(run, stage)
 
 
-def _remove_all(run: Run, stage: Stage) -> None:
-    """Remove everything that a stage has written, its records first."""
+def _set_aside(run: Run, stage: Stage) -> None:
+    """Rename finished or begun work of a stage that has neither a record nor a begun one, as in a run that was copied
+    without stages/: its origin is not known, and it may have taken hours."""
     with faults_explained(run.folder):
-        run.done_path(stage.name).unlink(missing_ok=True)
-        begun_path(run, stage).unlink(missing_ok=True)
+        for name in stage.writes:
+            if not run.path(name).exists():
+                continue
+            number = 1
+            while run.path(f"{name}.unrecorded-{number}").exists():
+                number += 1
+            aside = run.path(f"{name}.unrecorded-{number}")
+            run.path(name).rename(aside)
+            run.say(f"  {name} has no record in stages/: it is kept as {aside}, and made anew", warning=True)
+
+
+def _remove_all(run: Run, stage: Stage) -> None:
+    """Remove everything that a stage has written, and its records.
+
+    Files get a hidden name first: what a kill leaves of them is not taken for work without a record.
+    """
+    with faults_explained(run.folder):
+        hidden = []
         for name in stage.writes:
             path = run.path(name)
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink(missing_ok=True)
+            hidden.append(path.with_name(f".{path.name}.removed"))
+            if path.exists():
+                _remove(hidden[-1])
+                path.rename(hidden[-1])
+        run.done_path(stage.name).unlink(missing_ok=True)
+        begun_path(run, stage).unlink(missing_ok=True)
+        for path in hidden:
+            _remove(path)
+
+
+def _remove(path: Path) -> None:
+    """Remove a file or a folder, if it is there."""
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

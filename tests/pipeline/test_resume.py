@@ -16,7 +16,7 @@ from tiny import Capture, Patch
 
 from distill.data.samples import read_answers
 from distill.errors import RunError
-from distill.pipeline.running import plan_run, with_others
+from distill.pipeline.running import plan_run, run_pipeline, with_others
 from distill.recipe import load_recipe
 from distill.run import Run
 from distill.training import loop
@@ -216,14 +216,46 @@ def test_fresh_moves_the_old_run_aside(world: Path, copied: Path, capsys: Captur
     assert not (copied / "answers").exists()
 
 
-def test_what_a_killed_removal_left_is_not_taken_for_work(world: Path, copied: Path) -> None:
-    """`--redo answers` died between removing the record and the last file: files without a record are made again."""
+def test_work_without_a_record_is_renamed_and_never_deleted(world: Path, copied: Path, capsys: Capture) -> None:
+    """As in a run that was copied without stages/: it is made anew beside what was there."""
     for name in ("answers", "teacher", "train"):
         (copied / "stages" / f"{name}.json").unlink()
     whole = tiny.contents(copied / "answers")
     (copied / "answers" / "train" / "00001.arrow").write_text("{}\n")
+    before = tiny.contents(copied / "answers")
     assert train(world, copied, "--until", "answers") == 0
     assert tiny.contents(copied / "answers") == whole
+    assert tiny.contents(copied / "answers.unrecorded-1") == before
+    assert "answers has no record in stages/: it is kept as" in capsys.readouterr().err
+
+
+def test_a_repair_that_is_killed_loses_nothing(world: Path, copied: Path, monkeypatch: Patch) -> None:
+    """At its first line behind the removal of the record: what the stage began with is noted before."""
+    whole, damaged = tiny.contents(copied / "answers"), copied / "answers" / "train" / "00001.arrow"
+    damaged.write_bytes(damaged.read_bytes()[:-1])
+    recipe = load_recipe(world / "recipe.yaml")
+
+    def killed(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("distill.pipeline.running.with_others", killed)
+        run_pipeline(recipe, Run(copied, recipe, silent=True), "answers")
+    assert not damaged.exists() and not (copied / "stages" / "answers.json").exists()
+    kept = {name: value for name, value in whole.items() if name != "train/00001.arrow"}
+    assert kept.items() <= tiny.contents(copied / "answers").items()
+    assert train(world, copied, "--until", "answers") == 0
+    assert tiny.contents(copied / "answers") == whole and not list(copied.glob("*.unrecorded*"))
+
+
+def test_what_a_killed_removal_left_is_not_taken_for_work(world: Path, copied: Path) -> None:
+    """`--redo answers` died within the removal: hidden files of it go with the next one."""
+    whole = tiny.contents(copied / "answers")
+    (copied / "answers").rename(copied / ".answers.removed")
+    for name in ("answers", "teacher", "train"):
+        (copied / "stages" / f"{name}.json").unlink()
+    assert train(world, copied, "--until", "answers") == 0
+    assert tiny.contents(copied / "answers") == whole and not list(copied.glob("*.unrecorded*"))
 
 
 def test_a_shard_that_was_cut_off_is_made_again_before_its_stage_ends(
