@@ -44,9 +44,11 @@ def tables(run: Path) -> dict[str, str]:
 
 def _without_command(path: Path) -> str:
     """The text of a table file less the commands, which the documents name themselves; of a speedup's explanations,
-    rounds, steps and depths nothing."""
-    text = re.split(r"\n- |\n(?:[^\n]*:\n\n)?\*\*a round\*\*", path.read_text(encoding="utf-8"))[0]
-    return re.sub(r"\n`distill [^`]*`\n", "\n", text).strip()
+    rounds, steps and depths nothing. A list before the first table stays: it says what was measured."""
+    text = path.read_text(encoding="utf-8")
+    first = text.index("\n**")
+    tables = re.split(r"\n- |\n(?:[^\n]*:\n\n)?\*\*a round\*\*", text[first:])[0]
+    return re.sub(r"\n`distill [^`]*`\n", "\n", text[:first] + tables).strip()
 
 
 def _of_documents(evaluation: str) -> str:

@@ -117,7 +117,7 @@ def measured(backend: str, speedup: float) -> SpeedupPart:
     return SpeedupPart(*where, [row], unused)
 
 
-def test_figures_find_their_place() -> None:
+def test_figures_find_their_place(tmp_path: Path) -> None:
     script = tiny.script("fill_figures")
     machine: Any = {"command": "c", "machine": {}, "prompts": 4, "new_tokens": 8, "sampler": {}}
     rows = script._speedups(
@@ -126,6 +126,11 @@ def test_figures_find_their_place() -> None:
     assert rows[0].startswith("| speedup over plain decoding, greedy, 4 prompts | PyTorch |") and rows[2:] == [
         "| adaptive length | 1.50 [1.00, 2.00] | 1.75 [1.00, 2.00] |",
     ]
+    page = tmp_path / "eval.md"
+    page.write_text(
+        "Sampler: greedy.\n\n- Measured on a store.\n\n**answers**\n\n| a |\n\n- Said of a row.\n", encoding="utf-8"
+    )
+    assert script._without_command(page) == "Sampler: greedy.\n\n- Measured on a store.\n\n**answers**\n\n| a |"
     own = ["evaluation", "speedup", "parity"]
     for name, run, markers in (
         ("README.md", "smollm2-demo", ["headline"]),
