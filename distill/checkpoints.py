@@ -134,8 +134,8 @@ LISTS, FLAGS, WORDS = (
     ("rope_type", "type"),
 )
 MAY_BE_ZERO = ("llama_4_scaling_beta", "mscale", "mscale_all_dim")
-UNSCALED = {"factor": 1, "attention_factor": 1, "mscale": 1}  # values that change nothing, of whichever kind
-POSITIVE = (  # sizes of which a model has at least one
+UNSCALED = {"factor": 1, "attention_factor": 1, "mscale": 1}  # these values change nothing, as int or as float
+POSITIVE = (  # each of these sizes is 1 or more
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
     *("num_key_value_heads", "max_position_embeddings", "sliding_window", "attention_chunk_size"),
     *("original_max_position_embeddings",),

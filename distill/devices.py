@@ -234,27 +234,26 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free bytes of one accelerator; None if it does not say."""
+    """Free bytes of one accelerator; None if its backend does not say."""
     import torch
 
     try:
         return int(torch.accelerator.get_memory_info(device)[0])
-    except (RuntimeError, ValueError, NotImplementedError):
+    except (RuntimeError, ValueError):  # no such count in this backend, or a device that is not the current accelerator
         return None
 
 
 def free_memory() -> dict[int | str, int] | None:
     """Free bytes of each accelerator by its number, and of the host (`cpu`); None where the devices do not say."""
     import psutil
-    import torch
 
-    try:
-        free: dict[int | str, int] = {
-            device.index: torch.accelerator.get_memory_info(device)[0] for device in accelerators()
-        }
-    except RuntimeError:
-        return None
-    return free | {CPU: psutil.virtual_memory().available}
+    free: dict[int | str, int] = {}
+    for device in accelerators():
+        found = free_bytes(device)
+        if found is None:
+            return None
+        free[device.index] = found
+    return free | {CPU: psutil.virtual_memory().available}  # last: layers are placed in this order
 
 
 def take_peaks() -> int:

@@ -6,7 +6,8 @@
 #   --coder    a draft for Qwen2.5-Coder-1.5B-Instruct, cut from its 0.5B sibling, beside the sibling as it is: packages of
 #              1.6 GB, 7 GB of memory, an hour (recipes/qwen-coder-1.5b.yaml)
 #   --tuned    a draft for a Qwen2.5-Coder-1.5B that this demo tunes to answer in JSON: its 0.5B sibling, as it is and adapted
-#              (recipes/adapt.yaml); the same packages, 10 GB of memory, 40 minutes; RULE=house or RULE=german tunes it otherwise
+#              (recipes/adapt.yaml); the same packages; by counts 10 GB of memory and 40 minutes, which nobody has measured
+#              yet; RULE=house or RULE=german tunes it otherwise
 #   --full     more text, more training and more prompts: an hour or more
 #
 # What needs no training is measured and printed first. The same command goes on after a kill.

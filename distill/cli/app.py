@@ -84,7 +84,7 @@ ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind._
 
 
 def smaller_models() -> tuple[str, str]:
-    """Where memory ran out, and what to do."""
+    """The parts of a message about memory: where it ran out, and what the user can do."""
     name = next((word for word in sys.argv[1:] if word in COMMANDS), None)
     smaller = name is not None and "dtype" in signature(COMMANDS[name]).parameters
     return "in this command", "free memory that other programs hold" + ", or give --dtype bfloat16" * smaller

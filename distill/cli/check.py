@@ -90,7 +90,7 @@ def _check_standalone(target: str, draft: str, offline: bool) -> None:
 
 
 def _ends(target: str) -> str:
-    """What ends a target's texts, in words."""
+    """The tokens and strings that end a target's texts, as a phrase for the user."""
     from distill.engines.ends import target_ends
     from distill.engines.llama_cpp.model import ends_of_file
 

@@ -65,9 +65,13 @@ def variables(source: str) -> frozenset[str]:
 
 @dataclass(frozen=True)
 class Frame:
-    """What a template writes around the turns of a conversation without tools: before the first question, between
-    question and answer and back, and behind a last question and a last answer. With a system prompt: before it, and
-    between it and the first question; None where the template refuses one."""
+    """The text that a template writes around the turns of a conversation without tools.
+
+    `before` precedes the first question. `to_answer` stands between a question and its answer, `to_question` between
+    an answer and the next question. `behind_question` and `behind_answer` end the text after its last turn.
+    `around_system` precedes a system prompt and separates it from the first question. It is None if the template
+    refuses a system prompt.
+    """
 
     before: str
     to_answer: str
@@ -164,7 +168,7 @@ class ChatTemplate:
     def text(self, messages: Sequence[Message], thinking: bool | None = None, generate: bool = True) -> str:
         """The messages as text, with the beginning of an answer where one is to be generated.
 
-        Raises ValueError, with the reason, for messages that the template refuses, or of which it leaves one out.
+        Raises ValueError if the template refuses the messages or leaves one out. The error gives the reason.
         """
         text = self._rendered(messages, thinking, generate)
         rest = text
@@ -193,7 +197,8 @@ class ChatTemplate:
             raise ValueError(f"the target's chat template refuses it ({' '.join(str(error).split())[:200]})") from error
 
     def _as_read(self, message: Message) -> dict[str, Any]:
-        """The message with its thinking under each name, of which a template reads one, and with its parts as one."""
+        """The message as the template reads it. Its thinking stands under every known name, because a template reads
+        only one of them. Its parts are joined."""
         thought = dict.fromkeys(THINKING[:3], message[THOUGHT]) if THOUGHT in message else {}
         return {**self._in_one(message), **thought}
 
@@ -208,7 +213,7 @@ class ChatTemplate:
 
     @cached_property
     def _between_parts(self) -> str | None:
-        """What the template writes between two parts of a text; None where it takes no list of them."""
+        """The text that the template writes between two parts of a message; None if it takes no list of parts."""
         parts = [{"type": "text", "text": mark} for mark in MARKS]
         try:
             text = self._applied([{"role": "user", "content": parts}], None, False)

@@ -351,7 +351,7 @@ def _take_over(stage: Stage, run: Run, source: Run) -> None:
 
 
 def _less_memory(name: str, recipe: Recipe) -> tuple[str, str]:
-    """Where memory ran out, and the settings to lower: first those that change nothing but rounding."""
+    """The parts of a message about memory: the stage in which it ran out, and what the user can lower."""
     from distill.training.validation import smaller_target
 
     sizes = {"answers": recipe.answers.batch, "questions": recipe.answers.batch, "teacher": recipe.teacher.batch}
