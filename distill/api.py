@@ -37,7 +37,6 @@ from distill.measuring.evaluation_results import EvaluationReport, evaluation_bl
 from distill.measuring.speedup import measure_any_pair
 from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.speedup_tables import speedup_blocks
-from distill.measuring.stream import Continuation, begin
 from distill.pipeline.preflight import preflight
 from distill.pipeline.running import plan_run, require_allowed, run_pipeline
 from distill.planning.cases import PlanRequest, measured_cases
@@ -66,6 +65,7 @@ from distill.report.page import section
 from distill.report.plots import acceptance_by_position, speeds
 from distill.run import Run
 from distill.sampler import Sampler
+from distill.serving.answering import Continuation, begin
 from distill.surgery.cutter import cut_folder
 from distill.surgery.results import Change
 from distill.surgery.vocabulary import folders_of

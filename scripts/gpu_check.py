@@ -47,13 +47,13 @@ try:
     from grow_target import grow
 
     from distill.decoding.batch import decode_batch
-    from distill.decoding.configured import TableDrafter
     from distill.decoding.costs import measure_steps
     from distill.decoding.decode import Decoded, decode_text, plain
     from distill.decoding.drafters import ModelDrafter
     from distill.decoding.lengths import Fixed
     from distill.decoding.ngrams import NGramTable, count_ngrams
     from distill.decoding.rules import GREEDY, Rules
+    from distill.decoding.table_drafter import TableDrafter
     from distill.decoding.trees import TreeDrafter
     from distill.devices import CPU, accelerators, device_name, peak_memory_bytes, pick_device, synchronise, take_peaks
     from distill.engines.torch.hugging_face import encode, load_model, load_tokenizer, real_tokens

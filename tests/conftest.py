@@ -144,7 +144,7 @@ LONG = (
     "test_exact_decoding",
     "test_decode",
     "test_configurations",
-    "test_stream",
+    "test_answering",
     "test_other_vocabulary",
     "test_cli",
     "test_real_server",

@@ -24,7 +24,7 @@ from distill.recipe.target import HOTTEST
 from distill.run import Run
 
 LENGTH = 4  # tokens drafted a round where no option says
-Opened = tuple[Any, Any, Chat]  # an Opening (distill.engines.loaded), a Continuation (distill.measuring.stream): heavy
+Opened = tuple[Any, Any, Chat]  # an Opening (distill.engines.loaded), a Continuation (distill.serving.answering): heavy
 Opener = Callable[..., Opened]
 
 
@@ -84,8 +84,8 @@ def _opening(
     gguf, place = shared.gguf_of(loaded, llama, llama_draft), place.model_copy(update={"model": big})
     shared.prepare(threads)
     from distill.engines.loaded import Opening
-    from distill.measuring.stream import Continuation
     from distill.sampler import Sampler
+    from distill.serving.answering import Continuation
 
     calibrations = {} if found is None or not chosen.needs_calibration else _calibrations(found)
     request = Continuation(chosen, Sampler.of(drawn), calibrations=calibrations, lossy=allow_lossy, table=table)
@@ -139,7 +139,7 @@ def generate(
     constraint = _grammar(regex, grammar)
     opening, request, asked = opened(named, temperature)
     from distill.data.prompts import user_message
-    from distill.measuring.stream import stream
+    from distill.serving.terminal import stream
 
     own = replace(request.sampler, repetition_penalty=repetition_penalty)
     request = replace(request, sampler=own, seed=seed, stop=tuple(stop or ()), grammar=constraint)
@@ -161,7 +161,7 @@ def chat(
     another one. Without a terminal, each line of standard input is a message.
     """
     opening, request, asked = opened(words or [])
-    from distill.measuring.stream import converse
+    from distill.serving.terminal import converse
 
     converse(opening, asked, request, context, tokens)
 

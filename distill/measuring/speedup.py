@@ -27,11 +27,12 @@ from distill.decoding.calibration import (
     log_loss,
     predicted,
 )
-from distill.decoding.configured import check_configurations, configured_sampler, guesses, name_of_fit, names_of_fits
+from distill.decoding.configured import check_configurations, configured_sampler, name_of_fit
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import read_with
 from distill.decoding.round_costs import PROMPTS
 from distill.decoding.rules import Rules
+from distill.decoding.table_drafter import guesses, names_of_fits
 from distill.engines.llama_cpp.model import MOST_LEAVES
 from distill.engines.loaded import LoadedPair, growing_decoder, load_pair, room_for_prompts, settled_decoding
 from distill.engines.torch.hugging_face import end_ids, load_tokenizer

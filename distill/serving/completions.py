@@ -34,9 +34,9 @@ from distill.decoding.decode import Decoded
 from distill.engines.loaded import Opening
 from distill.errors import DataError, DistillError, RecipeError
 from distill.files import parse_object
-from distill.measuring.stream import Answerer, Continuation, answering
 from distill.progress import note, noting, warn
 from distill.recipe import Chat
+from distill.serving.answering import Answerer, Continuation, answering
 from distill.serving.requests import (
     grammar_of,
     limit_of,

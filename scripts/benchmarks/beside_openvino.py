@@ -106,9 +106,9 @@ def our_pair(one: dict[str, Any], given: dict[str, Any]) -> Any:
 
 def our_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
     from distill.measuring.speedup import load_calibrations
-    from distill.measuring.stream import Continuation, begin
     from distill.recipe import Configuration, parse_section
     from distill.sampler import Sampler
+    from distill.serving.answering import Continuation, begin
 
     configuration = parse_section(Configuration, one["configuration"])
     run = Path(given["run"]) if "run" in given else None

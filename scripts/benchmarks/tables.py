@@ -19,11 +19,12 @@ import torch
 
 from distill.cli.shared import numbers
 from distill.decoding.calibration import TABLE_TERMS, fit_calibration
-from distill.decoding.configured import LOOKED_UP, TableCalibration, TableDrafter, guesses
+from distill.decoding.configured import LOOKED_UP
 from distill.decoding.costs import Costs
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter
 from distill.decoding.lengths import ROOT, Proposal
 from distill.decoding.ngrams import ORDER, NGramTable, count_ngrams
+from distill.decoding.table_drafter import TableCalibration, TableDrafter, guesses
 from distill.decoding.worth import Worth
 from distill.recipe import load_recipe
 from distill.recipe.configuration import LENGTH, TABLE_NODES

@@ -99,9 +99,9 @@ class World:
     def server(self) -> Any:
         """`distill serve` of the target, with that template; it decodes nothing."""
         from distill.engines.loaded import Opening
-        from distill.measuring.stream import Continuation, answering
         from distill.recipe import Configuration, Target
         from distill.sampler import Sampler
+        from distill.serving.answering import Continuation, answering
         from distill.serving.completions import Completions
 
         folder = Path(shutil.copytree(self.target, self.place / "served"))
@@ -461,8 +461,8 @@ def tables(world: World) -> Strategy:
 
 
 def read_tables(world: World, data: bytes) -> Readers:
-    from distill.decoding.configured import TableDrafter
     from distill.decoding.ngrams import NGramTable
+    from distill.decoding.table_drafter import TableDrafter
 
     def draft() -> None:
         drafter = TableDrafter(NGramTable.open(world.put("ngrams.safetensors", data), "ours"), 8, 4)

@@ -17,11 +17,11 @@ import torch
 from test_device_rounds import V
 from toys import EXPERTS, FAMILIES, SHORT, toy
 
-from distill.decoding.configured import TableDrafter
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter, NoDrafter
 from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor, Proposal
 from distill.decoding.rules import Rules
+from distill.decoding.table_drafter import TableDrafter
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.engines.loaded import torch_decoder, with_rows
 from distill.engines.torch.static import StaticTorchModel

@@ -26,13 +26,14 @@ from distill.decoding import batch as batch_module
 from distill.decoding import decode as decode_module
 from distill.decoding.batch import decode_batch
 from distill.decoding.calibration import CONTEXT_TERMS, Calibration
-from distill.decoding.configured import DrafterInputs, TableDrafter, make_rule
+from distill.decoding.configured import DrafterInputs, make_rule
 from distill.decoding.costs import Costs
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, BetaFilter, Fixed, LengthRule
 from distill.decoding.ngrams import NGramTable, count_ngrams
 from distill.decoding.rules import Rules
+from distill.decoding.table_drafter import TableDrafter
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import CHAINS, TREES, Random, refusal
 from distill.decoding.worth import ExpectedValue, Worth

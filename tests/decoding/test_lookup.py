@@ -10,9 +10,9 @@ import random
 
 import pytest
 
-from distill.decoding.configured import TableDrafter
 from distill.decoding.costs import Costs
 from distill.decoding.drafters import FallbackDrafter, LookupDrafter, SuffixIndex
+from distill.decoding.table_drafter import TableDrafter
 from distill.decoding.worth import Worth
 
 

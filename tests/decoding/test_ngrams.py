@@ -18,10 +18,10 @@ from test_tree import paths_of
 
 from distill.decoding import ngrams
 from distill.decoding.calibration import TABLE_TERMS, Calibration, fit_calibration
-from distill.decoding.configured import TableCalibration, TableDrafter, guesses
 from distill.decoding.costs import Costs
 from distill.decoding.lengths import Proposal
 from distill.decoding.ngrams import ORDER, OWN_WEIGHT, Expected, Mixture, NGramTable, count_ngrams, write_table
+from distill.decoding.table_drafter import TableCalibration, TableDrafter, guesses
 from distill.decoding.worth import Worth
 from distill.errors import DataError
 

@@ -27,8 +27,9 @@ from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor
 from distill.decoding.rules import Rules, Stopped, characters, stop_before, token_bytes
 from distill.decoding.trees import TreeDrafter
 from distill.errors import DataError
-from distill.measuring.stream import GREEN, RESET, pieces, show
 from distill.sampler import Sampler
+from distill.serving.answering import pieces
+from distill.serving.terminal import GREEN, RESET, show
 from distill.vocabulary.vocabulary import Vocabulary
 
 torch.set_num_threads(1)

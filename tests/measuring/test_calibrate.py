@@ -12,21 +12,13 @@ from test_configurations import HOT, settings_with
 from toys import random_prompts, toy
 
 from distill.decoding.calibration import UNFITTED, Recorder, predicted
-from distill.decoding.configured import (
-    DrafterInputs,
-    configured_sampler,
-    guesses,
-    lossy_reason,
-    make_drafter,
-    name_of_fit,
-    names_of_fits,
-    table_calibration,
-)
+from distill.decoding.configured import DrafterInputs, configured_sampler, lossy_reason, make_drafter, name_of_fit
 from distill.decoding.decode import decode_text, plain
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import ROOT
 from distill.decoding.ngrams import NGramTable, count_ngrams
 from distill.decoding.rules import GREEDY, Rules
+from distill.decoding.table_drafter import guesses, names_of_fits, table_calibration
 from distill.decoding.trees import TreeDrafter
 from distill.engines.loaded import LoadedPair, with_rows
 from distill.engines.torch.model import TorchModel

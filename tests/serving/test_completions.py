@@ -19,9 +19,9 @@ from distill.data.requests import CHAT, FIELDS, TEXT
 from distill.decoding.decode import Decoded
 from distill.engines.loaded import Opening
 from distill.errors import DataError, RecipeError
-from distill.measuring.stream import Answerer, Continuation, answering
 from distill.recipe import Chat, Configuration, Target
 from distill.sampler import Sampler
+from distill.serving.answering import Answerer, Continuation, answering
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 from distill.serving import completions

@@ -7,16 +7,16 @@ from pathlib import Path
 import pytest
 import tiny
 import torch
-from test_stream import PROMPT, Capture, asked, folders
+from test_answering import PROMPT, Capture, asked, folders
 from toys import save_toy, toy, toy_tokenizer
 
 from distill.decoding.costs import measure_steps
 from distill.engines.loaded import Opening, load_pair
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError, RecipeError
-from distill.measuring.stream import stream
 from distill.pipeline.preflight import check_device, check_static
 from distill.recipe import PyTorch, Target, load_recipe
+from distill.serving.terminal import stream
 
 __all__ = ["folders"]  # a fixture
 torch.set_num_threads(1)

@@ -34,10 +34,11 @@ from distill.errors import DataError, RecipeError
 from distill.gguf.writer import export_gguf
 from distill.measuring.compare import PairSettings, PairTexts, measure_pair
 from distill.measuring.speedup_results import PairMeasured
-from distill.measuring.stream import Continuation, begin, stream
 from distill.recipe import Configuration, Speedup, Target, load_recipe
 from distill.recipe.configuration import TREES
 from distill.sampler import Sampler
+from distill.serving.answering import Continuation, begin
+from distill.serving.terminal import stream
 
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[2]

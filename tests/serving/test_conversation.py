@@ -22,9 +22,9 @@ from toys import blurred, save_toy, toy, toy_tokenizer
 
 from distill.decoding.decode import Decoded, plain
 from distill.engines.loaded import Opening, load_pair
-from distill.measuring.stream import Answerer, Continuation, answering, begin
 from distill.recipe import Chat, Configuration, Corpus, Target
 from distill.sampler import Sampler
+from distill.serving.answering import Answerer, Continuation, answering, begin
 
 pytest.importorskip("starlette", reason="needs the extra serve")
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -134,7 +134,7 @@ def test_bad_lines_of_a_conversation(folders: Path, monkeypatch: Patch, capsys: 
     assert full and "the context of 30 tokens is full: /new" in err
     no_signs = io.TextIOWrapper(io.BytesIO(), encoding="ascii")
     with contextlib.redirect_stdout(no_signs):
-        from distill.measuring.stream import marks
+        from distill.serving.terminal import marks
 
         assert marks() == ("<", ">")
 
