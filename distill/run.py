@@ -149,7 +149,7 @@ class Run:
         write_json(history_path, history)
 
     def parent(self) -> dict[str, Any] | None:
-        """The origin of a refreshed run (parent.json, see refresh.py); None for a run that began with a cut."""
+        """The origin of a refreshed run (parent.json); None for a run that began with a cut."""
         path = self.path("parent.json")
         if not path.exists():
             return None

@@ -1,22 +1,23 @@
-"""README and docs: recipes parse, commands and options exist, links lead somewhere, figures can be filled in."""
+"""README and docs: recipes parse, every name exists, links lead somewhere, figures can be filled in."""
 
 from __future__ import annotations
 
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import pytest
 import question_worlds
 import tiny
 import yaml
+from pydantic import TypeAdapter, ValidationError
 from typer.main import get_command
 
 from distill.cli.app import app
 from distill.gguf.writer import export_gguf
-from distill.measuring.speedup_results import Measurement, SpeedupPart, SpeedupReport
-from distill.recipe import parse_recipe
+from distill.recipe import Recipe, Section, parse_recipe
 
 DOCUMENTS = [tiny.ROOT / "README.md", *sorted((tiny.ROOT / "docs").rglob("*.md"))]
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
@@ -44,9 +45,133 @@ def test_commands_and_options_exist(path: Path) -> None:
         assert not unknown, f"{path.name}: distill {name} has no {unknown}"
 
 
-def test_the_readme_names_every_command() -> None:
-    text = DOCUMENTS[0].read_text(encoding="utf-8")
+def test_every_command_has_its_line() -> None:
+    text = (tiny.ROOT / "docs" / "commands.md").read_text(encoding="utf-8")
     assert not [name for name in COMMANDS if f"`distill {name}" not in text]
+
+
+def test_the_readme_is_short() -> None:
+    assert DOCUMENTS[0].stat().st_size <= 8192
+
+
+def keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Each key below a section, with its whole path and its field."""
+    for name, field in section.model_fields.items():
+        yield prefix + name, field
+        if inner := section_in(field.annotation):
+            yield from keys(inner, f"{prefix}{name}.")
+
+
+def section_in(annotation: Any) -> type[Section] | None:
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return annotation
+    return next(filter(None, map(section_in, get_args(annotation))), None)
+
+
+KEYS = dict(keys(Recipe))
+OPTIONS = {name for command in COMMANDS.values() for one in command.params for name in one.opts + one.secondary_opts}
+# Options, keys and words of other programs, which documents name: typer, llama-server, vLLM, SGLang, torchrun, mypy.
+FOREIGN_OPTIONS = {
+    *("--help", "--install-completion", "--strict", "--parallel", "--kv-unified", "--nproc_per_node"),
+    *("--spec-type", "--spec-draft-n-max", "--spec-draft-sampling", "--lookup-cache-static"),
+    *("--max-logprobs", "--logprobs-mode", "--speculative-config", "--per-request-spec-decode-metrics"),
+    "--speculative-ngram-external-corpus-path",
+}
+FOREIGN_WORDS = {"raw_logits", "add_sep_token"}
+SHIPPED = ("distill", "docs", "recipes", "scripts", "tests", "data")
+
+
+def read_sources(*folders: str) -> str:
+    paths = [
+        path for name in folders for path in (tiny.ROOT / name).rglob("*") if path.suffix in (".py", ".sh", ".yaml")
+    ]
+    return "\n".join(path.read_text(encoding="utf-8") for path in paths)
+
+
+def unknown_names(text: str, words: set[str], files: set[str]) -> Iterator[str]:
+    """Each `code` word of a text that looks like a command, an option, a recipe's key or a file, and does not exist.
+
+    The options of a script exist in a text that names the script.
+    """
+    scripts = [path for path in (tiny.ROOT / "scripts").rglob("*.*") if path.is_file() and path.name in text]
+    script_options = set(
+        re.findall(r"(?<![\w-])--[a-z][\w-]*", " ".join(path.read_text(encoding="utf-8") for path in scripts))
+    )
+    for span in re.findall(r"`([^`\n]+)`", text):
+        name = re.match(r"distill ([a-z][\w-]*)", span)
+        if name and name[1] not in COMMANDS:
+            yield span
+        options = set(re.findall(r"(?<![\w-])--?[a-z][\w-]*", span))
+        if options - OPTIONS - FOREIGN_OPTIONS - script_options:
+            yield span
+        path = re.fullmatch(r"([a-z_]+(?:\.[a-z_0-9]+)+)(?:(?:=|: )(.+))?", span)
+        if path and path[1].partition(".")[0] in Recipe.model_fields and not path[1].endswith((".py", ".json", ".md")):
+            if not holds(re.sub(r"\.\d+", "", path[1]), path[2]):
+                yield span
+        elif re.fullmatch(r"[\w./-]+\.(py|sh|yaml|md|json|jsonl|txt)", span):
+            if Path(span).name not in files and Path(span).stem not in words:
+                yield span
+        elif re.fullmatch(r"\{[a-z].*\}|[a-z_]+: .+", span):
+            if mapping_keys(span) - {key.rpartition(".")[2] for key in KEYS}:
+                yield span
+        elif re.fullmatch(r"[a-z]+(_[a-z0-9]+)+", span) and span not in words | FOREIGN_WORDS:
+            yield span
+
+
+def holds(key: str, value: str | None) -> bool:
+    """Whether a recipe has this key, and the key takes this value. A value with capitals stands for the user's own."""
+    if key not in KEYS:
+        return False
+    if value is None or re.search(r"[A-Z…]", value) or section_in(KEYS[key].annotation):
+        return True
+    try:
+        TypeAdapter(KEYS[key].annotation).validate_python(yaml.safe_load(value))
+    except ValidationError:
+        return False
+    return True
+
+
+def mapping_keys(text: str) -> set[str]:
+    """The keys of a mapping in YAML that look like a recipe's, at any depth."""
+
+    def walk(value: Any) -> Iterator[str]:
+        if isinstance(value, dict):
+            yield from (key for key in value if isinstance(key, str) and key.islower())
+        for item in value.values() if isinstance(value, dict) else value if isinstance(value, list) else ():
+            yield from walk(item)
+
+    try:
+        return set(walk(yaml.safe_load(text)))
+    except yaml.YAMLError:
+        return set()
+
+
+def test_every_name_exists() -> None:
+    """Of documents, of recipes' comments, and of the texts that explain options and keys."""
+    paths = [*DOCUMENTS, *(tiny.ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md"))]
+    texts = {path.name: path.read_text(encoding="utf-8") for path in paths}
+    for path in (tiny.ROOT / "recipes").rglob("*.yaml"):
+        comments = " ".join(re.findall(r"#(.*)", path.read_text(encoding="utf-8")))
+        texts[path.name] = re.sub(r"(?<![\w/`.-])[a-z_]+(?:\.[a-z_]+)+(?![\w/.]|=)", r"`\g<0>`", comments)
+    for name, command in COMMANDS.items():
+        texts[f"distill {name}"] = " ".join(str(one.help) for one in (command, *command.params) if hasattr(one, "help"))
+    texts |= {f"key {key}": field.description or "" for key, field in KEYS.items()}
+    words = set(re.findall(r"[\w-]+", read_sources("distill", "scripts", "recipes")))
+    files = {path.name for path in tiny.ROOT.glob("*")}
+    files |= {path.name for name in SHIPPED for path in (tiny.ROOT / name).rglob("*")}
+    unknown = {name: found for name, text in texts.items() if (found := [*unknown_names(text, words, files)])}
+    assert not unknown
+    wrong = (
+        "distill nothing",
+        "--nothing",
+        "train.nothing",
+        "{nothing: 1}",
+        "no_thing",
+        "nothing.py",
+        "train.steps: one",
+    )
+    text = " ".join(f"`{span}`" for span in wrong)
+    assert [*unknown_names(text, words - {"nothing", "no_thing"}, files)] == list(wrong)
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
@@ -59,12 +184,12 @@ def test_recipes_parse(path: Path) -> None:
 @tiny.needs_llama
 @pytest.mark.usefixtures("one_thread")
 def test_the_recipe_of_the_readme_runs_as_it_stands(tmp_path: Path) -> None:
-    """At most ten lines, with a small chat model's file in its place, and fewer texts and steps."""
-    server, recipe = blocks(DOCUMENTS[0], "yaml")
-    assert server.count("\n") <= 10 and recipe.count("\n") <= 10
+    """Each recipe has at most eight lines. The last one runs with a small chat model's file, fewer texts and steps."""
+    recipes = blocks(DOCUMENTS[0], "yaml")
+    assert len(recipes) == 3 and all(one.count("\n") <= 8 for one in recipes)
     question_worlds.build_instruct(tmp_path, question_worlds.biased, layers=5)
     export_gguf(tmp_path / "target", tmp_path / "my-model-q4_k_m.gguf", "q8_0")
-    (tmp_path / "my-draft.yaml").write_text(recipe, encoding="utf-8")
+    (tmp_path / "my-draft.yaml").write_text(recipes[-1], encoding="utf-8")
     small = ("corpus.sources.0.questions=60", "corpus.validation=0.25", "corpus.test=0.25")
     fewer = ("answers.new_tokens=16", "train.steps=2", "eval.prompts=4", "speedup.prompts=3", "speedup.new_tokens=8")
     assert tiny.call("train", tmp_path / "my-draft.yaml", "--runs", tmp_path, "threads=1", *small, *fewer) == 0
@@ -107,37 +232,25 @@ def test_places_in_documents_that_recipes_and_messages_name() -> None:
             assert not anchor or anchor in anchors(tiny.ROOT / name), f"{path}: {name}#{anchor}"
 
 
-def measured(backend: str, speedup: float) -> SpeedupPart:
-    where = ("draft + target", backend)
-    unused: Any = None
-    row = Measurement(
-        *(*where, "draft adaptive", None, "draft", "expected-value", None),
-        *(1.0, 1.0, 1.0, 1.0, speedup, 1.0, 2.0, None, 3, 1, 0, None, 0.0, 0.1, unused),
-    )
-    return SpeedupPart(*where, [row], unused)
-
-
 def test_figures_find_their_place(tmp_path: Path) -> None:
     script = tiny.script("fill_figures")
-    machine: Any = {"command": "c", "machine": {}, "prompts": 4, "new_tokens": 8, "sampler": {}}
-    rows = script._speedups(
-        SpeedupReport(**machine, parts=[measured("pytorch", 1.5), measured("gguf", 1.75)])
-    ).splitlines()
-    assert rows[0].startswith("| speedup over plain decoding, greedy, 4 prompts | PyTorch |") and rows[2:] == [
-        "| adaptive length | 1.50 [1.00, 2.00] | 1.75 [1.00, 2.00] |",
-    ]
     page = tmp_path / "eval.md"
     page.write_text(
         "Sampler: greedy.\n\n- Measured on a store.\n\n**answers**\n\n| a |\n\n- Said of a row.\n", encoding="utf-8"
     )
     assert script._without_command(page) == "Sampler: greedy.\n\n- Measured on a store.\n\n**answers**\n\n| a |"
-    own = ["evaluation", "speedup", "parity"]
-    for name, run, markers in (
-        ("README.md", "smollm2-demo", ["headline"]),
-        ("docs/benchmarks.md", "smollm2-demo", own),
-    ):
-        text = (tiny.ROOT / name).read_text(encoding="utf-8")
-        for marker in markers:
-            once = script.filled(text, run, {marker: "A TABLE"})
-            assert once.count("A TABLE") == 1 and once.count("<!-- end -->") == text.count("<!-- end -->")
-        assert script.filled(text, run, {"nothing": "A TABLE"}) == text
+    table = (
+        "Said.\n\nCalibrated on 4 texts.\n\n| pair | backend | same text |\n|---|---|--:|\n| **a** | **gguf** | **2** |"
+    )
+    assert script._without_columns(table) == "Said.\n\n| backend |\n|---|\n| **gguf** |"
+    text = (tiny.ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
+    for marker in ("evaluation", "speedup", "parity"):
+        once = script.filled(text, "smollm2-demo", {marker: "A TABLE"})
+        assert once.count("A TABLE") == 1 and once.count("<!-- end -->") == text.count("<!-- end -->")
+    assert script.filled(text, "smollm2-demo", {"nothing": "A TABLE"}) == text
+
+
+def test_the_picture_has_the_figures_of_the_tables() -> None:
+    picture = (tiny.ROOT / "docs" / "speeds.svg").read_text(encoding="utf-8")
+    bars = [bar for bars in tiny.script("draw_speeds").groups().values() for bar in bars]
+    assert len(bars) == 9 and not [bar for bar in bars if "{} {:.2f}×".format(*bar) not in picture]

@@ -1,0 +1,107 @@
+"""Draw docs/speeds.svg, the picture of the README, from the tables in docs/.
+
+python scripts/draw_speeds.py
+
+Every bar is a speedup in docs/benchmarks.md or docs/tuned-target.md. Every point of the curve is a prediction in
+docs/benchmarks.md. If a table or figure is missing, the script ends.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import matplotlib
+
+matplotlib.use("svg")
+from matplotlib.figure import Figure
+
+ROOT = Path(__file__).resolve().parent.parent
+COLOURS = {"plain": "#8a8f98", "lookup": "#b59a1d", "stock sibling": "#3aa8b8", "trained draft": "#2f81d6"}
+Bar = tuple[str, float]  # how the target is decoded, and the speedup over plain decoding
+
+
+def cell(page: str, row: str, column: str) -> float:
+    """The first number of a table's cell in docs/`page`, by the beginning of its row and by its column's head."""
+    head: list[str] = []
+    for line in (ROOT / "docs" / page).read_text(encoding="utf-8").splitlines():
+        cells = [part.strip(" *") for part in line.split("|")[1:-1]]
+        if not cells:
+            head = []
+        elif not head:
+            head = cells
+        elif cells[0] == row and column in head:
+            number = re.match(r"[\d.]+", cells[head.index(column)])
+            if number:
+                return float(number[0])
+    sys.exit(f"docs/{page} has no figure in row {row!r} and column {column!r}")
+
+
+def groups() -> dict[str, list[Bar]]:
+    """The bars of each pair and text."""
+    pair = "benchmarks.md"
+    first = ("tuned-target.md", "speedup over plain decoding")
+    found: dict[str, list[Bar]] = {
+        "Tuned to answer in JSON\n(bfloat16; first try, made by hand)": [
+            ("stock sibling", cell(first[0], "the official 0.5B", first[1])),
+            ("trained draft", cell(first[0], "the adapted 0.5B, three epochs", first[1])),
+        ]
+    }
+    for title, column in (
+        ("Chat, target in bfloat16\n({} tokens/s plain)", "bfloat16, chat"),
+        ("Code that repeats its prompt\n(4-bit file, {} tokens/s plain)", "file's bits, code"),
+    ):
+        found[title.format(cell(pair, "plain, tokens/s", column))] = [
+            ("lookup", cell(pair, "lookup", column)),
+            ("stock sibling", cell(pair, "draft adaptive", column)),
+        ]
+    engine = "PyTorch, the file's bits"
+    found[f"Chat, target's 4-bit file\n({cell(pair, 'plain, tokens/s', engine)} tokens/s plain)"] = [
+        ("lookup", cell(pair, "lookup", engine)),
+        ("stock sibling", cell(pair, "the sibling as it is", "adaptive")),
+        ("trained draft", cell(pair, "half of its MLPs, 130,272 tokens", "adaptive")),
+    ]
+    return found
+
+
+def draw(path: Path) -> None:
+    """Write the picture: bars of what was measured on the left, the predicted curve on the right."""
+    matplotlib.rcParams.update({"svg.hashsalt": "distill", "font.size": 10, "svg.fonttype": "none"})
+    figure = Figure(figsize=(9.6, 4.2), layout="constrained", facecolor="white")
+    measured, predicted = figure.subplots(1, 2, width_ratios=(3, 1.25))
+    height, ticks = 0.0, []
+    for title, bars in groups().items():
+        rows: list[Bar] = [("plain", 1.0), *bars]
+        ticks.append((height + (len(rows) - 1) / 2, title))
+        for name, speedup in rows:
+            measured.barh(height, speedup, height=0.8, color=COLOURS[name])
+            label = name if name == "plain" else f"{name} {speedup:.2f}×"
+            measured.annotate(label, (speedup, height), (4, 0), textcoords="offset points", va="center")
+            height += 1
+        height += 0.7
+    measured.axvline(1.0, color="#444444", linewidth=1, linestyle=(0, (3, 2)))
+    measured.set_yticks([place for place, _ in ticks], [title for _, title in ticks])
+    measured.invert_yaxis()
+    measured.set_xlim(0, 3.6)
+    measured.set_title("Measured: Qwen2.5-Coder-1.5B, 2 CPU cores", loc="left", fontsize=11)
+    measured.set_xlabel("tokens per second, plain decoding = 1")
+
+    shares = ("0.10", "0.05", "0.03")
+    for name, column in (("stock sibling", "the sibling"), ("trained draft", "half of its MLPs")):
+        speedups = [cell("benchmarks.md", share, column) for share in shares]
+        predicted.plot(list(map(float, shares)), speedups, "o--", color=COLOURS[name], label=column)
+        predicted.annotate(column, (0.03, speedups[-1]), (0, 7), textcoords="offset points", ha="right", fontsize=9)
+    predicted.invert_xaxis()
+    predicted.set_ylim(1, 2.8)
+    predicted.set_title("Predicted, larger targets", loc="left", fontsize=11)
+    predicted.set_xlabel("a draft step's share\nof a target step")
+    for axes in (measured, predicted):
+        axes.spines[["top", "right"]].set_visible(False)
+    measured.tick_params(axis="y", length=0)
+    figure.savefig(path, metadata={"Date": None})
+
+
+if __name__ == "__main__":
+    draw(ROOT / "docs" / "speeds.svg")
+    print("wrote docs/speeds.svg")
