@@ -22,14 +22,16 @@ from distill.recipe.training import LossName  # noqa: E402
 
 # Lists of values that several keys take: named in their tables, and printed once, under this name.
 NAMED = {OutType: "GGUF type", CacheType: "cache type", LossName: "loss"}
+PLAIN = ("text", "integer", "number", "true, false")
 
 INTRODUCTION = """\
 <!-- Written by `python scripts/document_recipe.py` from distill/recipe/; edit those, not this file. -->
 
 # Recipes
 
-A recipe is one YAML file with everything a run depends on. `distill train RECIPE` runs it stage by stage and writes to
-the run directory `runs/<name>`. The smallest recipe names a target, some text and a cut; every other key has a default:
+**Which keys does a recipe have, and what are their defaults?** A recipe is one YAML file with everything a run
+depends on. `distill train RECIPE` runs it and writes to `runs/<name>`. The smallest recipe names a target, some text
+and a cut:
 
 ```yaml
 name: first
@@ -42,24 +44,22 @@ cut:
   layers: 8                         # fewer than the target has: a draft of the target's own size saves nothing
 ```
 
-**Paths.** A value that starts with `.`, `/` or `~` is a path; a relative one starts at the folder of the *recipe
-file*, on a command line at the working directory. Any other model name is a hub name, unless a file or folder of that
-name exists there.
-
-**null.** A key whose default is `null` takes `null`, too, which means off unless its meaning says otherwise.
-
-**Mistakes.** One message names every unknown key, with its nearest known one, and every value out of range, before
-any work starts. `distill check RECIPE` makes all checks that can be made without weights.
-
-**Overrides.** A command that takes a recipe also takes changes to it, as `a.b=c`. The value is YAML; numbers index
-into lists. Quote anything your shell would interpret:
+- **Paths.** A value that starts with `.`, `/` or `~` is a path. Relative paths start at the folder of the *recipe
+  file*, and at the working directory on a command line. Any other model name is a hub name, unless a file or folder
+  of that name exists there.
+- **null** means off, unless the key's text says otherwise.
+- **Mistakes.** One message names every unknown key, with its nearest known one, and every value out of range.
+  `distill schema recipe` prints the range of each number.
+- **Overrides.** Commands that take a recipe also take changes to it, as `a.b=c`. The value is YAML, and numbers index
+  into lists. Quote what your shell would interpret.
+- **Splits.** The draft learns from *train*, choices are made on *validation*, and every printed figure comes from
+  *test*.
 
 ```
 distill train recipes/demo.yaml 'speedup.lengths=[2, 4]' corpus.sources.0.pattern='asyncio/*.py' name=asyncio
 ```
 
-**Splits.** *train*: the draft learns from it. *validation*: choices are made on it. *test*: every printed figure
-comes from it.
+A line gives a key with its default, then in brackets the values that it takes.
 
 """
 
@@ -70,14 +70,13 @@ def document() -> str:
 
 
 def describe_schema() -> str:
-    """Each key with its values, default and meaning, as Markdown."""
+    """Each key with its default, values and meaning, as Markdown."""
     lines: list[str] = []
     anchors: dict[type[Section], str] = {}  # of each section, where its keys are listed
     listed: dict[tuple[type, str], str] = {}  # of each key by the class that has it, the section that lists it
 
     def walk(section: type[Section], title: str, prefix: str) -> None:
         lines.extend([f"## {title}", "", inspect.cleandoc(section.__doc__ or ""), ""])
-        lines.extend(["| key | takes | default | meaning |", "|-|-|-|-|"])
         nested: list[tuple[type[Section], str]] = []
         shared: dict[str, list[str]] = {}  # keys that another section lists, by that section
         for name, field in section.model_fields.items():
@@ -92,16 +91,15 @@ def describe_schema() -> str:
                 anchors[inner] = (prefix + name).replace(".", "")
                 if section is Recipe:
                     continue  # its own heading follows
-            takes, default = _takes(field.annotation, field.metadata, anchors), _default(field)
-            if default == "`null`":
-                takes = takes.removesuffix(" or `null`")
-            if type(field.default) in (int, float):  # its kind is plain from the default
-                takes = takes.removeprefix("integer ").removeprefix("number ")
-            cells = (f"`{name}`", takes, default)
+            takes, default = _takes(field.annotation, anchors), _default(field)
+            if field.default is None:
+                takes = takes.removesuffix(" or null")
+            if type(field.default) in (bool, int, float, str) and takes in PLAIN:
+                takes = ""  # plain from the default
+            written = f"`{name}`" if default is None else f"`{name}: {default}`"
             meaning = field.description or (inspect.cleandoc(inner.__doc__ or "").split("\n\n")[0] if inner else "")
-            lines.append(
-                "| " + " | ".join(cell.replace("|", "\\|") for cell in (*cells, " ".join(meaning.split()))) + " |"
-            )
+            noted = ", ".join(filter(None, [takes, "required" * field.is_required()]))
+            lines.append(f"- {written}{f' ({noted})' if noted else ''}: {' '.join(meaning.split())}")
         lines.append("")
         for other, names in shared.items():
             lines.extend([f"{', '.join(names)}: as in [{other}](#{other.replace('.', '')}).", ""])
@@ -125,37 +123,31 @@ def _plural(name: str) -> str:
     return f"{name}es" if name.endswith("s") else f"{name}s"
 
 
-def _takes(annotation: Any, metadata: typing.Sequence[Any], anchors: dict[type[Section], str]) -> str:
-    """The values that a key takes: type, choices and bounds."""
+def _takes(annotation: Any, anchors: dict[type[Section], str]) -> str:
+    """The values that a key takes: its type, or its choices."""
     if annotation in NAMED:
         return f"[{NAMED[annotation]}](#{_plural(NAMED[annotation]).lower().replace(' ', '-')})"
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
-    bounds = [
-        f"{sign} {getattr(bound, attribute)}"
-        for bound in metadata
-        for attribute, sign in (("ge", "≥"), ("gt", ">"), ("le", "≤"), ("lt", "<"))
-        if getattr(bound, attribute, None) is not None
-        and abs(getattr(bound, attribute)) < 1000  # larger: any that makes sense
-    ]
     if origin in (typing.Union, types.UnionType):
-        some = [_takes(argument, metadata, anchors) for argument in arguments if argument is not type(None)]
-        return " or ".join([*some, "`null`"] if type(None) in arguments else some)
+        some = [_takes(argument, anchors) for argument in arguments if argument is not type(None)]
+        return " or ".join([*some, "null"] if type(None) in arguments else some)
+    if origin is typing.Annotated:
+        return _takes(arguments[0], anchors)
     if origin is Literal:
         return ", ".join(map(str, arguments))
     if origin is tuple:
-        return f"list of {_takes(arguments[0], (), anchors)}"
+        return f"list of {_takes(arguments[0], anchors)}"
     if origin is dict:
-        return f"mapping of {_takes(arguments[0], (), anchors)} to {_takes(arguments[1], (), anchors)}"
+        return f"mapping of {_takes(arguments[0], anchors)} to {_takes(arguments[1], anchors)}"
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return f"[section](#{anchors[annotation]})"
     words = {str: "text", int: "integer", float: "number", bool: "true, false", Any: "any value"}
-    return " ".join([words.get(annotation, str(annotation)), ", ".join(bounds)]).strip()
+    return words.get(annotation, str(annotation))
 
 
-def _default(field: Any) -> str:
-    if field.is_required():
-        return "required"
-    return "as listed there" if isinstance(field.default, Section) else f"`{_plain(field.default)}`"
+def _default(field: Any) -> str | None:
+    """A key's default as in a recipe; None for a key that is required, or that is a section with its own list."""
+    return None if field.is_required() or isinstance(field.default, Section) else _plain(field.default)
 
 
 def _plain(value: Any) -> str:
