@@ -19,6 +19,7 @@ from distill.tables import Cell, Row, Table, markdown
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 LEFT_OUT = ("**by group", "**conditional", "**rounds")  # tables of eval.md
+ROWS_LEFT_OUT = r"[^|\n]*: difference to the first|KL\(draft|acceptance probability, llama|ceiling|share of the sampled"
 COLUMNS_LEFT_OUT = {"pair", "plain tokens/s", "same text", "distribution"}  # of the tables of speedup.md
 
 
@@ -45,14 +46,16 @@ def _without_command(path: Path) -> str:
 
 def _of_documents(evaluation: str) -> str:
     """The tables of eval.md that the documents show: the measures without their differences."""
-    sections = re.split(r"\n(?=\*\*)", re.sub(r"\n\|[^|\n]*: difference to the first[^\n]*", "", evaluation))
+    rows = re.sub(rf"\n\| (?:{ROWS_LEFT_OUT})[^\n]*|\nTop-1 agreement [^\n]*\n", "", evaluation)
+    sections = re.split(r"\n(?=\*\*)", rows)
     return "\n".join(one for one in sections if not one.startswith(LEFT_OUT))
 
 
 def _without_columns(text: str) -> str:
-    """Drop the columns of COLUMNS_LEFT_OUT from the Markdown tables in `text`, and the calibrations' losses."""
+    """Drop from a speedup's text the columns of COLUMNS_LEFT_OUT, the losses of calibrations and table `engines`."""
     lines, kept = [], []
-    for line in re.sub(r"\nCalibrated on [^\n]*\n", "", text).splitlines():
+    left_out = re.compile(r"\nCalibrated on [^\n]*\n|^\*\*engines\*\*\n.*?(?=^\*\*)", flags=re.M | re.S)
+    for line in left_out.sub("", text).splitlines():
         cells = line.split("|")[1:-1]
         if not lines or not lines[-1].startswith("|"):  # a table begins here, if one does
             kept = [column for column, head in enumerate(cells) if head.strip() not in COLUMNS_LEFT_OUT]
