@@ -30,43 +30,43 @@ class Source(Section):
     """One source of text."""
 
     kind: SourceKind = Field(
-        description="tree: every matching file below a folder is a document; text: a file is one, or several if "
-        "longer than 32,768 characters; jsonl (or one JSON array), csv, parquet: every line or row is a record; hub: "
-        "a data set by its hub name (through `datasets`); target: the target writes the questions itself "
+        description="tree: every matching file below a folder is a document; text: a file is one document, or several "
+        "beyond 32,768 characters; jsonl (or one JSON array), csv, parquet: every line or row is a record; "
+        "hub: a data set's hub name (through `datasets`); target: the target writes the questions "
         "([prompts](prompts.md#questions-from-the-target-itself))"
     )
     path: str = Field(
         "",
         validate_default=True,
-        description="folder, file or hub name; required except for kind target. `python:stdlib`: the running "
-        "interpreter's library; text, jsonl, csv and parquet also take a pattern such as logs/*.jsonl",
+        description="folder, file or hub name, for all kinds but target. `python:stdlib` is the running interpreter's "
+        "library. text, jsonl, csv and parquet take a pattern such as logs/*.jsonl",
     )
     questions: int | None = Field(
         None, ge=1, le=10_000_000, description="target: usable questions to collect; required"
     )
     openings: tuple[str, ...] = Field(
         (),
-        description="target: how its questions or texts begin, such as `Translate into English:`; the seed draws one "
-        "for each",
+        description="target: beginnings of its questions, such as `Translate into English:`; the seed draws one for "
+        "each",
     )
     tokens: int = Field(
         96,
         ge=4,
-        description="target: maximum tokens of a question, its end included; longer ones are dropped, texts cut",
+        description="target: maximum tokens of a question with its end; longer questions are dropped, longer texts cut",
     )
     temperature: float = Field(1.0, gt=0, le=HOTTEST, description="target: sampling temperature of its questions")
     top_p: float = Field(0.99, gt=0, le=1, description="target: top-p of its questions; 1: off")
     pattern: str = Field("**/*.py", description="tree: pattern that file paths must match")
     form: Literal["auto", "text", "prompt", "messages"] = Field(
         "auto",
-        description="what a record holds ([prompts](prompts.md#sources)); auto: decided by its fields. For tree and "
-        "text, prompt makes every file a user message",
+        description="what a record holds ([prompts](prompts.md#sources)); auto: its fields decide. In tree and text, "
+        "prompt makes every file a user message",
     )
     fields: dict[Literal["text", "prompt", "context", "answer", "messages", "system", "label"], str] = Field(
         {}, description="records: names of these fields, where they differ"
     )
     given: bool = Field(
-        True, description="records: also learn from the answers that they contain; false: use only their questions"
+        True, description="records: also learn the answers that they contain; false: use only their questions"
     )
     label: str | None = Field(
         None, max_length=100, description="class of its prompts in reports; null: the record's `category`"
@@ -82,7 +82,8 @@ class Source(Section):
     exclude: tuple[str, ...] = Field((), description="tree: folder names to skip")
     split: Literal["by-name", "train", "validation", "test"] = Field(
         "by-name",
-        description="by-name: by a hash of each document's name or first question; otherwise, the split of all",
+        description="by-name: a hash of each document's name or first question decides; otherwise the split of all "
+        "documents",
     )
     keep: tuple[Literal["train", "validation", "test"], ...] = Field(
         ("train", "validation", "test"), description="splits to keep; documents of others are dropped and counted"
@@ -142,7 +143,7 @@ class Chat(Section):
     """How conversations are rendered: by the target's own chat template."""
 
     system: tuple[str, ...] = Field(
-        (), description="system prompts; a conversation without one gets one of these, drawn by the seed"
+        (), description="system prompts; the seed draws one for each conversation that has none"
     )
     thinking: float | None = Field(
         None, ge=0, le=1, description="share of conversations with thinking on; null: the template's default"
@@ -163,7 +164,7 @@ class Corpus(Section):
     test: float = Field(0.04, ge=0, lt=1, description="share of by-name documents for test")
     block: int = Field(512, ge=16, description="positions per packed block")
     tokens: int = Field(
-        0, ge=0, description="tokens of train text to learn from, in addition to the answers, which teach more"
+        0, ge=0, description="tokens of given train text to learn in addition to the answers, which teach more"
     )
     max_documents: int = Field(100_000, ge=1, description="maximum documents read per source; reported when reached")
 

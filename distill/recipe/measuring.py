@@ -187,8 +187,8 @@ class Speedup(Section):
 
     backends: tuple[str, ...] = Field(
         ("pytorch", "gguf"),
-        description="decoders to measure: pytorch, gguf (llama.cpp) and ik (ik_llama.cpp); gguf:TYPE and ik:TYPE "
-        "with both models in another type of file",
+        description="decoders to measure: pytorch, gguf (llama.cpp), ik (ik_llama.cpp), or gguf:TYPE and ik:TYPE with "
+        "both models in another type of file",
     )
     outtype: OutType = Field("f16", description="GGUF type of both models; a target that is a GGUF file keeps its own")
     lengths: tuple[int, ...] = Field(
@@ -203,8 +203,7 @@ class Speedup(Section):
     turns: int = Field(
         3,
         ge=0,
-        description="turns in which engines that come near the fastest are timed again, plain and in their fastest "
-        "way; 0: none",
+        description="turns in which engines near the fastest are timed again, plain and in their fastest way; 0: none",
     )
     allow_lossy: bool = Field(
         False, description="also run configurations that change the target's distribution, labelled LOSSY"

@@ -58,7 +58,7 @@ class Recipe(Section):
         None,
         ge=1,
         le=MOST_THREADS,
-        description="CPU threads; null: OMP_NUM_THREADS, else all cores that this process may use",
+        description="CPU threads; null: OMP_NUM_THREADS, else all cores of this process",
     )
     device: str = Field("auto", description="auto, cpu, cuda, cuda:0, mps, …")
     target: Target

@@ -180,8 +180,8 @@ class WriterSettings(Servers):
         0.0,
         ge=0,
         lt=1,
-        description="share of prompts that may remain unanswered after all retries; above it the stage stops, and "
-        "the next command asks again",
+        description="share of prompts that may stay unanswered after all retries; above it the stage stops, and the "
+        "next command asks again",
     )
 
     @model_validator(mode="after")
@@ -221,13 +221,12 @@ class Target(Section):
     model: str = Field(description="folder (`./name` for a relative one), hub name, or GGUF file")
     adapter: str | None = Field(
         None,
-        description="folder of a PEFT adapter that is merged into `model` when it is first used "
-        "([a tuned target](tuned-target.md))",
+        description="folder of a PEFT adapter, merged into `model` on first use ([a tuned target](tuned-target.md))",
     )
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = Field(
         "auto",
-        description="number type it runs in; auto: the checkpoint's own (of a GGUF file bfloat16), or float32 if the "
-        "device has no instructions for that (a run keeps the type it began with)",
+        description="number type; auto: the checkpoint's own (of a GGUF file bfloat16), or float32 if the device has no"
+        " instructions for it. A run keeps its type",
     )
     quantise: Literal["int8", "int4"] | None = Field(
         None, description="load the weights in 8 or 4 bits with bitsandbytes"
@@ -254,28 +253,27 @@ class PyTorch(Section):
 
     static: bool = Field(
         False,
-        description="use caches of fixed size, which roll back by length ([decoding](decoding.md#the-static-cache))",
+        description="use caches of fixed size ([decoding](decoding.md#the-static-cache))",
     )
     compile: bool = Field(
         False,
-        description="static: compile the step for each number of tokens on first use (10 to 30 s each); recorded as "
-        "graphs on CUDA",
+        description="static: compile a step for each number of tokens on first use (10 to 30 s each)",
     )
     draft_device: str | None = Field(None, description="the draft's device; null: the target's")
     target_weights: Literal["auto", "file"] | None = Field(
         "auto",
-        description="file: a GGUF target decodes in PyTorch, in its own bits ([decoding](decoding.md#on-a-cpu)); auto: "
-        "where PyTorch decodes it anyway, and this CPU can; null: `dtype`",
+        description="file: a GGUF target decodes in PyTorch in its own bits ([decoding](decoding.md#on-a-cpu)); auto: "
+        "file, if PyTorch decodes the target anyway and this CPU can; null: as `dtype`",
     )
     draft_weights: Literal["auto", "file", "int8", "int4"] | None = Field(
         "auto",
-        description="CPU: round the draft's linear layers to 8 or 4 bits, which makes its steps faster. file: a GGUF "
-        "draft's own bits. auto: what measures best; null: as they are",
+        description="int8, int4: round the draft's linear layers, on a CPU; file: a GGUF draft's own bits; auto: what "
+        "measures best; null: not rounded",
     )
     prepack: bool = Field(
         True,
-        description="compute the layers of known families in few operators, on a CPU from a second copy of the "
-        "weights in oneDNN's layout ([decoding](decoding.md#on-a-cpu))",
+        description="compute the layers of known families in few operators, on a CPU from a repacked copy of the "
+        "weights ([decoding](decoding.md#on-a-cpu))",
     )
 
     @model_validator(mode="after")
@@ -345,7 +343,7 @@ class Answers(Section):
     )
     traffic: str | None = Field(
         None,
-        description="a jsonl file of served prompts with the target's answers, or a folder of them, used in addition "
+        description="a jsonl file of served prompts and answers, or a folder of them, used in addition "
         "([record](serving.md#record-your-own-traffic))",
     )
 

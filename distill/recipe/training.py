@@ -17,7 +17,9 @@ class Adapter(Section):
     """
 
     rank: int = Field(
-        16, ge=1, description="r, for the two matrices [out, r] and [r, in] added to each layer, as twice their product"
+        16,
+        ge=1,
+        description="rank r of the two matrices [out, r] and [r, in] added to each layer, whose product counts twice",
     )
     base: Literal["int8", "int4"] | None = Field(
         None, description="QLoRA: bitsandbytes keeps the frozen weights in 8 or 4 bits (NF4); null: not quantised"
@@ -85,7 +87,7 @@ class Train(Section):
     micro_batch: int | None = Field(
         None,
         ge=1,
-        description="blocks per forward pass of a process, with gradients accumulated; null: all of its blocks",
+        description="blocks per forward pass of a process; gradients are accumulated; null: all of its blocks",
     )
     optimizer: Literal["adamw", "muon"] = Field(
         "muon", description="muon: Muon for the matrices of the layers, AdamW for the rest"
@@ -114,8 +116,8 @@ class Train(Section):
         None,
         gt=0,
         le=1000,
-        description="peak rate of embeddings and head, in multiples of `rate`; null: 1, after a transplant what makes "
-        "it 1.5e-3",
+        description="peak rate of embeddings and head, as a factor of `rate`; null: 1, or 1.5e-3 in all after a "
+        "transplant",
     )
     acceptance: Acceptance | None = Field(
         Acceptance(), description="keep the best weights; null, or with sparsity: keep the last"
@@ -147,11 +149,11 @@ class Cut(Section):
     )
     transplant: dict[str, str] | None = Field(
         None,
-        description="give the donor the target's vocabulary, byte for byte, needed if it has another; `{}`, or for "
-        "target tokens such as turn markers the text whose donor tokens initialise them",
+        description="give the donor the target's vocabulary, needed if it has another; `{}`, or for target tokens such "
+        "as turn markers a text whose donor tokens initialise them",
     )
     layers: int | None = Field(
-        None, ge=1, description="layers to keep, those that change the stream most ([cuts](surgery.md#cuts)); null: all"
+        None, ge=1, description="layers to keep, those of most influence ([cuts](surgery.md#cuts)); null: all"
     )
     mlp_width: int | None = Field(
         None, ge=32, description="MLP neurons to keep per layer, those that add most to the residual stream; null: all"
@@ -159,8 +161,8 @@ class Cut(Section):
     trim: float | None = Field(
         None,
         gt=0,
-        description="restrict the head to tokens that the target writes often (distill's decoders compute only their "
-        "logits): their number, or the share of the target's tokens to cover in every domain, such as 0.995",
+        description="restrict the head to tokens that the target writes often: their number, or the share of its text "
+        "to cover in every source, such as 0.995. Only distill's decoders use it",
     )
     allow_full_size: bool = Field(
         False, description="allow a draft as costly as its target, such as one without any cut"
