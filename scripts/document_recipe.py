@@ -94,8 +94,9 @@ def describe_schema() -> str:
             takes, default = _takes(field.annotation, anchors), _default(field)
             if field.default is None:
                 takes = takes.removesuffix(" or null")
-            if type(field.default) in (bool, int, float, str) and takes in PLAIN:
-                takes = ""  # plain from the default
+            described = all(f"{choice}:" in (field.description or "") for choice in takes.split(", "))
+            if described or (type(field.default) in (bool, int, float, str) and takes in PLAIN):
+                takes = ""  # plain from the default, or each choice has its meaning
             written = f"`{name}`" if default is None else f"`{name}: {default}`"
             meaning = field.description or (inspect.cleandoc(inner.__doc__ or "").split("\n\n")[0] if inner else "")
             noted = ", ".join(filter(None, [takes, "required" * field.is_required()]))

@@ -52,9 +52,9 @@ def _of_documents(evaluation: str) -> str:
 
 
 def _without_columns(text: str) -> str:
-    """Drop from a speedup's text the columns of COLUMNS_LEFT_OUT, the losses of calibrations and table `engines`."""
+    """Drop from a speedup's text the columns of COLUMNS_LEFT_OUT, and what only the run's own page needs."""
     lines, kept = [], []
-    left_out = re.compile(r"\nCalibrated on [^\n]*\n|^\*\*engines\*\*\n.*?(?=^\*\*)", flags=re.M | re.S)
+    left_out = re.compile(r"\n(?:Calibrated on|Up to) [^\n]*\n|^\*\*engines.*?(?=^\*\*conf)", flags=re.M | re.S)
     for line in left_out.sub("", text).splitlines():
         cells = line.split("|")[1:-1]
         if not lines or not lines[-1].startswith("|"):  # a table begins here, if one does

@@ -240,8 +240,8 @@ def test_figures_find_their_place(tmp_path: Path) -> None:
     )
     assert script._without_command(page) == "Sampler: greedy.\n\n- Measured on a store.\n\n**answers**\n\n| a |"
     table = "| pair | backend | same text |\n|---|---|--:|\n| **a** | **gguf** | **2** |"
-    said = f"Said.\n\nCalibrated on 4 texts.\n\n**engines**\n\n| **a** |\n\n**b**\n\n{table}"
-    assert script._without_columns(said) == "Said.\n\n**b**\n\n| backend |\n|---|\n| **gguf** |"
+    said = f"Said.\n\nCalibrated on 4 texts.\n\n**engines**\n\n| **a** |\n\n**configurations**\n\n{table}"
+    assert script._without_columns(said) == "Said.\n\n**configurations**\n\n| backend |\n|---|\n| **gguf** |"
     text = (tiny.ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
     for marker in ("evaluation", "speedup", "parity"):
         once = script.filled(text, "smollm2-demo", {marker: "A TABLE"})
