@@ -48,12 +48,9 @@ cut:
   file*, and at the working directory on a command line. Any other model name is a hub name, unless a file or folder
   of that name exists there.
 - **null** means off, unless the key's text says otherwise.
-- **Mistakes.** One message names every unknown key, with its nearest known one, and every value out of range.
-  `distill schema recipe` prints the range of each number.
+- **Mistakes.** One message names them all. `distill schema recipe` prints the range of each number.
 - **Overrides.** Commands that take a recipe also take changes to it, as `a.b=c`. The value is YAML, and numbers index
   into lists. Quote what your shell would interpret.
-- **Splits.** The draft learns from *train*, choices are made on *validation*, and every printed figure comes from
-  *test*.
 
 ```
 distill train recipes/demo.yaml 'speedup.lengths=[2, 4]' corpus.sources.0.pattern='asyncio/*.py' name=asyncio

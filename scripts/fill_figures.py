@@ -12,10 +12,6 @@ import re
 import sys
 from pathlib import Path
 
-from distill.export import ExportedFile, ExportReport
-from distill.files import read_result
-from distill.tables import Cell, Row, Table, markdown
-
 ROOT = Path(__file__).resolve().parent.parent
 BENCHMARKS = ROOT / "docs" / "benchmarks.md"
 LEFT_OUT = ("**by group", "**conditional", "**rounds")  # tables of eval.md
@@ -24,28 +20,28 @@ COLUMNS_LEFT_OUT = {"pair", "plain tokens/s", "same text", "distribution"}  # of
 
 
 def tables(run: Path) -> dict[str, str]:
-    """The text of each marker, as far as the run has got."""
-    found: dict[str, str] = {}
+    """Return the text of each marker. A run without a finished `speedup` gives none."""
     if not (run / "speedup.md").exists():
-        return found
-    return found | {
-        "evaluation": _of_documents(_without_command(run / "eval.md")),
+        return {}
+    return {
+        "evaluation": _without_rows(_without_command(run / "eval.md")),
         "speedup": _without_columns(_without_command(run / "speedup.md")),
-        "parity": _parity(read_result(run / "gguf" / "export.json", ExportReport).files),
     }
 
 
 def _without_command(path: Path) -> str:
-    """The text of a table file less the commands, which the documents name themselves; of a speedup's explanations,
-    rounds, steps and depths nothing. A list before the first table stays: it says what was measured."""
+    """Return the tables of a file without its commands, and without the sections that follow the measured tables.
+
+    A list before the first table says what was measured, so it stays.
+    """
     text = path.read_text(encoding="utf-8")
     first = text.index("\n**")
     tables = re.split(r"\n- |\n(?:[^\n]*:\n\n)?\*\*a round\*\*", text[first:])[0]
     return re.sub(r"\n`distill [^`]*`\n", "\n", text[:first] + tables).strip()
 
 
-def _of_documents(evaluation: str) -> str:
-    """The tables of eval.md that the documents show: the measures without their differences."""
+def _without_rows(evaluation: str) -> str:
+    """Drop from the text of eval.md the sections of LEFT_OUT and the rows of ROWS_LEFT_OUT."""
     rows = re.sub(rf"\n\| (?:{ROWS_LEFT_OUT})[^\n]*|\nTop-1 agreement [^\n]*\n", "", evaluation)
     sections = re.split(r"\n(?=\*\*)", rows)
     return "\n".join(one for one in sections if not one.startswith(LEFT_OUT))
@@ -61,23 +57,6 @@ def _without_columns(text: str) -> str:
             kept = [column for column, head in enumerate(cells) if head.strip() not in COLUMNS_LEFT_OUT]
         lines.append("|" + "|".join(cells[column] for column in kept) + "|" if cells else line)
     return "\n".join(lines)
-
-
-def _parity(files: list[ExportedFile]) -> str:
-    """Each GGUF file against Hugging Face fp32."""
-    heads = ["file", "MB", "top-1 agreement", "mean abs. difference of log p", "texts with other token ids"]
-    rows: list[Row] = [
-        [
-            f"{file.model} {file.outtype}",
-            Cell(file.bytes / 1e6, ".1f"),
-            Cell(parity.top1_agreement, ".2%"),
-            Cell(parity.mean_abs_dlogprob, ".5f"),
-            f"{len(parity.tokenizer_mismatches)} of {parity.tokenizer_texts}",
-        ]
-        for file in files
-        if (parity := file.parity) is not None
-    ]
-    return markdown(Table(heads, rows))
 
 
 def filled(text: str, name: str, found: dict[str, str]) -> str:

@@ -50,8 +50,17 @@ def test_every_command_has_its_line() -> None:
     assert not [name for name in COMMANDS if f"`distill {name}" not in text]
 
 
-def test_the_readme_is_short() -> None:
-    assert DOCUMENTS[0].stat().st_size <= 8192
+def test_the_documents_are_short() -> None:
+    readme, *pages = (path.stat().st_size for path in DOCUMENTS)
+    assert readme <= 8 * 1024 and sum(pages) <= 150 * 1024, "shorten a page before you add to one"
+
+
+@pytest.mark.parametrize("path", DOCUMENTS[1:], ids=lambda path: path.name)
+def test_a_page_begins_with_its_question(path: Path) -> None:
+    question = path.read_text(encoding="utf-8").replace("<!--", "").partition("\n# ")[2] or path.read_text(
+        encoding="utf-8"
+    )
+    assert re.match(r"[^\n]*\n\n\*\*[A-Z][^*]*\?\*\*", question), f"{path.name}: one question of one reader"
 
 
 def keys(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -70,9 +79,9 @@ def section_in(annotation: Any) -> type[Section] | None:
 
 KEYS = dict(keys(Recipe))
 OPTIONS = {name for command in COMMANDS.values() for one in command.params for name in one.opts + one.secondary_opts}
-# Options, keys and words of other programs, which documents name: typer, llama-server, vLLM, SGLang, torchrun, mypy.
+# Options, keys and words of other programs, which documents name: pip, llama-server, vLLM, SGLang.
 FOREIGN_OPTIONS = {
-    *("--help", "--install-completion", "--strict", "--parallel", "--kv-unified", "--nproc_per_node"),
+    *("-e", "--help", "--install-completion", "--strict", "--parallel", "--kv-unified", "--nproc_per_node"),
     *("--spec-type", "--spec-draft-n-max", "--spec-draft-sampling", "--lookup-cache-static"),
     *("--max-logprobs", "--logprobs-mode", "--speculative-config", "--per-request-spec-decode-metrics"),
     "--speculative-ngram-external-corpus-path",
@@ -243,7 +252,7 @@ def test_figures_find_their_place(tmp_path: Path) -> None:
     said = f"Said.\n\nCalibrated on 4 texts.\n\n**engines**\n\n| **a** |\n\n**configurations**\n\n{table}"
     assert script._without_columns(said) == "Said.\n\n**configurations**\n\n| backend |\n|---|\n| **gguf** |"
     text = (tiny.ROOT / "docs" / "benchmarks.md").read_text(encoding="utf-8")
-    for marker in ("evaluation", "speedup", "parity"):
+    for marker in ("evaluation", "speedup"):
         once = script.filled(text, "smollm2-demo", {marker: "A TABLE"})
         assert once.count("A TABLE") == 1 and once.count("<!-- end -->") == text.count("<!-- end -->")
     assert script.filled(text, "smollm2-demo", {"nothing": "A TABLE"}) == text
