@@ -55,6 +55,14 @@ def test_the_documents_are_short() -> None:
     assert readme <= 8 * 1024 and sum(pages) <= 150 * 1024, "shorten a page before you add to one"
 
 
+def test_the_speeds_of_the_readme_stand_in_the_tables() -> None:
+    tables = "".join(
+        (tiny.ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in ("benchmarks", "tuned-target")
+    )
+    speeds = set(re.findall(r"(\d+\.\d+)×", DOCUMENTS[0].read_text(encoding="utf-8")))
+    assert len(speeds) > 5 and not {speed for speed in speeds if speed not in tables}
+
+
 @pytest.mark.parametrize("path", DOCUMENTS[1:], ids=lambda path: path.name)
 def test_a_page_begins_with_its_question(path: Path) -> None:
     question = path.read_text(encoding="utf-8").replace("<!--", "").partition("\n# ")[2] or path.read_text(
