@@ -23,7 +23,7 @@ Bar = tuple[str, float]  # how the target is decoded, and the speedup over plain
 
 
 def cell(page: str, row: str, column: str) -> float:
-    """Return the first number of a table's cell in docs/`page`, by the first cell of its row and the head of its column.
+    """Return the first number of a table's cell in docs/`page`, found by its row's first cell and its column's head.
 
     If several tables have this cell, the first one counts. A missing cell ends the script.
     """
