@@ -192,6 +192,13 @@ def test_every_name_exists() -> None:
 
 
 @pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
+def test_pages_use_the_words_of_the_project(path: Path) -> None:
+    """docs/architecture.md#words has them. Pages once used these instead, or left a place unclear with them."""
+    prose = re.sub(r"^```.*?^```|`[^`]*`", "", path.read_text(encoding="utf-8"), flags=re.M | re.S)
+    assert not re.findall(r"(?i)\b(?:laws?|trials?|best tokens?|speed-ups?|behind|told)\b", prose)
+
+
+@pytest.mark.parametrize("path", DOCUMENTS, ids=lambda path: path.name)
 def test_recipes_parse(path: Path) -> None:
     for block in blocks(path, "yaml"):
         found = yaml.safe_load(block)
