@@ -199,8 +199,10 @@ def written_atomically(path: Path, *, several: bool = False) -> Iterator[Path]:
 
 
 def remove_left(folder: Path, name: str, ending: str) -> None:
-    """Remove the files `.NAME.PID.ENDING` of processes that were killed: gone, and nothing written for ten minutes (a
-    process of another machine may share the folder)."""
+    """Remove the files and folders `.NAME.PID.ENDING` that killed processes left.
+
+    The process must be gone, and nothing written for ten minutes: a process of another machine may share the folder.
+    """
     import psutil
 
     for path in folder.glob(f".{glob.escape(name)}.*.{ending}"):
@@ -208,7 +210,7 @@ def remove_left(folder: Path, name: str, ending: str) -> None:
         with contextlib.suppress(OSError):
             old = time.time() - path.stat().st_mtime > STALE
             if number.isdecimal() and old and not psutil.pid_exists(int(number)):
-                path.unlink()
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
 
 def write_folder(path: Path, write: Callable[[Path], object]) -> None:

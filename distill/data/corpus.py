@@ -11,7 +11,7 @@ from typing import Any
 import numpy
 
 from distill.data.chat_template import ChatTemplate, reader_of
-from distill.data.packing import Packed, Text, Turn, concatenate, joined_turns, pack, planned
+from distill.data.packing import Text, Turn, concatenate, joined_turns, pack, planned
 from distill.data.prompts import SPELLED_END, ChatPrompts, cut_prompts
 from distill.data.samples import (
     SPLITS,
@@ -24,6 +24,7 @@ from distill.data.samples import (
     write_samples,
 )
 from distill.data.sources import UNREAD, Document, read_documents, require_splits, with_questions
+from distill.engines.torch.blocks import Packed
 from distill.engines.torch.hugging_face import encode_text, load_tokenizer, stated_ends, turn_end
 from distill.errors import DataError
 from distill.files import write_atomically, write_json, write_result

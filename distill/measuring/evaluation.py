@@ -30,7 +30,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from distill import divergences
-from distill.data.packing import Packed, hidden_states, pack, packed_logits, scored_documents, scored_states
+from distill.data.packing import pack, scored_documents
 from distill.data.prompts import UserPrompts, open_tokenizer, read_user_prompts
 from distill.data.samples import NEW, SEEN, Request, Sample, how_to_redo, prompt_seed, read_prompts, repetition
 from distill.data.suites import Suite, SuitePrompts, suite_prompts
@@ -46,6 +46,7 @@ from distill.engines.loaded import LoadedPair, context_of, growing_decoder, load
 from distill.engines.model import Model
 from distill.engines.pairs import require_pair
 from distill.engines.server_commands import DRAWN_AMONG
+from distill.engines.torch.blocks import Packed, hidden_states, packed_logits, scored_states
 from distill.engines.torch.hugging_face import (
     encode_text,
     end_ids,
@@ -790,8 +791,7 @@ def stored_values(
     for block in index:
         one = blocks.take(slice(block, block + 1))
         hidden = scored_states(draft, one)
-        labels = one.labels()[one.mask]
-        teacher = store.teacher(torch.tensor([block]), hidden.device)
+        labels, teacher = one.labels(), store.read(torch.tensor([block])).distributions(hidden.device)
         end = 0  # among the block's scored positions, which run through its documents in turn
         for _, place, here in scored_documents(one):
             number = one.number(0, place)

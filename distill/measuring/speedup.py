@@ -13,7 +13,6 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from distill.data.packing import Packed
 from distill.data.prompts import UserPrompts, read_user_prompts, sources_of
 from distill.data.samples import read_prompts
 from distill.data.suites import SuitePrompts, read_suite, suite_prompts
@@ -35,6 +34,7 @@ from distill.decoding.rules import Rules
 from distill.decoding.table_drafter import guesses, names_of_fits
 from distill.engines.llama_cpp.model import MOST_LEAVES
 from distill.engines.loaded import LoadedPair, growing_decoder, load_pair, room_for_prompts, settled_decoding
+from distill.engines.torch.blocks import Packed
 from distill.engines.torch.hugging_face import end_ids, load_tokenizer
 from distill.errors import DataError, RecipeError
 from distill.files import read_result, write_result, write_text

@@ -26,7 +26,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from distill.data.corpus import check_chat, check_corpus, split_counts
-from distill.data.packing import pack, packed_logits
+from distill.data.packing import pack
 from distill.data.samples import CorpusTexts
 from distill.data.sources import Document
 from distill.data.traffic import check_traffic, first_lines, pin_of
@@ -35,6 +35,7 @@ from distill.devices import pick_device, process_count, take_peaks
 from distill.engines.loaded import context_of, growing_decoder
 from distill.engines.pairs import compare_pair
 from distill.engines.server_commands import other_sampling, shipped_heads
+from distill.engines.torch.blocks import packed_logits
 from distill.engines.torch.hugging_face import (
     DTYPES,
     UNDECODABLE,

@@ -19,10 +19,11 @@ import torch
 from torch import Tensor
 
 from distill import divergences
-from distill.data.packing import Packed, pack, repeated_next, scored_states
+from distill.data.packing import pack, repeated_next
 from distill.data.samples import NEW, SEEN
 from distill.devices import as_float64, pick_device
 from distill.engines.pairs import require_pair
+from distill.engines.torch.blocks import Packed, scored_states
 from distill.engines.torch.hugging_face import (
     context_length,
     describe_model,
@@ -221,12 +222,13 @@ class TargetDistributions:
         if not len(index):
             hint = "ask validation prompts (train.acceptance.prompts), or give validation text (corpus.sources)"
             raise DataError("there is neither an answer nor text of the validation split to compare cuts on", hint)
-        teacher, parts = store.teacher(index, torch.device("cpu")), []
+        stored, parts = store.read(index), []
+        teacher = stored.distributions(torch.device("cpu"))
         for start in range(0, len(teacher), STORED):
             chunk = teacher.chunk(slice(start, start + STORED))
             few = min(STORED, store.vocabulary - 1)
             parts.append(chunk if chunk.ids is not None else compress(chunk.log_probabilities, few, store.vocabulary))
-        return cls(store.packed.take(index), joined_chunks(parts), store.vocabulary, recipe.target.dtype)
+        return cls(stored.blocks, joined_chunks(parts), store.vocabulary, recipe.target.dtype)
 
     @torch.inference_mode()
     def compare(self, model: Any) -> Closeness:

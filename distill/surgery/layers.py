@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.data.packing import Packed, hidden_states
+from distill.engines.torch.blocks import Packed, hidden_states
 from distill.engines.torch.hugging_face import load_config, local_snapshot
 from distill.errors import DataError, RecipeError
 from distill.files import is_gguf

@@ -21,7 +21,7 @@ from huggingface_hub import save_torch_state_dict
 from numpy.typing import ArrayLike, NDArray
 from torch import Tensor
 
-from distill.data.samples import Sample
+from distill.data.samples import Samples
 from distill.devices import as_float64
 from distill.engines.torch.hugging_face import check_folder, check_weights, load_config, local_folder, text_folder
 from distill.errors import DataError, RecipeError
@@ -458,12 +458,12 @@ Counts = NDArray[numpy.int64]
 Shares = NDArray[numpy.float64]
 
 
-def count_tokens(answers: Sequence[Sample], vocabulary: int) -> dict[str, Counts]:
-    """Counts [V] of the tokens that the target wrote, by domain; DataError where it wrote none."""
-    tokens: dict[str, list[Any]] = {}
-    for answer in answers:
-        tokens.setdefault(answer.source or "answers", []).append(numpy.asarray(answer.answer, numpy.int32))
-    counts = {domain: numpy.bincount(numpy.concatenate(ids), minlength=vocabulary) for domain, ids in tokens.items()}
+def count_tokens(answers: Samples, vocabulary: int) -> dict[str, Counts]:
+    """Counts [V] of the tokens that the target wrote, by domain; raises DataError if it wrote none."""
+    counts: dict[str, Counts] = {}
+    for number, source in enumerate(answers.column("source")):
+        domain = counts.setdefault(source or "answers", numpy.zeros(vocabulary, numpy.int64))
+        numpy.add.at(domain, answers.ids(number)[1], 1)
     counts = {domain: found for domain, found in counts.items() if found.any()}
     if not counts:
         raise DataError("there are no target-written tokens to count", "raise answers.prompts, or leave cut.trim out")
@@ -496,7 +496,7 @@ def expected_shares(teacher: TeacherStore, device: torch.device, apart: Containe
     for block in range(0, teacher.blocks, step):
         if not scored[block]:
             continue
-        own = teacher.teacher(torch.tensor([block]), device)
+        own = teacher.read(torch.tensor([block])).distributions(device)
         for first in range(0, len(own), CHUNK):
             chunk = own.chunk(slice(first, min(first + CHUNK, len(own))))
             values = as_float64(chunk.log_probabilities.exp()).cpu()

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.data.packing import Packed, hidden_states, packed_logits
+from distill.engines.torch.blocks import Packed, hidden_states, packed_logits
 from distill.engines.torch.model import model_name
 from distill.engines.torch.products import filled
 from distill.errors import DataError
@@ -167,10 +167,6 @@ class Head:
     def to(self, device: torch.device) -> Head:
         """The same on another device."""
         return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
-
-    def teacher(self, hidden: Tensor) -> DenseTeacher:
-        """The distributions of hidden states [N, H]."""
-        return DenseTeacher(hidden, self)
 
     def rows(self, rows: slice | Tensor) -> Head:
         """The head of these tokens alone."""

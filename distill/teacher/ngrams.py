@@ -63,9 +63,9 @@ def expected_tokens(store: TeacherStore, answers: Samples, device: torch.device)
     for block in range(store.blocks):
         if read >= len(written):
             break
-        own = store.packed.take(torch.tensor([block]))
-        found.append(own.labels()[own.mask])
-        teacher = store.teacher(torch.tensor([block]), device)
+        stored = store.read(torch.tensor([block]))
+        found.append(stored.blocks.labels())
+        teacher = stored.distributions(device)
         for start in range(0, len(teacher), AT_ONCE):
             chunk = teacher.chunk(slice(start, start + AT_ONCE))
             missing = max(0, LIKELIEST - chunk.log_probabilities.shape[-1])  # in blocks of few entries

@@ -19,9 +19,10 @@ from pydantic import BaseModel, Field
 from torch import Tensor
 from typing_extensions import TypedDict
 
-from distill.data.packing import Packed, packed_logits, scored_documents
+from distill.data.packing import scored_documents
 from distill.data.samples import Split, how_to_redo
 from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.torch.blocks import Packed, packed_logits
 from distill.engines.torch.hugging_face import load_config, load_tokenizer, real_tokens
 from distill.errors import DataError, EndpointError
 from distill.files import reference_digest

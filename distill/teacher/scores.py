@@ -200,11 +200,12 @@ class ScoreFiles:
     """The scores beside the files of a split's answers, read where they are asked for. A file is opened for each answer
     that is read of it: what stayed mapped would count as memory.
 
-    Raises DataError for a file that is missing or damaged.
+    Raises DataError for a file that is missing or damaged, and for an answer that has no scores.
     """
 
     def __init__(self, run: Run, split: Split) -> None:
-        self.paths = [scores_path(path) for path in sorted(run.path("answers", split).glob("*.arrow"))]
+        self.folder = run.path("answers", split)
+        self.paths = [scores_path(path) for path in sorted(self.folder.glob("*.arrow"))]
         self._places = [self._index(number) for number in range(len(self.paths))]
         self._firsts = [*accumulate((len(tokens) - 1 for tokens, _ in self._places), initial=0)]
 
@@ -223,6 +224,9 @@ class ScoreFiles:
 
     def of(self, row: int) -> Scores:
         """The scores of the answer in a row of all files, one after the other."""
+        if row >= self._firsts[-1]:
+            what = f"{self.folder} has the distributions of {self._firsts[-1]} answers, and no others"
+            raise DataError(what, how_to_redo("answers"))
         number = bisect_right(self._firsts, row) - 1
         own = row - self._firsts[number]
         tokens, entries = (slice(*first[own : own + 2].tolist()) for first in self._places[number])

@@ -28,9 +28,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.data.packing import Deferred, Packed, scored_states
+from distill.data.packing import Deferred
 from distill.data.samples import SPLITS, Split
 from distill.devices import barrier, copied, part_of, pick_device, process_count, process_index
+from distill.engines.torch.blocks import Packed, scored_states
 from distill.engines.torch.hugging_face import DTYPES, load_config, load_target, load_tokenizer, real_tokens
 from distill.errors import DataError, RunError
 from distill.files import read_json, write_atomically, write_json
@@ -38,7 +39,7 @@ from distill.progress import Progress
 from distill.recipe import Recipe
 from distill.recipe.target import TYPE_BYTES
 from distill.run import Run
-from distill.teacher.distributions import CompactTeacher, Head, LogitForm, Teacher, require_head
+from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, LogitForm, Teacher, require_head
 from distill.teacher.readers import AnswerReader, Entries, ModelReader, Reader, ServerReader, open_reader
 from distill.teacher.texts import SplitBlocks, held_out_sizes, renew, split_blocks, target_metadata, tokenizer_digest
 
@@ -102,10 +103,32 @@ def require_fit(manifest: dict[str, Any], recipe: Recipe) -> None:
         raise DataError(what, "make it again with `distill train RECIPE --redo teacher`")
 
 
-class TeacherStore:
-    """The finished shards of a split, mapped and read when they are asked for; each is the one that its stage recorded.
+@dataclass(frozen=True)
+class StoredBlocks:
+    """Blocks of a store on the host, with what it holds of the target's distributions at their N scored positions."""
 
-    `answer_blocks` of its `blocks` are the target's answers, and come first.
+    store: TeacherStore
+    numbers: Tensor  # of the blocks in the store [b]
+    blocks: Packed
+    tensors: list[Tensor]
+
+    def pinned(self) -> StoredBlocks:
+        """The same in pinned memory, from which a copy to a device does not wait."""
+        return replace(self, blocks=self.blocks.pinned(), tensors=[tensor.pin_memory() for tensor in self.tensors])
+
+    def distributions(self, device: torch.device) -> Teacher:
+        """The distributions on a device, at the scored positions of the blocks in turn."""
+        first, *others = (copied(tensor, device) for tensor in self.tensors)
+        head = self.store.head(device)
+        if head is None:
+            return CompactTeacher(first, *others, self.store.vocabulary)
+        return DenseTeacher(first, head, log_sums=partial(self.store.log_sums, self.numbers, first))
+
+
+class TeacherStore:
+    """The finished shards of a split, mapped into memory. Each shard is the one that its stage recorded.
+
+    The first `answer_blocks` of its `blocks` hold the target's answers.
     """
 
     def __init__(self, run: Run, split: Split = "train") -> None:
@@ -118,7 +141,7 @@ class TeacherStore:
         ]
         self.blocks: int = sum(self.manifest["shard_blocks"])
         self.answer_blocks: int = self.manifest["answer_blocks"]
-        self.packed = Deferred(self.blocks, self._packed, self._counts)
+        self.packed = Deferred(self.blocks, lambda numbers: self._packed(self._places(numbers)), self._counts)
         self._head: Head | None = None
         self._sums: dict[int, Tensor] = {}  # by block
         if self.manifest["kind"] == "exact":
@@ -131,6 +154,12 @@ class TeacherStore:
         """Whether the store gives whole distributions."""
         return self._head is not None
 
+    def head(self, device: torch.device) -> Head | None:
+        """The target's head on a device, where it stays; None if the store is compact."""
+        if self._head is not None:
+            self._head = self._head.to(device)
+        return self._head
+
     def _counts(self) -> Tensor:
         """The scored positions of each block."""
         return torch.cat([torch.empty(0, dtype=torch.int64), *(shard["rows"].diff() for shard in self._shards)])
@@ -140,53 +169,42 @@ class TeacherStore:
         size = self.manifest["shard_blocks"][0] if self._shards else 1
         return [(self._shards[block // size], block % size) for block in blocks]
 
-    def _packed(self, blocks: list[int]) -> Packed:
-        """These blocks, read from the maps."""
-        if not blocks:
+    def _packed(self, places: Sequence[tuple[dict[str, Tensor], int]]) -> Packed:
+        """The blocks at these places."""
+        if not places:
             return Packed(*(torch.empty(0, 1, dtype=kind) for kind in (torch.int32, torch.int32, torch.bool)))
         names = ("ids", "documents", "mask")
-        ids, documents, mask = (torch.stack([shard[name][at] for shard, at in self._places(blocks)]) for name in names)
+        ids, documents, mask = (torch.stack([shard[name][at] for shard, at in places]) for name in names)
         return Packed(ids, documents.int(), mask)
 
-    def _scored(self, name: str, index: Tensor, ends: str = "rows") -> Tensor:
-        """A tensor [N, …] of the scored positions of the blocks at `index` [b], or [M] of their entries."""
-        parts = [(shard, shard[ends][block : block + 2].tolist()) for shard, block in self._places(index.tolist())]
-        return torch.cat([shard[name][first:end] for shard, (first, end) in parts])
+    def read(self, numbers: Tensor) -> StoredBlocks:
+        """The blocks with these numbers [b], read from the disk."""
+        places = self._places(numbers.tolist())
 
-    def read(self, index: Tensor) -> list[Tensor]:
-        """What `teacher` needs of the N scored positions of the blocks at `index` [b], on the host."""
+        def scored(name: str, ends: str = "rows") -> Tensor:
+            """A tensor [N, …] of the scored positions, or [M] of their entries."""
+            parts = [(shard[name], shard[ends][block : block + 2].tolist()) for shard, block in places]
+            return torch.cat([tensor[first:end] for tensor, (first, end) in parts])
+
         if self._head is not None:
-            return [self._scored("hidden", index)]
-        counts = self._scored("entries", index)
-        ids, logs = (self._scored(name, index, "block_entries") for name in ("top_ids", "top_log_probabilities"))
-        return [*padded_entries(ids, logs, counts, self.vocabulary), self._scored("log_tails", index)]
-
-    def teacher(self, index: Tensor, device: torch.device, stored: Sequence[Tensor] | None = None) -> Teacher:
-        """The distributions of the N scored positions of the blocks at `index` [b], block by block, on a device.
-
-        `stored` is the result of `read` if they were read before.
-        """
-        stored = [copied(tensor, device) for tensor in (self.read(index) if stored is None else stored)]
-        if self._head is None:
-            ids, logs, tails = stored
-            return CompactTeacher(ids, logs, tails, self.vocabulary)
-        self._head = self._head.to(device)
-        return replace(self._head.teacher(stored[0]), log_sums=partial(self._sums_of, index, stored[0]))
+            return StoredBlocks(self, numbers, self._packed(places), [scored("hidden")])
+        ids, logs = (scored(name, "block_entries") for name in ("top_ids", "top_log_probabilities"))
+        entries = padded_entries(ids, logs, scored("entries"), self.vocabulary)
+        return StoredBlocks(self, numbers, self._packed(places), [*entries, scored("log_tails")])
 
     @torch.no_grad()
-    def _sums_of(self, index: Tensor, hidden: Tensor) -> Tensor:
-        """The log of Σ exp over the logits [N] at the scored positions of the blocks at `index`, whose states are
-        `hidden` [N, H].
+    def log_sums(self, numbers: Tensor, hidden: Tensor) -> Tensor:
+        """The log of Σ exp over the logits [N] of the states `hidden` [N, H] at the scored positions of some blocks.
 
-        Computed when a block is first asked for, and block by block: a resumed training finds the same numbers. They
-        stay on the device, 4 bytes a position.
+        A block's sums are computed when the block is first read, and for the block alone, so that a resumed training
+        computes the same numbers. The sums stay on the device and take 4 bytes a position.
         """
-        counts = [int(shard["rows"][block : block + 2].diff()) for shard, block in self._places(index.tolist())]
-        for block, states in zip(index.tolist(), hidden.split(counts), strict=True):
+        counts = [int(shard["rows"][block : block + 2].diff()) for shard, block in self._places(numbers.tolist())]
+        for block, states in zip(numbers.tolist(), hidden.split(counts), strict=True):
             if block not in self._sums:
                 assert self._head is not None
                 self._sums[block] = self._head.log_sums(states)
-        return torch.cat([self._sums[block] for block in index.tolist()])
+        return torch.cat([self._sums[block] for block in numbers.tolist()])
 
 
 def padded_entries(ids: Tensor, logs: Tensor, counts: Tensor, absent: int) -> tuple[Tensor, Tensor]:

@@ -16,8 +16,9 @@ from typing import Any
 
 import numpy
 
-from distill.data.packing import Blocks, Deferred, Packed, concatenate, pack, planned
+from distill.data.packing import Blocks, Deferred, concatenate, pack, planned
 from distill.data.samples import TEXT_FAULTS, Samples, Split, joined_samples, listed, read_answers, read_prompts
+from distill.engines.torch.blocks import Packed
 from distill.engines.torch.hugging_face import load_tokenizer
 from distill.errors import DataError
 from distill.files import digest, read_json, reference_digest, write_json

@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.data.packing import PADDING, Packed, epoch_order, scored_states
 from distill.devices import CPU, free_bytes
+from distill.engines.torch.blocks import PADDING, Packed, scored_states
 from distill.teacher.distributions import Teacher, logit_form
 from distill.training.losses import LossSettings, LossSums, head_loss
 
@@ -64,7 +64,7 @@ class Columns:
         """These rows of a weight or bias whose first ones they are."""
         return head[: self.count]
 
-    def teacher(self, teacher: Teacher) -> Teacher:
+    def restrict(self, teacher: Teacher) -> Teacher:
         """The same distributions over these columns."""
         return teacher if self.kept is None else teacher.restrict(self.kept)
 
@@ -84,7 +84,7 @@ class Learner(torch.nn.Module):
     def __init__(self, draft: Any, columns: Columns, chunk: int, ids: Tensor | None = None) -> None:
         super().__init__()
         self.draft = draft
-        self.columns, self.chunk = columns, chunk
+        self.columns, self.chunk, self.form = columns, chunk, logit_form(draft.config)
         self.place: Tensor | None = None  # the row of each id
         self._tables: list[tuple[torch.nn.Module, str, torch.nn.Parameter]] = []
         table = draft.get_input_embeddings()
@@ -124,19 +124,12 @@ class Learner(torch.nn.Module):
 
     def forward(self, blocks: Packed, teacher: Teacher, loss: LossSettings) -> tuple[Tensor, LossSums]:
         """Σ ℓ over the N scored positions, and the sums for the log; divide by their number over the whole step."""
-        labels = self.columns.labels(blocks.labels().flatten()[blocks.scored_places()].long())
+        labels = self.columns.labels(blocks.labels().long())
         rows = self.columns.rows
         if self.place is not None:
             blocks, rows = replace(blocks, ids=self.place[blocks.ids.long()]), self.columns.first
         hidden = scored_states(self.draft, blocks)  # [N, H]
         head = self.draft.lm_head
         bias = None if getattr(head, "bias", None) is None else rows(head.bias)
-        teacher, form = self.columns.teacher(teacher), logit_form(self.draft.config)
-        return head_loss(hidden, rows(head.weight), teacher, labels, loss, self.chunk, bias, form)
-
-
-def batch_blocks(step: int, batch: int, count: int, seed: int) -> Tensor:
-    """Indices [b] of the blocks of one step: a pure function, so that a resumed run sees the same data."""
-    places = [divmod(number, count) for number in range(step * batch, (step + 1) * batch)]
-    orders = {epoch: epoch_order(count, seed, epoch) for epoch in {epoch for epoch, _ in places}}
-    return torch.tensor([int(orders[epoch][place]) for epoch, place in places], dtype=torch.long)
+        teacher = self.columns.restrict(teacher)
+        return head_loss(hidden, rows(head.weight), teacher, labels, loss, self.chunk, bias, self.form)

@@ -158,14 +158,14 @@ def one_step(work: Training, step: int) -> dict[str, torch.Tensor]:
     device = accelerator.device
     micro_batches = work.batches(step)
     sums: dict[str, torch.Tensor] = {}
-    for number, (index, blocks, stored) in enumerate(micro_batches, 1):
-        distributions = work.source.teacher(index, device, stored)
+    for number, stored in enumerate(micro_batches, 1):
+        blocks, teacher = stored.blocks.to(device), stored.distributions(device)
         # Processes exchange gradients once, with the last micro-batch.
         with contextlib.nullcontext() if number == len(micro_batches) else accelerator.no_sync(learner):
             with accelerator.autocast():
-                total, own = learner(blocks.to(device), distributions, work.loss)
+                total, part = learner(blocks, teacher, work.loss)
             accelerator.backward(total)
-        sums = {name: value + sums.get(name, 0) for name, value in own.items()}
+        sums = {name: value + sums.get(name, 0) for name, value in part.items()}
     gradients = [parameter.grad for parameter in learner.parameters() if parameter.grad is not None]
     # The exchange took the mean over processes.
     torch._foreach_mul_(gradients, accelerator.num_processes / max(1, work.scored(step)))

@@ -9,6 +9,7 @@ blocks of a step.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import importlib.util
 import logging
 from collections.abc import Callable, Iterator
@@ -20,7 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from distill.data.packing import Packed, token_ids
+from distill.data.packing import token_ids
 from distill.devices import (
     CPU,
     allow_short_products,
@@ -37,8 +38,8 @@ from distill.recipe import Adapter, Recipe, Train
 from distill.run import Run
 from distill.surgery.cutter import kept_share
 from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
-from distill.teacher.store import TeacherStore, require_fit
-from distill.training.learner import Columns, Learner, batch_blocks, chunk_of
+from distill.teacher.store import StoredBlocks, TeacherStore, require_fit
+from distill.training.learner import Columns, Learner, chunk_of
 from distill.training.losses import LossSettings
 from distill.training.optimizer import make_optimizer, outer_share, with_rate
 from distill.training.saved import plain
@@ -185,16 +186,16 @@ class Training:
         return self.settings.rate
 
     def blocks(self, step: int) -> Tensor:
-        """The blocks [b] of a step, of all processes."""
+        """The numbers [b] of the blocks of a step, for all processes."""
         return batch_blocks(step, self.settings.batch, self.source.blocks, self.recipe.seed)
 
     def micro_batches(self, step: int) -> list[Tensor]:
-        """This process's blocks of a step, as many at once as settings allow: a pure function of the step.
+        """The numbers of this process's blocks of a step by micro-batch: a pure function of the step.
 
-        Every process gets as many (`require_processes`).
+        Every process gets the same number of blocks (`require_processes`).
         """
-        own = self.blocks(step)[self.accelerator.process_index :: self.accelerator.num_processes]
-        return list(own.split(self.settings.micro_batch or len(own)))
+        numbers = self.blocks(step)[self.accelerator.process_index :: self.accelerator.num_processes]
+        return list(numbers.split(self.settings.micro_batch or len(numbers)))
 
     @cached_property
     def counts(self) -> Tensor:
@@ -205,17 +206,14 @@ class Training:
         """The scored positions of a step, over all processes; no device is asked for them."""
         return int(self.counts[self.blocks(step)].sum())
 
-    def read(self, step: int) -> list[tuple[Tensor, Packed, list[Tensor]]]:
-        """The numbers of the blocks of each micro-batch of a step, these blocks and what the store has of them, on the
-        host; pinned for devices to which such memory is copied without a wait."""
-        found = [(index, self.source.packed.take(index), self.source.read(index)) for index in self.micro_batches(step)]
-        if not has_pinned_memory(self.accelerator.device.type):
-            return found
-        return [(index, blocks.pinned(), [*map(Tensor.pin_memory, stored)]) for index, blocks, stored in found]
+    def read(self, step: int) -> list[StoredBlocks]:
+        """The micro-batches of a step on the host, pinned if the device copies pinned memory without a wait."""
+        read = [self.source.read(numbers) for numbers in self.micro_batches(step)]
+        return [stored.pinned() for stored in read] if has_pinned_memory(self.accelerator.device.type) else read
 
     @cached_property
-    def batches(self) -> Callable[[int], list[tuple[Tensor, Packed, list[Tensor]]]]:
-        """`read`, by a thread that is a few steps ahead."""
+    def batches(self) -> Callable[[int], list[StoredBlocks]]:
+        """`read` by a thread that is a few steps ahead."""
         return read_ahead(self.read, self.settings.steps, self.accelerator.device)
 
     @contextlib.contextmanager
@@ -224,6 +222,19 @@ class Training:
         learner: Any = plain(self.learner)
         with learner.whole() as draft:
             yield draft
+
+
+def batch_blocks(step: int, batch: int, count: int, seed: int) -> Tensor:
+    """The numbers [b] of the blocks of one step: a pure function, so that a resumed run learns from the same data."""
+    places = [divmod(number, count) for number in range(step * batch, (step + 1) * batch)]
+    orders = {epoch: epoch_order(count, seed, epoch) for epoch in {epoch for epoch, _ in places}}
+    return torch.tensor([int(orders[epoch][place]) for epoch, place in places], dtype=torch.long)
+
+
+def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
+    """The order [count] in which an epoch visits the blocks: a pure function, so that a resumed run finds its place."""
+    mixed = int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:7], "big")
+    return torch.randperm(count, generator=torch.Generator().manual_seed(mixed))
 
 
 def require_processes(recipe: Recipe, device: torch.device) -> None:

@@ -19,8 +19,9 @@ from typing import Any
 import numpy
 import torch
 
-from distill.data.packing import scored_documents, scored_states
+from distill.data.packing import scored_documents
 from distill.devices import agree, as_float64, is_main, memory_explained
+from distill.engines.torch.blocks import scored_states
 from distill.engines.torch.hugging_face import trimmed_head
 from distill.files import from_json
 from distill.recipe import Recipe
@@ -74,10 +75,9 @@ def stored_acceptance(run: Run, draft: Any, sampler: Sampler, protocol: Protocol
     in their store."""
     store, sums = TeacherStore(run, "validation"), Sums()
     for block in range(store.answer_blocks):
-        index = torch.tensor([block])
-        packed = store.packed.take(index)
-        hidden = scored_states(draft, packed)
-        teacher = store.teacher(index, hidden.device)
+        stored = store.read(torch.tensor([block]))
+        hidden = scored_states(draft, stored.blocks)
+        teacher = stored.distributions(hidden.device)
         parts = []
         for start in range(0, len(hidden), CHUNK):
             rows = slice(start, start + CHUNK)
@@ -85,7 +85,7 @@ def stored_acceptance(run: Run, draft: Any, sampler: Sampler, protocol: Protocol
             least, most = acceptance_chances(teacher.chunk(rows), logits, sampler, protocol)
             parts.append(as_float64(torch.stack([least, most])))
         chances, end = torch.cat(parts, 1).cpu() if parts else torch.zeros(2, 0), 0
-        for _, _, here in scored_documents(packed):
+        for _, _, here in scored_documents(stored.blocks):
             start, end = end, end + int(here.sum())
             least, most = chances[:, start:end].sum(1).tolist()
             sums.append((round(least, 6), round(most, 6), end - start))

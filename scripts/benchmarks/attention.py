@@ -22,8 +22,8 @@ from typing import Any
 
 import torch
 
-from distill.data import packing
-from distill.data.packing import Packed, hidden_states, separation
+from distill.engines.torch import blocks as forward
+from distill.engines.torch.blocks import Packed, hidden_states, separation
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 WAYS = ("masks", "documents", "blocks")
@@ -61,9 +61,9 @@ def measure(way: str, positions: int, compiled: bool, device: torch.device, argu
     if compiled:
         model.model.compile()
     taken = kind_of(separation(model, batch(positions, generator).documents, device))
-    packing.masked_below = lambda _: 10**9 if way == "masks" else 0
+    forward.masked_below = lambda _: 10**9 if way == "masks" else 0
     if way != "blocks" or taken != "blocks":
-        packing.takes_block_masks = lambda *_: way == "blocks"
+        forward.takes_block_masks = lambda *_: way == "blocks"
 
     clock = time.perf_counter if device.type == "cuda" else time.process_time
 

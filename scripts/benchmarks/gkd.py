@@ -35,14 +35,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from learning import Trainings, table, texts_of
 
-from distill.data.packing import Packed
+from distill.engines.torch.blocks import Packed
 from distill.engines.torch.hugging_face import load_model, load_tokenizer
 from distill.progress import Progress
 from distill.recipe import load_recipe
 from distill.run import Run
 from distill.teacher.store import TeacherStore
-from distill.training.learner import batch_blocks
 from distill.training.optimizer import parameter_groups, rate_share
+from distill.training.setup import batch_blocks
 
 NEW_TOKENS = 128  # GKDConfig's default
 UNSCORED = -100

@@ -28,16 +28,15 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
-from distill.data.packing import scored_states
+from distill.engines.torch.blocks import scored_states
 from distill.recipe import load_recipe
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.tables import Table, document, paired_ratio_interval, ratio_interval
 from distill.training import loop
-from distill.training.learner import batch_blocks
 from distill.training.optimizer import rate_share, set_rates
 from distill.training.saved import plain
-from distill.training.setup import Training, set_up
+from distill.training.setup import Training, batch_blocks, set_up
 
 CPU = torch.device("cpu")
 PART = 64  # positions whose distributions are made at once
@@ -52,7 +51,8 @@ def accepted(work: Training, held: torch.Tensor) -> list[list[float]]:
     learner: Any = plain(work.learner).eval()
     sampler, columns, found = Sampler.of(work.recipe.sampler), learner.columns, []
     for block in held.split(1):
-        blocks, teacher = work.source.packed.take(block), work.source.teacher(block, CPU)
+        stored = work.source.read(block)
+        blocks, teacher = stored.blocks, stored.distributions(CPU)
         with work.accelerator.autocast():
             _, sums = learner(blocks, teacher, work.loss)
             narrow = blocks if learner.place is None else replace(blocks, ids=learner.place[blocks.ids.long()])

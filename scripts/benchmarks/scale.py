@@ -270,10 +270,10 @@ def load(path: Path) -> None:
     """Open the store and read every block once in the order of an epoch; print what was found."""
     import torch
 
-    from distill.data.packing import epoch_order
     from distill.recipe import load_recipe
     from distill.run import Run
     from distill.teacher.store import TeacherStore
+    from distill.training.setup import epoch_order
 
     torch.set_num_threads(1)
     run = Run(path.parent / "runs/scale", load_recipe(path))
@@ -282,8 +282,9 @@ def load(path: Path) -> None:
     opened = time.monotonic() - started
     positions = wrong = 0
     for index in epoch_order(store.blocks, 0, 0).split(BATCH):
-        blocks, teacher = store.packed.take(index), store.teacher(index, torch.device("cpu"))
-        labels = blocks.labels()[blocks.mask].numpy()
+        stored = store.read(index)
+        blocks, teacher = stored.blocks, stored.distributions(torch.device("cpu"))
+        labels = blocks.labels().numpy()
         chunk = teacher.chunk(slice(0, len(teacher)))
         assert chunk.ids is not None
         wrong += int((chunk.ids.numpy() != entries_of(labels)).any(1).sum())

@@ -24,10 +24,10 @@ from typing import Any, NamedTuple
 import torch
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
-from distill.data.packing import Packed, hidden_states
 from distill.devices import CPU, device_name, peak_memory_bytes, pick_device, synchronise, take_peaks
+from distill.engines.torch.blocks import Packed, hidden_states
 from distill.machine import machine
-from distill.teacher.distributions import CompactTeacher, Head, Teacher
+from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, Teacher
 from distill.training.learner import Columns, Learner
 from distill.training.losses import LossSettings
 from distill.training.optimizer import parameter_groups
@@ -131,7 +131,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     def distributions(kind: str) -> Teacher:
         if kind == "compact":
             return CompactTeacher(ids.int(), logs.half(), tail, vocabulary)
-        return head.teacher(stored)
+        return DenseTeacher(stored, head)
 
     print(
         f"{name}, torch {torch.__version__}, Python {platform.python_version()}; {options.blocks} blocks of "

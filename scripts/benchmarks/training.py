@@ -98,7 +98,7 @@ def compact(inputs: Inputs) -> Step:
 
 def whole(inputs: Inputs) -> Step:
     head = Head(inputs.target_head()[: inputs.arguments.vocabulary])
-    return ours(inputs, head.teacher(inputs.target))
+    return ours(inputs, DenseTeacher(inputs.target, head))
 
 
 def plain(inputs: Inputs) -> Step:

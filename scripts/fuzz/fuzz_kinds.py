@@ -720,7 +720,7 @@ def read_shards(world: World, found: tuple[str, bytes]) -> Readers:
         opened = TeacherStore(run)
         require_fit(opened.manifest, world.recipe)
         every = torch.arange(opened.blocks)
-        teacher = opened.teacher(every, torch.device("cpu"))
+        teacher = opened.read(every).distributions(torch.device("cpu"))
         teacher.chunk(slice(0, 4), 1.0)
 
     return [store]

@@ -371,7 +371,7 @@ def test_only_answers_are_scored(plain: Any) -> None:
     dropped: Counter[str] = Counter()
     rest: Any = (160, 10_000, lambda text: encode(tokenizer, text), ([], [0]), chat, dropped)
     packed, total = pack_given(documents, *rest)
-    scored = packed.labels()[packed.mask].tolist()
+    scored = packed.labels().tolist()
     text = [*encode(tokenizer, "plain text")[1:], 0]
     own = [str(one["content"]) for one in TALK if one["role"] == "assistant"]
     answers = [encode(tokenizer, content) + chat.template.end for content in own]
@@ -379,7 +379,7 @@ def test_only_answers_are_scored(plain: Any) -> None:
     assert total == int((packed.documents >= 0).sum())
     assert packed.first is not None and packed.first.tolist()[0] == 0
     held_out, _ = pack_given([document("d", TALK, split="test")], *rest)
-    assert held_out.labels()[held_out.mask].tolist() == answers[1], "one answer of a conversation is independent"
+    assert held_out.labels().tolist() == answers[1], "one answer of a conversation is independent"
 
 
 # ── a whole stage ──

@@ -20,28 +20,24 @@ from torch.nn.functional import scaled_dot_product_attention
 from toys import toy
 from transformers.integrations import flex_attention as transformers_flex
 
-from distill.data import packing
-from distill.data.packing import (
+from distill.data.packing import concatenate, fitted_rows, pack, planned
+from distill.data.prompts import cut_prompts
+from distill.data.samples import SPLITS
+from distill.data.sources import Document, Documents, read_documents, split_of
+from distill.engines.torch import blocks as forward
+from distill.engines.torch.blocks import (
     PADDING,
     Packed,
     attend_within,
     attention_mask,
-    concatenate,
     document_segments,
-    epoch_order,
-    fitted_rows,
     hidden_states,
-    pack,
     packed_logits,
-    planned,
     separation,
 )
-from distill.data.prompts import cut_prompts
-from distill.data.samples import SPLITS
-from distill.data.sources import Document, Documents, read_documents, split_of
 from distill.errors import DataError, RunError
 from distill.recipe import Corpus, Source
-from distill.training.setup import recompute_activations
+from distill.training.setup import epoch_order, recompute_activations
 
 torch.set_num_threads(1)
 
@@ -110,7 +106,7 @@ def test_whole_documents(shape: list[tuple[int, int]], block: int) -> None:
     packed = pack(sequences, block, split_long=False)
     rows = pieces(packed)
     assert [ids for row in rows for ids, _ in row] == [ids for ids, _ in sequences]
-    assert packed.labels()[packed.mask].tolist() == [t for ids, first in sequences for t in ids[first:]]
+    assert packed.labels().tolist() == [t for ids, first in sequences for t in ids[first:]]
     with pytest.raises(AssertionError, match="longer than a block"):
         pack([*sequences, (list(range(block + 1)), 1)], block, split_long=False)
 
@@ -148,7 +144,7 @@ def test_turns_of_a_conversation_are_one_text() -> None:
     packed = blocks.take(slice(None))
     assert packed.scored.tolist() == blocks.scored.tolist() and int(packed.mask.sum()) == sum(len(a) for _, a in turns)
     order = [one for own in documents for one in own]
-    assert packed.labels()[packed.mask].tolist() == [token for one in order for token in turns[one][1]]
+    assert packed.labels().tolist() == [token for one in order for token in turns[one][1]]
     model = toy("qwen2").double()
     alone = pack([(prompt + answer, len(prompt)) for prompt, answer in (turns[one] for one in order)], 64, False)
     with torch.no_grad():
@@ -360,8 +356,8 @@ def test_packed_documents_do_not_see_each_other(kind: str, checkpointing: bool, 
     expected = alone(model, packed)
     wanted = gradients(expected)
     for masked_below, kind_of_mask in ((10**6, torch.bool), (1, torch.int32), (1, None)):
-        monkeypatch.setattr(packing, "masked_below", lambda device, long=masked_below: long)
-        monkeypatch.setattr(packing, "takes_block_masks", lambda *_, own=kind_of_mask is None: own)
+        monkeypatch.setattr(forward, "masked_below", lambda device, long=masked_below: long)
+        monkeypatch.setattr(forward, "takes_block_masks", lambda *_, own=kind_of_mask is None: own)
         given = separation(model, packed.documents, torch.device("cpu"))
         one = next(iter(given.values())) if isinstance(given, dict) else given
         assert getattr(one, "dtype", None) == kind_of_mask
@@ -407,7 +403,7 @@ def test_under_autocast_a_cpu_still_computes_in_fp32() -> None:
 
 
 def test_masks_stay_where_they_are_cheap_or_needed() -> None:
-    short, long = blocks(7, width=64).documents, blocks(7, width=packing.LONG).documents
+    short, long = blocks(7, width=64).documents, blocks(7, width=forward.LONG).documents
     cpu = torch.device("cpu")
     assert separation(toy("qwen2"), short, cpu).dtype == torch.int32
     meta = torch.device("meta")
@@ -433,7 +429,7 @@ def test_block_masks_on_a_gpu(compiled: bool, monkeypatch: Patch) -> None:
     found: list[Tensor] = []
     for blocked in (False, True):
         if not blocked:
-            monkeypatch.setattr(packing, "takes_block_masks", lambda *_: False)
+            monkeypatch.setattr(forward, "takes_block_masks", lambda *_: False)
         else:
             monkeypatch.undo()
             assert not isinstance(separation(model, packed.documents, gpu), Tensor)

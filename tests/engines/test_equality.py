@@ -13,10 +13,10 @@ import torch
 from test_import import cache
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from distill.data.packing import _packing_fault
 from distill.engines import loaded
 from distill.engines.loaded import _decoding_fault
 from distill.engines.torch import equality
+from distill.engines.torch.blocks import packing_fault
 from distill.engines.torch.equality import LENGTH, require_equal_to_transformers, small_config
 from distill.engines.torch.hugging_face import context_length
 from distill.engines.torch.model import TorchModel
@@ -55,7 +55,7 @@ def test_decoding_and_blocks_are_transformers_own(kind: str, cache: Path) -> Non
     assert all(border < LENGTH / 3 for border in windows if border)
     assert set(getattr(small, "layer_types", None) or ()) == set(getattr(model.config, "layer_types", None) or ())
     assert require_equal_to_transformers(model, "decoding", _decoding_fault)
-    assert require_equal_to_transformers(model, "a packed block", _packing_fault)
+    assert require_equal_to_transformers(model, "a packed block", packing_fault)
     kept = [json.loads(path.read_text()) for path in (cache / "weights").glob("equal-*.json")]
     assert kept == [{"fault": ""}, {"fault": ""}]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -20,7 +21,7 @@ from toys import tune
 
 from distill.engines.torch.hugging_face import load_config, load_model, local_folder
 from distill.errors import DataError
-from distill.files import over, parts_of, reference_digest
+from distill.files import cache_folder, over, parts_of, reference_digest
 from distill.planning import order
 from distill.recipe import dump_recipe, load_recipe, resolve_model
 from distill.tables import Interval
@@ -55,6 +56,11 @@ def test_it_is_the_merged_folder(tuned: tuple[Path, Path, Path], tmp_path: Path,
     for words in named:
         found = tiny.shown(capsys, "generate", "def alpha(", *words, "-C", "drafter=none", *drawn)
         assert found == expected
+        (folder,) = cache_folder("merged").glob(f"{adapter.name}-*")
+        scratch = folder / f".model.safetensors.{2**22 + 1}.folder"  # of a process that was killed
+        assert not scratch.exists(), "the next start removes it"
+        (scratch / "model").mkdir(parents=True)
+        os.utime(scratch, (0, 0))
 
     def divergence(*words: object) -> Any:
         report = json.loads(tiny.shown(capsys, "eval", *words, *prompts, "--kl", "-o", "json"))

@@ -17,7 +17,7 @@ from test_tree_cache import Mirror, close, gguf_prefill, prefill, within
 from tiny import needs_llama
 from toys import blurred, toy, write_gguf
 
-from distill.data.packing import hidden_states, pack, packed_logits
+from distill.data.packing import pack
 from distill.decoding.costs import Costs
 from distill.decoding.decode import MOST_RESENT, decode_text, plain
 from distill.decoding.drafters import LookupDrafter, ModelDrafter
@@ -27,6 +27,7 @@ from distill.decoding.worth import Worth
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import BatchedTorchModel, growing_decoder, torch_decoder
 from distill.engines.model import SNAPSHOTS, resent
+from distill.engines.torch.blocks import hidden_states, packed_logits
 from distill.errors import DataError
 from distill.recipe import PyTorch
 from distill.sampler import Sampler

@@ -375,9 +375,11 @@ def test_what_killed_processes_left_is_removed(tmp_path: Path) -> None:
         (tmp_path / name).write_text("")
         os.utime(tmp_path / name, (time.time() - 3600,) * 2)
     (tmp_path / f".big.{gone + 1}.tmp").write_text("")  # written to just now
+    (tmp_path / f".big.{gone + 2}.tmp" / "part").mkdir(parents=True)
+    os.utime(tmp_path / f".big.{gone + 2}.tmp", (0, 0))
     remove_left(tmp_path, "big", "tmp")
     assert {name: (tmp_path / name).exists() for name in names} == names
-    assert (tmp_path / f".big.{gone + 1}.tmp").exists()
+    assert (tmp_path / f".big.{gone + 1}.tmp").exists() and not (tmp_path / f".big.{gone + 2}.tmp").exists()
     os.utime(tmp_path / f".big.{gone + 1}.tmp", (0, 0))
     write_atomically(tmp_path / "big", lambda place: place.write_text("new"), several=True)
     assert (tmp_path / "big").read_text() == "new" and not (tmp_path / f".big.{gone + 1}.tmp").exists()

@@ -15,8 +15,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from toys import random_prompts, toy
 
-from distill.data.packing import Packed, pack, packed_inputs
+from distill.data.packing import pack
 from distill.decoding.decode import Round
+from distill.engines.torch.blocks import Packed, packed_inputs
 from distill.engines.torch.hugging_face import trim_head
 from distill.engines.torch.model import TorchModel
 from distill.measuring import evaluation

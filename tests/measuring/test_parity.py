@@ -13,15 +13,16 @@ import pytest
 import torch
 from toys import random_prompts
 
-from distill.data.packing import Packed, hidden_states, pack
+from distill.data.packing import pack
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import growing_decoder
+from distill.engines.torch.blocks import Packed, hidden_states
 from distill.engines.torch.hugging_face import load_model, load_target
 from distill.gguf.writer import export_gguf
 from distill.measuring.evaluation import Measured, block_values, sum_by_document, text_values
 from distill.recipe import Target
 from distill.sampler import Sampler
-from distill.teacher.distributions import Head
+from distill.teacher.distributions import DenseTeacher, Head
 from distill.training.learner import Columns, Learner
 from distill.training.losses import LossSettings
 
@@ -38,7 +39,7 @@ def by_loss(target: Any, draft: Any, blocks: Packed, vocabulary: int, kept: list
     states = hidden_states(target, blocks)[blocks.mask]
     learner = Learner(draft, Columns(vocabulary, kept, CPU), chunk=max(1, len(states) // 2))
     settings = LossSettings({"forward_kl": 1.0})
-    sums = learner(blocks, Head.of(target, vocabulary).teacher(states), settings)[1]
+    sums = learner(blocks, DenseTeacher(states, Head.of(target, vocabulary)), settings)[1]
     return float(sums["acceptance"]) / int(blocks.mask.sum())
 
 

@@ -19,8 +19,8 @@ from killed_runs import run_jobs
 from served_pairs import served
 from tiny import Capture
 
-from distill.data.packing import packed_logits
 from distill.data.samples import SPLITS, read_answers, read_prompts, read_samples
+from distill.engines.torch.blocks import packed_logits
 from distill.engines.torch.hugging_face import load_model, load_tokenizer
 from distill.files import parse_object
 from distill.recipe import load_recipe
@@ -127,7 +127,7 @@ def test_its_distributions_are_the_targets(taught: tuple[Path, Watched], place: 
     model = load_model(str(place / "whole"), "float32", CPU)
     for block in range(store.blocks):
         packed = store.packed.take(torch.tensor([block]))
-        found = store.teacher(torch.tensor([block]), CPU).chunk(slice(None))
+        found = store.read(torch.tensor([block])).distributions(CPU).chunk(slice(None))
         rows = []
         for document in packed.documents[0].unique():
             own = packed.documents[0] == document
@@ -232,7 +232,7 @@ def test_a_real_server_teaches_from_questions_to_the_report(server: Any, tmp_pat
     store = TeacherStore(Run(run, load_recipe(run / "config.yaml")))
     for block in range(store.blocks):
         packed = store.packed.take(torch.tensor([block]))
-        found = store.teacher(torch.tensor([block]), CPU).chunk(slice(None))
+        found = store.read(torch.tensor([block])).distributions(CPU).chunk(slice(None))
         logs = packed_logits(model, packed)[packed.mask].detach().float()[:, : store.vocabulary].log_softmax(-1)
         used = found.log_probabilities.isfinite()
         count += int(used.sum())

@@ -9,7 +9,8 @@ import pytest
 import tiny
 import torch
 
-from distill.data.packing import Packed, pack
+from distill.data.packing import pack
+from distill.engines.torch.blocks import Packed
 
 
 @pytest.fixture

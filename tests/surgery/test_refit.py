@@ -11,7 +11,8 @@ import pytest
 import torch
 from test_cuts import BLOCKS, CASES, IDS, logits, silence, small
 
-from distill.data.packing import Packed, pack
+from distill.data.packing import pack
+from distill.engines.torch.blocks import Packed
 from distill.errors import DataError
 from distill.recipe import parse_section
 from distill.recipe.training import Cut

@@ -14,7 +14,7 @@ from toys import random_prompts, save_toy, speculative, toy, toy_tokenizer
 from transformers import AutoModelForCausalLM
 
 from distill import divergences
-from distill.data.samples import Sample
+from distill.data.samples import Sample, read_samples, write_samples
 from distill.decoding.decode import plain
 from distill.engines.torch.hugging_face import load_model, trim_head, trimmed_head, write_kept
 from distill.engines.torch.model import TorchModel
@@ -93,7 +93,7 @@ def test_loss_over_kept_columns(stored: int) -> None:
     for whole in (True, False):
         own = (head if whole else head[kept]).clone().requires_grad_()
         rows = columns.rows(own) if whole else own
-        spoken = columns.teacher(teacher) if whole else teacher.restrict(torch.tensor(kept))
+        spoken = columns.restrict(teacher) if whole else teacher.restrict(torch.tensor(kept))
         loss, _ = head_loss(hidden, rows, spoken, columns.labels(labels) if whole else by_hand, settings, 7)
         loss.backward()
         assert own.grad is not None
@@ -128,17 +128,15 @@ def test_ceiling_bounds_acceptance() -> None:
     torch.testing.assert_close(got["forward_kl"], divergences.forward_kl(p, q), rtol=1e-4, atol=1e-5)
 
 
-def answers_of(domain: str, ids: list[int]) -> Sample:
-    return Sample("x", [1, 2], ids, source=domain)
-
-
-def test_sizes_cover_every_domain() -> None:
+def test_sizes_cover_every_domain(tmp_path: Path) -> None:
     """Two domains that write different tokens: the mass is reached in both, by no smaller multiple."""
     size = 4096
     draw = numpy.random.default_rng(0)
     code = (draw.zipf(1.3, 20_000) % 2000).tolist()
     prose = (2000 + draw.zipf(1.5, 4_000) % 2000).tolist()
-    counts = count_tokens([answers_of("code", code), answers_of("prose", prose)], size)
+    written = [Sample("x", [1, 2], code, source="code"), Sample("x", [1, 2], prose, source="prose")]
+    write_samples(tmp_path / "answers.arrow", written)
+    counts = count_tokens(read_samples(tmp_path / "answers.arrow", "answers"), size)
     assert {name: int(own.sum()) for name, own in counts.items()} == {"code": 20_000, "prose": 4_000}
     forced = list(range(4000, 4090))
     order = rank_tokens(counts, forced)
@@ -159,9 +157,9 @@ def test_expected_shares_are_the_mean_distribution(kind: str, monkeypatch: pytes
     logits = numpy.concatenate(states) @ head.T
     exact = numpy.exp(logits) / numpy.exp(logits).sum(-1, keepdims=True)
 
-    def teacher(index: torch.Tensor, _: torch.device) -> DenseTeacher | CompactTeacher:
+    def distributions(index: torch.Tensor) -> DenseTeacher | CompactTeacher:
         hidden = torch.tensor(states[int(index)], dtype=torch.float32)
-        dense = Head(torch.tensor(head, dtype=torch.float32)[:vocabulary]).teacher(hidden)
+        dense = DenseTeacher(hidden, Head(torch.tensor(head, dtype=torch.float32)[:vocabulary]))
         if kind == "dense" or not len(hidden):
             return dense
         found = compress(dense.chunk(slice(0, len(hidden))).log_probabilities, 8, vocabulary)
@@ -171,7 +169,10 @@ def test_expected_shares_are_the_mean_distribution(kind: str, monkeypatch: pytes
     for block, count in enumerate(scored):
         mask[block, :count] = True
     source: Any = SimpleNamespace(
-        packed=SimpleNamespace(scored=mask.sum(1)), blocks=4, vocabulary=vocabulary, teacher=teacher
+        packed=SimpleNamespace(scored=mask.sum(1)),
+        blocks=4,
+        vocabulary=vocabulary,
+        read=lambda index: SimpleNamespace(distributions=lambda _: distributions(index)),
     )
     found = expected_shares(source, torch.device("cpu"))
     if kind == "compact":

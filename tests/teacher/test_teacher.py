@@ -18,8 +18,9 @@ from torch import Tensor
 from toys import save_toy, toy, toy_tokenizer
 from transformers import Qwen2ForCausalLM
 
-from distill.data.packing import Packed, attention_mask, document_masks, pack
+from distill.data.packing import pack
 from distill.data.samples import SPLITS, Sample, write_samples
+from distill.engines.torch.blocks import Packed, attention_mask, document_masks
 from distill.engines.torch.hugging_face import load_model, quantisation
 from distill.errors import DataError, RecipeError, RunError
 from distill.files import write_json
@@ -156,7 +157,7 @@ def test_every_kind_gives_the_models_own_distributions(
     size = len(toy_vocabulary())
     assert source.vocabulary == size < ROWS
     index = torch.tensor([3, 0, 4])
-    distributions = source.teacher(index, CPU)
+    distributions = source.read(index).distributions(CPU)
     model = load_model(str(folders[architecture]), "float32", CPU)
     # fp16 holds log p with 11 bits: that of a token with p = e⁻¹⁶ is off by up to 2⁻⁷·½.
     close = {"rtol": 6e-4, "atol": 1e-4} if kind == "compact" else {"rtol": 1e-5, "atol": 3e-5}
@@ -221,7 +222,7 @@ def test_an_unknown_step_after_the_head_is_refused(
     for split in ("validation", "test"):
         store = TeacherStore(run, split)  # type: ignore[arg-type]
         assert not store.exact and store.manifest["entries"] == 16
-        chunk = store.teacher(torch.tensor([0]), CPU).chunk(slice(None))
+        chunk = store.read(torch.tensor([0])).distributions(CPU).chunk(slice(None))
         blocks = store.packed.take(slice(0, 1))
         expected = own_distributions(model, blocks, 1.0)
         assert chunk.ids is not None
@@ -234,10 +235,10 @@ def test_a_trimmed_head_reads_an_exact_store_in_any_order(folders: dict[str, Pat
     _, run = made(tmp_path / "run", folders["qwen2"], kind="exact")
     store, index, rows = TeacherStore(run), torch.tensor([2, 0, 1, 2]), slice(4, 30)
     kept = torch.arange(3, store.vocabulary, 5)
-    found = store.teacher(index, CPU).restrict(kept).chunk(rows)
+    found = store.read(index).distributions(CPU).restrict(kept).chunk(rows)
     fresh = TeacherStore(run)
-    fresh.teacher(torch.tensor([1]), CPU).restrict(kept).chunk(slice(0, 1))
-    again = fresh.teacher(index, CPU).restrict(kept).chunk(rows)
+    fresh.read(torch.tensor([1])).distributions(CPU).restrict(kept).chunk(slice(0, 1))
+    again = fresh.read(index).distributions(CPU).restrict(kept).chunk(rows)
     assert torch.equal(again.log_probabilities, found.log_probabilities) and torch.equal(again.log_tail, found.log_tail)
 
 
@@ -263,7 +264,7 @@ def test_entries_by_mass(folders: dict[str, Path], tmp_path: Path) -> None:
     wanted = (falling.cumsum(-1) < 0.9).sum(-1) + 1
     found = torch.cat([shard["entries"] for shard in store._shards])
     assert torch.equal(found.long(), wanted.clamp(max=200)) and wanted.min() < wanted.max() < 200
-    chunk = store.teacher(torch.arange(store.blocks), CPU).chunk(slice(None))
+    chunk = store.read(torch.arange(store.blocks)).distributions(CPU).chunk(slice(None))
     assert chunk.ids is not None
     for row, count in enumerate(wanted.tolist()):
         assert {*chunk.ids[row, :count].tolist()} == {*order[row, :count].tolist()}
@@ -271,7 +272,7 @@ def test_entries_by_mass(folders: dict[str, Path], tmp_path: Path) -> None:
     tails = 1 - falling.cumsum(-1).gather(1, (wanted - 1).unsqueeze(1)).squeeze(1)
     torch.testing.assert_close(chunk.log_tail.double().exp(), tails, rtol=1e-4, atol=1e-6)
     _, other = made(tmp_path / "b", folders["qwen2"], top_k=200, mass=0.9, batch=1)
-    again = TeacherStore(other).teacher(torch.arange(store.blocks), CPU).chunk(slice(None))
+    again = TeacherStore(other).read(torch.arange(store.blocks)).distributions(CPU).chunk(slice(None))
     assert again.ids is not None and torch.equal(again.ids, chunk.ids)
     _, run = made(tmp_path / "c", folders["qwen2"], top_k=3, mass=0.9)
     assert TeacherStore(run).manifest["entries"] == 3
@@ -285,7 +286,7 @@ def test_held_out_splits_are_stored_whole(folders: dict[str, Path], tmp_path: Pa
         store = TeacherStore(run, split)  # type: ignore[arg-type]
         assert store.exact and store.answer_blocks == 1 and store.blocks == 2
         index = torch.arange(store.blocks)
-        whole = store.teacher(index, CPU).chunk(slice(None)).log_probabilities
+        whole = store.read(index).distributions(CPU).chunk(slice(None)).log_probabilities
         expected = own_distributions(model, store.packed.take(index), 1.0)
         torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=3e-5)
     assert [path.name for path in run.path("teacher").glob("*")].count("head.safetensors") == 1
@@ -443,7 +444,9 @@ def test_a_quantised_target_gives_distributions(kind: str, most: float, tmp_path
     distributions = []
     for name, target in (("whole", {}), ("quantised", {"quantise": kind})):
         _, run = made(tmp_path / name, folder, kind="exact", target={"dtype": "bfloat16"} | target)
-        distributions.append(TeacherStore(run).teacher(torch.arange(4), CPU).chunk(slice(None)).log_probabilities)
+        distributions.append(
+            TeacherStore(run).read(torch.arange(4)).distributions(CPU).chunk(slice(None)).log_probabilities
+        )
     whole, quantised = distributions
     near, far = (float((whole.exp() * (whole - one)).sum(-1).mean()) for one in (quantised, quantised.roll(1, 0)))
     assert 1e-6 < near < most < far / 2  # far: at other positions

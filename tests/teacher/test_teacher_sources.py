@@ -16,10 +16,11 @@ from toys import save_toy, toy, toy_tokenizer
 from vllm_server import VllmServer
 
 from distill import http
-from distill.data.packing import Packed, pack
+from distill.data.packing import pack
 from distill.data.samples import SPLITS
 from distill.divergences import acceptance_bounds, acceptance_sampling, forward_kl, forward_kl_bounds
 from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.torch.blocks import Packed
 from distill.engines.torch.hugging_face import load_model
 from distill.errors import DataError, DistillError, EndpointError, PairError
 from distill.files import read_json
@@ -67,7 +68,7 @@ def stored(recipe: Recipe, run: Run) -> tuple[TeacherStore, Tensor, Tensor, Tens
     """A finished store, its ids [N, K], log p and log tail [N] at every scored position."""
     finish(run, teacher(recipe, run))
     store = TeacherStore(run)
-    chunk = store.teacher(torch.arange(store.blocks), CPU).chunk(slice(None))
+    chunk = store.read(torch.arange(store.blocks)).distributions(CPU).chunk(slice(None))
     assert chunk.ids is not None
     return store, chunk.ids, chunk.log_probabilities, chunk.log_tail
 

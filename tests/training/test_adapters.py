@@ -12,7 +12,8 @@ import torch
 from torch import Tensor
 from toys import KINDS, toy
 
-from distill.data.packing import Packed, hidden_states, pack
+from distill.data.packing import pack
+from distill.engines.torch.blocks import Packed, hidden_states
 from distill.engines.torch.hugging_face import load_model
 from distill.errors import RecipeError, RunError
 from distill.recipe import Adapter, Train, parse_section
@@ -45,18 +46,20 @@ def store_of(target: Any, blocks: Packed) -> Any:
     """What a training reads of a teacher, from a target at hand."""
     head = Head.of(target, V)
 
-    @torch.no_grad()
-    def teacher(index: Tensor, device: torch.device) -> DenseTeacher:
+    def read(index: Tensor) -> Any:
         part = blocks.take(index)
-        return head.teacher(hidden_states(target, part)[part.mask])
+        with torch.no_grad():
+            teacher = DenseTeacher(hidden_states(target, part)[part.mask], head)
+        return SimpleNamespace(blocks=part, distributions=lambda device: teacher)
 
-    return SimpleNamespace(packed=blocks, blocks=len(blocks), teacher=teacher, vocabulary=V)
+    return SimpleNamespace(blocks=len(blocks), read=read)
 
 
 def loss_of(model: Any, store: Any, index: Tensor) -> Tensor:
     """The mean loss of some blocks."""
     learner = Learner(model, Columns(V, None, CPU), 64)
-    total, sums = learner(store.packed.take(index), store.teacher(index, CPU), LOSS)
+    stored = store.read(index)
+    total, sums = learner(stored.blocks, stored.distributions(CPU), LOSS)
     return total / sums["positions"]
 
 

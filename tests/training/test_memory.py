@@ -11,7 +11,7 @@ import pytest
 import tiny
 import torch
 
-from distill.teacher.distributions import Head
+from distill.teacher.distributions import DenseTeacher, Head
 from distill.training import losses
 from distill.training.losses import LossSettings
 
@@ -58,7 +58,7 @@ def test_a_batchs_number_of_positions_makes_few_shapes(monkeypatch: pytest.Monke
     head = torch.randn(11, 8, generator=generator, requires_grad=True)
     for count in range(1, 500, 7):
         hidden = torch.randn(count, 8, generator=generator)
-        teacher = Head(head.detach()).teacher(hidden)
+        teacher = DenseTeacher(hidden, Head(head.detach()))
         labels = torch.zeros(count, dtype=torch.long)
         losses.head_loss(hidden, head, teacher, labels, LossSettings({"jsd": 1.0}), 256)
     assert rows == {64, 128, 192, 256}

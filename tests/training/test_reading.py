@@ -12,8 +12,8 @@ import pytest
 import torch
 from tiny import Patch
 
-from distill.data.packing import Packed
 from distill.devices import AHEAD, read_ahead
+from distill.engines.torch.blocks import Packed
 from distill.recipe import Train
 from distill.teacher import store
 from distill.training.setup import Training
@@ -39,13 +39,13 @@ def test_blocks_are_read_before_they_are_needed(tmp_path: Path, monkeypatch: Pat
         store.shard_path(first.parent, number).hardlink_to(first)
     manifest = {"kind": "compact", "vocabulary": 61, "shard_blocks": [n] * 48, "answer_blocks": 48 * n}
     monkeypatch.setattr(store, "read_manifest", lambda *_: manifest)
-    readers, scored_of = set[str](), store.TeacherStore._scored
+    readers, read_of = set[str](), store.TeacherStore.read
 
-    def scored(self: Any, *given: Any) -> torch.Tensor:
+    def read_noted(self: Any, numbers: torch.Tensor) -> store.StoredBlocks:
         readers.add(threading.current_thread().name)
-        return scored_of(self, *given)
+        return read_of(self, numbers)
 
-    monkeypatch.setattr(store.TeacherStore, "_scored", scored)
+    monkeypatch.setattr(store.TeacherStore, "read", read_noted)
     run: Any = SimpleNamespace(path=tmp_path.joinpath, verify=lambda *_: None)
     process: Any = SimpleNamespace(process_index=0, num_processes=1, device=torch.device("cpu"))
     recipe: Any = SimpleNamespace(train=Train(batch=8, micro_batch=4, steps=20), seed=0)
@@ -63,8 +63,8 @@ def test_blocks_are_read_before_they_are_needed(tmp_path: Path, monkeypatch: Pat
     assert done == list(range(20)) and all(name.startswith("distill-reader") for name in readers)
     for step in (0, 7, 19):
         for own, again in zip(found[step], read(step), strict=True):
-            assert torch.equal(own[0], again[0]) and torch.equal(own[1].ids, again[1].ids)
-            assert all(map(torch.equal, own[2], again[2]))
+            assert torch.equal(own.numbers, again.numbers) and torch.equal(own.blocks.ids, again.blocks.ids)
+            assert all(map(torch.equal, own.tensors, again.tensors))
     work.read = lambda step: 1 / 0  # type: ignore[method-assign, assignment]
     with pytest.raises(ZeroDivisionError):
         read_ahead(work.read, 1, process.device)(0)

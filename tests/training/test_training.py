@@ -34,15 +34,16 @@ from trainings import (
     weights,
 )
 
-from distill.data.packing import pack, scored_states
+from distill.data.packing import pack
 from distill.data.samples import read_answers
 from distill.devices import memory_explained
+from distill.engines.torch.blocks import scored_states
 from distill.engines.torch.hugging_face import load_model, load_tokenizer
 from distill.errors import RunError
 from distill.recipe import Train, load_recipe
 from distill.run import BEGIN, Run
 from distill.sampler import Sampler
-from distill.teacher.distributions import Head
+from distill.teacher.distributions import DenseTeacher, Head
 from distill.training import loop, validation
 from distill.training.learner import Columns, Learner
 from distill.training.losses import LossSettings
@@ -133,7 +134,7 @@ def test_rows_that_cannot_learn_are_left_out_and_put_back(family: str, tied: boo
     evaluation between them, also of a row for padding, which learns as a kept one alone."""
     kept, steps, found = [2, 3, 4, 9, 30], 4, []
     target, blocks = toys.toy(seed=5), packed_learner()[2]
-    teacher = Head.of(target, 61).teacher(scored_states(target, blocks).detach())
+    teacher = DenseTeacher(scored_states(target, blocks).detach(), Head.of(target, 61))
     for ids in (None, blocks.ids.unique().long()):
         draft = toys.toy(family, seed=0, tie_word_embeddings=tied, pad_token_id=2)
         learner = Learner(draft, Columns(61, kept, torch.device("cpu")), 4, ids)
@@ -164,7 +165,7 @@ def test_scaled_and_capped_logits_are_learnt_as_the_model_gives_them(kind: str) 
     blocks = pack([(ids[0].tolist(), 1)], 7, split_long=False)
     states, target = torch.randn(6, 32, generator=torch.Generator().manual_seed(1)), Head.of(toys.toy(), 61)
     learner = Learner(draft, Columns(61, None, torch.device("cpu")), 4)
-    total, _ = learner(blocks, target.teacher(states), LossSettings({"forward_kl": 1.0}))
+    total, _ = learner(blocks, DenseTeacher(states, target), LossSettings({"forward_kl": 1.0}))
     logs = draft(ids).logits[0, :-1].log_softmax(-1)
     expected = torch.nn.functional.kl_div(logs, target.logits(states).log_softmax(-1), log_target=True, reduction="sum")
     assert total.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -187,7 +188,7 @@ def gradient_at_embeddings(learner: Learner, target: Any, blocks: Any, document:
 
     handle = learner.draft.get_input_embeddings().register_forward_hook(hook)
     states = torch.randn(int(blocks.mask.sum()), 32, generator=torch.Generator().manual_seed(1))
-    distributions = Head.of(target, 61).teacher(states)
+    distributions = DenseTeacher(states, Head.of(target, 61))
     total, _ = learner(blocks, distributions, LossSettings({"forward_kl": 1.0, "lk_hybrid": 1.0}))
     handle.remove()
     (gradient,) = torch.autograd.grad(total, kept)

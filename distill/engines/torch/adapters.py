@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DataError, DistillError, RunError
-from distill.files import ADAPTER, cache_folder, copy_file, digest, write_atomically, write_json
+from distill.files import ADAPTER, cache_folder, copy_file, digest, remove_left, write_atomically, write_json
 from distill.folders import SINGLE, copy_tokenizer, is_whole, read_config, read_header, stored_tensors
 from distill.progress import note
 
@@ -26,6 +26,7 @@ TENSORS = "adapter_model.safetensors"
 WRITTEN = "merged.json"  # written last of the small files: what was merged
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
 STORED = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}
+SCRATCH = "folder"  # ending of the folder that transformers writes a merged model into
 OUTER = (".embed_tokens.", ".lm_head.")  # in names of tensors
 SAME_BASE = "name the model that the adapter was trained on as its base"
 
@@ -46,6 +47,7 @@ def merged_folder(
         raise DataError(f"the adapter {adapter} {state}", "give the folder that PEFT's save_pretrained wrote")
     identity = [FORMAT, str(base.resolve()), _state(base) if own else [], str(adapter.resolve()), _state(adapter)]
     folder = cache_folder("merged") / f"{adapter.name[:60]}-{digest(identity)[:12]}"
+    remove_left(folder, SINGLE, SCRATCH)
     small, whole = (folder / WRITTEN).is_file(), load is None or is_whole(folder / SINGLE)
     if small and whole:
         return folder
@@ -167,7 +169,7 @@ def _merged(base: Path, adapter: Path, load: Callable[[Path, str], Any]) -> Any:
 
 def _write_weights(place: Path, model: Any) -> None:
     """One safetensors file of a model, under the names that transformers writes."""
-    scratch = place.with_name(f"{place.name}.folder")
+    scratch = place.with_name(f".{SINGLE}.{os.getpid()}.{SCRATCH}")
     try:
         model.save_pretrained(scratch, max_shard_size="1000TB")
         os.replace(scratch / SINGLE, place)

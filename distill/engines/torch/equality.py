@@ -38,7 +38,7 @@ SIZES = {
     "num_experts_per_tok": 2,
 }
 KINDS = ("layer_types", "no_rope_layers", "mlp_layer_types", "attention_layers")  # a value a layer
-SOURCES = [Path(__file__).with_name(f"{name}.py") for name in ("equality", "model", "static", "products")]
+SOURCES = [Path(__file__).with_name(f"{name}.py") for name in ("equality", "model", "static", "products", "blocks")]
 
 
 def small_config(config: Any) -> Any:
