@@ -118,11 +118,13 @@ class StoredBlocks:
 
     def distributions(self, device: torch.device) -> Teacher:
         """The distributions on a device, at the scored positions of the blocks in turn."""
-        first, *others = (copied(tensor, device) for tensor in self.tensors)
+        tensors = [copied(tensor, device) for tensor in self.tensors]
         head = self.store.head(device)
         if head is None:
-            return CompactTeacher(first, *others, self.store.vocabulary)
-        return DenseTeacher(first, head, log_sums=partial(self.store.log_sums, self.numbers, first))
+            ids, logs, tails = tensors
+            return CompactTeacher(ids, logs, tails, self.store.vocabulary)
+        (hidden,) = tensors
+        return DenseTeacher(hidden, head, log_sums=partial(self.store.log_sums, self.numbers, hidden))
 
 
 class TeacherStore:
@@ -141,7 +143,7 @@ class TeacherStore:
         ]
         self.blocks: int = sum(self.manifest["shard_blocks"])
         self.answer_blocks: int = self.manifest["answer_blocks"]
-        self.packed = Deferred(self.blocks, lambda numbers: self._packed(self._places(numbers)), self._counts)
+        self.packed = Deferred(self.blocks, lambda numbers: self._packed(self._places(numbers)), self.scored)
         self._head: Head | None = None
         self._sums: dict[int, Tensor] = {}  # by block
         if self.manifest["kind"] == "exact":
@@ -160,12 +162,12 @@ class TeacherStore:
             self._head = self._head.to(device)
         return self._head
 
-    def _counts(self) -> Tensor:
-        """The scored positions of each block."""
+    def scored(self) -> Tensor:
+        """The number of scored positions of each block."""
         return torch.cat([torch.empty(0, dtype=torch.int64), *(shard["rows"].diff() for shard in self._shards)])
 
     def _places(self, blocks: list[int]) -> list[tuple[dict[str, Tensor], int]]:
-        """The shard of each block, and its number there; all shards but the last have the same number of blocks."""
+        """The shard of each block, and the block's number there. All shards but the last have the same size."""
         size = self.manifest["shard_blocks"][0] if self._shards else 1
         return [(self._shards[block // size], block % size) for block in blocks]
 

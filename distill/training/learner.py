@@ -26,7 +26,6 @@ CHUNK, MOST_CHUNK = 256, 8192
 CHUNK_SHARE = 1 / 4  # of the free memory of an accelerator that a chunk may take
 LOGIT_BYTES = 16  # of a logit of a chunk: the draft's, and those of an exact teacher before and after their softmax
 STATE_BYTES = 12  # of a weight that learns: its gradient and two moments
-CLIP = 1.0  # the largest norm of a gradient
 
 
 def chunk_of(draft: Any, columns: int, device: torch.device) -> int:

@@ -26,7 +26,6 @@ from distill.folders import copy_tokenizer
 from distill.progress import duration, noting
 from distill.recipe import Recipe
 from distill.run import BEGIN, Run
-from distill.training.learner import CLIP
 from distill.training.optimizer import rate_share, set_rates
 from distill.training.saved import (
     MOST_EPOCHS,
@@ -39,6 +38,7 @@ from distill.training.saved import (
 from distill.training.setup import Training, merge, set_up
 from distill.training.validation import advice, ended, evaluate_weights, evaluation_due, take_best
 
+CLIP = 1.0  # the largest norm of a gradient
 STOPPING = "interrupted: the training stops after this step and is saved; a second signal ends it at once"
 
 
@@ -72,9 +72,8 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
             # For a draft with dropout, so that a resumed training draws the same.
             torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)
             rate = work.rate * rate_share(step, settings.steps)
-            set_rates(work.optimizer, rate * work.outer, rate)
             began = began if pending else time.monotonic()
-            figures = one_step(work, step)
+            figures = one_step(work, step, rate)
             more = {} if work.penalty is None else work.penalty.after_step(step, rate)
             pending.append(Pending(step, rate, figures, more))
             state["step"] = step + 1
@@ -149,10 +148,10 @@ def end_stopped(work: Training, signals: list[int]) -> NoReturn:
     raise KeyboardInterrupt
 
 
-def one_step(work: Training, step: int) -> dict[str, torch.Tensor]:
-    """Gradients over all micro-batches and processes, one optimizer step; this process's sums and the gradient's norm.
+def one_step(work: Training, step: int, rate: float) -> dict[str, torch.Tensor]:
+    """Take one optimizer step at `rate`, with the gradients of all micro-batches and processes.
 
-    The figures stay on the device, and nothing here waits for it.
+    Returns this process's sums and the gradient's norm. They stay on the device, and nothing here waits for it.
     """
     accelerator, learner = work.accelerator, work.learner
     device = accelerator.device
@@ -170,6 +169,7 @@ def one_step(work: Training, step: int) -> dict[str, torch.Tensor]:
     # The exchange took the mean over processes.
     torch._foreach_mul_(gradients, accelerator.num_processes / max(1, work.scored(step)))
     sums["gradient_norm"] = torch.nn.utils.clip_grad_norm_(learner.parameters(), CLIP)
+    set_rates(work.optimizer, rate * work.outer, rate)
     work.optimizer.step()
     work.optimizer.zero_grad(set_to_none=True)
     return sums
@@ -302,6 +302,6 @@ def summary_of(work: Training) -> TrainingSummary:
         rate=work.rate,
         loss=dict(work.loss.losses),
         best=None if best is None else from_json(best, EvaluatedWeights, "the last checkpoint"),
-        epochs=steps * work.settings.batch / len(work.source.packed),
+        epochs=steps * work.settings.batch / work.source.blocks,
         answers=stored.get("answer_positions", stored["scored_positions"]) / stored["scored_positions"],
     )

@@ -199,11 +199,11 @@ class Training:
 
     @cached_property
     def counts(self) -> Tensor:
-        """The scored positions of every block."""
-        return self.source.packed.scored
+        """The number of scored positions of each block."""
+        return self.source.scored()
 
     def scored(self, step: int) -> int:
-        """The scored positions of a step, over all processes; no device is asked for them."""
+        """The number of scored positions of a step over all processes. No device is read for it."""
         return int(self.counts[self.blocks(step)].sum())
 
     def read(self, step: int) -> list[StoredBlocks]:

@@ -34,7 +34,7 @@ from distill.run import Run
 from distill.sampler import Sampler
 from distill.tables import Table, document, paired_ratio_interval, ratio_interval
 from distill.training import loop
-from distill.training.optimizer import rate_share, set_rates
+from distill.training.optimizer import rate_share
 from distill.training.saved import plain
 from distill.training.setup import Training, batch_blocks, set_up
 
@@ -88,9 +88,8 @@ def train(given: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     work.blocks = lambda step: own[batch_blocks(step, batch, len(own), recipe.seed)]  # type: ignore[method-assign]
     while spent < given.seconds if given.seconds else step < steps:
         share = rate_share(int(spent / given.seconds * PARTS), PARTS) if given.seconds else rate_share(step, steps)
-        set_rates(work.optimizer, work.rate * share * work.outer, work.rate * share)
         began = time.monotonic()
-        taken = loop.Pending(step, share, loop.one_step(work, step), {})
+        taken = loop.Pending(step, share, loop.one_step(work, step, work.rate * share), {})
         (figures,) = loop.fetched(work, [taken])
         spent, step, tokens = spent + time.monotonic() - began, step + 1, tokens + figures["tokens"]
         seen.append([figures[one] for one in SEEN])

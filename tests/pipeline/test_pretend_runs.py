@@ -108,7 +108,7 @@ def test_a_step_never_waits_for_the_device(
     recipe = settle_types(load_recipe(world / "recipe.yaml", given))
     work = set_up(recipe, Run(tmp_path / "tiny", recipe))
     with pretend.counting() as counts:
-        pending = [loop.Pending(step, 1.0, loop.one_step(work, step), {}) for step in range(4)]
+        pending = [loop.Pending(step, 1.0, loop.one_step(work, step, work.rate), {}) for step in range(4)]
     assert counts.launches > 2000 and counts.to_device > 0
     found = (counts.waits, counts.to_host, counts.synchronisations, counts.unpinned_to_device)
     assert found == (0, 0, 0, 0), counts.operations

@@ -408,10 +408,10 @@ from distill.training import loop
 
 step_of, (number, last, index) = loop.one_step, (int(sys.argv.pop(1)) for _ in range(3))
 
-def signalled(work, step):
+def signalled(work, step, rate):
     if step == last and work.accelerator.process_index == index:
         os.kill(os.getpid(), number)
-    return step_of(work, step)
+    return step_of(work, step, rate)
 
 loop.one_step = signalled
 main()

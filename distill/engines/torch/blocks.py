@@ -149,10 +149,19 @@ def separation(model: Any, documents: Tensor, device: torch.device, host: Tensor
         return document_masks(model, documents.to(device))
     register(getattr(model.base_model, "_compiled_call_impl", None) is not None)
     separations, listed = {}, documents if host is None else host
-    for kind in sorted(layer_kinds(config)):
-        window = config.sliding_window if kind == "sliding_attention" else None
+    for kind, window in layer_windows(model).items():
         separations[kind] = block_mask(documents.to(device), window) if blocked else document_segments(listed, window)
     return separations if len(separations) > 1 else next(iter(separations.values()))
+
+
+def layer_windows(model: Any) -> dict[str, int | None]:
+    """The sliding window of each kind of a model's layers, None for whole attention. Each model is asked once."""
+    if not hasattr(model, "_layer_windows"):
+        config = model.config.get_text_config()
+        kinds = sorted(layer_kinds(config))
+        model._layer_windows = {kind: config.sliding_window if kind == "sliding_attention" else None for kind in kinds}
+    windows: dict[str, int | None] = model._layer_windows
+    return windows
 
 
 def takes_block_masks(model: Any, device: torch.device) -> bool:
@@ -212,9 +221,10 @@ def _over(model: Any, blocks: Packed, module: Any, name: str) -> Tensor:
     if not hasattr(model, "_takes_blocks"):
         config = model.config.get_text_config()
         model._takes_blocks = mask_refusal(config) is None and state_refusal(type(model), config) is None
-        if model._takes_blocks:
-            require_equal_to_transformers(model, "a packed block", packing_fault)
     if model._takes_blocks:
+        if not hasattr(model, "_checked_in_blocks"):
+            model._checked_in_blocks = True
+            require_equal_to_transformers(model, "a packed block", packing_fault)
         return getattr(module(**packed_inputs(model, blocks)), name)
     device, lines = model.get_input_embeddings().weight.device, []
     for line in range(len(blocks)):
@@ -228,7 +238,7 @@ def _over(model: Any, blocks: Packed, module: Any, name: str) -> Tensor:
 def packing_fault(model: Any) -> str:
     """Name the document of a block that a small model reads otherwise than alone; empty if there is none."""
     longest = min(LENGTH, context_length(model.config) or LENGTH)
-    model._takes_blocks = True
+    model._checked_in_blocks = True  # This model serves the check.
     texts = [random_ids(model, size, seed) for seed, size in enumerate((longest, 13, 5))]
     ids = [*itertools.chain(*texts), 0, 0]
     numbers = [number for number, text in enumerate(texts) for _ in text] + [PADDING, PADDING]

@@ -1,0 +1,85 @@
+"""The walks in docs/architecture.md: each function is there, is called in this order, and no other module is on the way.
+
+Modules of the floor and modules that a walk does not enter are told apart in `on_the_way`.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import pytest
+import tiny
+from trainings import Trainer, trained
+
+PACKAGE = tiny.ROOT / "distill"
+Place = tuple[str, str]  # the file of a function below distill/, and its qualified name
+
+
+def walk(heading: str) -> list[tuple[str, list[str]]]:
+    """The steps below a heading of docs/architecture.md: a file and the names of its functions."""
+    text = (tiny.ROOT / "docs" / "architecture.md").read_text(encoding="utf-8")
+    section = text.partition(f"\n## {heading}\n")[2].partition("\n## ")[0]
+    steps = re.findall(r"^\d+\. `([\w/]+\.py)`((?: `[\w.]+`)+)", section, re.M)
+    return [(file, re.findall(r"[\w.]+", names)) for file, names in steps]
+
+
+class Trace:
+    """The functions of distill that are called, in the order of their first calls, in all threads that begin later.
+
+    `inside` has the files of those that are called from the beginning of `first` to the end of `last`.
+    """
+
+    def __init__(self, first: str, last: str) -> None:
+        self.called: dict[Place, None] = {}
+        self.inside: set[str] = set()
+        self._first, self._last, self._open = first, last, False
+
+    def __call__(self, frame: FrameType, event: str, _: Any) -> None:
+        code = frame.f_code
+        if event not in ("call", "return") or not code.co_filename.startswith(str(PACKAGE)):
+            return
+        file = Path(code.co_filename).relative_to(PACKAGE).as_posix()
+        if event == "call":
+            self._open |= code.co_name == self._first
+            self.called.setdefault((file, code.co_qualname))
+            if self._open:
+                self.inside.add(file)
+        elif code.co_name == self._last:
+            self._open = False
+
+
+@contextmanager
+def traced(first: str, last: str) -> Iterator[Trace]:
+    """Trace what is called within the block."""
+    trace, before = Trace(first, last), sys.getprofile()
+    threading.setprofile(trace)
+    sys.setprofile(trace)
+    try:
+        yield trace
+    finally:
+        sys.setprofile(before)
+        threading.setprofile(None)  # type: ignore[arg-type]
+
+
+def require_walked(heading: str, trace: Trace) -> None:
+    """The functions of a walk were called, each step's first one in this order; inside, no file of a room but its own."""
+    steps, called = walk(heading), list(trace.called)
+    missing = [(file, name) for file, names in steps for name in names if (file, name) not in trace.called]
+    assert steps and not missing
+    places = [called.index((file, names[0])) for file, names in steps]
+    assert places == sorted(places)
+    assert {file for file in trace.inside if "/" in file} <= {file for file, _ in steps}
+
+
+def test_a_batch(world: Path, ready: Path, tmp_path: Path) -> None:
+    with traced("one_step", "report_steps") as trace:
+        trained(world, ready, tmp_path, "train.steps=1")
+    require_walked("A batch", trace)
+    assert len(walk("A batch")) == 12
