@@ -1,7 +1,4 @@
-"""The walks in docs/architecture.md: each function is there, is called in this order, and no other module is on the way.
-
-Modules of the floor and modules that a walk does not enter are told apart in `on_the_way`.
-"""
+"""The walks in docs/architecture.md: their functions are called in this order, and no other room lies on the way."""
 
 from __future__ import annotations
 
@@ -14,9 +11,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import pytest
 import tiny
-from trainings import Trainer, trained
+from trainings import trained
 
 PACKAGE = tiny.ROOT / "distill"
 Place = tuple[str, str]  # the file of a function below distill/, and its qualified name
@@ -69,7 +65,7 @@ def traced(first: str, last: str) -> Iterator[Trace]:
 
 
 def require_walked(heading: str, trace: Trace) -> None:
-    """The functions of a walk were called, each step's first one in this order; inside, no file of a room but its own."""
+    """The functions of a walk were called, the first of each step in order, and inside no other file of a room."""
     steps, called = walk(heading), list(trace.called)
     missing = [(file, name) for file, names in steps for name in names if (file, name) not in trace.called]
     assert steps and not missing
