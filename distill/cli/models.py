@@ -225,9 +225,9 @@ def export_lookup(
     if to is not None and not to.resolve().parent.is_dir():
         raise DataError(f"there is no folder {to.resolve().parent}", "make it, or correct --to")
     recipe, run = shared.find_run(name, runs)
+    from distill.decoding.lookup_files import FORMS
+    from distill.decoding.lookup_files import export_lookup as export
     from distill.engines.server_commands import drafting_from_texts
-    from distill.teacher.ngrams import FORMS
-    from distill.teacher.ngrams import export_lookup as export
 
     path = to or run.path("lookup", FORMS[server][0])
     if path.exists() and not overwrite:

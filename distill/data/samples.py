@@ -267,6 +267,12 @@ def read_answers(run: Run, split: Split) -> Samples:
     return read_groups(sorted(run.path("answers", split).glob("*.arrow")), "answers")
 
 
+def learnt_answers(run: Run) -> Samples:
+    """The train answers that are learnt from; at least one."""
+    answers = read_answers(run, "train")
+    return answers.take(answers.column("dropped") == "")
+
+
 def read_groups(paths: Sequence[Path], stage: str) -> Samples:
     """The samples in some files of a stage, by their numbers; those without one come last."""
     answers = joined_samples([read_samples(path, stage) for path in paths])

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
+from distill.engines.torch.hugging_face import tokenizer_digest
 from distill.errors import DataError
 from distill.files import write_atomically
 from distill.folders import read_header
@@ -28,6 +29,7 @@ SINGLES_UP_TO = 40_000_000  # n-grams of a table; a larger one loses those of th
 LEAST = 0.01  # probability of an expected token that counts
 CHECKED = 256 * 2**20  # bytes of a table whose checksum is taken when it is opened: a fifth of a second
 CACHED = 200_000  # contexts whose likeliest tokens are kept in memory
+TABLE_FILE = ("table", "ngrams.safetensors")  # in a run
 AGAIN = "make it again (in a run: `--redo table`)"
 
 Ints = NDArray[numpy.int64]
@@ -257,6 +259,14 @@ def write_table(path: Path, levels: Sequence[Level], about: dict[str, str]) -> N
             arrays[f"first.{size}"] = level.first
     about = {"ngrams": FORMAT, "sha256": _checksum(levels), **about}
     write_atomically(path, lambda temporary: save_file(arrays, str(temporary), about))
+
+
+def open_table(path: Path, target: str) -> NGramTable:
+    """The table in a file, or of a run's folder, for this target; DataError where it is of another vocabulary, or
+    damaged."""
+    if path.is_dir():
+        path = path.joinpath(*TABLE_FILE)
+    return NGramTable.open(path, tokenizer_digest(target))
 
 
 @dataclass(frozen=True)

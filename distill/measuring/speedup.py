@@ -27,7 +27,7 @@ from distill.decoding.calibration import (
     predicted,
 )
 from distill.decoding.configured import check_configurations, configured_sampler, name_of_fit
-from distill.decoding.ngrams import NGramTable
+from distill.decoding.ngrams import NGramTable, open_table
 from distill.decoding.other_vocabulary import read_with
 from distill.decoding.round_costs import PROMPTS
 from distill.decoding.rules import Rules
@@ -51,7 +51,6 @@ from distill.recipe import Chat, Configuration, Corpus, Recipe, Target
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.tables import document, shown, speed_ratio
-from distill.teacher.ngrams import open_table
 
 # ── Calibrations, fitted on other texts than the measured ones ──
 

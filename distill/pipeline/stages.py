@@ -143,7 +143,7 @@ STAGES = (
         together=True,
         version=3,
     ),
-    _stage("teacher.ngrams:table", "corpus.block", "answers:answers/train/* teacher:teacher/train/*", "target"),
+    _stage("teacher.table:table", "corpus.block", "answers:answers/train/* teacher:teacher/train/*", "target"),
     _stage(
         "surgery.cutter:cut",
         "cut target.dtype",

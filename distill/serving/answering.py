@@ -19,6 +19,7 @@ from distill.decoding.configured import NO_COSTS, DrafterInputs, Session, make_d
 from distill.decoding.decode import Decoded
 from distill.decoding.drafters import Drafter, NoDrafter
 from distill.decoding.grammar import Constraint, Tokens, constraint
+from distill.decoding.ngrams import open_table
 from distill.decoding.other_vocabulary import DraftReader, read_with
 from distill.decoding.round_costs import pair_costs
 from distill.decoding.rules import BytesOf, Constrained, Forced, Rules, characters, stop_before
@@ -30,7 +31,6 @@ from distill.files import is_gguf
 from distill.progress import note
 from distill.recipe import Chat, Configuration
 from distill.sampler import Sampler
-from distill.teacher.ngrams import open_table
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.data.packing import pack, repeated_next
-from distill.data.samples import NEW, SEEN
+from distill.data.samples import NEW, SEEN, learnt_answers
 from distill.devices import as_float64, pick_device
 from distill.engines.pairs import require_pair
 from distill.engines.torch.blocks import Packed, scored_states
@@ -77,7 +77,7 @@ from distill.surgery.vocabulary import (
 )
 from distill.teacher.distributions import TeacherChunk, compress, head_logits
 from distill.teacher.store import TeacherStore
-from distill.teacher.texts import answer_blocks, learnt_answers
+from distill.teacher.texts import answer_blocks
 from distill.vocabulary.vocabulary import Vocabulary, opening_of
 
 RIDGE = 0.3  # of the repair; .1 and 1 are within a hundredth of agreement on SmolLM2 and Qwen2.5-0.5B

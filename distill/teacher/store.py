@@ -32,7 +32,14 @@ from distill.data.packing import Deferred
 from distill.data.samples import SPLITS, Split
 from distill.devices import barrier, copied, part_of, pick_device, process_count, process_index
 from distill.engines.torch.blocks import Packed, scored_states
-from distill.engines.torch.hugging_face import DTYPES, load_config, load_target, load_tokenizer, real_tokens
+from distill.engines.torch.hugging_face import (
+    DTYPES,
+    load_config,
+    load_target,
+    load_tokenizer,
+    real_tokens,
+    tokenizer_digest,
+)
 from distill.errors import DataError, RunError
 from distill.files import read_json, write_atomically, write_json
 from distill.progress import Progress
@@ -41,7 +48,7 @@ from distill.recipe.target import TYPE_BYTES
 from distill.run import Run
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, LogitForm, Teacher, require_head
 from distill.teacher.readers import AnswerReader, Entries, ModelReader, Reader, ServerReader, open_reader
-from distill.teacher.texts import SplitBlocks, held_out_sizes, renew, split_blocks, target_metadata, tokenizer_digest
+from distill.teacher.texts import SplitBlocks, held_out_sizes, renew, split_blocks, target_metadata
 
 FORMAT = 4
 PACKED_BYTES = 4 + 2 + 1  # a position's id, document and mask

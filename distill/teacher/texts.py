@@ -17,9 +17,18 @@ from typing import Any
 import numpy
 
 from distill.data.packing import Blocks, Deferred, concatenate, pack, planned
-from distill.data.samples import TEXT_FAULTS, Samples, Split, joined_samples, listed, read_answers, read_prompts
+from distill.data.samples import (
+    TEXT_FAULTS,
+    Samples,
+    Split,
+    joined_samples,
+    learnt_answers,
+    listed,
+    read_answers,
+    read_prompts,
+)
 from distill.engines.torch.blocks import Packed
-from distill.engines.torch.hugging_face import load_tokenizer
+from distill.engines.torch.hugging_face import tokenizer_digest
 from distill.errors import DataError
 from distill.files import digest, read_json, reference_digest, write_json
 from distill.recipe import Recipe
@@ -28,11 +37,6 @@ from distill.run import Run
 # Reasons for which an answer is not learnt from, but says what the target wrote.
 READABLE = ("", "truncated", *TEXT_FAULTS)
 ORIGIN = "origin.json"  # what the files of a split's folder were made from
-
-
-def tokenizer_digest(target: str) -> str:
-    """Of the vocabulary that a target's texts are written in."""
-    return digest(load_tokenizer(target).get_vocab())
 
 
 def target_metadata(recipe: Recipe) -> dict[str, Any]:
@@ -64,12 +68,6 @@ def held_out_sizes(recipe: Recipe, split: Split) -> HeldOutSizes:
         prompts = 0 if chosen is None else chosen.prompts
         found = HeldOutSizes(prompts, recipe.answers.new_tokens, recipe.cut.score_blocks)
     return replace(found, blocks=0) if recipe.writer_teaches else found
-
-
-def learnt_answers(run: Run) -> Samples:
-    """The answers that training learns from, never held-out ones; at least one."""
-    answers = read_answers(run, "train")
-    return answers.take(answers.column("dropped") == "")
 
 
 def answer_blocks(answers: Samples, recipe: Recipe) -> tuple[Deferred, list[list[list[int]]]]:

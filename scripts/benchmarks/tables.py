@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 
 from distill.cli.shared import numbers
+from distill.data.samples import learnt_answers
 from distill.decoding.calibration import TABLE_TERMS, fit_calibration
 from distill.decoding.configured import LOOKED_UP
 from distill.decoding.costs import Costs
@@ -30,9 +31,9 @@ from distill.recipe import load_recipe
 from distill.recipe.configuration import LENGTH, TABLE_NODES
 from distill.run import Run
 from distill.tables import Cell, Row, Table, document
-from distill.teacher.ngrams import expected_tokens
 from distill.teacher.store import TeacherStore
-from distill.teacher.texts import learnt_answers, packed_order
+from distill.teacher.table import expected_tokens
+from distill.teacher.texts import packed_order
 
 Text = tuple[list[int], list[int]]
 

@@ -18,6 +18,7 @@ import tiny
 import wheel_server
 
 from distill.data.samples import Sample, read_answers
+from distill.decoding.lookup_files import FORMS
 from distill.engines import server_commands
 from distill.engines.server_commands import drafting_from_texts
 from distill.errors import DataError
@@ -25,7 +26,6 @@ from distill.recipe import load_recipe
 from distill.run import Run
 from distill.serving.check import LlamaClient
 from distill.serving.server import Http, LlamaServer, started
-from distill.teacher.ngrams import FORMS
 
 Capture = pytest.CaptureFixture[str]
 
@@ -102,7 +102,7 @@ def test_what_a_server_takes_is_in_its_command(monkeypatch: pytest.MonkeyPatch) 
     assert shlex.split(command("ik_llama", 9, "it's"))[-1].endswith(r"suffix_corpus='it\'s'")
     assert "max-tokens" not in command("sglang", 9_999_998) and "max-tokens 10000001" in command("sglang", 9_999_999)
     assert "max_cached_requests" not in command("vllm", 9) and "10001" in command("vllm", 9, texts=10_001)
-    monkeypatch.setattr("distill.teacher.ngrams.IK_INSERTED", 60)
+    monkeypatch.setattr("distill.decoding.lookup_files.IK_INSERTED", 60)
     monkeypatch.setattr(server_commands, "IK_INSERTED", 60)
     with pytest.raises(DataError, match=r"11 tokens of answers: ik_llama\.cpp reads at most 10"):
         FORMS["ik_llama"][1](None, [Sample("a", [1, 2, 3, 4], [5] * 7)])  # type: ignore[arg-type]

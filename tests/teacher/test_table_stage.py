@@ -16,10 +16,9 @@ from test_ngrams import place_in
 from tiny import Capture
 
 from distill.data.samples import read_samples
-from distill.decoding.ngrams import LEAST, ORDER, NGramTable
-from distill.engines.torch.hugging_face import load_model
-from distill.teacher.ngrams import LIKELIEST, TABLE_FILE
-from distill.teacher.texts import tokenizer_digest
+from distill.decoding.ngrams import LEAST, ORDER, TABLE_FILE, NGramTable
+from distill.engines.torch.hugging_face import load_model, tokenizer_digest
+from distill.teacher.table import LIKELIEST
 
 PRICED = "{drafter: table, rule: expected-value, nodes: 4, length: 4}"
 

@@ -20,7 +20,7 @@ from distill.checkpoints import check_generation, check_keys, check_types, quant
 from distill.devices import CPU, free_memory, has_fast_bfloat16, pick_device, process_count
 from distill.engines.torch.adapters import merged_folder
 from distill.errors import DataError, DistillError, RunError
-from distill.files import finish_folder, has_form, is_gguf, parts_of, read_object, write_json
+from distill.files import digest, finish_folder, has_form, is_gguf, parts_of, read_object, write_json
 from distill.folders import (
     COMPUTED,
     HINT,
@@ -282,6 +282,11 @@ def load_tokenizer(reference: str) -> Any:
     except Exception as error:  # transformers and tokenizers raise many kinds for faulty files
         raise _explained(reference, error) from error
     return tokenizer
+
+
+def tokenizer_digest(reference: str) -> str:
+    """The digest of a model's vocabulary, which its texts are written in."""
+    return digest(load_tokenizer(reference).get_vocab())
 
 
 def load_config(reference: str) -> Any:
