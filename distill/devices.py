@@ -366,7 +366,7 @@ def end_process() -> None:
     os._exit(0)
 
 
-def part_of(work: Sequence[Item], part: tuple[int, int], what: str, setting: str) -> list[Item]:
+def process_share(work: Sequence[Item], part: tuple[int, int], what: str, setting: str) -> list[Item]:
     """Every `count`-th item from number `index` on, of `part` = (index, count): the parts cover the work once.
 
     Raises RunError where there are more processes than items (`what`, as many as `setting` makes of the work).

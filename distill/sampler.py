@@ -85,21 +85,21 @@ class Logits(Protocol):
         """All logits [n, V] as a copy on the CPU, in fp32, or fp64 where they were computed so; not checked."""
 
 
-CHUNK = 64  # numbers whose largest one tells whether any of them is looked at
+GROUP = 64  # numbers whose largest one tells whether any of them is looked at
 
 
 def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     """`rows.topk(count)` of rows [N, V], values and indices. A CPU looks only at the chunks with the largest numbers,
     which takes a fifth of the time for a large vocabulary."""
-    size, whole = rows.shape[-1], rows.shape[-1] // CHUNK
+    size, whole = rows.shape[-1], rows.shape[-1] // GROUP
     if rows.device.type != CPU or whole < 4 * count:
         found = rows.topk(count)
         return found.values, found.indices
-    chunks = rows[:, : whole * CHUNK].unflatten(-1, (whole, CHUNK))
+    chunks = rows[:, : whole * GROUP].unflatten(-1, (whole, GROUP))
     among = chunks.amax(-1).topk(count).indices.unsqueeze(-1)
-    values = torch.cat((chunks.gather(1, among.expand(-1, -1, CHUNK)).flatten(1), rows[:, whole * CHUNK :]), 1)
-    places = torch.arange(whole * CHUNK, size).expand(len(rows), -1)
-    places = torch.cat(((among * CHUNK + torch.arange(CHUNK)).flatten(1), places), 1)
+    values = torch.cat((chunks.gather(1, among.expand(-1, -1, GROUP)).flatten(1), rows[:, whole * GROUP :]), 1)
+    places = torch.arange(whole * GROUP, size).expand(len(rows), -1)
+    places = torch.cat(((among * GROUP + torch.arange(GROUP)).flatten(1), places), 1)
     found = values.topk(count)
     return found.values, places.gather(1, found.indices)
 

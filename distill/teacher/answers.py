@@ -52,7 +52,7 @@ from distill.data.samples import (
 )
 from distill.data.sources import question_files
 from distill.data.traffic import SOURCE, write_traffic
-from distill.devices import barrier, part_of, process_count, process_index
+from distill.devices import barrier, process_count, process_index, process_share
 from distill.engines.torch.hugging_face import (
     context_length,
     empty_model,
@@ -241,7 +241,7 @@ def write_groups(
     by name: each has its own.
     """
     index, count = part
-    mine = groups[index::count] if idle else part_of(groups, part, "groups of prompts", "answers.group")
+    mine = groups[index::count] if idle else process_share(groups, part, "groups of prompts", "answers.group")
     missing = [group for group in mine if not group.path.exists()]
     for group in mine:
         if group.path.exists():

@@ -85,7 +85,7 @@ class ModelReader:
 
 
 @dataclass(frozen=True)
-class Document:
+class ScoredDocument:
     """One packed document with scored positions: its ids up to the last of them and the token after that, and which
     positions are scored."""
 
@@ -93,13 +93,13 @@ class Document:
     scored: list[int]
 
 
-def listed_documents(blocks: Packed) -> list[Document]:
+def listed_documents(blocks: Packed) -> list[ScoredDocument]:
     """The documents of some blocks that have scored positions, in the order in which a mask lists those."""
     listed = []
     for block, number, here in scored_documents(blocks):
         own = blocks.documents[block] == number
         scored = here[own].nonzero().squeeze(-1).tolist()
-        listed.append(Document(blocks.ids[block][own][: scored[-1] + 2].tolist(), scored))
+        listed.append(ScoredDocument(blocks.ids[block][own][: scored[-1] + 2].tolist(), scored))
     return listed
 
 
@@ -209,7 +209,7 @@ class ServerReader:
                     what = f"{url} serves a context of {context} tokens, and corpus.block + 1 = {needed} are needed"
                     raise EndpointError(what, f"start vLLM with --max-model-len {needed}, or lower corpus.block")
             for _ in self.settings.urls:  # requests take turns: each server gets one
-                self._read(Document([0, 1 % self.vocabulary], [0]), k)
+                self._read(ScoredDocument([0, 1 % self.vocabulary], [0]), k)
         except BaseException:
             self.close()
             raise
@@ -222,7 +222,7 @@ class ServerReader:
         """End the connections."""
         self.endpoint.close()
 
-    def _read(self, document: Document, k: int) -> Entries:
+    def _read(self, document: ScoredDocument, k: int) -> Entries:
         """The entries of one document's scored positions."""
         body = {
             "model": self.settings.model,

@@ -30,7 +30,7 @@ from torch import Tensor
 
 from distill.data.packing import Deferred
 from distill.data.samples import SPLITS, Split
-from distill.devices import barrier, copied, part_of, pick_device, process_count, process_index
+from distill.devices import barrier, copied, pick_device, process_count, process_index, process_share
 from distill.engines.torch.blocks import Packed, scored_states
 from distill.engines.torch.hugging_face import (
     DTYPES,
@@ -273,7 +273,7 @@ def teacher(recipe: Recipe, run: Run, part: tuple[int, int] | None = None) -> li
         for split, found in texts.items()
         for at in range(0, len(found.blocks), size)
     ]
-    mine = part_of(shards, part, "teacher shards", "teacher.shard_blocks")
+    mine = process_share(shards, part, "teacher shards", "teacher.shard_blocks")
     whole = _whole(run, shards)
     barrier()  # before any process writes, so that all found the same
     if not whole:

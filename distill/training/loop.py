@@ -1,7 +1,7 @@
 """Stage `train`: the draft learns the target's distributions. Read `train` from top to bottom.
 
-A step adds up the gradients of Σ ℓ over its micro-batches and processes and divides them once by the scored positions,
-so that neither the split into micro-batches nor the number of processes changes anything but rounding.
+A step adds up the gradients of Σ ℓ over its micro-batches and processes, and divides them once by the scored positions.
+The split into micro-batches and the number of processes therefore change results only by rounding.
 """
 
 from __future__ import annotations
@@ -39,14 +39,17 @@ from distill.training.setup import Training, merge, set_up
 from distill.training.validation import advice, ended, evaluate_weights, evaluation_due, take_best
 
 CLIP = 1.0  # the largest norm of a gradient
-STOPPING = "interrupted: the training stops after this step and is saved; a second signal ends it at once"
+STOPPING = (
+    "interrupted: training saves a checkpoint after this step and stops. A second signal ends the process at once"
+)
 
 
 def train(recipe: Recipe, run: Run) -> list[Path]:
-    """Train cut/ into draft/ on the teacher; resumes from the newest checkpoint, bit for bit on CPU.
+    """Train cut/ into draft/ on the stored distributions, and record the choice of weights in training.json.
 
-    training.json records the choice of weights. Raises DataError for a loss that is not finite, RunError where memory
-    runs out; KeyboardInterrupt or SystemExit after Ctrl-C or SIGTERM, with all saved.
+    The training resumes from the newest checkpoint, on a CPU bit for bit. Raises DataError for a loss that is not
+    finite, and RunError if memory runs out. Ctrl-C raises KeyboardInterrupt and SIGTERM raises SystemExit, after a
+    checkpoint was saved.
     """
     if not recipe.train.steps:
         return leave_untrained(run)
@@ -62,14 +65,14 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
     if words := beyond_blocks(recipe):
         run.say(f"  {words}")
     if not resumed and settings.acceptance is not None:
-        evaluate_weights(work)  # the untrained draft is a candidate too, so that nothing worse is ever taken
+        evaluate_weights(work)  # The untrained draft is a candidate, so that no worse weights are chosen.
     clock = Clock(state["step"])
-    signals: list[int] = []  # the first one, which ends the command after the step
+    signals: list[int] = []  # The first signal ends the command after the step.
     pending, began = list[Pending](), 0.0
     with noting(signals.append, STOPPING), memory_explained(advice, recipe, "in a step", state):
         while state["step"] < work.settings.steps:
             step = state["step"]
-            # For a draft with dropout, so that a resumed training draws the same.
+            # A resumed training of a draft with dropout draws the same random numbers.
             torch.manual_seed(hash((recipe.seed, step, work.accelerator.process_index)) % 2**31)
             rate = work.rate * rate_share(step, settings.steps)
             began = began if pending else time.monotonic()
@@ -98,7 +101,7 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
 
 
 def beyond_blocks(recipe: Recipe) -> str:
-    """Return the sentence about a target that serves longer contexts than the blocks of training; empty for others."""
+    """Warn about a target that serves longer contexts than the blocks of training; empty for other targets."""
     context, block = context_of(recipe.target.model), recipe.corpus.block
     if context is None or context <= block:
         return ""
@@ -109,7 +112,7 @@ def beyond_blocks(recipe: Recipe) -> str:
 
 
 def leave_untrained(run: Run) -> list[Path]:
-    """The cut as it is as draft/, for a recipe of 0 steps."""
+    """Link the cut as draft/, for a recipe of 0 steps."""
     if is_main():
         run.say("  train.steps is 0: the draft is the cut as it is")
         options: Any = {"ignore": shutil.ignore_patterns("cut.json"), "copy_function": link_file, "dirs_exist_ok": True}
@@ -119,7 +122,7 @@ def leave_untrained(run: Run) -> list[Path]:
 
 
 def resume(work: Training) -> bool:
-    """Continue from the newest checkpoint; False where there is none."""
+    """Continue from the newest checkpoint. Returns whether there is one."""
     checkpoint = newest_checkpoint(work.run.path("checkpoints"))
     if checkpoint is None:
         return False
@@ -139,10 +142,10 @@ def save(work: Training) -> None:
 
 
 def end_stopped(work: Training, signals: list[int]) -> NoReturn:
-    """End the command as the signal would have, with everything saved, in all processes, whichever got the signal."""
+    """End the command in all processes as the signal would have, after a checkpoint was saved."""
     step = work.state["step"]
     work.run.say(f"  stopped and saved at step {step} of {work.settings.steps}; the same command goes on there")
-    barrier()  # torchrun ends all processes with the first, even one that is still writing the checkpoint
+    barrier()  # torchrun ends all processes with the first one, even while another still writes the checkpoint.
     if signal.SIGTERM in signals:
         raise SystemExit(128 + signal.SIGTERM)
     raise KeyboardInterrupt
@@ -175,18 +178,17 @@ def one_step(work: Training, step: int, rate: float) -> dict[str, torch.Tensor]:
     return sums
 
 
-# Steps whose figures are fetched from an accelerator at once, because each fetch waits for it.
-TOGETHER = 10
+STEPS_PER_FETCH = 10  # The host waits for an accelerator once for the figures of so many steps.
 
 
 def reported_every(work: Training) -> int:
-    """Steps between reports."""
-    return 1 if work.accelerator.device.type == CPU else TOGETHER
+    """The number of steps between reports."""
+    return 1 if work.accelerator.device.type == CPU else STEPS_PER_FETCH
 
 
 @dataclass(frozen=True)
 class Pending:
-    """A step that was taken at a rate and is not reported: its figures on the device, and `more` of the host's."""
+    """A step at a rate that is not reported yet: its figures on the device, and `more` figures on the host."""
 
     step: int
     rate: float
@@ -195,13 +197,13 @@ class Pending:
 
 
 def fetched(work: Training, pending: list[Pending]) -> list[dict[str, Any]]:
-    """The means over each step for the log, by one transfer to the host; DataError where one is not finite."""
-    sums = torch.stack([torch.stack([*own.figures.values()][:-1]) for own in pending])
-    norms = torch.stack([own.figures["gradient_norm"] for own in pending])
+    """The means of each step for the log, by one transfer to the host. Raises DataError if one is not finite."""
+    sums = torch.stack([torch.stack([*step.figures.values()][:-1]) for step in pending])
+    norms = torch.stack([step.figures["gradient_norm"] for step in pending])
     rows = torch.cat([work.accelerator.reduce(sums, "sum"), norms.unsqueeze(-1)], -1).tolist()
     shares, means = work.loss.losses, []
-    for own, row in zip(pending, rows, strict=True):
-        totals = dict(zip(own.figures, row, strict=True))
+    for step, row in zip(pending, rows, strict=True):
+        totals = dict(zip(step.figures, row, strict=True))
         norm, positions = totals.pop("gradient_norm"), totals.pop("positions")
         scored = max(1.0, positions)
         losses = {name: totals.pop(f"loss/{name}") / scored for name in shares}
@@ -209,7 +211,7 @@ def fetched(work: Training, pending: list[Pending]) -> list[dict[str, Any]]:
         if not math.isfinite(norm) or not math.isfinite(loss):
             checkpoint = newest_checkpoint(work.run.path("checkpoints"))
             left = "nothing was saved yet" if checkpoint is None else f"the last checkpoint, {checkpoint.name}, is kept"
-            what = f"the loss or its gradient is not finite at step {own.step} (loss {loss}, gradient norm {norm})"
+            what = f"the loss or its gradient is not finite at step {step.step} (loss {loss}, gradient norm {norm})"
             raise DataError(what, f"{left}; lower train.rate, or train in float32")
         figures = {name: value / scored for name, value in totals.items()}
         means.append({"loss": loss, "losses": losses, **figures, "gradient_norm": norm, "tokens": int(positions)})
@@ -217,30 +219,30 @@ def fetched(work: Training, pending: list[Pending]) -> list[dict[str, Any]]:
 
 
 class Clock:
-    """Pace and remaining time of a training that this command began at step `first`."""
+    """Pace and remaining time of a training that this command continues from step `first`."""
 
     def __init__(self, first: int) -> None:
         self.first, self.tokens = first, 0
         self.started, self.shown = time.monotonic(), 0.0
 
     def count(self, step: int, steps: int, tokens: int) -> tuple[float, float]:
-        """Tokens per second so far and seconds left, after `step` steps of `steps`."""
+        """Count the tokens of a step. Returns tokens per second and the seconds left, after `step` of `steps` steps."""
         self.tokens += tokens
         elapsed = time.monotonic() - self.started
         return self.tokens / elapsed, elapsed / max(1, step - self.first) * (steps - step)
 
 
 def report_steps(work: Training, pending: list[Pending], clock: Clock, began: float) -> None:
-    """One line of metrics.jsonl for every pending step, of which the first began then."""
+    """Write a line of metrics.jsonl for each pending step. The first of them began at the time `began`."""
     means = fetched(work, pending)
     seconds = (time.monotonic() - began) / len(pending)
     memory = peak_memory_bytes(work.accelerator.device)
-    for own, figures in zip(pending, means, strict=True):
-        report_step(work, own.step + 1, own.rate, {**figures, "seconds": seconds, **own.more}, clock, memory)
+    for step, figures in zip(pending, means, strict=True):
+        report_step(work, step.step + 1, step.rate, {**figures, "seconds": seconds, **step.more}, clock, memory)
 
 
 def report_step(work: Training, step: int, rate: float, figures: dict[str, Any], clock: Clock, memory: int) -> None:
-    """The line of metrics.jsonl for one step, and perhaps that on the screen."""
+    """Write a step's line of metrics.jsonl, and a line on the screen every 5 seconds."""
     pace, left = clock.count(step, work.settings.steps, figures["tokens"])
     timing = {"tokens_per_second": pace, "memory_bytes": memory, "eta_seconds": left}
     work.run.record("train", step=step, rate=rate, **figures, **timing)
@@ -255,7 +257,7 @@ def report_step(work: Training, step: int, rate: float, figures: dict[str, Any],
 
 
 def write_draft(work: Training) -> list[Path]:
-    """Write draft/ and training.json with the present weights, adapters merged and removed neurons cut out."""
+    """Write draft/ and training.json with the present weights, with adapters merged and removed neurons cut out."""
     run = work.run
     with work.draft() as final:
         if is_main():
@@ -264,7 +266,7 @@ def write_draft(work: Training) -> list[Path]:
 
 
 def write_whole(work: Training, final: Any) -> None:
-    """The files of `write_draft`, of a draft with all its rows."""
+    """Write the files of `write_draft` for a draft with all its rows."""
     run = work.run
     if work.settings.adapter is not None:
         final = merge(final, run.path("cut"))
@@ -291,10 +293,10 @@ def write_whole(work: Training, final: Any) -> None:
 
 
 def summary_of(work: Training) -> TrainingSummary:
-    """What training.json says of a training that is over."""
-    # Under a sparsity penalty the last weights stay, however earlier ones were accepted.
+    """The content of training.json for a training that has ended."""
+    # Under a sparsity penalty, the last weights stay even if earlier weights were accepted more often.
     best = work.state["best"] if work.penalty is None else None
-    steps = work.state["ended"] or work.settings.steps  # patience may end it early
+    steps = work.state["ended"] or work.settings.steps  # Patience may end the training early.
     stored = work.source.manifest
     return TrainingSummary(
         steps=steps,

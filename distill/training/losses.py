@@ -63,7 +63,7 @@ class LossSettings:
 LossSums = dict[str, Tensor]
 
 
-class Draft:
+class DraftOutcomes:
     """Logits [r, C] of a block as outcomes: the columns where `ids` is None, else K entries and a bucket.
 
     With ids, the given logits are overwritten with −inf at the stored columns. An id of C was trimmed away: an outcome
@@ -205,7 +205,7 @@ def score_block(
     labelled = (labels >= 0) & (labels < logits.shape[-1])
     column = labels.masked_fill(~labelled, 0).unsqueeze(-1)  # [r, 1]
     label_logit = logits.gather(-1, column)
-    draft = Draft(logits, target.ids)
+    draft = DraftOutcomes(logits, target.ids)
     log_p = target.log_probabilities
     if target.ids is not None:  # where the draft has nothing outside the stored columns, neither has p
         log_p = torch.cat([log_p, target.log_tail.unsqueeze(-1).masked_fill(draft.full, EMPTY)], -1)

@@ -12,26 +12,24 @@ from distill.devices import process_count, process_index
 from distill.machine import has_instructions
 from distill.recipe import Recipe, Train
 
-# ── The optimizer: AdamW, or Muon for the matrices of the layers and AdamW for all else; its rates ──
-
-BETAS, MOMENTUM = (0.9, 0.95), 0.95  # of AdamW, and of Muon
+BETAS, MOMENTUM = (0.9, 0.95), 0.95  # AdamW's betas, and Muon's momentum
 
 
 class Muon(torch.optim.Muon):
-    """torch's Muon, but for how it orthogonalises, and in `kind`: in bfloat16, or in float32 for processors without
-    instructions for it, where bfloat16 takes three quarters of a step.
+    """torch's Muon with another orthogonalisation, computed in the type `kind`.
 
-    Of several processes, which all have the same gradients, each orthogonalises its share of the matrices.
+    `kind` is bfloat16, or float32 for processors without bfloat16 instructions, on which bfloat16 would take three
+    quarters of a step. All processes have the same gradients, and each orthogonalises its share of the matrices.
     """
 
     kind = torch.bfloat16
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step; a closure is not supported."""
+        """One step. A closure is not supported."""
         assert closure is None
         for group in self.param_groups:
-            by_shape: dict[torch.Size, list[torch.nn.Parameter]] = {}  # of layers that are alike
+            by_shape: dict[torch.Size, list[torch.nn.Parameter]] = {}
             for parameter in group["params"]:
                 if parameter.grad is not None:
                     by_shape.setdefault(parameter.shape, []).append(parameter)
@@ -40,7 +38,7 @@ class Muon(torch.optim.Muon):
                     self._step(parameters[start : start + process_count()], group)
 
     def _step(self, parameters: list[torch.nn.Parameter], group: dict[str, Any]) -> None:
-        """One step of matrices of one shape, as many as there are processes, or fewer."""
+        """One step of at most as many matrices of one shape as there are processes."""
         updates = []
         for parameter in parameters:
             gradient, state = parameter.grad, self.state[parameter]
@@ -50,8 +48,8 @@ class Muon(torch.optim.Muon):
             buffer = state["momentum_buffer"]
             buffer.lerp_(gradient, 1 - group["momentum"])
             updates.append(gradient.lerp(buffer, group["momentum"]).to(self.kind))
-        how = group["ns_coefficients"], group["ns_steps"], group["eps"]
-        for parameter, update in zip(parameters, each_orthogonalised(updates, *how), strict=True):
+        settings = group["ns_coefficients"], group["ns_steps"], group["eps"]
+        for parameter, update in zip(parameters, each_orthogonalised(updates, *settings), strict=True):
             parameter.mul_(1 - group["lr"] * group["weight_decay"])
             parameter.add_(update, alpha=-group["lr"] * 0.2 * math.sqrt(max(parameter.shape)))
 
@@ -59,28 +57,30 @@ class Muon(torch.optim.Muon):
 def each_orthogonalised(
     matrices: list[Tensor], coefficients: tuple[float, float, float], steps: int, eps: float
 ) -> list[Tensor]:
-    """At most as many matrices of one shape as there are processes, orthogonalised, each by one of them, in all."""
-    mine = process_index()
-    own = orthogonalised(matrices[mine], coefficients, steps, eps) if mine < len(matrices) else matrices[0]
+    """Orthogonalise matrices of one shape, each in one process, and gather all of them in every process.
+
+    There are at most as many matrices as processes.
+    """
+    index = process_index()
+    result = orthogonalised(matrices[index], coefficients, steps, eps) if index < len(matrices) else matrices[0]
     if process_count() == 1:
-        return [own]
-    own = own.contiguous()
-    gathered = [torch.empty_like(own) for _ in range(process_count())]
-    torch.distributed.all_gather(gathered, own)
+        return [result]
+    result = result.contiguous()
+    gathered = [torch.empty_like(result) for _ in range(process_count())]
+    torch.distributed.all_gather(gathered, result)
     return gathered[: len(matrices)]
 
 
 def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], steps: int, eps: float) -> Tensor:
-    """A matrix [M, N] with its singular values near 1, by Newton–Schulz iterations of an odd polynomial (Jordan 2024),
-    in its own type.
+    """Bring the singular values of a matrix [M, N] near 1 by Newton–Schulz iterations (Jordan 2024), in its own type.
 
-    Of an oblong matrix most of them are done on its square of inner products, which then says what the matrix is
-    multiplied by (Gram Newton–Schulz; Zhang et al. 2026). The squares are made anew after two iterations, because in
-    bfloat16 their smallest eigenvalues drift.
+    For an oblong matrix, most iterations work on the square matrix of inner products, and give the factor of the matrix
+    (Gram Newton–Schulz; Zhang et al. 2026). The inner products are computed again after two iterations, because their
+    smallest eigenvalues drift in bfloat16.
     """
     linear, cubic, quintic = coefficients
     wide = matrix.T if matrix.shape[0] > matrix.shape[1] else matrix
-    oblong = 2 * wide.shape[1] > 3 * wide.shape[0]  # of others it would be more products
+    oblong = 2 * wide.shape[1] > 3 * wide.shape[0]  # Other matrices would need more products.
     wide = wide / wide.norm().clamp(min=eps)
     for span in (2, steps - 2) if oblong else (1,) * steps:
         gram = wide @ wide.T
@@ -88,7 +88,7 @@ def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], ste
         if span == 1:
             wide = torch.addmm(wide, factor, wide, beta=linear)
             continue
-        product = factor.clone()  # of the factors so far
+        product = factor.clone()  # the product of the factors so far
         product.diagonal().add_(linear)
         for _ in range(span - 1):
             half = torch.addmm(gram, factor, gram, beta=linear)
@@ -100,10 +100,10 @@ def orthogonalised(matrix: Tensor, coefficients: tuple[float, float, float], ste
 
 
 class MuonAndAdamW(torch.optim.Optimizer):
-    """Muon for the groups with `muon`, torch's AdamW for the others: one state and one list of groups.
+    """Muon for the groups with `muon`, torch's AdamW for the others, with one state and one list of groups.
 
     Muon (Jordan 2024) orthogonalises the momentum of each matrix. `match_rms_adamw` (Liu et al. 2025, section 2.2)
-    gives its update the size that AdamW's has, so that one learning rate serves both.
+    gives its updates the size of AdamW's, so that one learning rate serves both.
     """
 
     def __init__(self, groups: list[dict[str, Any]], rate: float) -> None:
@@ -118,16 +118,16 @@ class MuonAndAdamW(torch.optim.Optimizer):
         self.parts = parts
 
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        """One step of both; a closure is not supported."""
+        """One step of both optimizers. A closure is not supported."""
         assert closure is None
         for part, muon in zip(self.parts, (True, False), strict=False):
-            # Both are replaced when a state is loaded and by libraries that wrap the optimizer.
+            # Loading a state replaces both, and so do libraries that wrap the optimizer.
             part.state, part.param_groups = self.state, [group for group in self.param_groups if group["muon"] is muon]
             part.step()
 
 
 def make_optimizer(model: Any, settings: Train) -> torch.optim.AdamW | MuonAndAdamW:
-    """The recipe's optimizer of the parameters that learn."""
+    """The recipe's optimizer for the parameters that learn."""
     assert settings.rate is not None, "see with_rate"
     if settings.optimizer == "muon":
         return MuonAndAdamW(parameter_groups(model, muon=True), settings.rate)
@@ -137,11 +137,11 @@ def make_optimizer(model: Any, settings: Train) -> torch.optim.AdamW | MuonAndAd
 def parameter_groups(model: Any, *, muon: bool = False) -> list[dict[str, Any]]:
     """The parameters that learn, in groups without weight decay.
 
-    Embeddings and head are a group of their own (`outer`), which may have another rate. With `muon`, the
-    matrices of the layers are marked so. Parameters without gradient are in no group.
+    Embeddings and head are the group `outer`, which may have another rate. With `muon`, the group of the layers'
+    matrices is marked. Parameters without gradient are in no group.
     """
     outer = {id(model.get_input_embeddings().weight), id(model.lm_head.weight)}
-    # A table of positions is no map between activations either.
+    # Muon is for maps between activations. A table of positions is none.
     tables = {id(module.weight) for module in model.modules() if isinstance(module, torch.nn.Embedding)}
     kinds: dict[tuple[bool, bool], list[torch.nn.Parameter]] = {}  # by outer and muon
     for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
@@ -155,25 +155,25 @@ def parameter_groups(model: Any, *, muon: bool = False) -> list[dict[str, Any]]:
 
 
 def set_rates(optimizer: Any, rate: float, body_rate: float) -> None:
-    """Give the groups the rates of a step: embeddings and head, and the body."""
+    """Set the rates of a step: `rate` for embeddings and head, `body_rate` for the other parameters."""
     for group in optimizer.param_groups:
         group["lr"] = rate if group["outer"] else body_rate
 
 
 # ── Learning rates ──
 
-# Shares of the donor's layers that a draft keeps, and peak rates, both measured (docs/training.md#the-rate).
+# The share of the donor's layers that a draft keeps, and the best peak rate, as measured (docs/training.md#the-rate).
 RATES = (1 / 6, 1.5e-3), (1.0, 1.5e-5)
-# Adapters learn best at ten times the rate of whole weights (Schulman et al. 2025, LoRA Without Regret), up to what was
-# measured (docs/benchmarks.md#optimizers).
-ADAPTER, MOST_OF_ADAPTER = 10, {"adamw": 2e-3, "muon": 8e-3}
-WARMUP, DECAY_SHARE = 0.03, 0.2  # shares of the steps: of the warm-up, and of the fall at the end
+# Adapters learn best at ten times the rate of whole weights (Schulman et al. 2025, LoRA Without Regret). Higher rates
+# than MAX_ADAPTER_RATE were not measured (docs/benchmarks.md#optimizers).
+ADAPTER_RATE_RATIO, MAX_ADAPTER_RATE = 10, {"adamw": 2e-3, "muon": 8e-3}
+WARMUP_SHARE, DECAY_SHARE = 0.03, 0.2  # shares of the steps
 
 
 def peak_rate(kept: float) -> float:
-    """The peak learning rate, to two digits, of a draft that keeps this share of its donor's layers, 0 to 1.
+    """The peak learning rate, to two digits, of a draft that keeps the share `kept` of its donor's layers.
 
-    Between both ends of RATES the logarithm of the rate is linear in the share.
+    The logarithm of the rate is linear in the share between both ends of RATES.
     """
     (few, high), (whole, low) = RATES
     place = min(max((kept - few) / (whole - few), 0), 1)
@@ -181,25 +181,29 @@ def peak_rate(kept: float) -> float:
 
 
 def with_rate(settings: Train, kept: float) -> Train:
-    """The settings with the default rate filled in, of a draft that keeps this share of its donor's layers."""
+    """The settings with a rate: by default that of a draft that keeps the share `kept` of its donor's layers."""
     if settings.rate is not None:
         return settings
     rate = peak_rate(kept)
     if settings.adapter is not None:
-        rate = min(ADAPTER * rate, MOST_OF_ADAPTER[settings.optimizer])
+        rate = min(ADAPTER_RATE_RATIO * rate, MAX_ADAPTER_RATE[settings.optimizer])
     return settings.model_copy(update={"rate": rate})
 
 
 def outer_share(recipe: Recipe, rate: float) -> float:
-    """The peak rate of embeddings and head, as a share of the rate of the rest. A transplant made their rows anew: they
-    have as much to relearn as a draft of few layers, whatever the rest has."""
+    """The peak rate of embeddings and head, as a share of the rate of the other weights.
+
+    A transplant creates these rows. New rows need the high rate of a draft with few layers.
+    """
     if recipe.train.embedding_rate is not None:
         return recipe.train.embedding_rate
     return 1.0 if recipe.cut.transplant is None else RATES[0][1] / rate
 
 
 def rate_share(step: int, steps: int) -> float:
-    """The share of the peak rate in step `step` of `steps` (from 0): a line up over the warm-up, constant, and over the
-    last fifth a line to 0."""
-    warm, falling = max(1, round(WARMUP * steps)), max(1, round(DECAY_SHARE * steps))
+    """The share of the peak rate in step `step` (from 0) of `steps`.
+
+    The rate rises linearly in the warm-up, is constant, and falls linearly to 0 in the last fifth.
+    """
+    warm, falling = max(1, round(WARMUP_SHARE * steps)), max(1, round(DECAY_SHARE * steps))
     return min(1.0, (step + 1) / warm, (steps - step) / falling)

@@ -1,7 +1,7 @@
-"""What a training saves: checkpoints of its weights and state, written by the main process, the same for any number of
-processes; and its record, lines of metrics.jsonl and training.json.
+"""Checkpoints of a training, and its record: lines of metrics.jsonl, and training.json.
 
-A step's random numbers are a pure function of seed and step, so weights, optimizer and a few counters are enough.
+The main process writes the checkpoints, which do not depend on the number of processes. A step's random numbers are a
+pure function of seed and step, so a checkpoint needs only weights, optimizer and a few counters.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from distill.tables import Interval
 
 # ── The record: lines of metrics.jsonl and training.json as dataclasses ──
 
-KEPT = 2  # checkpoints
-ACCEPTANCE_STAGE = "acceptance"  # of the lines on evaluated weights
+CHECKPOINTS_KEPT = 2
+ACCEPTANCE_STAGE = "acceptance"  # the stage of lines on evaluated weights
 
 
 @dataclass(frozen=True)
 class TrainingStep:
-    """One training step: means per token of its batch, the pace so far and the peak memory."""
+    """A training step: means over the tokens of its batch, the pace so far and the peak memory."""
 
     step: int
     loss: Figure
@@ -47,12 +47,12 @@ class TrainingStep:
 
 @dataclass(frozen=True)
 class EvaluatedWeights:
-    """Weights whose acceptance was measured on the stored validation answers of the target, under the served sampler
-    and the recipe's protocol: the mean chance that a drafted token is accepted; NaN if there is no position.
+    """The acceptance of weights on the target's stored validation answers, under the served sampler and the protocol.
 
-    `acceptance` is the least that the stored distributions allow, and chooses; `most` is the largest (equal where they
-    are whole). `interval` is that of the least over answers, `gain` that of its difference to the best weights before,
-    paired by answer; None for the first weights.
+    Acceptance is the mean chance that a drafted token is accepted; NaN if there is no position. `acceptance` is the
+    lower bound that the stored distributions allow, and weights are chosen by it. `most` is the upper bound. Both are
+    equal for whole distributions. `interval` is the interval of `acceptance` over answers. `gain` is its difference to
+    the best earlier weights, paired by answer; None for the first weights.
     """
 
     step: int
@@ -65,27 +65,27 @@ class EvaluatedWeights:
 
     @property
     def words(self) -> str:
-        """Its figures."""
+        """The figures in words."""
         if math.isnan(self.acceptance):
             return "no acceptance: there is no position of a validation answer"
-        found = f"{self.acceptance:.3f}"
+        figures = f"{self.acceptance:.3f}"
         if self.interval is not None:
-            found += f" [{self.interval.low:.3f}, {self.interval.high:.3f}]"
+            figures += f" [{self.interval.low:.3f}, {self.interval.high:.3f}]"
         if self.most - self.acceptance > 0.0005:
-            found += f" at least, {self.most:.3f} at most,"
+            figures += f" at least, {self.most:.3f} at most,"
         gain = (
             ""
             if self.gain is None
             else f", {self.gain.mean:+.4f} [{self.gain.low:+.4f}, {self.gain.high:+.4f}] to the best before"
         )
         return (
-            f"acceptance probability {found} at {self.positions} positions of {self.answers} validation answers{gain}"
+            f"acceptance probability {figures} at {self.positions} positions of {self.answers} validation answers{gain}"
         )
 
 
 @dataclass(frozen=True)
 class Evaluation(EvaluatedWeights):
-    """An evaluation with the tokens that had counted in the loss; None in lines of older versions."""
+    """An evaluation with the tokens that had counted in the loss before it; None in lines of older versions."""
 
     tokens: int | None = None
 
@@ -100,19 +100,22 @@ FRESH_EPOCHS, MOST_EPOCHS = 3, 10
 
 
 def freshness(epochs: float) -> str:
-    """What to do about as many epochs, after a colon; nothing for few."""
+    """Advice about the number of epochs, after a colon; empty for few epochs."""
     if not epochs > FRESH_EPOCHS:
         return ""
-    heart = f"more than {MOST_EPOCHS} learn it by heart; " if epochs > MOST_EPOCHS else ""
+    heart = f"more than {MOST_EPOCHS} epochs memorise it; " if epochs > MOST_EPOCHS else ""
     gain = "acceptance rose by 0.03 to 0.04 with twice the answers"
     return f": {heart}{gain}: ask for more (answers.prompts, more questions or documents), or lower train.steps"
 
 
 @dataclass(frozen=True)
 class TrainingSummary:
-    """training.json: how many steps were trained, the peak rate, the losses with their weights, and the weights that
-    were taken; `best` is None where none were chosen. `epochs` say how often the text was seen, `answers` which share
-    of its scored positions are the target's answers; the others are given text."""
+    """The content of training.json.
+
+    `loss` has the weights of the losses. `best` are the chosen weights; None if none were chosen. `epochs` counts the
+    passes over the text. `answers` is the share of scored positions in the target's answers; the others are in given
+    text.
+    """
 
     steps: int
     processes: int
@@ -124,23 +127,23 @@ class TrainingSummary:
 
     @property
     def text(self) -> str:
-        """What was learnt from, and how often."""
+        """The epochs, and the shares of answers and given text, in words."""
         given = f", {1 - self.answers:.0%} of it given text, the rest the target's answers" if self.answers < 1 else ""
         return f"{self.epochs:.1f} epochs of the training text{given}{freshness(self.epochs)}"
 
     @property
     def warning(self) -> str | None:
-        """What to know where the weights from before the first step were taken; None where training helped."""
+        """A warning if the weights before the first step were chosen; None if training helped."""
         if self.best is None or self.best.step != 0:
             return None
         return (
-            "Training did not help: no weights that it made were accepted more often on validation answers than those "
-            f"before its first step, so the draft is the untrained cut ({self.best.words})."
+            "Training did not help: no trained weights were accepted more often on validation answers than the "
+            f"untrained cut, which is the draft ({self.best.words})."
         )
 
 
 def _of(lines: Iterable[dict[str, Any]], stage: str, kind: type[Result]) -> list[Result]:
-    """The lines of a stage that name a step, by step; the last line of a repeated step counts."""
+    """The lines of a stage that name a step, ordered by step. The last line of a repeated step counts."""
     last = {line["step"]: line for line in lines if line.get("stage") == stage and has_form(line, {"step": int})}
     return [from_json(last[step], kind, "metrics.jsonl") for step in sorted(last)]
 
@@ -156,7 +159,7 @@ def evaluated_weights(lines: Iterable[dict[str, Any]]) -> list[Evaluation]:
 
 
 def trained_tokens(steps: Iterable[TrainingStep]) -> int:
-    """Tokens that counted in the loss, over all steps."""
+    """The tokens that counted in the loss over all steps."""
     return sum(step.tokens for step in steps)
 
 
@@ -167,24 +170,24 @@ DIGESTS = "digests.json"  # checksums of the other files of a folder
 
 
 def checkpoints(folder: Path) -> list[Path]:
-    """The folders step-NNNNNN in the order of their steps, which have more digits from a million on."""
+    """The folders step-NNNNNN in the order of their steps. Steps from a million on have more digits."""
     folders = [path for path in folder.glob("step-*") if re.fullmatch(r"step-[0-9]{6,12}", path.name)]
     return sorted(folders, key=lambda path: int(path.name.removeprefix("step-")))
 
 
 def newest_checkpoint(folder: Path) -> Path | None:
-    """The last checkpoint whose state.json, written last, is there."""
+    """The newest whole checkpoint. state.json is written last."""
     complete = [path for path in checkpoints(folder) if (path / "state.json").exists()]
     return complete[-1] if complete else None
 
 
 def plain(learner: torch.nn.Module) -> torch.nn.Module:
-    """The learner without the wrapper of several processes, so that its parameters have their plain names."""
+    """The learner without DDP's wrapper, so that its parameters have their plain names."""
     return learner.module if isinstance(learner, torch.nn.parallel.DistributedDataParallel) else learner
 
 
 def _learning(learner: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that learn, under their plain names: all, or beside a frozen base those of the adapters."""
+    """The parameters that learn by their plain names: all of them, or only the adapters' on a frozen base."""
     return {name: parameter for name, parameter in plain(learner).named_parameters() if parameter.requires_grad}
 
 
@@ -200,7 +203,7 @@ def present_weights(learner: torch.nn.Module) -> dict[str, Any]:
 
 @torch.no_grad()
 def set_weights(learner: torch.nn.Module, weights: dict[str, Any]) -> None:
-    """Take the weights that `present_weights` gave; raises ValueError where they do not fit."""
+    """Set the parameters to the result of `present_weights`. Raises ValueError if they do not fit."""
     learning = _learning(learner)
     if sorted(weights) != sorted(learning):
         raise ValueError("it holds other parameters")
@@ -211,22 +214,22 @@ def set_weights(learner: torch.nn.Module, weights: dict[str, Any]) -> None:
 
 
 def _moments(learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """The optimizer's state by the names of parameters, on the CPU."""
+    """The optimizer's state on the CPU, by the names of parameters."""
     names = {id(parameter): name for name, parameter in _learning(learner).items()}
     groups = [{**group, "params": [names[id(p)] for p in group["params"]]} for group in optimizer.param_groups]
-    return {"state": {names[id(p)]: _on_cpu(own) for p, own in optimizer.state.items()}, "param_groups": groups}
+    return {"state": {names[id(p)]: _on_cpu(state) for p, state in optimizer.state.items()}, "param_groups": groups}
 
 
 def _set_moments(learner: torch.nn.Module, optimizer: Any, moments: dict[str, Any]) -> None:
-    """Take the state that `_moments` gave; raises a ValueError or an error of torch's where it does not fit."""
+    """Set the optimizer's state to the result of `_moments`. Raises ValueError or an error of torch if it does not fit."""
     names = {id(parameter): name for name, parameter in _learning(learner).items()}
-    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]  # torch counts by this order
+    order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]  # torch's numbers of parameters
     saved = [name for group in moments["param_groups"] for name in group["params"]]
     if sorted(saved) != sorted(order):
         raise ValueError("its optimizer held other parameters")
-    state = {order.index(name): own for name, own in moments["state"].items()}
-    own_groups = optimizer.state_dict()["param_groups"]
-    groups = [{**kept, "params": own["params"]} for kept, own in zip(moments["param_groups"], own_groups, strict=True)]
+    state = {order.index(name): values for name, values in moments["state"].items()}
+    present = optimizer.state_dict()["param_groups"]
+    groups = [{**group, "params": now["params"]} for group, now in zip(moments["param_groups"], present, strict=True)]
     optimizer.load_state_dict({"state": state, "param_groups": groups})
 
 
@@ -234,11 +237,11 @@ def _check_digests(folder: Path) -> None:
     """Raise ValueError for a file that differs from the checksum in digests.json."""
     for name, expected in (read_json(folder / DIGESTS, {...: str}) if (folder / DIGESTS).exists() else {}).items():
         if Path(name).name != name or not (folder / name).is_file() or file_digest(folder / name) != expected:
-            raise ValueError(f"{name} has not the checksum that was recorded when it was written")
+            raise ValueError(f"{name} does not have its recorded checksum")
 
 
 def _save(run: Run, name: str, learner: torch.nn.Module, state: dict[str, Any], optimizer: Any = None) -> None:
-    """Write checkpoints/`name` with the present weights, the optimizer's state if there is one, and `state`."""
+    """Write checkpoints/`name` with the present weights, `state`, and the optimizer's state if one is given."""
     if not is_main():
         return
     tensors = {"model.pt": present_weights(learner)}
@@ -255,9 +258,9 @@ def _save(run: Run, name: str, learner: torch.nn.Module, state: dict[str, Any], 
 
 
 def save_checkpoint(run: Run, step: int, learner: torch.nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
-    """Write checkpoints/step-NNNNNN with `state` and delete all but the newest KEPT, in the main process."""
+    """Write checkpoints/step-NNNNNN with `state` and delete older ones than the newest CHECKPOINTS_KEPT, in the main process."""
     _save(run, f"step-{step:06d}", learner, {**state, "step": step}, optimizer)
-    for old in checkpoints(run.path("checkpoints"))[:-KEPT] if is_main() else ():
+    for old in checkpoints(run.path("checkpoints"))[:-CHECKPOINTS_KEPT] if is_main() else ():
         shutil.rmtree(old)
 
 
@@ -266,7 +269,7 @@ def _load(path: Path) -> dict[str, Any]:
 
 
 def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
-    """Restore weights and optimizer; the saved state with `step`. Raises DataError for damaged files."""
+    """Restore weights and optimizer. Returns the saved state with `step`. Raises DataError for damaged files."""
     with _damage_explained(f"checkpoint {path} is damaged", f"delete {path} to go on from the one before"):
         _check_digests(path)
         weights, moments = _load(path / "model.pt"), _load(path / "optimizer.pt")
@@ -277,7 +280,7 @@ def load_checkpoint(path: Path, learner: torch.nn.Module, optimizer: Any) -> dic
 
 @contextlib.contextmanager
 def _damage_explained(what: str, hint: str) -> Iterator[None]:
-    """Turn torch's errors for a damaged file, which are of many kinds, into a DataError."""
+    """Turn the many kinds of torch's errors for a damaged file into a DataError."""
     try:
         yield
     except DistillError:
@@ -288,19 +291,19 @@ def _damage_explained(what: str, hint: str) -> Iterator[None]:
 
 
 def save_weights(run: Run, name: str, learner: torch.nn.Module, step: int) -> None:
-    """Keep the present weights, those after `step`, as checkpoints/`name`; every process must call it."""
+    """Save the present weights, after `step` steps, as checkpoints/`name`. Every process must call this."""
     _save(run, name, learner, {"step": step})
-    barrier()  # before any process reads them
+    barrier()  # No process reads the weights earlier.
 
 
 def step_of_weights(run: Run, name: str) -> int | None:
-    """The step after which the weights in checkpoints/`name` were kept; None where there are none."""
+    """The step after which the weights in checkpoints/`name` were saved; None if there are none."""
     path = run.path("checkpoints", name, "state.json")
     return int(read_json(path, {"step": int})["step"]) if path.exists() else None
 
 
 def load_weights(run: Run, name: str, learner: torch.nn.Module) -> None:
-    """Take the weights of checkpoints/`name`; raises DataError when the file is missing or damaged."""
+    """Load the weights of checkpoints/`name`. Raises DataError if the file is missing or damaged."""
     path = run.path("checkpoints", name, "model.pt")
     with _damage_explained(f"{path} is missing or damaged", "run `distill train RECIPE --redo train`"):
         _check_digests(path.parent)

@@ -47,15 +47,15 @@ from distill.training.step import loss_settings
 
 # ── Adapters ──
 
-ADAPTER = "draft"  # of the one adapter, in peft's dictionaries
+ADAPTER = "draft"  # the adapter's name in peft's dictionaries
 UNQUANTISED = "use train.adapter.base=null, which keeps the base as it is"
 
 
 def load_base(folder: Path, settings: Adapter, device: torch.device, dtype: str = "float32") -> Any:
-    """The model that adapters are put into, its whole head included: fp32, or with a quantised body, which computes in
-    `dtype` where it has 4 bits (bitsandbytes computes in float16 with 8).
+    """Load the model that adapters are put into, with its whole head, in fp32 or with a quantised body.
 
-    Raises RunError where bitsandbytes is missing or cannot work on this device.
+    A body of 4 bits computes in `dtype`. bitsandbytes computes in float16 if it has 8 bits. Raises RunError if
+    bitsandbytes is missing or does not work on this device.
     """
     if settings.base is None:
         return load_model(str(folder), "float32", device, trimmed=False)
@@ -68,7 +68,7 @@ def load_base(folder: Path, settings: Adapter, device: torch.device, dtype: str 
         if settings.base == "int8"
         else {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": getattr(torch, dtype)}
     )
-    # Else it warns at every product of every layer that it rounds its input to fp16.
+    # bitsandbytes would warn at each product of each layer that it rounds the input to fp16.
     logging.getLogger("bitsandbytes.autograd._functions").setLevel(logging.ERROR)
     quantisation = BitsAndBytesConfig(**kind)
     try:
@@ -78,7 +78,7 @@ def load_base(folder: Path, settings: Adapter, device: torch.device, dtype: str 
         hint = f"bitsandbytes before 0.50 cannot: `pip install -U bitsandbytes`, or {UNQUANTISED}"
         raise RunError(f"bitsandbytes cannot hold {folder} in {settings.base} on {device}: {first}", hint) from error
     for module in model.modules():
-        # Else a 4-bit layer that once ran for inference on such a CPU stays in a form that no gradient gets through.
+        # On such a CPU, inference would convert a 4-bit layer into a form without gradients.
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
     return model.eval()
@@ -97,23 +97,23 @@ def require_quantisation(device: torch.device, base: str) -> None:
 
 
 def layer_names(model: Any) -> list[str]:
-    """Full names of the body's linear layers, which get adapters."""
-    return [f"model.{name}" for name, one in model.model.named_modules() if isinstance(one, torch.nn.Linear)]
+    """The full names of the body's linear layers, which get adapters."""
+    return [f"model.{name}" for name, module in model.model.named_modules() if isinstance(module, torch.nn.Linear)]
 
 
 def attach(model: Any, settings: Adapter, seed: int = 0) -> Any:
-    """Put adapters into a causal language model, in place, and freeze the rest; returns the model.
+    """Put adapters into a causal language model in place, and freeze all other weights. Returns the model.
 
-    They start at zero (B = 0), so the model's function is unchanged; A is drawn from `seed` alone. RunError for a model
-    that is held in its file's bits.
+    Adapters start at zero (B = 0), so the model's function is unchanged. A depends only on `seed`. Raises RunError for
+    a model in its file's quantised form.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
-    if any(isinstance(one, PackedLinear) for one in model.modules()):
+    if any(isinstance(module, PackedLinear) for module in model.modules()):
         held = f"{model.config._name_or_path} is held in its file's bits, and adapters need floating-point weights"
         raise RunError(held, "give its folder instead (`distill import-gguf FILE OUT`)")
     config = LoraConfig(r=settings.rank, lora_alpha=2 * settings.rank, target_modules=layer_names(model))
-    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU, whatever the device
+    with torch.random.fork_rng(devices=[]):  # peft draws on the CPU for every device.
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
     if settings.train_outer:
@@ -123,10 +123,10 @@ def attach(model: Any, settings: Adapter, seed: int = 0) -> Any:
 
 
 def merge(model: Any, init: Path | None = None) -> Any:
-    """The plain model with every adapter's product added to its layer's weight; all its parameters learn again.
+    """Add the product of each adapter to its layer's weight, and let all parameters learn again. Returns the model.
 
-    The model itself, changed in place, unless its base was quantised: then the adapters (and the trained embeddings and
-    head) go into the fp32 weights of the folder `init`, on the same device, so that no rounding of the base is kept.
+    A model with a quantised base is not changed: its adapters, trained embeddings and head are added to the fp32
+    weights of the folder `init`, so that the rounding of the base is lost.
     """
     from peft.tuners.lora import LoraLayer
 
@@ -145,22 +145,22 @@ def merge(model: Any, init: Path | None = None) -> Any:
                 model.set_submodule(name, layer.get_base_layer())
             plain.get_submodule(name).weight += layer.get_delta_weight(ADAPTER)
     if plain is model:
-        del model.peft_config  # peft's mark on a model that has adapters
+        del model.peft_config  # peft marks a model with adapters by this attribute.
     return plain.requires_grad_(True)
 
 
 # ── The state of a training ──
 
-ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"  # the variable that decides accelerate's device
+ACCELERATE_DEVICE = "ACCELERATE_TORCH_DEVICE"  # the variable that selects accelerate's device
 
-# The state before the first step. `tokens` counted in the loss; `best` are the best weights, whose acceptance by answer
-# is `sums`; `ended` is the last step of a training that is over.
+# The state before the first step. `tokens` have counted in the loss. `best` has the figures of the best weights, `sums`
+# their acceptance by answer. `misses` counts the evaluations since. `ended` is the last step of a finished training.
 START: dict[str, Any] = dict(step=0, best=None, sums=None, misses=0, sparsity=None, tokens=0, ended=None)
 
 
 @dataclass
 class Training:
-    """A training in progress. `state` is saved in checkpoints beside weights and moments."""
+    """A training in progress. Checkpoints hold `state`, the weights and the optimizer's moments."""
 
     recipe: Recipe
     run: Run
@@ -171,7 +171,7 @@ class Training:
     optimizer: Any
     penalty: Penalty | None
     kept: list[int] | None
-    outer: float = 1.0  # the rate of embeddings and head, as a share of that of the rest
+    outer: float = 1.0  # the rate of embeddings and head, as a share of the rate of the other weights
     state: dict[str, Any] = field(default_factory=START.copy)
 
     @property
@@ -218,7 +218,7 @@ class Training:
 
     @contextlib.contextmanager
     def draft(self) -> Iterator[Any]:
-        """Within the block, the draft with the present weights and all its rows."""
+        """Yield the draft with the present weights and all its rows."""
         learner: Any = plain(self.learner)
         with learner.whole() as draft:
             yield draft
@@ -238,7 +238,7 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
 
 
 def require_processes(recipe: Recipe, device: torch.device) -> None:
-    """Raise RunError or RecipeError where the processes of this command cannot share the recipe's steps and device."""
+    """Raise RunError or RecipeError if the processes of this command cannot share the recipe's steps and device."""
     processes = process_count()
     if device.index is not None and processes > 1:
         what = f"device is {recipe.device}, and {processes} processes were started, each of which takes its own"
@@ -249,10 +249,10 @@ def require_processes(recipe: Recipe, device: torch.device) -> None:
 
 
 def make_accelerator(recipe: Recipe) -> Any:
-    """The Accelerator of this process and the others.
+    """The Accelerator of this command's processes.
 
-    Raises RunError for a device that cannot be used, is not the one that accelerate takes, or is one GPU for several
-    processes.
+    Raises RunError for a device that cannot be used, for one that accelerate does not select, and for one GPU that
+    several processes would share.
     """
     from accelerate import Accelerator
     from accelerate.state import AcceleratorState
@@ -261,10 +261,10 @@ def make_accelerator(recipe: Recipe) -> Any:
     settings = recipe.train
     device, processes = pick_device(recipe.device), process_count()
     require_processes(recipe, device)
-    # Undo an earlier training's choices in this process; a process group stays.
+    # An earlier training in this process made other choices. A process group stays.
     AcceleratorState._reset_state(reset_partial_state=processes == 1)
     make_current(device)
-    # Also a device that accelerate does not know; several processes take that of their launcher.
+    # This selects devices that accelerate does not know, too. Several processes take the device of their launcher.
     with patch_environment(**({ACCELERATE_DEVICE: device} if processes == 1 else {})):
         accelerator = Accelerator(
             cpu=device.type == CPU if processes == 1 else None,
@@ -278,7 +278,7 @@ def make_accelerator(recipe: Recipe) -> Any:
 
 
 def load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
-    """The cut donor, whole head included, with adapters where the recipe asks for them."""
+    """Load the cut donor with its whole head, and with adapters if the recipe asks for them."""
     settings, init = recipe.train, run.path("cut")
     if settings.adapter is None:
         draft = load_model(str(init), "float32", device, trimmed=False)
@@ -292,7 +292,7 @@ def load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
 
 
 def recompute_activations(model: Any) -> None:
-    """Let a model of transformers compute the activations of its layers again in the backward pass (checkpointing)."""
+    """Make a model of transformers recompute its layers' activations in the backward pass (checkpointing)."""
     if hasattr(model, "activation_checkpointing_enable"):
         model.activation_checkpointing_enable()
     else:  # transformers 5.17
@@ -300,7 +300,7 @@ def recompute_activations(model: Any) -> None:
 
 
 def penalty_of(model: Any, settings: Train) -> Penalty | None:
-    """The penalty that a recipe asks for; None without one."""
+    """The sparsity penalty of a recipe; None if it asks for none."""
     sparsity = settings.sparsity
     if sparsity is None:
         return None
@@ -313,11 +313,11 @@ def penalty_of(model: Any, settings: Train) -> Penalty | None:
 def set_up(recipe: Recipe, run: Run) -> Training:
     """Load everything, and refuse incompatible parts before the first step.
 
-    Raises DataError for a teacher of another target or recipe, RecipeError for settings that exclude each other.
+    Raises DataError for a store of another target or recipe, and RecipeError for settings that exclude each other.
     """
     parent, given = run.parent(), recipe.train
-    continues = parent is not None  # a trained draft, of which nothing is made anew
-    if parent is not None and given.rate == parent.get("rate"):  # which was meant for the cut
+    continues = parent is not None  # The run continues a trained draft, in which no weights are new.
+    if parent is not None and given.rate == parent.get("rate"):  # The recipe chose this rate for the cut.
         given = given.model_copy(update={"rate": None})
     settings = with_rate(given, 1.0 if continues else kept_share(recipe, load_config(str(run.path("cut")))))
     assert settings.rate is not None

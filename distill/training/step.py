@@ -1,4 +1,4 @@
-"""The loss that a recipe's training takes, and what is checked of a training before it starts."""
+"""The loss of a recipe's training, and the checks before the training starts."""
 
 from __future__ import annotations
 
@@ -20,20 +20,20 @@ PROTOCOL_LOSS: dict[Protocol, Loss] = {
 
 
 def protocol_of(settings: Train, temperature: float) -> Protocol:
-    """How drafts will be verified, `auto` resolved by the served sampler's temperature."""
+    """The protocol that verifies drafts. The served sampler's temperature resolves `auto`."""
     if settings.protocol == "auto":
         return "greedy" if temperature == 0 else "sampling"
     return settings.protocol
 
 
 def loss_settings(settings: Train, temperature: float) -> LossSettings:
-    """The mixture of losses, without those of weight 0; `temperature` is the served sampler's."""
+    """The mixture of losses with a weight above 0. `temperature` is the served sampler's."""
     loss = settings.loss or PROTOCOL_LOSS[protocol_of(settings, temperature)]
     return LossSettings({name: weight for name, weight in loss.items() if weight > 0}, settings.temperature)
 
 
 def check_training(recipe: Recipe) -> list[str]:
-    """The plan of the recipe's training as lines to print; RecipeError for settings that exclude each other."""
+    """The plan of the recipe's training, in lines to print. Raises RecipeError for settings that exclude each other."""
     settings, teacher = with_rate(recipe.train, kept_share(recipe)), recipe.teacher
     assert settings.rate is not None
     if teacher.kind == "compact" and settings.temperature != 1:

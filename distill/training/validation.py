@@ -1,9 +1,8 @@
-"""The choice of weights: each draft's expected acceptance on the stored validation answers of the target.
+"""The choice of weights by the draft's expected acceptance on the target's stored validation answers.
 
-At each position of those answers, the stored distribution and the draft's give the chance that a drafted token is
-accepted, under the served sampler and the recipe's verifier. Nothing is decoded, and the target is not run. The same
-positions judge all weights, without chance, so that small differences show. Legend: S positions, c of them at once,
-V vocabulary.
+At each position, the stored distribution and the draft's give the chance that a drafted token is accepted, under the
+served sampler and the recipe's verifier. Nothing is decoded, and the target does not run. All weights are measured at
+the same positions and without random numbers, so that small differences show.
 """
 
 from __future__ import annotations
@@ -32,21 +31,21 @@ from distill.tables import paired_ratio_interval, ratio_interval
 from distill.teacher.acceptance import acceptance_chances
 from distill.teacher.distributions import head_logits
 from distill.teacher.store import TeacherStore
-from distill.training.learner import CHUNK
+from distill.training.learner import CHUNK_POSITIONS
 from distill.training.saved import ACCEPTANCE_STAGE, BEST, EvaluatedWeights, load_weights, save_weights, step_of_weights
 from distill.training.setup import Training
 from distill.training.step import protocol_of
 
-# ── The message when memory runs out: during which work, and which settings to lower ──
+# ── Advice if memory runs out ──
 
 FREE = "free memory that other programs hold, and the same command goes on from the last checkpoint"
 
 
 def advice(recipe: Recipe, doing: str, state: dict[str, Any] | None = None) -> tuple[str, str]:
-    """What was done when memory ran out, behind which step of `state`, and what to do now."""
+    """Describe what was done when memory ran out, after which step of `state`, and which settings to lower."""
     place = doing if state is None else f"{doing}, after step {state['step']}"
     settings = recipe.train
-    if doing == "in a step":  # what changes nothing but rounding
+    if doing == "in a step":  # These settings change results only by rounding.
         blocks = f"lower train.micro_batch (now {settings.micro_batch or settings.batch})"
         return place, f"{blocks}, or set train.checkpointing=true; {FREE}"
     if doing == "while the draft was loaded":
@@ -55,7 +54,7 @@ def advice(recipe: Recipe, doing: str, state: dict[str, Any] | None = None) -> t
 
 
 def smaller_target(recipe: Recipe) -> str:
-    """Advice for a target that takes less memory of this accelerator."""
+    """Advice to make the target take less memory of this accelerator."""
     spread = "" if recipe.target.shard else "set target.shard=true where one process has several accelerators, or "
     smaller = {None: "target.quantise=int8 or int4", "int8": "target.quantise=int4", "int4": ""}[recipe.target.quantise]
     if not smaller:
@@ -66,21 +65,20 @@ def smaller_target(recipe: Recipe) -> str:
 
 # ── Acceptance on the stored validation answers ──
 
-Sums = list[tuple[float, float, int]]  # by answer: Σ of the least and of the largest chances, and their number
+Sums = list[tuple[float, float, int]]  # by answer: Σ of the lower and of the upper bounds, and the number of positions
 
 
 @torch.inference_mode()
 def stored_acceptance(run: Run, draft: Any, sampler: Sampler, protocol: Protocol) -> Sums:
-    """The chances that a draft's tokens are accepted in each of a run's validation answers, whose documents come first
-    in their store."""
+    """The acceptance of a draft in each of a run's validation answers, which come first in their store."""
     store, sums = TeacherStore(run, "validation"), Sums()
     for block in range(store.answer_blocks):
         stored = store.read(torch.tensor([block]))
         hidden = scored_states(draft, stored.blocks)
         teacher = stored.distributions(hidden.device)
         parts = []
-        for start in range(0, len(hidden), CHUNK):
-            rows = slice(start, start + CHUNK)
+        for start in range(0, len(hidden), CHUNK_POSITIONS):
+            rows = slice(start, start + CHUNK_POSITIONS)
             logits = head_logits(draft, hidden[rows])[:, : store.vocabulary]
             least, most = acceptance_chances(teacher.chunk(rows), logits, sampler, protocol)
             parts.append(as_float64(torch.stack([least, most])))
@@ -97,7 +95,7 @@ def stored_acceptance(run: Run, draft: Any, sampler: Sampler, protocol: Protocol
 
 @contextmanager
 def served_form(draft: Any, kept: Sequence[int] | None) -> Iterator[Any]:
-    """Within the block, the draft as it is served: in evaluation mode, and a trimmed one with the kept head alone."""
+    """Yield the draft in its served form: in evaluation mode, and a trimmed draft with the kept head only."""
     training, caching = draft.training, draft.config.use_cache
     draft.eval()
     try:
@@ -109,20 +107,22 @@ def served_form(draft: Any, kept: Sequence[int] | None) -> Iterator[Any]:
 
 
 def measure_acceptance(work: Training) -> Sums:
-    """The acceptance of the present weights in their served form by validation answer, computed by the main process and
-    the same in every process; every process must call it."""
+    """The acceptance of the present weights in their served form, by validation answer.
+
+    The main process computes it for all processes. Every process must call this.
+    """
     recipe, value = work.recipe, None
     protocol = protocol_of(work.settings, recipe.sampler.temperature)
     with work.draft() as present:
         if is_main():
             with served_form(present, work.kept) as draft, torch.compiler.set_stance("force_eager"):
                 value = stored_acceptance(work.run, draft, Sampler.of(recipe.sampler), protocol)
-    found: Sums = agree(value)
-    return found
+    sums: Sums = agree(value)
+    return sums
 
 
 def evaluated(step: int, sums: Sums, best: Sums | None) -> EvaluatedWeights:
-    """The figures of weights, beside those of the best ones before."""
+    """The figures of weights, compared with the best earlier weights."""
     least, most, counts = numpy.array(sums, float).reshape(-1, 3).T
     if not counts.sum():
         return EvaluatedWeights(step, math.nan)
@@ -148,32 +148,32 @@ def evaluation_due(work: Training) -> bool:
 
 
 def evaluate_weights(work: Training) -> None:
-    """Measure the present weights and keep them if they are the best so far."""
+    """Measure the present weights, and save them if they are the best so far."""
     state, step, began = work.state, work.state["step"], time.monotonic()
     with memory_explained(advice, work.recipe, "while weights were evaluated", state):
         sums = measure_acceptance(work)
-    found = evaluated(step, sums, state["sums"])
+    weights = evaluated(step, sums, state["sums"])
     seconds = time.monotonic() - began
-    figures = {name: value for name, value in asdict(found).items() if name != "step"}
+    figures = {name: value for name, value in asdict(weights).items() if name != "step"}
     work.run.record(ACCEPTANCE_STAGE, step=step, **figures, tokens=state["tokens"], seconds=seconds)
     work.run.redraw()
-    if math.isnan(found.acceptance):
-        work.run.say(f"  step {step}: {found.words}; nothing is chosen by it", warning=True)
+    if math.isnan(weights.acceptance):
+        work.run.say(f"  step {step}: {weights.words}; nothing is chosen by it", warning=True)
         return
     best = None if state["best"] is None else from_json(state["best"], EvaluatedWeights, "the last checkpoint")
-    better = best is None or found.acceptance > best.acceptance
-    # Before a kill they were, and took the place of `best`; where rounding differs they may not be any more.
+    better = best is None or weights.acceptance > best.acceptance
+    # These weights were saved as the best before a kill. With other rounding they might not be better now.
     better |= step_of_weights(work.run, BEST) == step
     state["misses"] = 0 if better else state["misses"] + 1
     if better:
         state["best"], state["sums"] = {"step": step, **figures}, sums
         save_weights(work.run, BEST, work.learner, step)
     before = "" if best is None or better else f" (best {best.acceptance:.3f} at step {best.step})"
-    work.run.say(f"  step {step}: {found.words}{' (the best so far)' if better else before}")
+    work.run.say(f"  step {step}: {weights.words}{' (the best so far)' if better else before}")
 
 
 def ended(work: Training) -> bool:
-    """Whether the training is over, by its steps or because patience ran out; its last step is noted."""
+    """Whether the training has ended by its steps or by patience. Notes the last step."""
     settings, state = work.settings.acceptance, work.state
     if state["step"] < work.settings.steps:
         if settings is None or settings.patience is None or state["misses"] < settings.patience:
@@ -184,7 +184,7 @@ def ended(work: Training) -> bool:
 
 
 def take_best(work: Training) -> None:
-    """Go back to the best weights; without evaluations, or under a sparsity penalty, the last ones stay."""
+    """Load the best weights. Without evaluations, and under a sparsity penalty, the last weights stay."""
     best = work.state["best"]
     if best is None or work.penalty is not None:
         return

@@ -379,7 +379,7 @@ def test_a_signal_is_never_forgotten(
         patch.setattr(loop, name, signalled)
         train(MIXED, status=(130 if number == signal.SIGINT else 143))
     said = capfd.readouterr().err
-    assert said.count("stops after this step and is saved") == 1 and "the same command goes on there" in said
+    assert said.count("saves a checkpoint after this step and stops") == 1 and "the same command goes on there" in said
     run = tmp_path / "tiny"
     assert (run / "checkpoints" / f"step-{saved:06d}").exists() and metrics(run)[-1]["step"] == saved
     assert not (run / "draft").exists()
