@@ -221,7 +221,7 @@ def _moments(learner: torch.nn.Module, optimizer: Any) -> dict[str, Any]:
 
 
 def _set_moments(learner: torch.nn.Module, optimizer: Any, moments: dict[str, Any]) -> None:
-    """Set the optimizer's state to the result of `_moments`. Raises ValueError or an error of torch if it does not fit."""
+    """Set the optimizer's state to the result of `_moments`. Raises ValueError or torch's error if it does not fit."""
     names = {id(parameter): name for name, parameter in _learning(learner).items()}
     order = [names[id(p)] for group in optimizer.param_groups for p in group["params"]]  # torch's numbers of parameters
     saved = [name for group in moments["param_groups"] for name in group["params"]]
@@ -258,7 +258,7 @@ def _save(run: Run, name: str, learner: torch.nn.Module, state: dict[str, Any], 
 
 
 def save_checkpoint(run: Run, step: int, learner: torch.nn.Module, optimizer: Any, state: dict[str, Any]) -> None:
-    """Write checkpoints/step-NNNNNN with `state` and delete older ones than the newest CHECKPOINTS_KEPT, in the main process."""
+    """Write checkpoints/step-NNNNNN with `state`, and keep the newest CHECKPOINTS_KEPT, in the main process."""
     _save(run, f"step-{step:06d}", learner, {**state, "step": step}, optimizer)
     for old in checkpoints(run.path("checkpoints"))[:-CHECKPOINTS_KEPT] if is_main() else ():
         shutil.rmtree(old)
