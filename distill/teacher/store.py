@@ -1,19 +1,19 @@
-"""Stage `teacher`: the packed blocks of the three splits with the target's distributions on them, in checksummed
-shards.
+"""Stage `teacher`: the packed blocks of the three splits and the target's distributions on them, in checksummed shards.
 
-teacher/train, teacher/validation and teacher/test are stores of one form; teacher/head.safetensors is the target's
-head, once, where a store holds hidden states. Whatever trains, chooses or measures reads these files, so that the
-target runs here for the last time before its speed is measured.
+teacher/train, teacher/validation and teacher/test are stores of one form. teacher/head.safetensors is the target's
+head, if a store holds hidden states. Training, choice of weights and evaluation read these files, so that the target
+runs here for the last time before its speed is measured.
 
-Legend: n blocks (of a shard), S positions, N of them scored, K entries (at most), M entries of all positions, V
-vocabulary, H the target's hidden size. A shard is a safetensors file with the packed blocks (ids int32, documents int16
-if their numbers fit, mask), `rows` int64 [n + 1], the first of each block's scored positions among all of the shard,
-and of these alone, by kind,
+Legend: n blocks of a shard, S positions, N of them scored, K the most entries of a position, M entries of all
+positions, V vocabulary, H the target's hidden size.
 
-- compact: entries int32 [N], how many of the target's likeliest tokens a position has; top_ids int32 [M] and
-  top_log_probabilities fp16 [M], position by position, likeliest first; log_tails fp32 [N], the log of the mass of all
-  other tokens; block_entries int64 [n + 1], the first entry of each block;
-- exact: hidden [N, H], after the final norm.
+A shard is a safetensors file. It has the packed blocks: ids int32, documents int16 if their numbers fit, and mask.
+`rows` int64 [n + 1] is the first scored position of each block. The distributions at the scored positions are, by kind,
+
+- compact: entries int32 [N] counts the entries of each position; top_ids int32 [M] and top_log_probabilities fp16 [M]
+  have the entries, position by position, likeliest first; log_tails fp32 [N] is the log of the mass of all other
+  tokens; block_entries int64 [n + 1] is the first entry of each block;
+- exact: hidden [N, H] are the states after the final norm.
 """
 
 from __future__ import annotations
@@ -60,21 +60,22 @@ HEAD = "head.safetensors"
 
 
 def kind_of(recipe: Recipe, split: Split) -> str:
-    """The kind of a split's store: held-out splits are exact if the target's weights are read, because they are
-    small."""
+    """The kind of a split's store. Held-out splits are small, and exact if the target's weights are read."""
     return "exact" if split != "train" and recipe.teacher_reads_weights else recipe.teacher.kind
 
 
 def bytes_per_row(recipe: Recipe, split: Split, hidden: int) -> int:
-    """The most bytes that a scored position's distribution takes; PACKED_BYTES of each position come to them."""
+    """The most bytes of a scored position's distribution, without the PACKED_BYTES of each position."""
     if kind_of(recipe, split) == "exact":
         return hidden * TYPE_BYTES[recipe.target.dtype]
     return recipe.teacher.top_k * ENTRY_BYTES + TAIL_BYTES
 
 
 def planned_bytes(recipe: Recipe, prompts: int) -> dict[Split, int]:
-    """The most that the store of each split takes on disk, if each answer is as long as it may get; the head of exact
-    stores counts with the test split. Distributions that come with the answers are stored beside these, too."""
+    """The most bytes of each split's store on disk, if all answers have their full length.
+
+    The head of exact stores counts with the test split. Distributions that come with the answers are stored twice.
+    """
     config = load_config(recipe.target.model).get_text_config()
     answers, block = recipe.answers, recipe.corpus.block
     asked: dict[Split, tuple[int, int, int]] = {"train": (prompts, answers.new_tokens, recipe.corpus.tokens)}
@@ -94,7 +95,7 @@ def planned_bytes(recipe: Recipe, prompts: int) -> dict[Split, int]:
 
 
 def read_manifest(run: Run, split: Split = "train") -> dict[str, Any]:
-    """manifest.json of a split's store; raises DataError when it is missing, or not as stage `teacher` wrote it."""
+    """Read manifest.json of a split's store. Raises DataError if it is missing or differs from the record."""
     path = run.path("teacher", split, "manifest.json")
     if run.done("teacher") is None:
         raise DataError(f"{path} was not written by a finished `teacher` stage", "run `distill train` again")
@@ -103,10 +104,12 @@ def read_manifest(run: Run, split: Split = "train") -> dict[str, Any]:
 
 
 def require_fit(manifest: dict[str, Any], recipe: Recipe) -> None:
-    """Raise DataError where a teacher's tokenizer is not the target's as it is now: of a hub name, another revision may
-    have come since. All else that a teacher was made with is part of its stage's key."""
+    """Raise DataError if a store was made with another tokenizer than the target has now.
+
+    A hub name may have a new revision. The stage's key holds everything else that a store was made with.
+    """
     if manifest["tokenizer_digest"] != tokenizer_digest(recipe.target.model):
-        what = f"the teacher was made with another tokenizer of {manifest['target']} than the recipe has now"
+        what = f"the distributions were stored with another tokenizer of {manifest['target']} than it has now"
         raise DataError(what, "make it again with `distill train RECIPE --redo teacher`")
 
 
@@ -152,7 +155,7 @@ class TeacherStore:
         self.answer_blocks: int = self.manifest["answer_blocks"]
         self.packed = Deferred(self.blocks, lambda numbers: self._packed(self._places(numbers)), self.scored)
         self._head: Head | None = None
-        self._sums: dict[int, Tensor] = {}  # by block
+        self._sums: dict[int, Tensor] = {}  # the results of `log_sums` by block
         if self.manifest["kind"] == "exact":
             run.verify("teacher", f"teacher/{HEAD}")
             tensors = _mapped(run.path("teacher", HEAD))
@@ -217,8 +220,10 @@ class TeacherStore:
 
 
 def padded_entries(ids: Tensor, logs: Tensor, counts: Tensor, absent: int) -> tuple[Tensor, Tensor]:
-    """The entries [M] of N positions as tables [N, K]: places that a position does not use hold the id `absent`, which
-    no token has, and the log of 0."""
+    """The entries [M] of N positions as tables [N, K].
+
+    Unused places hold the id `absent`, which no token has, and the log of 0.
+    """
     width = int(counts.max()) if len(counts) else 0
     used = torch.arange(width) < counts.unsqueeze(-1)
     table = torch.full((len(counts), width), absent, dtype=ids.dtype)
@@ -255,10 +260,10 @@ class Shard:
 
 
 def teacher(recipe: Recipe, run: Run, part: tuple[int, int] | None = None) -> list[Path]:
-    """Store the target's distributions on the blocks of all splits; finished shards are kept.
+    """Store the target's distributions on the blocks of all splits. Finished shards are kept.
 
-    With several processes, `part` = (index, count) makes this one write every count-th shard, and the first process
-    writes the manifests when all are done. None: the part of this process among those it was launched with.
+    `part` = (index, count) makes this process write every count-th shard. By default it is the process's own part. The
+    first process writes the manifests after all processes have finished.
     """
     part = part or (process_index(), process_count())
     main = part[0] == 0
@@ -275,7 +280,7 @@ def teacher(recipe: Recipe, run: Run, part: tuple[int, int] | None = None) -> li
     ]
     mine = process_share(shards, part, "teacher shards", "teacher.shard_blocks")
     whole = _whole(run, shards)
-    barrier()  # before any process writes, so that all found the same
+    barrier()  # All processes look before one of them writes.
     if not whole:
         with ExitStack() as opened:
             maker = Maker(recipe, run, texts, main, opened)
@@ -293,7 +298,7 @@ def teacher(recipe: Recipe, run: Run, part: tuple[int, int] | None = None) -> li
 
 
 def _whole(run: Run, shards: Sequence[Shard]) -> bool:
-    """Whether every file of the stage is there."""
+    """Whether all files of the stage exist."""
     manifests = [run.path("teacher", split, "manifest.json") for split in SPLITS]
     if not all(path.exists() for path in (*manifests, *(shard.path for shard in shards))):
         return False
@@ -302,7 +307,7 @@ def _whole(run: Run, shards: Sequence[Shard]) -> bool:
 
 
 def origin_of(recipe: Recipe, run: Run, split: Split) -> dict[str, Any]:
-    """What the blocks of a split are made of."""
+    """The digests of what the blocks of a split are made from."""
     return {
         "answers": run.artifacts_digest("answers", f"answers/{split}/*"),
         "served": run.artifacts_digest("answers", f"answers/prompts-{split}.arrow"),
@@ -312,7 +317,7 @@ def origin_of(recipe: Recipe, run: Run, split: Split) -> dict[str, Any]:
 
 
 class Maker:
-    """Makes shards of all splits with one opened target."""
+    """Makes the shards of all splits with one open target."""
 
     def __init__(
         self, recipe: Recipe, run: Run, texts: dict[Split, SplitBlocks], main: bool, opened: ExitStack
@@ -321,7 +326,7 @@ class Maker:
         settings, config = recipe.teacher, load_config(recipe.target.model)
         self.vocabulary = real_tokens(config.get_text_config(), load_tokenizer(recipe.target.model))
         self.kinds: dict[Split, str] = {split: kind_of(recipe, split) for split in SPLITS}
-        self.about: dict[str, Any] = {}  # of exact stores
+        self.about: dict[str, Any] = {}  # what the manifests of exact stores add
         self.model: Any = None
         if recipe.teacher_reads_weights:
             self.model = load_target(recipe.target, pick_device(recipe.device))
@@ -336,11 +341,11 @@ class Maker:
                 self.reader.endpoint.require_same(run.path("teacher"))
         opened.callback(self.reader.close)
         self.cap = min(settings.top_k, self.vocabulary - 1)
-        # A server is sent a whole shard at once, so that it always has requests waiting.
+        # A server gets a whole shard at once, so that requests are always waiting.
         self.batch = settings.batch if settings.server is None else settings.shard_blocks
 
     def _prepare_exact(self, main: bool) -> None:
-        """Write the head once; held-out stores become compact for a target whose logits its head does not give."""
+        """Write the head. If it does not give the target's own logits, held-out stores become compact."""
         head = Head.of(self.model, self.vocabulary)
         sample = next(found.blocks for found in self.texts.values() if len(found.blocks)).take(slice(0, 1))
         try:
@@ -358,7 +363,7 @@ class Maker:
         self.about = {"hidden_dtype": self.recipe.target.dtype, "logit_form": asdict(head.form)}
 
     def write(self, shard: Shard) -> None:
-        """Write one shard, the target's distributions `batch` blocks at a time."""
+        """Write a shard, with the target's distributions on `batch` blocks at a time."""
         blocks = self.texts[shard.split].blocks.take(shard.rows)
         if isinstance(self.reader, AnswerReader):
             mass = self.recipe.teacher.mass if shard.split == "train" else None
@@ -371,13 +376,13 @@ class Maker:
         """The tensors of the scored positions of some blocks."""
         if self.kinds[split] == "exact":
             return exact_distributions(self.model, blocks, DTYPES[self.recipe.target.dtype])
-        # Held-out stores keep every entry: their bounds are the tighter for it, and they are small.
+        # Held-out stores keep every entry, because they are small and more entries give tighter bounds.
         mass = self.recipe.teacher.mass if split == "train" else None
         assert not isinstance(self.reader, AnswerReader)
         return compact_distributions(self.reader(blocks, self.cap), mass)
 
     def describe(self, shards: Sequence[Shard]) -> None:
-        """Write the manifests, which say that the splits are whole; RunError where another process wrote too little."""
+        """Write the manifests, which mark whole splits. Raises RunError if another process wrote too few shards."""
         lacking = next((shard.path for shard in shards if not shard.path.exists()), None)
         if lacking is not None:
             what = f"{lacking} was not written by the process it was assigned to"
@@ -406,22 +411,22 @@ class Maker:
 
 
 def described(manifest: dict[str, Any], shards: Sequence[Shard]) -> str:
-    """A split's store in words."""
+    """Describe a split's store."""
     scored, answers = manifest["scored_positions"], manifest["answer_positions"]
     given = f", {scored - answers} of them of given text" if scored > answers else ""
     size = sum(shard.path.stat().st_size for shard in shards)
-    how = "whole distributions" if manifest["kind"] == "exact" else f"{manifest['entries']:.1f} entries a position"
+    form = "whole distributions" if manifest["kind"] == "exact" else f"{manifest['entries']:.1f} entries a position"
     blocks = sum(manifest["shard_blocks"])
-    return f"{scored} scored positions{given} in {blocks} blocks, {how}, {size / 1e6:.1f} MB in {len(shards)} shards"
+    return f"{scored} scored positions{given} in {blocks} blocks, {form}, {size / 1e6:.1f} MB in {len(shards)} shards"
 
 
 def _mean_entries(shards: Sequence[Shard], scored: int) -> float:
-    """Entries a position of a compact store."""
+    """The mean number of entries per position of a compact store."""
     return sum(len(_mapped(shard.path)["top_ids"]) for shard in shards) / max(1, scored)
 
 
 def shard_tensors(blocks: Packed, distributions: Callable[[Packed], Tensors], batch: int) -> Tensors:
-    """The tensors of one shard: its blocks and the target's distributions on them, made `batch` blocks at a time."""
+    """The tensors of a shard: its blocks, and the target's distributions, computed `batch` blocks at a time."""
     parts = [distributions(part) for part in blocks.batches(batch)]
     tensors = blocks.tensors() | {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
     tensors["rows"] = torch.cat([torch.zeros(1, dtype=torch.int64), blocks.scored.cumsum(0)])
@@ -435,7 +440,7 @@ def shard_tensors(blocks: Packed, distributions: Callable[[Packed], Tensors], ba
 
 @torch.no_grad()
 def exact_distributions(model: Any, blocks: Packed, dtype: torch.dtype) -> Tensors:
-    """hidden [N, H] in `dtype`; raises DataError where that type cannot hold them."""
+    """The tensor hidden [N, H] in `dtype`. Raises DataError if a state overflows in that type."""
     hidden = scored_states(model, blocks).cpu().to(dtype)
     if not bool(hidden.isfinite().all()):
         hint = "set target.dtype to bfloat16 or float32"
@@ -443,12 +448,13 @@ def exact_distributions(model: Any, blocks: Packed, dtype: torch.dtype) -> Tenso
     return {"hidden": hidden.contiguous()}
 
 
-def compact_distributions(found: Entries, mass: float | None) -> Tensors:
-    """The entries of N positions, of each the fewest likeliest ones that hold `mass`; all of them for None.
+def compact_distributions(entries: Entries, mass: float | None) -> Tensors:
+    """The tensors of N positions from their entries.
 
-    What is left out is added to the tail.
+    Each position keeps the fewest likeliest entries that hold `mass`, or all entries if `mass` is None. The mass of the
+    others is added to the tail.
     """
-    ids, logs, tails = found
+    ids, logs, tails = entries
     if mass is None:
         counts = torch.full((len(ids),), ids.shape[-1], dtype=torch.int32)
     else:

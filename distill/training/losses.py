@@ -1,12 +1,12 @@
-"""Losses over the outcomes of a position with closed-form gradients, and gradients of outcomes as those of logits.
+"""Losses over the outcomes of a position, with gradients in closed form. The oracle is distill/divergences.py.
 
 Legend: r positions of a block, C columns of the draft's head, K stored entries, M outcomes, L losses, t a temperature.
 z are the draft's logits [r, C]; p and q the distributions of target and draft over the outcomes [r, M].
 
-Where the target's distribution is whole, the outcomes are the columns. Where a store has K entries and the mass of the
-rest, the outcomes are those entries and one bucket, M = K + 1, whose logit is logsumexp(z / t) over the columns
-outside. A loss over outcomes has a gradient g with respect to their logits, and dz = g / t at a stored column, g_bucket
-/ t times the softmax among the columns outside elsewhere. The oracle is distill/divergences.py.
+If the target's distribution is whole, the outcomes are the columns. If a store has K entries and the mass of all other
+tokens, the outcomes are the entries and one bucket, M = K + 1. The bucket's logit is logsumexp(z / t) over the columns
+outside the entries. A loss has a gradient g with respect to the logits of the outcomes. At a stored column, dz = g / t.
+At the other columns, dz is g_bucket / t times the softmax among them.
 """
 
 from __future__ import annotations
@@ -26,9 +26,7 @@ from distill.engines.torch.products import filled_count
 from distill.recipe.training import LossName
 from distill.teacher.distributions import EMPTY, LogitForm, Teacher, TeacherChunk
 
-# ── Losses over the outcomes of a position with closed-form gradients ──
-
-# Formulas in distill/divergences.py under the same names.
+# distill/divergences.py has the formulas by the same names.
 LOSSES: tuple[str, ...] = get_args(LossName)
 STATISTICS = ("forward_kl", "cross_entropy", "acceptance", "agreement", "match")
 PLAIN_LOGITS = LogitForm()
@@ -39,11 +37,9 @@ Term = tuple[Tensor, Callable[[], Tensor]]  # a loss [r], and its gradient [r, M
 
 @dataclass(frozen=True)
 class LossSettings:
-    """Weights of the losses of a mixture, and the settings of the losses.
+    """The weights of a mixture of losses, and their temperature.
 
-    The target's distribution p is taken at `temperature`, and so is q = softmax(z / temperature) in forward_kl
-    and jsd, which are multiplied by temperature², and in total_variation, nla and lk_hybrid, which are not; the
-    cross-entropy takes z itself.
+    The divergences compare p and q at `temperature`. The cross-entropy uses q at temperature 1.
     """
 
     losses: Mapping[str, float]
@@ -54,20 +50,20 @@ class LossSettings:
         return self.temperature**2 if name in ("forward_kl", "jsd") else 1.0
 
 
-# Sums over the N positions of a batch, detached scalars in fp64 (in fp32 on a device without fp64). Add the sums of
-# batches and processes, then divide. `positions` is N. The STATISTICS are of the distributions at the temperature of
-# the settings, so that they mean the same under every mixture: forward KL and cross-entropy (nats; 0 where a position
-# has no label), `acceptance` Σ min(p, q) (upper end with a stored tail), `agreement` of the argmaxes over the columns,
-# and `match` p(argmax q) (lower end: 0 where that is not stored). `loss/NAME` is Σ loss, with its temperature² but
-# without its weight in the mixture.
+# Sums over the N positions of a batch, as detached scalars in fp64, or in fp32 on a device without fp64. Sums of batches
+# and processes are added before the division. `positions` is N. The STATISTICS compare the distributions at the
+# settings' temperature, so that they mean the same under every mixture: forward KL and cross-entropy (nats; 0 at a
+# position without label), `acceptance` Σ min(p, q) (the upper bound with a stored tail), `agreement` of the argmaxes
+# over the columns, and `match` p(argmax q) (the lower bound: 0 for a token that is not stored). `loss/NAME` is Σ loss,
+# with its `scale` but without its weight in the mixture.
 LossSums = dict[str, Tensor]
 
 
 class DraftOutcomes:
-    """Logits [r, C] of a block as outcomes: the columns where `ids` is None, else K entries and a bucket.
+    """The draft's logits [r, C] of a block as outcomes: the columns if `ids` is None, else K entries and a bucket.
 
-    With ids, the given logits are overwritten with −inf at the stored columns. An id of C was trimmed away: an outcome
-    without mass.
+    With ids, the given logits are overwritten with −inf at the stored columns. The id C stands for a trimmed token, an
+    outcome without mass.
     """
 
     def __init__(self, logits: Tensor, ids: Tensor | None) -> None:
@@ -80,12 +76,12 @@ class DraftOutcomes:
         gone = ids >= logits.shape[-1]
         self.columns = ids.masked_fill(gone, 0)
         self.inside = logits.gather(-1, self.columns).masked_fill_(gone, -math.inf)
-        # Added and not written: column 0, the stand-in for trimmed ids, gets 0 from them and keeps its own value.
+        # −inf is added. Column 0 stands in for trimmed ids, which add 0 and so keep its value.
         logits.scatter_add_(-1, self.columns, torch.full_like(self.inside, -math.inf).masked_fill_(gone, 0))
         self.best = logits.amax(-1, keepdim=True)
         largest, place = self.inside.max(-1)
         self.top = torch.where(largest >= self.best.squeeze(-1), place, ids.shape[-1])
-        self.full = torch.isneginf(self.best)  # [r, 1]: every column is stored, and nothing is outside
+        self.full = torch.isneginf(self.best)  # [r, 1]: every column is stored
         self.best.masked_fill_(self.full, 0)
 
     def distribution(self, t: float) -> Tensor:
@@ -101,7 +97,7 @@ class DraftOutcomes:
         return outcomes.log_softmax(-1).clamp_(min=EMPTY)
 
     def log_probability(self, log_q: Tensor, column: Tensor, logit: Tensor) -> Tensor:
-        """log q(column) [r] from the distribution at t = 1, the columns [r, 1] and their original logits [r, 1]."""
+        """log q [r] at the columns [r, 1], from the distribution at t = 1 and the columns' original logits [r, 1]."""
         if self.ids is None:
             return log_q.gather(-1, column).squeeze(-1)
         _, total = self.shares[1.0]
@@ -109,8 +105,10 @@ class DraftOutcomes:
         return logit.squeeze(-1) - torch.cat([self.inside, outside], -1).logsumexp(-1)
 
     def gradient(self, parts: Mapping[float, Tensor]) -> Tensor:
-        """dz [r, C] from gradients [r, M] with respect to outcome logits, by temperature; `distribution` was called at
-        each of them."""
+        """dz [r, C] from gradients [r, M] with respect to the outcomes' logits, by temperature.
+
+        `distribution` must have been called at each temperature.
+        """
         if self.ids is None:
             whole = [part if t == 1 else part.div_(t) for t, part in parts.items()]
             for part in whole[1:]:
@@ -128,7 +126,7 @@ class DraftOutcomes:
 
 
 class Distributions:
-    """Both distributions over the outcomes of a block at one temperature, with the quantities that losses share."""
+    """Both distributions over the outcomes of a block at one temperature, and the quantities that losses share."""
 
     def __init__(self, log_p: Tensor, log_q: Tensor) -> None:
         self.log_p, self.log_q = log_p, log_q
@@ -151,14 +149,14 @@ class Distributions:
         return (self.q - self.p).relu_()
 
     def forward_kl_gradient(self) -> Tensor:
-        """q − p where p sums to 1."""
+        """q − p if p sums to 1."""
         return (self.q * self.p.sum(-1, keepdim=True)).sub_(self.p)
 
     def variation_gradient(self) -> Tensor:
-        """q S where q > p and −q (1 − S) elsewhere, S the sum of q elsewhere."""
+        """q S at outcomes with q > p and −q (1 − S) at the others. S is the sum of q over the others."""
         over = self.excess > 0
         above = (self.q * over).sum(-1, keepdim=True)
-        below = (self.q * ~over).sum(-1, keepdim=True)  # not 1 − above, which loses its digits where acceptance is low
+        below = (self.q * ~over).sum(-1, keepdim=True)  # 1 − above would lose its digits at a low acceptance.
         return torch.where(over, below, -above).mul_(self.q)
 
 
@@ -185,7 +183,7 @@ def _lk_hybrid(distributions: Distributions) -> Term:
     )
 
 
-# Losses of the two distributions at the settings' temperature; the cross-entropy reads the draft's alone.
+# The losses of two distributions. The cross-entropy reads the draft's distribution only.
 DIVERGENCES: dict[str, Callable[[Distributions], Term]] = {
     "forward_kl": lambda both: (both.forward_kl, both.forward_kl_gradient),
     "jsd": _jsd,
@@ -198,16 +196,16 @@ DIVERGENCES: dict[str, Callable[[Distributions], Term]] = {
 def score_block(
     logits: Tensor, target: TeacherChunk, labels: Tensor, settings: LossSettings, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """STATISTICS and losses [r, 5 + L] of a block, and on request dz [r, C]; the logits [r, C] are overwritten.
+    """STATISTICS and losses [r, 5 + L] of a block, and dz [r, C] on request. The logits [r, C] are overwritten.
 
-    Labels [r] outside the columns are unknown: their positions have no cross-entropy.
+    A position whose label [r] is outside the columns has no cross-entropy.
     """
     labelled = (labels >= 0) & (labels < logits.shape[-1])
     column = labels.masked_fill(~labelled, 0).unsqueeze(-1)  # [r, 1]
     label_logit = logits.gather(-1, column)
     draft = DraftOutcomes(logits, target.ids)
     log_p = target.log_probabilities
-    if target.ids is not None:  # where the draft has nothing outside the stored columns, neither has p
+    if target.ids is not None:  # If the draft has nothing outside the stored columns, p must have nothing there.
         log_p = torch.cat([log_p, target.log_tail.unsqueeze(-1).masked_fill(draft.full, EMPTY)], -1)
     pair = Distributions(log_p.clamp(min=EMPTY), draft.distribution(settings.temperature))
     log_q = pair.log_q if settings.temperature == 1 else draft.distribution(1.0)
@@ -216,10 +214,10 @@ def score_block(
 
     losses: dict[str, Tensor] = {}
     parts: dict[float, Tensor] = {}  # gradients with respect to outcome logits, by temperature
-    for name in LOSSES:  # one at a time, to save memory
+    for name in LOSSES:  # One loss at a time saves memory.
         if name not in settings.losses:
             continue
-        if name == "cross_entropy":  # its gradient at the label's column is added below
+        if name == "cross_entropy":  # The gradient at the label's column is added below.
             t, (loss, gradient_of) = 1.0, (entropy, lambda: q * labelled.unsqueeze(-1))
         else:
             t, (loss, gradient_of) = settings.temperature, DIVERGENCES[name](pair)
@@ -229,14 +227,14 @@ def score_block(
             part = gradient_of().mul_(weight)
             parts[t] = parts[t].add_(part) if t in parts else part
 
-    named = pair.p  # p of the outcomes that are tokens: the bucket has none
+    named = pair.p  # p of the outcomes that are tokens
     if target.ids is not None:
         named = torch.cat([named[:, :-1], torch.zeros_like(named[:, -1:])], -1)
     likeliest, best = named.max(-1)
     agreement = (likeliest > 0) & (draft.top == best)
     match = named.gather(-1, draft.top.unsqueeze(-1)).squeeze(-1)
     columns = [pair.forward_kl, entropy, pair.acceptance, agreement, match, *(losses[n] for n in settings.losses)]
-    values = torch.stack([own.to(logits.dtype) for own in columns], -1)
+    values = torch.stack([column.to(logits.dtype) for column in columns], -1)
     if not with_gradient:
         return values, None
     gradient = draft.gradient(parts)
@@ -246,28 +244,27 @@ def score_block(
     return values, gradient
 
 
-# ── Losses over the head in chunks; gradients come in the same pass ──
-# Logits of at most `chunk` positions exist at once.
+# ── Losses over the head in chunks, with gradients in the same pass ──
 # Legend: N scored positions, n of them in a chunk and r in a block, H hidden, R rows of the draft's head, C of them
-# that are columns of the distributions, M outcomes, L losses. A chunk is a matrix product; its logits are replaced
-# by their gradients block by block, in closed form and without a graph, in blocks small enough for the temporaries
-# of [r, C] to stay in a processor's cache. The oracle of the losses is distill/divergences.py.
-# Head rows from C on are padding: no distribution gives them mass, and they have no logits here.
+# columns of the distributions, M outcomes, L losses.
+# A chunk is a matrix product of at most `chunk` positions. Its logits are replaced by their gradients block by block,
+# in closed form and without a graph. The temporaries [r, C] of a block stay in a CPU's cache. Head rows from C on are
+# padding: they have no mass and no logits here.
 
-CACHED = 2**20  # entries of a block for each thread of a processor: 4 MB in fp32
+CACHED = 2**20  # entries of a block per CPU thread: 4 MB in fp32
 STREAMED = 2**24  # entries of a block on an accelerator, which needs large kernels
 
 
 @dataclass(frozen=True)
 class _Scoring:
-    """How the N positions of a call are scored: at most `chunk` at once, with products in type `kind`."""
+    """The settings of a call: at most `chunk` of the N positions are scored at once, with products in type `kind`."""
 
     teacher: Teacher
     labels: Tensor  # [N]
     settings: LossSettings
     chunk: int
     kind: torch.dtype
-    wide: torch.dtype  # of everything but the products
+    wide: torch.dtype  # the type of everything but the products
     form: LogitForm
 
 
@@ -279,14 +276,14 @@ def _positions(
     scoring: _Scoring,
     gradients: tuple[Tensor | None, Tensor | None, Tensor | None] = (None, None, None),
 ) -> Tensor:
-    """STATISTICS and losses [N, 5 + L] of every position; adds to the gradients (d_hidden, d_head, d_bias) given."""
+    """STATISTICS and losses [N, 5 + L] of every position. Adds to the given gradients (d_hidden, d_head, d_bias)."""
     teacher, settings, kind, wide = scoring.teacher, scoring.settings, scoring.kind, scoring.wide
     count, columns = len(hidden), teacher.columns
     d_hidden, d_head, d_bias = gradients
     with_gradient = any(gradient is not None for gradient in gradients)
     rows = head[:columns].to(kind)
     shift = None if bias is None else bias[:columns].to(kind)
-    # The last chunk of a batch has another number of rows at every step.
+    # One buffer serves all chunks, because the last chunk of each step has another number of rows.
     buffer = torch.empty(min(scoring.chunk, filled_count(count, hidden)), columns, dtype=kind, device=hidden.device)
     threads = torch.get_num_threads()
     size = max(1, (CACHED * threads if hidden.device.type == "cpu" else STREAMED) // columns)
@@ -294,7 +291,7 @@ def _positions(
     for start in range(0, count, scoring.chunk):
         here = slice(start, min(start + scoring.chunk, count))
         scored = here.stop - start
-        logits = buffer[: filled_count(scored, hidden)]  # of a chunk of fewer rows: the whole buffer
+        logits = buffer[: filled_count(scored, hidden)]
         part = torch.nn.functional.pad(hidden[here].to(kind), (0, 0, 0, len(logits) - scored))
         torch.mm(part, rows.T, out=logits)
         logits[scored:] = 0
@@ -305,14 +302,14 @@ def _positions(
             block = slice(first, min(first + size, scored))
             at = slice(start + block.start, start + block.stop)
             ids = None if target.ids is None else target.ids[block]
-            own = TeacherChunk(ids, target.log_probabilities[block], target.log_tail[block])
+            chunk = TeacherChunk(ids, target.log_probabilities[block], target.log_tail[block])
             formed = scoring.form.apply(logits[block].to(wide))
             slope = scoring.form.slope(formed)
-            values[at], gradient = score_block(formed, own, scoring.labels[at], settings, with_gradient)
+            values[at], gradient = score_block(formed, chunk, scoring.labels[at], settings, with_gradient)
             if gradient is not None:
                 logits[block] = gradient if scoring.form == PLAIN_LOGITS else gradient * slope
         del target
-        d_logits = logits  # whose rows were replaced by their gradients
+        d_logits = logits  # The gradients have replaced the logits.
         if d_hidden is not None:
             d_hidden[here] = (d_logits @ rows)[:scored]
         if d_head is not None:
@@ -327,14 +324,14 @@ def _add_product(total: Tensor, gradient: Tensor, hidden: Tensor) -> None:
     if total.dtype == gradient.dtype:
         total.addmm_(gradient.T, hidden)
         return
-    step = max(1, CACHED * 16 // total.shape[-1])  # rows whose product in the other type is held: 64 MB in fp32
+    step = max(1, CACHED * 16 // total.shape[-1])  # The product of so many rows takes 64 MB in fp32.
     for start in range(0, len(total), step):
         rows = slice(start, start + step)
         total[rows] += gradient[:, rows].T @ hidden
 
 
 class _HeadLoss(torch.autograd.Function):
-    """Σ loss, with the gradients computed in the forward pass, and the values of every position."""
+    """Σ loss and the values of every position. The forward pass computes the gradients."""
 
     @staticmethod
     def forward(
@@ -347,7 +344,7 @@ class _HeadLoss(torch.autograd.Function):
         ]
         values = _positions(hidden, head, bias, scoring, (gradients[0], gradients[1], gradients[2]))
         context.mark_non_differentiable(values)
-        # Not saved as tensors: the gradient is passed on without a copy, so that a second [R, H] never exists.
+        # The gradients are no saved tensors, so that they are passed on without a copy of [R, H].
         context.gradients = gradients
         return _total(values, scoring), values
 
@@ -360,7 +357,7 @@ class _HeadLoss(torch.autograd.Function):
 
 
 def _widest(values: Tensor) -> Tensor:
-    """The values in fp64, on a device without it as they are: a copy to the host would wait for the device."""
+    """The values in fp64, or unchanged on a device without fp64. A copy to the host would wait for the device."""
     return values.double() if has_float64(values.device) else values
 
 
@@ -383,16 +380,16 @@ def head_loss(
 ) -> tuple[Tensor, LossSums]:
     """Σ loss over the positions, and the sums for the log.
 
-    hidden [N, H] after the final norm, head [R, H] and bias [R] of which the first teacher.columns rows learn, labels
-    [N] as columns (outside them: no label), chunk positions at once. The products are in the type of `hidden`, or of an
-    enclosing autocast; the rest is in fp32 (fp64 if that is fp64). Gradients reach hidden, head and bias, once; none is
-    computed where none is needed. Raises DataError for a temperature that the teacher lacks.
+    hidden [N, H] are the states after the final norm. The first teacher.columns rows of head [R, H] and bias [R] learn.
+    labels [N] are columns; other numbers are no labels. At most `chunk` positions are computed at once. The products
+    are in the type of `hidden`, or of an enclosing autocast. The rest is in fp32, or in fp64 if `hidden` is. Gradients
+    flow once, to those of hidden, head and bias that need them.
     """
     assert len(teacher) == len(hidden) == len(labels) and teacher.columns <= len(head) and chunk >= 1
     automatic = torch.is_autocast_enabled(hidden.device.type)
     kind = torch.get_autocast_dtype(hidden.device.type) if automatic else hidden.dtype
     scoring = _Scoring(teacher, labels.long(), settings, chunk, kind, torch.promote_types(kind, torch.float32), form)
-    with torch.autocast(hidden.device.type, enabled=False):  # so that neither the teacher nor the logs are rounded
+    with torch.autocast(hidden.device.type, enabled=False):  # Neither the teacher nor the logs may be rounded.
         if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in (hidden, head, bias)):
             total, values = _HeadLoss.apply(hidden, head, bias, scoring)
         else:
@@ -403,6 +400,6 @@ def head_loss(
 
 def _sums(values: Tensor, scoring: _Scoring) -> LossSums:
     settings = scoring.settings
-    own = _widest(values)
+    wide = _widest(values)
     names = (*STATISTICS, *(f"loss/{name}" for name in settings.losses))
-    return {"positions": own.new_full((), len(own)), **dict(zip(names, own.sum(0), strict=True))}
+    return {"positions": wide.new_full((), len(wide)), **dict(zip(names, wide.sum(0), strict=True))}
