@@ -18,20 +18,19 @@ from distill.files import write_atomically
 from distill.recipe import Recipe
 from distill.run import Run
 
-NO_TOKEN = -1  # llama.cpp's places of an n-gram of four that a bigram leaves free
-SHALLOWEST = 6  # tree of ik_llama.cpp's that can draft: a token behind a match of 5
+NO_TOKEN = -1  # llama.cpp's n-grams have four places, of which a bigram leaves two free.
+MIN_DEPTH = 6  # ik_llama.cpp's tree must hold a match of 5 tokens and the token after it.
 
 
 def counted_text(answer: Sample) -> list[int]:
-    """The ids that n-grams are counted of: an answer behind the last tokens of its prompt."""
+    """The ids whose n-grams are counted: the last tokens of a prompt, and its answer."""
     return [*answer.prompt[-ORDER:], *answer.answer]
 
 
 def export_lookup(recipe: Recipe, run: Run, server: str, path: Path) -> tuple[str, int, int]:
-    """Write the file of one of `FORMS`; returns what it has, from how many answers and tokens.
+    """Write a run's file for a server of `FORMS`. Returns its content in words, and the counts of answers and tokens.
 
-    Raises RunError for a run whose answers are not finished, DataError where nothing is left of them or the server
-    does not take so much.
+    Raises RunError for a run without finished answers, and DataError if the server does not read so many tokens.
     """
     if run.done("answers") is None:
         raise RunError(f"{run.folder} has no finished answers", f"`{run.again('--until', 'answers')}` writes them")
@@ -42,39 +41,41 @@ def export_lookup(recipe: Recipe, run: Run, server: str, path: Path) -> tuple[st
     return content, len(answers), tokens
 
 
-Written = tuple[bytes, str, int]  # the file, what it has, and how many tokens
+Written = tuple[bytes, str, int]  # the file, its content in words, and the number of tokens
 
 
 def _static_cache(recipe: Recipe, answers: Sequence[Sample]) -> Written:
-    """llama.cpp's static lookup cache: of each bigram int32 ids[4], the number of tokens that follow it, and of each
-    of those its id and count."""
+    """llama.cpp's static lookup cache.
+
+    It has, in int32, the four ids of each bigram, the number of tokens that follow it, and their ids and counts.
+    """
     texts = [counted_text(answer) for answer in answers]
     first, second, third = count_ngrams(texts)[:3]
-    starts, sizes = second.first[:-1], numpy.diff(second.first)  # [G], of the tokens that follow each
+    starts, sizes = second.first[:-1], numpy.diff(second.first)  # [G], for the tokens that follow each bigram
     heads = numpy.stack([first.tokens.repeat(numpy.diff(first.first)), second.tokens], 1)  # [G, 2]
     known = sizes > 0
     starts, sizes, heads = starts[known], sizes[known], heads[known]
     lengths = 5 + 2 * sizes
     places = numpy.cumsum(lengths) - lengths
-    found = numpy.empty(int(lengths.sum()), "<i4")
+    cells = numpy.empty(int(lengths.sum()), "<i4")
     for offset, values in enumerate((heads[:, 0], heads[:, 1], NO_TOKEN, NO_TOKEN, sizes)):
-        found[places + offset] = values
+        cells[places + offset] = values
     following = (places + 5 - 2 * starts).repeat(sizes) + 2 * numpy.arange(len(third.tokens))  # [F]
-    found[following], found[following + 1] = third.tokens, third.counts
-    return found.tobytes(), f"{len(sizes)} bigrams, {len(third.tokens)} tokens after them", sum(map(len, texts))
+    cells[following], cells[following + 1] = third.tokens, third.counts
+    return cells.tobytes(), f"{len(sizes)} bigrams, {len(third.tokens)} tokens after them", sum(map(len, texts))
 
 
 def _suffix_corpus(recipe: Recipe, answers: Sequence[Sample]) -> Written:
-    """ik_llama.cpp's binary corpus: int32 ids, one text after the other; it knows no mark between them."""
+    """ik_llama.cpp's binary corpus: the int32 ids of all texts, without separators."""
     ids = numpy.concatenate([numpy.asarray(counted_text(answer), "<i4") for answer in answers])
-    if suffix_depth(len(ids)) < SHALLOWEST:
-        most = IK_INSERTED // SHALLOWEST
+    if suffix_depth(len(ids)) < MIN_DEPTH:
+        most = IK_INSERTED // MIN_DEPTH
         raise DataError(f"{len(ids)} tokens of answers: ik_llama.cpp reads at most {most}", "export from a smaller run")
     return ids.tobytes(), f"{len(ids)} ids", len(ids)
 
 
 def _external_corpus(recipe: Recipe, answers: Sequence[Sample]) -> Written:
-    """SGLang's JSON lines: the text of each, special tokens included, which SGLang tokenizes again."""
+    """SGLang's JSON lines: each text with its special tokens. SGLang tokenizes the texts again."""
     tokenizer = load_tokenizer(recipe.target.model)
     texts = [counted_text(answer) for answer in answers]
     lines = [decoded(tokenizer, ids) for ids in texts]
@@ -85,7 +86,7 @@ def _external_corpus(recipe: Recipe, answers: Sequence[Sample]) -> Written:
 
 
 def _requests(recipe: Recipe, answers: Sequence[Sample]) -> Written:
-    """Requests to /v1/completions for texts like the answers: vLLM's cache holds what it wrote itself, nothing else."""
+    """Requests to /v1/completions for texts like the answers, because vLLM's cache only holds its own texts."""
     stop = {"stop": list(recipe.answers.stop)} if recipe.answers.stop else {}
     requests = [
         {"prompt": answer.prompt, "max_tokens": len(answer.answer), **recipe.sampling, **stop, "seed": number}

@@ -1,8 +1,8 @@
-"""How often a draft's tokens are accepted at stored positions, under the served sampler and each verifier.
+"""The acceptance of a draft's tokens at stored positions, under the served sampler and each verifier.
 
-A compact store names a position's likeliest tokens and the mass of all others at temperature 1. Temperature, top-k,
-top-p and min-p apply to these entries as they stand: the result is exact if the sampler draws from stored tokens alone,
-and lies between two bounds if not. Whole distributions give exact figures.
+A compact store has a position's likeliest tokens and the mass of all others, at temperature 1. Temperature, top-k,
+top-p and min-p apply to these entries. The result is exact if the sampler draws from stored tokens only. If not, the
+result has two bounds. Whole distributions give exact figures.
 
 Legend: c positions, K entries of a position, V vocabulary. a = 1 / temperature; the weight of a token is p ** a, in
 multiples of that of the likeliest token.
@@ -26,10 +26,10 @@ HALF, SMALLEST = 2.0**-11, 2.0**-25  # relative and absolute rounding of a logar
 
 @dataclass(frozen=True)
 class ServedEntries:
-    """The distribution that a sampler draws from at c positions, as far as stored entries tell.
+    """The bounds of a sampler's distribution at c positions, from stored entries.
 
-    `least` and `most` [c, K] are bounds of the probabilities of `ids` [c, K] (an id of V or more stands for no token).
-    `tail` [c] is the most mass that all other tokens may have together, `single` [c] that one of them may have.
+    `least` and `most` [c, K] are bounds of the probabilities of `ids` [c, K]. An id of V or more stands for no token.
+    `tail` [c] is the upper bound of the mass of all other tokens, and `single` [c] of the mass of one of them.
     """
 
     ids: Tensor
@@ -40,19 +40,19 @@ class ServedEntries:
 
     @property
     def exact(self) -> Tensor:
-        """The positions [c] at which the sampler draws from stored tokens alone, which are known up to rounding."""
+        """Whether the sampler draws from stored tokens only at each position [c]; these are known up to rounding."""
         certain = (self.least > 0) | (self.most == 0)
         return (self.tail == 0) & certain.all(-1)
 
     def mass_on(self, allowed: Tensor) -> tuple[Tensor, Tensor]:
-        """The least and the most mass [c] on the `allowed` [c, V] tokens."""
+        """The bounds of the mass [c] on the `allowed` [c, V] tokens."""
         size = allowed.shape[-1]
         here = allowed.gather(-1, self.ids.clamp(max=size - 1)) & (self.ids < size)
         return (self.least * here).sum(-1), ((self.most * here).sum(-1) + self.tail).clamp(max=1)
 
 
 def served_entries(chunk: TeacherChunk, sampler: Sampler, vocabulary: int) -> ServedEntries:
-    """The distribution of a sampler from stored entries, with the rounding of the stored logarithms in the bounds."""
+    """The bounds of a sampler's distribution from stored entries, including the rounding of the stored logarithms."""
     ids, logs, log_tail = chunk.ids, chunk.log_probabilities, chunk.log_tail
     assert ids is not None, "a whole distribution needs no bounds"
     present = ids < vocabulary
@@ -67,21 +67,20 @@ def served_entries(chunk: TeacherChunk, sampler: Sampler, vocabulary: int) -> Se
     low, high = ((power * (logs + side * error - top)).exp() * present for side in (-1, 1))
     tail_low, tail_high, single = _tail_weights(chunk, power, present, vocabulary)
     entries = present.sum(-1)
-    stays = present.clone()  # entries that are certainly drawn from, and those that may be
-    maybe = present.clone()
+    stays, maybe = present.clone(), present.clone()  # entries that the sampler certainly keeps, and may keep
     if sampler.top_k:
         within = torch.arange(ids.shape[-1], device=ids.device) < sampler.top_k
         stays, maybe = stays & within, maybe & within
         tail_high = tail_high * (entries < sampler.top_k)
-        tail_low = torch.zeros_like(tail_low)  # how much of the tail is among the k likeliest is not known
+        tail_low = torch.zeros_like(tail_low)  # The share of the tail among the k likeliest is unknown.
     if sampler.top_p < 1:
         low_sum, high_sum = (low * stays).sum(-1, keepdim=True), (high * maybe).sum(-1, keepdim=True)
         whole_low, whole_high = low_sum + tail_low.unsqueeze(-1), high_sum + tail_high.unsqueeze(-1)
         before_low, before_high = _before(low * maybe), _before(high * maybe)
         stays &= before_high < sampler.top_p * whole_low
         maybe &= before_low < sampler.top_p * whole_high
-        stays[:, 0] = maybe[:, 0] = True  # the likeliest token is always drawn from
-        # A token of the tail stands after all entries.
+        stays[:, 0] = maybe[:, 0] = True  # The likeliest token always stays.
+        # All entries are likelier than the tokens of the tail.
         tail_high = tail_high * (low_sum < sampler.top_p * whole_high).squeeze(-1)
         tail_low = torch.zeros_like(tail_low)
     if sampler.min_p:
@@ -99,15 +98,15 @@ def served_entries(chunk: TeacherChunk, sampler: Sampler, vocabulary: int) -> Se
 
 
 def _before(weights: Tensor) -> Tensor:
-    """The sum of the weights before each [c, K]."""
+    """The sum of the weights before each weight [c, K]."""
     return weights.cumsum(-1) - weights
 
 
 def _tail_weights(chunk: TeacherChunk, power: float, present: Tensor, vocabulary: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The least and the most weight of all tokens outside the entries, and the most of one of them [c].
+    """The bounds of the weight [c] of all tokens outside the entries, and the upper bound of one token's weight.
 
-    None of them is likelier than the last entry, or than their whole mass t. Σ p ** a with Σ p = t is extreme where the
-    mass is spread evenly, or is held by as few tokens as possible.
+    None of these tokens is likelier than the last entry, or than their whole mass t. Σ p ** a with Σ p = t is extreme
+    if the mass is spread evenly, or if as few tokens as possible have it.
     """
     logs, log_tail = chunk.log_probabilities, chunk.log_tail
     top = logs[:, 0]
@@ -127,10 +126,10 @@ def _tail_weights(chunk: TeacherChunk, power: float, present: Tensor, vocabulary
 def acceptance_chances(
     chunk: TeacherChunk, draft_logits: Tensor, sampler: Sampler, protocol: Protocol
 ) -> tuple[Tensor, Tensor]:
-    """The least and the most chance [c] that the target keeps a drafted token, from draft logits [c, V].
+    """The bounds of the chance [c] that the target accepts a drafted token, from draft logits [c, V].
 
     protocol: `sampling` (rejection sampling), `match` (the draft's argmax against a sampled token) or `greedy` (argmax
-    against argmax). Equal for whole distributions, and under `greedy`.
+    against argmax). Both bounds are equal for whole distributions, and under `greedy`.
     """
     if protocol == "greedy":
         best = chunk.log_probabilities.argmax(-1) if chunk.ids is None else chunk.ids[:, 0]
@@ -150,7 +149,7 @@ def acceptance_chances(
 
 
 def sampling_bounds(served: ServedEntries, draft: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds of Σ min(p, q) [c] from the draft's distribution [c, V]."""
+    """The bounds of Σ min(p, q) [c] from the draft's distribution [c, V]."""
     size = draft.shape[-1]
     q = draft.gather(-1, served.ids.clamp(max=size - 1)) * (served.ids < size)
     outside = (1 - q.sum(-1)).clamp(min=0)
@@ -159,7 +158,7 @@ def sampling_bounds(served: ServedEntries, draft: Tensor) -> tuple[Tensor, Tenso
 
 
 def match_bounds(served: ServedEntries, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """Bounds of p(argmax q) [c] from the draft's logits [c, V]."""
+    """The bounds of p(argmax q) [c] from the draft's logits [c, V]."""
     hit = served.ids == draft_logits.argmax(-1, keepdim=True)
     least, most = ((side * hit).sum(-1) for side in (served.least, served.most))
     return least, torch.where(hit.any(-1), most, served.single)

@@ -1,4 +1,4 @@
-"""The target's distributions at the scored positions of a batch, chunk by chunk: compact, or whole from hidden states.
+"""The target's distributions at the scored positions of a batch: compact, or whole from hidden states.
 
 Legend: N scored positions of a batch, c of them in a chunk, H the target's hidden size, V its vocabulary, K stored
 entries, C columns of the draft's head (V, or the kept tokens of a trimmed head).
@@ -22,18 +22,18 @@ from distill.errors import DataError
 from distill.sampler import require_finite
 
 SUMMED = 2**20  # logits that are summed at once
-NOISE = 1e-4  # relative error of logits in fp32; in narrower types that of one rounding
-EMPTY = -1e4  # log of a tail that holds nothing: finite, so that 0 · log stays 0
+NOISE = 1e-4  # The relative error of logits in fp32. In narrower types it is the error of one rounding.
+EMPTY = -1e4  # The log of an empty tail is finite, so that 0 · log stays 0.
 
 
 @dataclass(frozen=True)
 class TeacherChunk:
-    """The target's distributions at c positions, natural logarithms in fp32.
+    """The target's distributions at c positions, as natural logarithms in fp32.
 
-    With `ids` [c, K] (column numbers, likeliest first, unless a trim removed some): `log_probabilities` [c, K] of those
-    columns; an id beyond the columns stands for none, and has no mass. Without: [c, C] of every column. `log_tail` [c]
-    is the log of the mass in no named column; EMPTY where there is none. The draft can put mass on tokens outside the
-    `ids`, but not on tokens that a dense chunk leaves out: those that a trimmed head cannot generate.
+    With `ids` [c, K], `log_probabilities` [c, K] are those of the columns `ids`, likeliest first. An id beyond the
+    columns stands for no column, and has no mass. Without `ids`, `log_probabilities` [c, C] are those of all columns.
+    `log_tail` [c] is the log of the mass in no named column, or EMPTY. The draft can have mass outside the `ids`. It
+    has no mass outside the columns of a whole distribution, because a trimmed head cannot generate those tokens.
     """
 
     ids: Tensor | None
@@ -41,14 +41,14 @@ class TeacherChunk:
     log_tail: Tensor
 
 
-FAINT = 1e-30  # sums of exponentials below this have lost bits in fp32
+FAINT = 1e-30  # Smaller sums of exponentials have lost bits in fp32.
 
 
 def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
-    """The compact form of distributions given as logits [N, V], at temperature 1, its ids int32.
+    """The k likeliest tokens of distributions given as logits [N, V], at temperature 1, with ids in int32.
 
-    Columns from `vocabulary` on are padding and hold no mass. The tail is summed over the tokens outside the top K,
-    never as one minus the sum of the others. DataError for logits that are not finite.
+    Columns from `vocabulary` on are padding without mass. The tail is a sum over the tokens outside the k likeliest,
+    because one minus the sum of the others would lose digits. Raises DataError for logits that are not finite.
     """
     logits = logits.float()
     if vocabulary < logits.shape[-1]:
@@ -57,12 +57,12 @@ def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
     values, ids = logits.topk(k, dim=-1)
     if not bool(values[:, 0].isfinite().all()):
         require_finite(values[:, 0].tolist(), lambda row: f"the target at scored position {row} of a batch")
-    shares = (logits - values[:, :1]).exp_()  # once for both sums: exponentials are most of the work
+    shares = (logits - values[:, :1]).exp_()  # Both sums share the exponentials, which are most of the work.
     total = shares.sum(-1, keepdim=True)
     outside = shares.scatter_(-1, ids, 0).sum(-1, keepdim=True)
     tail = (outside / total).log().squeeze(-1)
     deep = (outside.squeeze(-1) < FAINT).nonzero().squeeze(-1)
-    if len(deep):  # too small for fp32 beside the largest: summed by itself
+    if len(deep):  # Next to the largest share, such a tail would be lost in fp32.
         left = logits[deep].scatter(-1, ids[deep], -torch.inf).logsumexp(-1)
         tail[deep] = left - values[deep, 0] - total[deep, 0].log()
     return TeacherChunk(ids.to(torch.int32), values - values[:, :1] - total.log(), tail.clamp(min=EMPTY))
@@ -70,10 +70,10 @@ def compress(logits: Tensor, k: int, vocabulary: int) -> TeacherChunk:
 
 @dataclass(frozen=True)
 class CompactTeacher:
-    """Distributions from a compact store, at temperature 1: ids [N, K], log p [N, K], log of the others' mass [N].
+    """Distributions from a compact store at temperature 1: ids [N, K], log p [N, K], and log of the others' mass [N].
 
-    A position with fewer entries than K has the id `columns`, which no token has, and the log of 0 in the other places.
-    In a trimmed teacher, `place` [V + 1] is the column of each id, `columns` for trimmed ids and unused places.
+    Unused places of a position with fewer entries have the id `columns`, which no token has, and the log of 0. After
+    `restrict`, `place` [V + 1] is the column of each id, and `columns` for trimmed ids and unused places.
     """
 
     ids: Tensor
@@ -86,7 +86,7 @@ class CompactTeacher:
         return len(self.ids)
 
     def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
-        """The distributions of some positions."""
+        """The distributions at some positions."""
         assert temperature == 1, "the tail's mass at another temperature is unknown"
         ids, logs = self.ids[rows].long(), self.log_probabilities[rows].float()
         tail = self.log_tail[rows].float().clamp(min=EMPTY)
@@ -98,9 +98,9 @@ class CompactTeacher:
         return TeacherChunk(ids, logs, tail)
 
     def restrict(self, kept: Tensor) -> CompactTeacher:
-        """The same distributions over the columns of the kept ids [C], ascending, alone.
+        """The same distributions over the columns of the kept ids [C], which are ascending.
 
-        The others' mass is in the tail. Trimmed ids get column C, which the head does not have, without mass.
+        The mass of trimmed ids goes to the tail. They get column C, which the head does not have.
         """
         assert self.place is None, "these distributions are trimmed already"
         kept = kept.to(self.ids.device)
@@ -111,7 +111,7 @@ class CompactTeacher:
 
 @dataclass(frozen=True)
 class LogitForm:
-    """How a model computes logits from head · hidden: multiplied by `scale`, then capped at ±`soft_cap` (0: no cap)."""
+    """How a model computes logits from head · hidden: times `scale`, then capped at ±`soft_cap` (0: no cap)."""
 
     scale: float = 1.0
     soft_cap: float = 0.0
@@ -123,15 +123,15 @@ class LogitForm:
         return self.soft_cap * torch.tanh(logits / self.soft_cap) if self.soft_cap else logits
 
     def slope(self, logits: Tensor) -> Tensor | float:
-        """How fast the logits change with the products; to be read before `logits` [..., V] are written over."""
+        """The derivative of the logits [..., V] with respect to the products, before the logits are overwritten."""
         return self.scale * (1 - (logits / self.soft_cap).square()) if self.soft_cap else self.scale
 
 
 def logit_form(config: Any) -> LogitForm:
-    """The form that a model's configuration asks for, as in the modelling files of transformers.
+    """The form of a model's logits, from its configuration, as in the modelling files of transformers.
 
     `logit_scale` multiplies (Cohere), `logits_scaling` divides (Granite), `final_logit_softcapping` caps (Gemma).
-    Anything else that an architecture does after its head is found by comparison with its own logits (`require_head`).
+    `require_head` finds anything else that an architecture does after its head.
     """
     config = config.get_text_config()
     scale = float(getattr(config, "logit_scale", None) or 1.0)
@@ -140,13 +140,13 @@ def logit_form(config: Any) -> LogitForm:
 
 
 def head_logits(model: Any, hidden: Tensor) -> Tensor:
-    """The logits [..., V] of hidden states [..., H] after the final norm, by the model's head as it is, in fp32."""
+    """The logits [..., V] in fp32 of hidden states [..., H] after the final norm, by the model's own head."""
     return logit_form(model.config).apply(model.get_output_embeddings()(hidden))
 
 
 @dataclass(frozen=True)
 class Head:
-    """Weight [V, H] of the tokens alone, in the target's type, bias [V] or none, and the form of its logits."""
+    """A head without padding: weight [V, H] in the target's type, bias [V] or none, and the form of its logits."""
 
     weight: Tensor
     bias: Tensor | None = None
@@ -154,7 +154,7 @@ class Head:
 
     @classmethod
     def of(cls, model: Any, vocabulary: int) -> Head:
-        """The head of a loaded model; rows from `vocabulary` on are padding. Shares the model's memory."""
+        """The head of a loaded model, in the model's memory. Rows from `vocabulary` on are padding."""
         layer = model.get_output_embeddings()
         weight = getattr(layer, "weight", None)
         if weight is None or not weight.is_floating_point() or weight.shape[0] < vocabulary:
@@ -165,20 +165,20 @@ class Head:
         return cls(weight.detach()[rows], None if bias is None else bias.detach()[rows], form)
 
     def to(self, device: torch.device) -> Head:
-        """The same on another device."""
+        """The same head on another device."""
         return replace(self, weight=self.weight.to(device), bias=None if self.bias is None else self.bias.to(device))
 
     def rows(self, rows: slice | Tensor) -> Head:
-        """The head of these tokens alone."""
+        """The head of some tokens."""
         return replace(self, weight=self.weight[rows], bias=None if self.bias is None else self.bias[rows])
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """The logits of hidden states [N, H], in fp32."""
+        """The logits [N, V] of hidden states [N, H], in fp32."""
         products = torch.nn.functional.linear(filled(hidden.to(self.weight.dtype)), self.weight, self.bias)
         return self.form.apply(products[: len(hidden)])
 
     def log_sums(self, hidden: Tensor) -> Tensor:
-        """The log of Σ exp over the logits [N] of hidden states [N, H], in parts that stay in a processor's cache."""
+        """The log of Σ exp over the logits [N] of hidden states [N, H], in parts that fit a CPU's cache."""
         width = max(1, SUMMED // max(1, len(hidden)))
         parts = [self.rows(slice(at, at + width)).logits(hidden) for at in range(0, len(self.weight), width)]
         return torch.stack([part.logsumexp(-1) for part in parts]).logsumexp(0)
@@ -186,10 +186,10 @@ class Head:
 
 @dataclass(frozen=True)
 class DenseTeacher:
-    """Distributions from hidden states [N, H] after the final norm and the target's head.
+    """Distributions from hidden states [N, H] after the final norm, and the target's head.
 
-    `log_sums` gives the log of Σ exp over all logits [N]: with it, the distributions over the kept columns of a trimmed
-    head take the product with these columns alone.
+    `log_sums` returns the log of Σ exp over all logits [N]. With it, distributions over the kept columns of a trimmed
+    head need products with these columns only.
     """
 
     hidden: Tensor
@@ -202,20 +202,20 @@ class DenseTeacher:
 
     @property
     def columns(self) -> int:
-        """Columns of a chunk."""
+        """The number of columns of a chunk."""
         return len(self.head.weight if self.kept is None else self.kept)
 
     @cached_property
-    def _own(self) -> Head:
+    def _kept_head(self) -> Head:
         """The head of the kept columns."""
         assert self.kept is not None
         return self.head.rows(self.kept)
 
     @torch.no_grad()
     def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
-        """The distributions of some positions, of softmax(logits / temperature)."""
+        """The distributions softmax(logits / temperature) at some positions."""
         if self.kept is not None and self.log_sums is not None and temperature == 1:
-            logs = self._own.logits(self.hidden[rows]) - self.log_sums()[rows].unsqueeze(-1)
+            logs = self._kept_head.logits(self.hidden[rows]) - self.log_sums()[rows].unsqueeze(-1)
             others = torch.log1p(-logs.exp().sum(-1).clamp(max=1))
             return TeacherChunk(None, logs, others.clamp(min=EMPTY))
         logits = self.head.logits(self.hidden[rows])
@@ -227,7 +227,7 @@ class DenseTeacher:
         return TeacherChunk(None, kept, logs.logsumexp(-1).clamp(min=EMPTY))
 
     def restrict(self, kept: Tensor) -> DenseTeacher:
-        """As of CompactTeacher."""
+        """See CompactTeacher."""
         return replace(self, kept=kept.to(self.head.weight.device))
 
 
@@ -240,8 +240,8 @@ def require_head(model: Any, head: Head, blocks: Packed) -> None:
     first = blocks.take(slice(0, 1))
     expected = packed_logits(model, first)[..., : len(head.weight)].float()
     require_finite([float(expected.amax())], lambda row: model_name(model))
-    found = head.logits(hidden_states(model, first)[0].to(head.weight.device)).to(expected.device)
-    error = float((found - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-12))
+    logits = head.logits(hidden_states(model, first)[0].to(head.weight.device)).to(expected.device)
+    error = float((logits - expected).square().mean().sqrt() / expected.square().mean().sqrt().clamp(min=1e-12))
     if not error <= max(NOISE, 2 * torch.finfo(model.dtype).eps):
         raise _unlike(model, f"its logits differ by {error:.1%} from those of its head with {head.form}")
 

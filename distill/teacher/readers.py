@@ -1,5 +1,4 @@
-"""Readers of the target's likeliest tokens at scored positions: a model in transformers, quantised weights in
-llama.cpp, or servers.
+"""Readers of the target's likeliest tokens at scored positions, from a model, a GGUF file or servers.
 
 Legend: n blocks, S positions, N of them scored, c at once, K entries, V vocabulary.
 """
@@ -32,29 +31,29 @@ from distill.recipe.measuring import CHANGES_LOGITS
 from distill.run import Run
 from distill.teacher.distributions import compress
 from distill.teacher.endpoint import Endpoint, FromModel, reply_bytes
-from distill.teacher.scores import ScoreFiles, Scores, joined_scores
+from distill.teacher.scores import EXCESS, ScoreFiles, Scores, joined_scores
 from distill.teacher.texts import SplitBlocks
 from distill.teacher.writers import require_gguf
 
 ROWS = 512  # positions whose logits are read at once
-CACHED = 2**20  # cells of logits, 4 MB
+CACHED = 2**20  # Logits of 4 MB fit a CPU's cache.
 
 
-# ids int32 [N, K], log-probabilities [N, K] and the log of the others' mass [N], at temperature 1, on the CPU.
+# ids int32 [N, K], log-probabilities [N, K] and the log of the mass of all other tokens [N]; temperature 1, on the CPU
 Entries = tuple[Tensor, ...]
 
 
 def joined(parts: Sequence[Entries], k: int) -> Entries:
-    """The parts one after the other; without any, entries of no position."""
+    """The entries of several parts in one. No part gives entries of no position."""
     none = (torch.empty(0, k, dtype=torch.int32), torch.empty(0, k), torch.empty(0))
     return tuple(map(torch.cat, zip(*(parts or [none]), strict=True)))
 
 
 def entries_of(rows: Iterable[Tensor], k: int, vocabulary: int) -> Entries:
-    """The entries of distributions given as logits [c, V], part by part."""
+    """The entries of distributions given as parts of logits [c, V]."""
     parts = []
     for part in rows:
-        # A processor takes pieces that its cache holds, several times quicker.
+        # A CPU is several times faster on pieces that fit its cache.
         size = CACHED // part.shape[-1] if part.device.type == "cpu" else len(part)
         for logits in part.split(max(1, size)):
             chunk = compress(logits, k, vocabulary)
@@ -63,11 +62,11 @@ def entries_of(rows: Iterable[Tensor], k: int, vocabulary: int) -> Entries:
     return joined(parts, k)
 
 
-# ── Readers: a target that gives its distributions on packed blocks; `origin` goes into the store's manifest ──
+# ── Readers return the target's distributions on packed blocks; a store's manifest records their `origin` ──
 
 
 class ModelReader:
-    """A loaded model of transformers; the first `vocabulary` rows of its head are tokens."""
+    """A loaded model of transformers. The first `vocabulary` rows of its head are tokens."""
 
     def __init__(self, model: Any, vocabulary: int) -> None:
         self.model, self.vocabulary = model, vocabulary
@@ -75,55 +74,53 @@ class ModelReader:
 
     @torch.inference_mode()
     def __call__(self, blocks: Packed, k: int) -> Entries:
-        """The k likeliest tokens at the scored positions of some blocks, block by block."""
+        """The k likeliest tokens at the scored positions of some blocks."""
         logits = packed_logits(self.model, blocks).flatten(0, 1)  # [n·S, V]
         scored = blocks.mask.flatten().nonzero().squeeze(-1).to(logits.device)
         return entries_of((logits[rows] for rows in scored.split(ROWS)), k, self.vocabulary)
 
     def close(self) -> None:
-        """Nothing to free: the model goes with its last reference."""
+        """Do nothing: the model is freed with its last reference."""
 
 
 @dataclass(frozen=True)
 class ScoredDocument:
-    """One packed document with scored positions: its ids up to the last of them and the token after that, and which
-    positions are scored."""
+    """A packed document with scored positions: its ids up to the token after the last of them, and the positions."""
 
     ids: list[int]
     scored: list[int]
 
 
 def listed_documents(blocks: Packed) -> list[ScoredDocument]:
-    """The documents of some blocks that have scored positions, in the order in which a mask lists those."""
+    """The documents with scored positions of some blocks, in the order of the positions."""
     listed = []
     for block, number, here in scored_documents(blocks):
-        own = blocks.documents[block] == number
-        scored = here[own].nonzero().squeeze(-1).tolist()
-        listed.append(ScoredDocument(blocks.ids[block][own][: scored[-1] + 2].tolist(), scored))
+        inside = blocks.documents[block] == number
+        scored = here[inside].nonzero().squeeze(-1).tolist()
+        listed.append(ScoredDocument(blocks.ids[block][inside][: scored[-1] + 2].tolist(), scored))
     return listed
 
 
 def require_teacher_file(path: str, target: str, block: int) -> str:
-    """A line about the teacher's GGUF file; raises as `require_gguf`, and DataError for a context shorter than a
-    block."""
-    found = require_gguf(target, path, "teacher.gguf")
-    if found.context is not None and found.context < block:
-        raise DataError(f"corpus.block is {block}, the context of {path} {found.context}", "lower corpus.block")
-    return f"teacher: {path}, {found.architecture}, has the target's {found.real_tokens} tokens"
+    """Describe the teacher's GGUF file. Raises as `require_gguf`, and DataError for a context shorter than a block."""
+    file = require_gguf(target, path, "teacher.gguf")
+    if file.context is not None and file.context < block:
+        raise DataError(f"corpus.block is {block}, the context of {path} {file.context}", "lower corpus.block")
+    return f"teacher: {path}, {file.architecture}, has the target's {file.real_tokens} tokens"
 
 
 class GgufReader:
-    """A GGUF file that reads each document on its own, in pieces, with the logits of one piece in memory at a time.
+    """A loaded GGUF file that reads each document in pieces, with the logits of one piece in memory.
 
-    llama.cpp computes a lone token, and a lone output, with other kernels than several. Both are avoided, so that the
-    stored numbers do not depend on how a document falls into pieces. Loads the weights.
+    llama.cpp uses other kernels for a single token or a single output. Both are avoided, so that the stored numbers do
+    not depend on the pieces of a document.
     """
 
     def __init__(self, path: str, target: str, block: int, vocabulary: int, options: GgufOptions) -> None:
         require_teacher_file(path, target, block)
         self.vocabulary = vocabulary
         capacity = max(block, 2)
-        # One token more than a document has: the one beside a lone last token.
+        # A single last token is read with one more token.
         self.model = GgufModel(path, context=capacity + 1, batch=min(ROWS, capacity), options=options)
         self.origin: dict[str, Any] = {"kind": "gguf", "path": str(Path(path)), "digest": reference_digest(path)}
         changing = {name: value for name, value in options.given().items() if name in CHANGES_LOGITS}
@@ -131,19 +128,19 @@ class GgufReader:
             self.origin["options"] = changing
 
     def __call__(self, blocks: Packed, k: int) -> Entries:
-        """As of ModelReader."""
+        """See ModelReader."""
         return entries_of(self._rows(blocks), k, self.vocabulary)
 
     def _rows(self, blocks: Packed) -> Iterator[Tensor]:
-        """Logits [c, V] of the scored positions; valid until the next are asked for."""
+        """Yield logits [c, V] of the scored positions. They are valid until the next ones are requested."""
         for document in listed_documents(blocks):
             self.model.rollback([0])
-            ids = document.ids[: document.scored[-1] + 1]  # the token after the last scored position is not read
+            ids = document.ids[: document.scored[-1] + 1]  # The token after the last scored position is not read.
             for start in range(0, len(ids), ROWS):
                 piece = ids[start : start + ROWS]
                 want = [position - start for position in document.scored if start <= position < start + len(piece)]
-                beside = [want[0] - 1 if want[0] else 1] if len(want) == 1 else []
-                logits = self.model.extend(piece * 2 if len(piece) == 1 else piece, want=[*want, *beside])
+                extra = [want[0] - 1 if want[0] else 1] if len(want) == 1 else []
+                logits = self.model.extend(piece * 2 if len(piece) == 1 else piece, want=[*want, *extra])
                 if want:
                     yield logits.full()[: len(want)]
 
@@ -152,14 +149,12 @@ class GgufReader:
         self.model.close()
 
 
-# ── A served target: the log-probabilities of prompts that vLLM's /v1/completions returns ──
-# A request sends a document as the prompt and asks for `prompt_logprobs`. The reply lists for each prompt token the
-# K likeliest tokens at its place, given the tokens before, and the token itself: {"ID": {"logprob": …, "rank": …}};
-# the first token has none. vLLM applies no temperature to them.
-# Legend: N scored positions, K entries, V tokens.
+# ── A served target: the log-probabilities of prompts from vLLM's /v1/completions ──
+# A request sends a document as the prompt, with `prompt_logprobs`. For each prompt token, the reply lists the token and
+# the K likeliest tokens after the tokens before it: {"ID": {"logprob": …, "rank": …}}. The first token has none. vLLM
+# applies no temperature to these numbers.
 
-MAX_PADDING = 32  # entries asked for beyond K, for padding rows that may be among the likeliest
-EXCESS = 1e-3  # by which rounding may lift a sum of probabilities above 1
+MAX_PADDING = 32  # Padding rows may be among the likeliest, so that a request asks for up to this many more entries.
 NO_LOGPROBS = (
     "vLLM returns them; llama-server, SGLang's OpenAI API and most gateways do not. From those take the answers alone, "
     "and make the distributions from the weights (target.model) or a GGUF file (teacher.gguf)"
@@ -167,29 +162,29 @@ NO_LOGPROBS = (
 
 
 class TokenScore(TypedDict):
-    """One of the likeliest tokens at a place of a prompt."""
+    """A likely token at a place of a prompt."""
 
     logprob: float
 
 
 class ScoredPrompt(BaseModel):
-    """The choice of a reply; log-probabilities by id at each token of the prompt, none at the first."""
+    """The choice of a reply, with log-probabilities by id at each token of the prompt but the first."""
 
     prompt_logprobs: list[dict[int, TokenScore] | None] | None = None
     prompt_token_ids: list[int] | None = None
 
 
 class ScoredPrompts(FromModel):
-    """The reply of /v1/completions: one choice, as was asked."""
+    """The reply of /v1/completions with one choice."""
 
     choices: list[ScoredPrompt] = Field(min_length=1, max_length=1)
 
 
 class ServerReader:
-    """The servers of a recipe's teacher, checked when opened with one short request each: each has the model, and gives
-    log-probabilities of these very ids.
+    """The servers of a recipe's teacher.
 
-    A request asks for the entries of the store and `padding` more; vLLM's --max-logprobs must allow it.
+    Each server is checked with a short request: it must have the model, and return log-probabilities of the same ids.
+    A request asks for the entries of the store and `padding` more, which vLLM's --max-logprobs must allow.
     """
 
     def __init__(self, recipe: Recipe) -> None:
@@ -203,19 +198,19 @@ class ServerReader:
         self.endpoint = Endpoint(self.settings, "teacher.server")
         self.origin: dict[str, Any] = {"kind": "server", "model": self.settings.model}
         try:
-            needed = recipe.corpus.block + 1  # one token is generated
+            needed = recipe.corpus.block + 1  # A request generates one token.
             for url, _, context in self.endpoint.served():
                 if context is not None and context < needed:
                     what = f"{url} serves a context of {context} tokens, and corpus.block + 1 = {needed} are needed"
                     raise EndpointError(what, f"start vLLM with --max-model-len {needed}, or lower corpus.block")
-            for _ in self.settings.urls:  # requests take turns: each server gets one
+            for _ in self.settings.urls:  # Requests go to the servers in turn, so that each server gets one.
                 self._read(ScoredDocument([0, 1 % self.vocabulary], [0]), k)
         except BaseException:
             self.close()
             raise
 
     def __call__(self, blocks: Packed, k: int) -> Entries:
-        """As of ModelReader."""
+        """See ModelReader."""
         return joined(self.endpoint.each(lambda document: self._read(document, k), listed_documents(blocks)), k)
 
     def close(self) -> None:
@@ -228,7 +223,7 @@ class ServerReader:
             "model": self.settings.model,
             "prompt": document.ids,
             "prompt_logprobs": k + self.padding,
-            "max_tokens": 1,  # 0 is refused by some versions
+            "max_tokens": 1,  # Some versions refuse 0.
             "temperature": 0,
             "add_special_tokens": False,
             "return_token_ids": True,
@@ -286,14 +281,14 @@ class ServerReader:
         )
 
     def _entries(self, places: list[dict[int, TokenScore]], scored: Any, k: int) -> tuple[Any, Any]:
-        """Ids int32 and log-probabilities [N, k] of the k likeliest real tokens at the places `scored` [N]."""
-        found = [places[place] for place in scored]
-        counts = numpy.array([len(one) for one in found])
-        tokens = numpy.fromiter(chain.from_iterable(found), numpy.int64, counts.sum())
-        logs = numpy.fromiter((one["logprob"] for own in found for one in own.values()), float, counts.sum())
-        rows = numpy.arange(len(found)).repeat(counts)
+        """The ids int32 and log-probabilities [N, k] of the k likeliest real tokens at the places `scored` [N]."""
+        lists = [places[place] for place in scored]
+        counts = numpy.array([len(scores) for scores in lists])
+        tokens = numpy.fromiter(chain.from_iterable(lists), numpy.int64, counts.sum())
+        logs = numpy.fromiter((score["logprob"] for scores in lists for score in scores.values()), float, counts.sum())
+        rows = numpy.arange(len(lists)).repeat(counts)
         real = (tokens >= 0) & (tokens < self.vocabulary)
-        enough = numpy.bincount(rows[real], minlength=len(found))
+        enough = numpy.bincount(rows[real], minlength=len(lists))
         if (enough < k).any():
             few = int((enough < k).argmax())
             raise EndpointError(
@@ -321,7 +316,7 @@ class ServerReader:
 
 
 class AnswerReader:
-    """The distributions beside the files of answers, for the blocks that the answers are packed into."""
+    """The distributions that servers returned with the answers, for the blocks of these answers."""
 
     def __init__(self, run: Run, texts: Mapping[Split, SplitBlocks]) -> None:
         self.texts = texts
@@ -331,17 +326,17 @@ class AnswerReader:
     def scored(
         self, split: Split, first: int, blocks: Packed, mass: float | None, most: int
     ) -> tuple[Packed, dict[str, Tensor]]:
-        """Blocks from number `first` on, and the tensors of their scored positions: of each position the fewest entries
-        that hold `mass`, at most `most`.
+        """Blocks from number `first` on, and the tensors of their scored positions.
 
-        A server may give a token no distribution. Of train answers such a token is learnt from as it was drawn. A
-        position of a held-out answer is not scored then, unless its document had no other.
+        Each position keeps the fewest entries with `mass`, at most `most`. A server may return no distribution at a
+        token. In a train answer, such a token itself is learnt from. In a held-out answer, its position is not scored,
+        unless the document has no other.
         """
         texts = self.texts[split]
-        rows = [own for block in texts.documents[first : first + len(blocks)] for own in block]
+        documents = [document for block in texts.documents[first : first + len(blocks)] for document in block]
         parts, known = list[Scores](), list[Any]()
-        for own in rows:
-            turns = [self._answer(split, number) for number in own]
+        for document in documents:
+            turns = [self._answer(split, number) for number in document]
             unknown = split == "train" or not any(scores.counts.any() for scores, _ in turns)
             for scores, ids in turns:
                 known.append((scores.counts > 0) | unknown)
@@ -349,36 +344,36 @@ class AnswerReader:
         every = joined_scores(parts)
         kept = torch.from_numpy(numpy.concatenate(known or [numpy.empty(0, bool)]))
         if len(kept) != int(blocks.mask.sum()):
-            raise DataError("the distributions beside the answers are of other answers", how_to_redo("answers"))
+            raise DataError("the distributions next to the answers belong to others", how_to_redo("answers"))
         mask = blocks.mask.clone()
         mask[blocks.mask] = kept
-        found = every.trimmed(mass, most)
+        trimmed = every.trimmed(mass, most)
         tensors = {
-            "entries": torch.from_numpy(found.counts[kept.numpy()]),
-            "top_ids": torch.from_numpy(found.ids),
-            "top_log_probabilities": torch.from_numpy(found.logs.astype(numpy.float16)),
-            "log_tails": torch.from_numpy(found.tails[kept.numpy()]),
+            "entries": torch.from_numpy(trimmed.counts[kept.numpy()]),
+            "top_ids": torch.from_numpy(trimmed.ids),
+            "top_log_probabilities": torch.from_numpy(trimmed.logs.astype(numpy.float16)),
+            "log_tails": torch.from_numpy(trimmed.tails[kept.numpy()]),
         }
         return replace(blocks, mask=mask), tensors
 
     def _answer(self, split: Split, number: int) -> tuple[Scores, Any]:
-        """The scores of an answer's scored tokens, and their ids: without a prompt, nothing predicts the first."""
+        """The scores and the ids of an answer's scored tokens: all but the first of an answer without a prompt."""
         answers = self.texts[split].answers
         prompt, ids = answers.ids(number)
-        found = self.files[split].of(answers.row(number))
-        if len(found.counts) != len(ids):
-            raise DataError("the distributions beside the answers are of other answers", how_to_redo("answers"))
-        return (found, ids) if len(prompt) else (found.without_first(), ids[1:])
+        scores = self.files[split].of(answers.row(number))
+        if len(scores.counts) != len(ids):
+            raise DataError("the distributions next to the answers belong to others", how_to_redo("answers"))
+        return (scores, ids) if len(prompt) else (scores.without_first(), ids[1:])
 
     def close(self) -> None:
-        """Nothing to free."""
+        """Do nothing."""
 
 
 Reader = ModelReader | GgufReader | ServerReader | AnswerReader
 
 
 def open_reader(recipe: Recipe, run: Run, vocabulary: int) -> GgufReader | ServerReader:
-    """The GGUF file or the servers that a recipe's teacher names."""
+    """Open the GGUF file or the servers that a recipe's teacher names."""
     settings = recipe.teacher
     if settings.gguf is not None:
         run.say(f"  distributions from {settings.gguf}")
@@ -390,7 +385,7 @@ def open_reader(recipe: Recipe, run: Run, vocabulary: int) -> GgufReader | Serve
 
 
 def check_teacher(recipe: Recipe, offline: bool) -> list[str]:
-    """The teacher's GGUF file has the target's tokens, or its servers answer with log-probabilities of prompts."""
+    """Check the teacher's GGUF file, or that its servers score prompts. Returns lines to print."""
     settings = recipe.teacher
     if recipe.writer_teaches:
         return ["teacher: the distributions come with the answers, at temperature 1, whatever sampler writes"]
@@ -409,10 +404,9 @@ def check_teacher(recipe: Recipe, offline: bool) -> list[str]:
 
 
 def log_tails(logs: Tensor) -> Tensor:
-    """The log of 1 − Σ p [N] from log p [N, K] of the likeliest tokens, in fp64.
+    """The log of 1 − Σ p [N] in fp64, from log p [N, K] of the likeliest tokens.
 
-    The server rounds log p to fp32, so that 1 − Σ p is known up to the rounding of the sum: a smaller tail counts as
-    that rounding, about 1e-7.
+    The server rounds log p to fp32. A tail below the rounding of the sum, about 1e-7, counts as that rounding.
     """
     logs = logs.double()
     rounding = (logs.exp() * (1 + logs.abs())).sum(-1) * torch.finfo(torch.float32).eps

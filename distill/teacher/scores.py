@@ -1,4 +1,4 @@
-"""The target's distributions at tokens that a server generated: what replies, journals and files of answers hold.
+"""The target's distributions at tokens that a server generated, as in replies, journals and files next to answers.
 
 Legend: T tokens, M entries of all tokens.
 """
@@ -20,8 +20,8 @@ from distill.errors import DataError
 from distill.files import write_atomically
 from distill.run import Run
 
-STORED_MASS = 0.9999  # of a distribution: the fewest likeliest tokens that hold it are kept, the rest is in the tail
-LEAST_LOG = -100.0  # Below it a token has no mass. Servers write -9999 or -3.4e38 for the log of 0.
+STORED_MASS = 0.9999  # The fewest likeliest tokens with this mass are kept, and the rest is in the tail.
+LEAST_LOG = -100.0  # Smaller logs mean no mass. Servers write -9999 or -3.4e38 for the log of 0.
 EXCESS = 1e-3  # Rounding may lift a sum of probabilities this far above 1.
 ROUNDING = float(numpy.finfo(numpy.float32).eps)
 
@@ -29,16 +29,16 @@ Row = tuple[Sequence[int], Sequence[float]]  # ids and natural logarithms at one
 
 
 class NotDistributions(Exception):
-    """Numbers of a reply that are not the log-probabilities of its tokens, with the fault."""
+    """A reply's numbers are not the log-probabilities of its tokens. The message names the fault."""
 
 
 @dataclass(frozen=True)
 class Scores:
     """The target's distributions at T generated tokens.
 
-    counts int32 [T] has the entries of each token. ids int32 [M] and logs float32 [M] have them token by token, the
-    likeliest first. tails float32 [T] is the log of the mass of all other tokens. A token without entries has no known
-    distribution.
+    counts int32 [T] counts the entries of each token. ids int32 [M] and logs float32 [M] have the entries token by
+    token, likeliest first. tails float32 [T] is the log of the mass of all other tokens. The distribution at a token
+    without entries is unknown.
     """
 
     counts: Any
@@ -47,7 +47,7 @@ class Scores:
     tails: Any
 
     def fitted(self, tokens: int) -> Scores:
-        """The first tokens alone. Tokens beyond those that there are have no known distribution."""
+        """The scores of the first `tokens` tokens. Tokens beyond the last one get no entries."""
         more = max(0, tokens - len(self.counts))
         counts = numpy.concatenate([self.counts[:tokens], numpy.zeros(more, numpy.int32)])
         tails = numpy.concatenate([self.tails[:tokens], numpy.zeros(more, numpy.float32)])
@@ -55,8 +55,10 @@ class Scores:
         return Scores(counts, self.ids[:entries], self.logs[:entries], tails)
 
     def trimmed(self, mass: float | None, most: int) -> Scores:
-        """Of each token the fewest likeliest entries that hold `mass` (None: all), at most `most`. The tail gets what
-        is left out."""
+        """Keep the fewest likeliest entries with `mass` (None: all) of each token, at most `most`.
+
+        The mass of the others is added to the tail.
+        """
         firsts = (self.counts.cumsum() - self.counts).repeat(self.counts)
         places, shares = numpy.arange(len(self.counts)).repeat(self.counts), numpy.exp(self.logs.astype(float))
         before = shares.cumsum() - shares
@@ -73,11 +75,11 @@ class Scores:
 
     def without_first(self) -> Scores:
         """All tokens but the first."""
-        own = int(self.counts[0])
-        return Scores(self.counts[1:], self.ids[own:], self.logs[own:], self.tails[1:])
+        first = int(self.counts[0])
+        return Scores(self.counts[1:], self.ids[first:], self.logs[first:], self.tails[1:])
 
     def filled(self, tokens: Any) -> Scores:
-        """A token without a known distribution gets the whole mass of its own: the id in `tokens` [T]."""
+        """Give each token without entries one entry with the whole mass: its own id, from `tokens` [T]."""
         counts = numpy.maximum(self.counts, 1)
         lone = self.counts == 0
         at = (counts.cumsum() - counts)[lone]
@@ -88,13 +90,13 @@ class Scores:
         return Scores(counts, ids, logs, numpy.where(lone, LEAST_LOG, self.tails).astype(numpy.float32))
 
     def packed(self) -> str:
-        """As text for a journal; logarithms in half precision, as in stores."""
+        """The scores as text for a journal, with logarithms in half precision, as in stores."""
         parts = (self.counts.astype("<i4"), self.ids.astype("<i4"), self.logs.astype("<f2"), self.tails.astype("<f4"))
         return base64.b64encode(b"".join(part.tobytes() for part in parts)).decode()
 
     @classmethod
     def unpacked(cls, text: str, tokens: int) -> Scores:
-        """The scores of so many tokens from their text; ValueError for another number."""
+        """The scores of `tokens` tokens from their text. Raises ValueError for another number of tokens."""
         data = base64.b64decode(text, validate=True)
         counts = numpy.frombuffer(data, "<i4", tokens)
         entries = int(counts.sum())
@@ -106,14 +108,14 @@ class Scores:
 
 
 def scores_of(rows: Sequence[Row | None], vocabulary: int) -> Scores:
-    """The scores of tokens from a row each, None without a distribution; `vocabulary` ids are tokens.
+    """The scores of tokens from a row each, or None for an unknown distribution. Ids from `vocabulary` on are padding.
 
     Raises NotDistributions for a row whose numbers are no log-probabilities.
     """
     known = [row or ((), ()) for row in rows]
     lengths = numpy.array([len(ids) for ids, _ in known], int)
-    ids = numpy.fromiter(chain.from_iterable(one for one, _ in known), numpy.int64, lengths.sum())
-    logs = numpy.fromiter(chain.from_iterable(one for _, one in known), float, lengths.sum())
+    ids = numpy.fromiter(chain.from_iterable(ids for ids, _ in known), numpy.int64, lengths.sum())
+    logs = numpy.fromiter(chain.from_iterable(logs for _, logs in known), float, lengths.sum())
     places = numpy.arange(len(known)).repeat(lengths)
     _require_normalised(places, logs, len(known))
     real = (ids >= 0) & (ids < vocabulary) & (logs > LEAST_LOG)
@@ -122,7 +124,7 @@ def scores_of(rows: Sequence[Row | None], vocabulary: int) -> Scores:
     ids, logs, places = ids[order], logs[order], places[order]
     shares = numpy.exp(logs)
     mass = numpy.bincount(places, shares, len(known))
-    # A server rounds logarithms to float32, so a smaller tail is not known.
+    # A server rounds logarithms to float32, so that a smaller tail is unknown.
     rounding = numpy.bincount(places, shares * (1 + abs(logs)), len(known)) * ROUNDING
     counts = numpy.bincount(places, minlength=len(known))
     tails = numpy.where(counts > 0, numpy.log(numpy.maximum(1 - mass, numpy.maximum(rounding, ROUNDING))), 0.0)
@@ -146,23 +148,23 @@ def _require_normalised(places: Any, logs: Any, tokens: int) -> None:
 
 
 def largest_difference(left: Scores, right: Scores) -> float:
-    """The largest difference of logarithms at the first token, over the likeliest entries of either."""
-    known = [
-        dict(zip(one.ids[: one.counts[0]].tolist(), one.logs[: one.counts[0]].tolist(), strict=True))
-        for one in (left, right)
+    """The largest difference of logarithms at the first token, over the likeliest entries of both."""
+    logs = [
+        dict(zip(scores.ids[: scores.counts[0]].tolist(), scores.logs[: scores.counts[0]].tolist(), strict=True))
+        for scores in (left, right)
     ]
-    found = 0.0
-    for one, other in (known, known[::-1]):
-        for token in list(one)[:COMPARED]:
-            found = max(found, abs(one[token] - other.get(token, LEAST_LOG)))
-    return found
+    largest = 0.0
+    for first, second in (logs, logs[::-1]):
+        for token in list(first)[:COMPARED]:
+            largest = max(largest, abs(first[token] - second.get(token, LEAST_LOG)))
+    return largest
 
 
 COMPARED = 3  # likeliest tokens
-LEAST_DIFFERENCE = 0.1  # of logarithms. Batches and narrow types change them by less, a sampler by more.
+LEAST_DIFFERENCE = 0.1  # Batches and narrow types change logarithms by less, a sampler by more.
 
 
-# ── Files beside those of answers: the scores of their rows, in order ──
+# ── Files next to the files of answers, with the scores of their rows in order ──
 
 NAMES = {"entries": "counts", "top_ids": "ids", "top_log_probabilities": "logs", "log_tails": "tails"}
 
@@ -173,7 +175,7 @@ def scores_path(answers: Path) -> Path:
 
 
 def joined_scores(parts: Sequence[Scores]) -> Scores:
-    """The scores of several texts, one after the other."""
+    """The scores of several texts in one."""
     kinds = {"counts": numpy.int32, "ids": numpy.int32, "logs": numpy.float32, "tails": numpy.float32}
     return Scores(
         *(
@@ -184,21 +186,27 @@ def joined_scores(parts: Sequence[Scores]) -> Scores:
 
 
 def write_scores(path: Path, parts: Sequence[Scores]) -> None:
-    """Write the scores of texts: entries int32 [T], top_ids int32 [M], top_log_probabilities fp16 [M], log_tails fp32
-    [T], and `rows` int64 [n + 1] and `row_entries` int64 [n + 1], the first token and entry of each text."""
+    """Write the scores of n texts as a safetensors file.
+
+    It has entries int32 [T], top_ids int32 [M], top_log_probabilities fp16 [M], log_tails fp32 [T], and the first token
+    and the first entry of each text, rows and row_entries int64 [n + 1].
+    """
     from safetensors.numpy import save_file
 
     every = joined_scores(parts)
-    tensors = {name: getattr(every, own) for name, own in NAMES.items()}
+    tensors = {name: getattr(every, field) for name, field in NAMES.items()}
     tensors["top_log_probabilities"] = every.logs.astype(numpy.float16)
-    for name, sizes in (("rows", (len(one.counts) for one in parts)), ("row_entries", (len(one.ids) for one in parts))):
+    for name, sizes in (
+        ("rows", [len(part.counts) for part in parts]),
+        ("row_entries", [len(part.ids) for part in parts]),
+    ):
         tensors[name] = numpy.array([*accumulate(sizes, initial=0)], numpy.int64)
     write_atomically(path, lambda temporary: save_file(tensors, str(temporary)))
 
 
 class ScoreFiles:
-    """The scores beside the files of a split's answers, read where they are asked for. A file is opened for each answer
-    that is read of it: what stayed mapped would count as memory.
+    """The scores next to the files of a split's answers. A file is open only while an answer of it is read, because
+    mapped files count as memory.
 
     Raises DataError for a file that is missing or damaged, and for an answer that has no scores.
     """
@@ -223,13 +231,13 @@ class ScoreFiles:
         return file.get_tensor("rows"), file.get_tensor("row_entries")
 
     def of(self, row: int) -> Scores:
-        """The scores of the answer in a row of all files, one after the other."""
+        """The scores of an answer by its row. Rows count through all files in order."""
         if row >= self._firsts[-1]:
             what = f"{self.folder} has the distributions of {self._firsts[-1]} answers, and no others"
             raise DataError(what, how_to_redo("answers"))
         number = bisect_right(self._firsts, row) - 1
-        own = row - self._firsts[number]
-        tokens, entries = (slice(*first[own : own + 2].tolist()) for first in self._places[number])
+        place = row - self._firsts[number]
+        tokens, entries = (slice(*first[place : place + 2].tolist()) for first in self._places[number])
         file = self._mapped(number)
         counts, tails = (file.get_slice(name)[tokens] for name in ("entries", "log_tails"))
         ids, logs = (file.get_slice(name)[entries] for name in ("top_ids", "top_log_probabilities"))

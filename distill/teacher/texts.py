@@ -1,8 +1,7 @@
-"""The texts of the three splits, in the blocks in which they are learnt from and measured: the target's answers first,
-then given text.
+"""The texts of the three splits in blocks: the target's answers first, then given text.
 
-Train answers are packed tightly, because their order does not matter. Held-out answers keep their order, one document
-each, so that figures can be paired by prompt.
+Train answers are packed tightly, because their order does not matter. Held-out answers keep their order, with one
+document each, so that figures can be paired by prompt.
 """
 
 from __future__ import annotations
@@ -34,13 +33,13 @@ from distill.files import digest, read_json, reference_digest, write_json
 from distill.recipe import Recipe
 from distill.run import Run
 
-# Reasons for which an answer is not learnt from, but says what the target wrote.
+# Held-out answers are measured as the target wrote them, also if training would drop them for these reasons.
 READABLE = ("", "truncated", *TEXT_FAULTS)
-ORIGIN = "origin.json"  # what the files of a split's folder were made from
+ORIGIN = "origin.json"  # the digest of what the files of a split's folder were made from
 
 
 def target_metadata(recipe: Recipe) -> dict[str, Any]:
-    """The identity of a target: its content, its tokenizer's vocabulary, and how it runs."""
+    """The identity of a target: its content, its tokenizer's vocabulary, and its type."""
     return {
         "target": recipe.target.model,
         "target_digest": reference_digest(recipe.target.model),
@@ -52,7 +51,7 @@ def target_metadata(recipe: Recipe) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class HeldOutSizes:
-    """How much of a held-out split is measured: prompts, the most new tokens of an answer, and blocks of given text."""
+    """The size of a held-out split: prompts, the most new tokens of an answer, and blocks of given text."""
 
     prompts: int
     new_tokens: int
@@ -60,36 +59,36 @@ class HeldOutSizes:
 
 
 def held_out_sizes(recipe: Recipe, split: Split) -> HeldOutSizes:
-    """What a recipe asks of split `validation` or `test`; no given text if only answers have distributions."""
+    """The size that a recipe gives split `validation` or `test`, without given text if only answers are stored."""
     if split == "test":
-        found = HeldOutSizes(recipe.eval.prompts, recipe.eval.new_tokens, recipe.eval.file_blocks)
+        sizes = HeldOutSizes(recipe.eval.prompts, recipe.eval.new_tokens, recipe.eval.file_blocks)
     else:
         chosen = recipe.train.acceptance
         prompts = 0 if chosen is None else chosen.prompts
-        found = HeldOutSizes(prompts, recipe.answers.new_tokens, recipe.cut.score_blocks)
-    return replace(found, blocks=0) if recipe.writer_teaches else found
+        sizes = HeldOutSizes(prompts, recipe.answers.new_tokens, recipe.cut.score_blocks)
+    return replace(sizes, blocks=0) if recipe.writer_teaches else sizes
 
 
 def answer_blocks(answers: Samples, recipe: Recipe) -> tuple[Deferred, list[list[list[int]]]]:
-    """Answers in the blocks in which they are learnt from; and the numbers of those in each document of each block."""
+    """Train answers in blocks, and the numbers of the answers in each document of each block."""
     return planned(answers.ids, len(answers), recipe.corpus.block)
 
 
 def packed_order(answers: Samples, recipe: Recipe) -> Samples:
-    """The answers in the order in which blocks hold them."""
+    """The answers in the order of their blocks."""
     rows = answer_blocks(answers, recipe)[1]
-    return answers.take([one for row in rows for own in row for one in own])
+    return answers.take([number for row in rows for document in row for number in document])
 
 
 def served_answers(run: Run, split: Split) -> Samples:
-    """Held-out answers of served traffic: the target has written them already."""
+    """Held-out answers of served traffic, which the target has written already."""
     prompts = read_prompts(run, split)
     return prompts.take(prompts.column("answer") > 0)
 
 
 @dataclass(frozen=True)
 class HeldOut:
-    """Held-out texts: the answers, and their blocks, one document each; the given text's blocks; what was left out."""
+    """Held-out texts: answers, their blocks (a document each), blocks of given text, and counts of dropped answers."""
 
     answers: Samples
     own: Packed
@@ -98,7 +97,7 @@ class HeldOut:
 
     @property
     def blocks(self) -> Packed:
-        """All blocks, the answers' first; their documents are numbered where those of the given text are."""
+        """All blocks, those of answers first. Documents are numbered if those of the given text are."""
         parts = [part for part in (self.own, self.given) if len(part)]
         return concatenate(parts) if parts else self.given
 
@@ -106,15 +105,15 @@ class HeldOut:
 def held_out(recipe: Recipe, run: Run, split: Split) -> HeldOut:
     """The texts of split `validation` or `test`, a pure function of the files of stages `corpus` and `answers`.
 
-    An answer counts as the target wrote it, also if it ends in a loop or was cut short. Raises DataError if answers
-    were asked for and none is left.
+    An answer that ends in a loop or was cut short counts, too. Raises DataError if answers were requested and none is
+    left.
     """
     sizes = held_out_sizes(recipe, split)
-    found = joined_samples([served_answers(run, split)[: sizes.prompts], read_answers(run, split)])
-    reasons = found.column("dropped")
-    readable = numpy.isin(reasons, READABLE) & (found.column("answer") > 0)
-    answers, dropped = found.take(readable), Counter(reason or "empty" for reason in reasons[~readable])
-    if len(found) and not answers:
+    written = joined_samples([served_answers(run, split)[: sizes.prompts], read_answers(run, split)])
+    reasons = written.column("dropped")
+    readable = numpy.isin(reasons, READABLE) & (written.column("answer") > 0)
+    answers, dropped = written.take(readable), Counter(reason or "empty" for reason in reasons[~readable])
+    if len(written) and not answers:
         hint = "correct what wrote them (answers) and use --redo answers, or give more served lines (answers.traffic)"
         raise DataError(f"no answer to a {split} prompt is left: {listed(dropped, ' × ')}", hint)
     texts = [(numpy.concatenate(turn), len(turn[0])) for turn in map(answers.ids, range(len(answers)))]
@@ -125,7 +124,7 @@ def held_out(recipe: Recipe, run: Run, split: Split) -> HeldOut:
 
 @dataclass(frozen=True)
 class SplitBlocks:
-    """The blocks of a split, those of answers first: how many of them, and of their scored positions, are answers'."""
+    """The blocks of a split, those of answers first, with the number of blocks and scored positions of answers."""
 
     blocks: Blocks
     answer_blocks: int
@@ -135,7 +134,7 @@ class SplitBlocks:
 
 
 def split_blocks(recipe: Recipe, run: Run, split: Split) -> SplitBlocks:
-    """What a split's store holds the target's distributions on."""
+    """The blocks on which a split's store holds the target's distributions."""
     if split == "train":
         answers = learnt_answers(run)
         own, documents = answer_blocks(answers, recipe)
@@ -148,7 +147,7 @@ def split_blocks(recipe: Recipe, run: Run, split: Split) -> SplitBlocks:
 
 
 def renew(folder: Path, origin: dict[str, Any]) -> None:
-    """Keep the files of a split's folder if they were made from `origin`, and remove them if not."""
+    """Remove the files of a split's folder unless they were made from `origin`."""
     path = folder / ORIGIN
     if path.exists() and read_json(path, {"digest": str})["digest"] == digest(origin):
         return

@@ -50,8 +50,8 @@ class LossSettings:
         return self.temperature**2 if name in ("forward_kl", "jsd") else 1.0
 
 
-# Sums over the N positions of a batch, as detached scalars in fp64, or in fp32 on a device without fp64. Sums of batches
-# and processes are added before the division. `positions` is N. The STATISTICS compare the distributions at the
+# Sums over the N positions of a batch, as detached scalars in fp64, or in fp32 on a device without fp64. The sums of
+# batches and processes are added before the division. `positions` is N. The STATISTICS compare the distributions at the
 # settings' temperature, so that they mean the same under every mixture: forward KL and cross-entropy (nats; 0 at a
 # position without label), `acceptance` Σ min(p, q) (the upper bound with a stored tail), `agreement` of the argmaxes
 # over the columns, and `match` p(argmax q) (the lower bound: 0 for a token that is not stored). `loss/NAME` is Σ loss,
