@@ -1,4 +1,4 @@
-"""Stage `corpus`: read the sources, split them, pack their text, cut prompts; and checks of the sources before it."""
+"""Stage `corpus`: read the sources, split them, pack their text and cut prompts. Checks of the sources before a run."""
 
 from __future__ import annotations
 
@@ -34,21 +34,23 @@ from distill.run import Run
 from distill.vocabulary.vocabulary import opening_of
 
 CUT = "beginnings of given answers' prompts, to fit corpus.block"
-MOST_DOCUMENTS, MOST_RECORDS = 1000, 20  # that a check reads of a local source and of a hub data set
-FEW_DOCUMENTS = 8  # an interval over fewer is too narrow
+CHECKED_DOCUMENTS, CHECKED_RECORDS = 1000, 20  # A check reads so much of a local source, and of a hub data set.
+FEW_DOCUMENTS = 8  # Intervals over fewer documents are too narrow.
 
 
 def corpus(recipe: Recipe, run: Run) -> list[Path]:
     """Write text-SPLIT.safetensors (packed blocks), prompts-SPLIT.arrow, documents-test.json and summary.json."""
     folder = run.path("corpus")
     tokenizer = load_tokenizer(recipe.target.model)
-    ends = sorted({tokenizer.eos_token_id, *stated_ends(recipe.target.model)} - {None})  # of a text, not of a turn
+    ends = sorted(
+        {tokenizer.eos_token_id, *stated_ends(recipe.target.model)} - {None}
+    )  # the ends of texts, not of turns
     sources = with_questions(recipe.corpus, run.path("questions"))
     documents, dropped = read_documents(sources, folder=folder, talk_of=reader_of(tokenizer))
     to_ids = functools.partial(encode_text, tokenizer)
     chat = chat_prompts(recipe, tokenizer, documents)
     weights = weights_of(sources)
-    # Text is capped: train by corpus.tokens, the other splits by the most that scoring and evaluation use.
+    # Train text is capped by corpus.tokens, and the other splits by the use of scoring and evaluation.
     limits = {
         "train": recipe.corpus.tokens,
         "validation": recipe.cut.score_blocks * recipe.corpus.block,
@@ -57,31 +59,33 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
     train = recipe.train
     counts = {
         "train": recipe.answers.count(len(documents.shuffled("train", 0))),
-        "validation": train.acceptance.prompts if train.acceptance else 0,  # for the choice of weights
+        "validation": train.acceptance.prompts if train.acceptance else 0,
         "test": max(recipe.eval.prompts, recipe.speedup.prompts),
     }
     summary: dict[str, SplitTexts] = {}
     taken: set[bytes] = set()
-    for split in reversed(SPLITS):  # what is measured first: train prompts equal to it are left out
-        own = documents.shuffled(split, recipe.seed)
+    for split in reversed(SPLITS):  # Train comes last, so that train prompts equal to held-out ones are left out.
+        texts = documents.shuffled(split, recipe.seed)
         around = opening_of(tokenizer), ends[:1]
-        packed, total = pack_given(own, recipe.corpus.block, limits[split], to_ids, around, chat, dropped)
-        # Intervals are by document, so the reported text numbers its documents across blocks.
+        packed, total = pack_given(texts, recipe.corpus.block, limits[split], to_ids, around, chat, dropped)
+        # Intervals resample documents, so that the test text numbers its documents across blocks.
         save = functools.partial(packed.save, numbered=split == "test")
         write_atomically(folder / f"text-{split}.safetensors", save)
         stride = 4 * (recipe.answers.prompt_tokens + recipe.answers.new_tokens)
         length = recipe.answers.prompt_tokens
         more: Any = (recipe.seed, chat, weights, taken, dropped)
         path = folder / f"prompts-{split}.arrow"
-        write_samples(path, cut_prompts(own, to_ids, counts[split], length, stride, *more))
+        write_samples(path, cut_prompts(texts, to_ids, counts[split], length, stride, *more))
         prompts = read_samples(path, "corpus")
         _require_prompts(recipe, split, prompts, counts[split])
         asked = count_texts(prompts.column("label"), prompts.column("prompt"))
-        summary[split] = SplitTexts(len(own), total, len(prompts), asked)
+        summary[split] = SplitTexts(len(texts), total, len(prompts), asked)
         asked_for = split != "train" or recipe.answers.prompts is not None
         short = f" of {counts[split]} asked for" if len(prompts) < counts[split] and asked_for else ""
-        run.say(f"  {split}: {len(own)} documents, {total} tokens kept, {len(prompts)} prompts{short}")
-    write_json(folder / "documents-test.json", [one.plain_text for one in documents if one.split == "test"])
+        run.say(f"  {split}: {len(texts)} documents, {total} tokens kept, {len(prompts)} prompts{short}")
+    write_json(
+        folder / "documents-test.json", [document.plain_text for document in documents if document.split == "test"]
+    )
     if chat is not None:
         dropped += chat.dropped
     if dropped:
@@ -91,7 +95,7 @@ def corpus(recipe: Recipe, run: Run) -> list[Path]:
 
 
 def chat_prompts(recipe: Recipe, tokenizer: Any, documents: Iterable[Document]) -> ChatPrompts | None:
-    """The renderer of conversations as prompts; None where the documents hold none."""
+    """The renderer of conversations as prompts; None if there are no conversations."""
     if all(document.messages is None for document in documents):
         return None
     longest = recipe.corpus.block - recipe.answers.new_tokens
@@ -99,7 +103,7 @@ def chat_prompts(recipe: Recipe, tokenizer: Any, documents: Iterable[Document]) 
 
 
 def weights_of(corpus: Corpus) -> dict[str, float] | None:
-    """The sources' shares of the prompts by name; None where none has a weight."""
+    """The sources' shares of the prompts by name; None if a source has no weight."""
     weights: dict[str, float] = {}
     for source in corpus.sources:
         if source.weight is None:
@@ -110,7 +114,7 @@ def weights_of(corpus: Corpus) -> dict[str, float] | None:
 
 
 def _require_prompts(recipe: Recipe, split: Split, prompts: Sized, count: int) -> None:
-    """Raise for too few prompts of a split, before the expensive stages."""
+    """Raise DataError for too few prompts of a split, before the expensive stages."""
     if len(prompts) < min(count, 2):
         raise DataError(
             f"the {split} split gives {len(prompts)} prompts of {recipe.answers.prompt_tokens} tokens",
@@ -128,11 +132,11 @@ def pack_given(
     chat: ChatPrompts | None,
     dropped: Counter[str],
 ) -> tuple[Packed, int]:
-    """The given text in blocks of `block`, up to `limit` tokens in the order of the documents; the number of tokens.
+    """Pack given text, up to `limit` tokens, into blocks of `block`. Returns the blocks and the number of tokens.
 
-    A text is scored whole. Of a conversation its answers alone are, each behind its prompt as the template writes it:
-    in one text where that keeps what was said, else in a text each. `around` are the ids before and after a text:
-    `encode` has put the first ones in.
+    A text is scored whole. In a conversation, the answers are scored after the prompts of the chat template. They share
+    a text if the template keeps earlier turns unchanged. `around` are the ids before and after a text. `encode` adds
+    the ids before.
     """
     texts: list[Text] = []
     turns: list[Turn] = []
@@ -141,20 +145,20 @@ def pack_given(
         if total >= limit:
             break
         if document.messages is None:
-            # The target's own text was cut at its limit, not ended.
+            # The target's own text stopped at a limit, without an end.
             ids = (encode(document.text) + ([] if document.own else around[1]))[: limit - total]
             texts.append((numpy.array(ids, numpy.int32), 1))
             total += len(ids)
             continue
         assert chat is not None
-        own: list[Turn] = []
+        given: list[Turn] = []
         for prompt, answer in chat.given(document):
             if len(prompt) > block - 2:
                 dropped[CUT] += 1
                 prompt = last_tokens(prompt, max(block - len(answer), block // 2), chat.opening)
-            own.append((numpy.array(prompt, numpy.int32), numpy.array(answer[: block - len(prompt)], numpy.int32)))
-        total += sum(sum(map(len, own[text[-1]])) for text in joined_turns(len(own), own.__getitem__))
-        turns += own
+            given.append((numpy.array(prompt, numpy.int32), numpy.array(answer[: block - len(prompt)], numpy.int32)))
+        total += sum(sum(map(len, given[text[-1]])) for text in joined_turns(len(given), given.__getitem__))
+        turns += given
     answered = planned(turns.__getitem__, len(turns), block)[0].take(slice(None))
     parts = [pack(texts, block, True, around[0]), answered]
     return concatenate([part for part in parts if len(part)] or parts[:1]), total
@@ -164,11 +168,10 @@ def pack_given(
 
 
 def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], list[Document]]:
-    """Read the beginning of each source of the corpus; lines to print, the names of sources that were not read, and
-    the documents.
+    """Read the beginning of each source. Returns lines to print, the names of unread sources, and the documents.
 
-    Raises DataError for a source that is missing, empty or without the field that it names, and, once all sources were
-    read completely, for a corpus that lacks a split.
+    Raises DataError for a source that is missing, empty or without the field that it names. If all sources were read
+    whole, also for a corpus that lacks a split.
     """
     corpus, lines, unread = recipe.corpus, [], []
     documents: list[Document] = []
@@ -178,20 +181,20 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], l
     talk_of = (lambda text: read()(text)) if here else None
     for source in corpus.sources:
         if source.kind == "target":
-            continue  # see teacher/answers.py
+            continue  # teacher/answers.py checks these.
         if source.kind == "hub" and offline:
             unread.append(f"data set {source.path}")
             continue
-        limit = min(corpus.max_documents, MOST_RECORDS if source.kind == "hub" else MOST_DOCUMENTS)
+        limit = min(corpus.max_documents, CHECKED_RECORDS if source.kind == "hub" else CHECKED_DOCUMENTS)
         part = corpus.model_copy(update={"sources": (source,), "max_documents": limit})
-        found, left_out = read_documents(part, (), talk_of=talk_of)
+        read_part, left_out = read_documents(part, (), talk_of=talk_of)
         whole = not left_out.pop(UNREAD, 0) or limit == corpus.max_documents
         if not whole:
             unread.append(f"{source.path} beyond its first {limit} documents")
-        documents += found
+        documents += read_part
         dropped += left_out
         rest = "".join(f", {count} dropped: {reason}" for reason, count in left_out.items())
-        lines.append(f"corpus source {source.path}: {len(found)} documents{'' if whole else ' and more'}{rest}")
+        lines.append(f"corpus source {source.path}: {len(read_part)} documents{'' if whole else ' and more'}{rest}")
     if not unread and not corpus.asked:
         require_splits(documents, dropped)
     if recipe.answers.traffic is None and (corpus.asked or not unread):
@@ -200,7 +203,7 @@ def check_corpus(recipe: Recipe, offline: bool) -> tuple[list[str], list[str], l
 
 
 def split_counts(recipe: Recipe, documents: list[Document]) -> dict[str, float]:
-    """The documents of each split, and those that the target's questions, which a hash divides, are estimated to be."""
+    """The documents of each split, with an estimate for the target's questions, which a hash divides."""
     corpus = recipe.corpus
     shares = {"train": 1 - corpus.validation - corpus.test, "validation": corpus.validation, "test": corpus.test}
     counts = {split: float(sum(document.split == split for document in documents)) for split in shares}
@@ -212,8 +215,7 @@ def split_counts(recipe: Recipe, documents: list[Document]) -> dict[str, float]:
 
 
 def _few_documents(recipe: Recipe, documents: list[Document]) -> list[str]:
-    """A warning for each split with too few documents: the test split, or, where the target's questions, which a hash
-    divides, are estimated, any."""
+    """Warn about too few documents in the test split, or in any split if the target's questions are estimated."""
     counts = split_counts(recipe, documents)
     about = "about " if recipe.corpus.asked else ""
     return [
@@ -227,7 +229,7 @@ def _few_documents(recipe: Recipe, documents: list[Document]) -> list[str]:
 
 
 def _fitting(lengths: list[int], longest: int, recipe: Recipe) -> str:
-    """The share of prompts that a block covers, of these lengths in tokens."""
+    """Describe the share of prompts that fit into a block, from their lengths in tokens."""
     whole, most, block = sum(length <= longest for length in lengths), max(lengths), recipe.corpus.block
     line = f"corpus.block {block} covers {whole / len(lengths):.1%} of {len(lengths)} prompts before answers.new_tokens"
     more = f"of longer ones the last {longest} tokens are read; corpus.block={block + most - longest} covers all"
@@ -235,16 +237,16 @@ def _fitting(lengths: list[int], longest: int, recipe: Recipe) -> str:
 
 
 def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
-    """The target's template takes the conversations; the first one as it is rendered, its scored answer marked.
+    """Check that the target's chat template renders the conversations. Returns lines that show the first one.
 
-    Raises DataError or RecipeError where it takes none of them.
+    Raises DataError or RecipeError if it renders none of them.
     """
     tokenizer = load_tokenizer(recipe.target.model)
     chat = chat_prompts(recipe, tokenizer, documents)
     if chat is None:
         return []
-    asked = [document for document in documents if document.messages is not None]
-    prompts = [(one, prompt) for one in asked if (prompt := chat.prompt(one)) is not None]
+    talks = [document for document in documents if document.messages is not None]
+    prompts = [(talk, prompt) for talk in talks if (prompt := chat.prompt(talk)) is not None]
     if not prompts:
         reasons = ", ".join(f"{count} {reason}" for reason, count in chat.dropped.items())
         hint = "correct the sources, or section chat"
@@ -258,8 +260,8 @@ def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
             f"{decode(given[0])}⟦{decode(given[1])}⟧",
         ]
     lines += [Caution(f"warning: prompts: {count} {why}") for why, count in left_out.items()]
-    chat.dropped.clear()  # of the answers alone, each once
-    for document in asked:
+    chat.dropped.clear()  # The loop below counts each dropped answer once.
+    for document in talks:
         for _ in chat.given(document):
             pass
     lines += [

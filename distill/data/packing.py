@@ -20,20 +20,20 @@ from distill.engines.torch.blocks import PADDING, Packed
 
 READ = 1024  # Blocks that are in memory at once while all of them are read.
 
-# The tokens of a sequence that are scored: all from an index on, or those of spans (first, behind the last).
+# The scored tokens of a sequence: all tokens from an index on, or spans (first token, token after the last).
 Scored = int | Sequence[tuple[int, int]]
-Text = tuple[Sequence[int] | Any, Scored]  # ids, a list or an array, and those that are scored
+Text = tuple[Sequence[int] | Any, Scored]  # ids as a list or an array, and the scored tokens
 
 
 def pack(sequences: Iterable[Text], block: int, split_long: bool, opening: Sequence[int] = ()) -> Packed:
-    """Pack sequences, in the order given, into blocks of `block` positions.
+    """Pack sequences in their order into blocks of `block` positions.
 
-    A sequence's first token is never scored. With `split_long` one that does not fit continues in the next block as a
-    new document, which begins with `opening` (a text's bos), and is scored from an index on; otherwise it moves there
-    whole, and must be no longer than a block.
+    A sequence's first token is never scored. With `split_long`, a sequence that does not fit continues in the next
+    block as a new document, which begins with `opening` (a text's bos token). Such a sequence is scored from an index
+    on. Without `split_long`, a sequence that does not fit moves to the next block, and must fit there.
     """
     rows: list[list[Text]] = []
-    begun = []  # the number of each row's first document
+    first = []  # the number of each row's first document
     room = 0
     for number, (ids, scored) in enumerate(sequence for sequence in sequences if len(sequence[0])):
         start = 0
@@ -42,18 +42,18 @@ def pack(sequences: Iterable[Text], block: int, split_long: bool, opening: Seque
             if room < 2 or (left > room and not split_long):
                 assert split_long or left <= block, "a sequence is longer than a block"
                 rows.append([])
-                begun.append(number)
+                first.append(number)
                 room = block
             before = list(opening) if start else []
             piece = [*before, *ids[start : start + room - len(before)]] if split_long else ids
             rows[-1].append((piece, len(before) + max(1, scored - start) if isinstance(scored, int) else scored))
             room -= len(piece)
             start += len(piece) - len(before)
-    return pack_rows(rows, block, begun)
+    return pack_rows(rows, block, first)
 
 
 def pack_rows(rows: Sequence[Sequence[Text]], block: int, first: Sequence[int]) -> Packed:
-    """Blocks of these sequences each, whole; `first` numbers the first of each."""
+    """A block of whole sequences for each row. `first` has the number of each row's first sequence."""
     n = len(rows)
     ids = numpy.zeros((n, block), numpy.int32)
     documents = numpy.full((n, block), PADDING, numpy.int32)
@@ -64,8 +64,8 @@ def pack_rows(rows: Sequence[Sequence[Text]], block: int, first: Sequence[int]) 
             end = at + len(piece)
             ids[index, at:end] = piece
             documents[index, at:end] = document
-            for start, behind in [(scored, len(piece))] if isinstance(scored, int) else scored:
-                mask[index, at + max(1, start) - 1 : at + behind - 1] = True
+            for start, stop in [(scored, len(piece))] if isinstance(scored, int) else scored:
+                mask[index, at + max(1, start) - 1 : at + stop - 1] = True
             at = end
     packed = Packed(torch.from_numpy(ids), torch.from_numpy(documents), torch.from_numpy(mask))
     return replace(packed, first=torch.tensor(first, dtype=torch.int64))
@@ -73,8 +73,10 @@ def pack_rows(rows: Sequence[Sequence[Text]], block: int, first: Sequence[int]) 
 
 @dataclass(frozen=True)
 class Deferred:
-    """`count` blocks that are made where they are taken: `read` makes those of some numbers, `counted` the scored
-    positions of each [n]."""
+    """`count` blocks that are made when they are taken.
+
+    `read` makes the blocks of some numbers. `counted` returns the number of scored positions of each block [n].
+    """
 
     count: int
     read: Callable[[list[int]], Packed]
@@ -85,19 +87,20 @@ class Deferred:
 
     @property
     def scored(self) -> Tensor:
-        """As of Packed."""
+        """See Packed."""
         return self.counted()
 
     def take(self, index: Tensor | slice) -> Packed:
-        """As of Packed."""
+        """See Packed."""
         return self.read(torch.arange(self.count)[index].tolist())
 
     def before(self, text: Packed) -> Deferred:
-        """These blocks, and those of a text behind them; taken in ascending order, and their documents not numbered."""
+        """These blocks, then those of a text. They are taken in ascending order, without numbers of documents."""
 
         def read(numbers: list[int]) -> Packed:
-            own = bisect_left(numbers, self.count)
-            parts = self.read(numbers[:own]), text.take(torch.tensor(numbers[own:], dtype=torch.int64) - self.count)
+            split = bisect_left(numbers, self.count)
+            after = torch.tensor(numbers[split:], dtype=torch.int64) - self.count
+            parts = self.read(numbers[:split]), text.take(after)
             return concatenate([replace(part, first=None) for part in parts if len(part)] or [text.take(slice(0, 0))])
 
         return Deferred(self.count + len(text), read, lambda: torch.cat([self.scored, text.scored]))
@@ -107,7 +110,7 @@ Blocks = Packed | Deferred
 
 
 def token_ids(blocks: Blocks, vocabulary: int) -> Tensor:
-    """The ids that occur in blocks, ascending."""
+    """The ids in blocks, ascending."""
     seen = torch.zeros(vocabulary, dtype=torch.bool)
     for start in range(0, len(blocks), READ):
         seen[blocks.take(slice(start, start + READ)).ids.long()] = True
@@ -115,26 +118,28 @@ def token_ids(blocks: Blocks, vocabulary: int) -> Tensor:
 
 
 def scored_documents(blocks: Packed) -> Iterator[tuple[int, int, Tensor]]:
-    """Each document that has scored positions: its block's index, its number there and those positions [S], boolean."""
+    """Each document with scored positions: its block's index, its number there, and a mask [S] of the positions."""
     for block in range(len(blocks)):
         for number in blocks.documents[block][blocks.mask[block]].unique().tolist():
             yield block, number, blocks.mask[block] & (blocks.documents[block] == number)
 
 
 def repeated_next(blocks: Packed) -> Tensor:
-    """Of each scored position [N], in order, whether the token that it predicts is repeated in its document."""
-    found = torch.zeros_like(blocks.mask)
+    """Whether the token after each scored position [N] is repeated in its document."""
+    repeated = torch.zeros_like(blocks.mask)
     for block, document, _ in scored_documents(blocks):
-        own = (blocks.documents[block] == document).nonzero()[:, 0]
-        labels = repetition(blocks.ids[block][own].tolist())
-        found[block][own[:-1]] = torch.tensor([label == SEEN for label in labels[1:]], dtype=torch.bool)
-    return found[blocks.mask]
+        places = (blocks.documents[block] == document).nonzero()[:, 0]
+        labels = repetition(blocks.ids[block][places].tolist())
+        repeated[block][places[:-1]] = torch.tensor([label == SEEN for label in labels[1:]], dtype=torch.bool)
+    return repeated[blocks.mask]
 
 
 def fitted_rows(lengths: Sequence[int], block: int) -> list[list[int]]:
-    """Whole sequences in blocks that they fill nearly: the longest first, each into the fullest block that still has
-    room, of equal ones the first (best fit decreasing)."""
-    rooms: list[tuple[int, int]] = []  # of the blocks begun: positions left, number; ascending
+    """Assign whole sequences to nearly full blocks (best fit decreasing). Returns the sequences of each block.
+
+    The longest sequence comes first. Each goes to the fullest block with enough room, or to the first of equal ones.
+    """
+    rooms: list[tuple[int, int]] = []  # the free positions and the number of each open block, ascending
     rows: list[list[int]] = []
     order: list[int] = numpy.argsort(-numpy.asarray(lengths, int), kind="stable").tolist()
     for index in order:
@@ -143,19 +148,22 @@ def fitted_rows(lengths: Sequence[int], block: int) -> list[list[int]]:
         if row == len(rows):
             rows.append([])
         rows[row].append(index)
-        if room - lengths[index] >= lengths[order[-1]]:  # else nothing fits any more
+        if room - lengths[index] >= lengths[order[-1]]:  # Otherwise no sequence fits any more.
             insort(rooms, (room - lengths[index], row))
     return rows
 
 
-Turn = tuple[Any, Any]  # the ids of a prompt and of its answer, lists or arrays
+Turn = tuple[Any, Any]  # the ids of a prompt and of its answer, as lists or arrays
 
 
 def joined_turns(count: int, turn: Callable[[int], Turn]) -> list[list[int]]:
-    """Numbers of answers in their order, put together where the next one's prompt begins with all that came before, as
-    the turns of a conversation do whose template keeps what was said: the last one's text holds all of them."""
+    """Group the numbers of answers in their order. The last answer's text holds all answers of its group.
+
+    An answer joins a group if its prompt begins with the group's whole text. In a conversation this is so if the chat
+    template keeps earlier turns unchanged.
+    """
     texts: list[list[int]] = []
-    before, answer = (), ()  # of the last one
+    before, answer = (), ()  # the last prompt and its answer
     for number in range(count):
         prompt, following = turn(number)
         end = len(before) + len(answer)
@@ -169,29 +177,32 @@ def joined_turns(count: int, turn: Callable[[int], Turn]) -> list[list[int]]:
 
 
 def planned(turns: Callable[[int], Turn], count: int, block: int) -> tuple[Deferred, list[list[list[int]]]]:
-    """Blocks of `count` answers behind their prompts, which are not scored; and the numbers of the answers that each
-    document of each block holds, in order."""
+    """Blocks of `count` prompts with answers, of which the answers are scored.
+
+    Returns the blocks, and the numbers of the answers in each document of each block, in order.
+    """
     texts = joined_turns(count, turns)
-    rows = fitted_rows([sum(map(len, turns(own[-1]))) for own in texts], block)
-    ordered = [[texts[one] for one in row] for row in rows]
+    rows = fitted_rows([sum(map(len, turns(text[-1]))) for text in texts], block)
+    documents = [[texts[number] for number in row] for row in rows]
     first = [*accumulate(map(len, rows), initial=0)]
 
-    def text(own: list[int]) -> Text:
-        parts = [turns(one) for one in own]
+    def text_of(document: list[int]) -> Text:
+        parts = [turns(number) for number in document]
         return numpy.concatenate(parts[-1]), [(len(prompt), len(prompt) + len(answer)) for prompt, answer in parts]
 
-    def read(numbers: list[int]) -> Packed:
-        return pack_rows([[*map(text, ordered[one])] for one in numbers], block, [first[one] for one in numbers])
+    def read(blocks: list[int]) -> Packed:
+        return pack_rows([[*map(text_of, documents[row])] for row in blocks], block, [first[row] for row in blocks])
 
     def counted() -> Tensor:
         counts = [len(answer) - (not len(prompt)) for prompt, answer in map(turns, range(count))]
-        return torch.tensor([sum(counts[one] for own in row for one in own) for row in ordered], dtype=torch.int64)
+        sums = [sum(counts[number] for document in row for number in document) for row in documents]
+        return torch.tensor(sums, dtype=torch.int64)
 
-    return Deferred(len(rows), read, counted), ordered
+    return Deferred(len(rows), read, counted), documents
 
 
 def concatenate(parts: list[Packed]) -> Packed:
-    """The blocks of several packs of the same width, in order; numbered on from pack to pack where all are."""
+    """The blocks of several packs of one width, in order. Documents are numbered on if those of all packs are."""
     columns = zip(*(part.tensors().values() for part in parts), strict=True)
     joined = Packed(*map(torch.cat, columns))
     first: list[Tensor] = []

@@ -1,4 +1,4 @@
-"""Samples and summaries of texts, as stages write them into the run directory; prompts' seeds; what repeats in one."""
+"""Samples and summaries of texts in the run directory, seeds of prompts, and repeated tokens of a text."""
 
 from __future__ import annotations
 
@@ -24,13 +24,12 @@ SPLITS: tuple[Split, ...] = ("train", "validation", "test")
 
 @dataclass(frozen=True)
 class Sample:
-    """One text to learn from or to measure: the token ids of a prompt, and of the target's answer to it.
+    """A text to learn from or to measure: the token ids of a prompt, and of the target's answer.
 
-    `id` is the prompt's origin (`name@character`), `source` the corpus source's name, `label` the class of text that
-    reports show, with thinking on or off where the template was told. `ended`: the target ended the answer, by an end
-    token or a stop string; else it was cut short. `dropped` is the reason for which the answer is not learnt from,
-    `number` the place in the list of prompts, None for served ones. Of a conversation, `chat` has what renders its
-    further turns (see data/chat_template.py).
+    `id` is the prompt's origin (`name@character`). `source` is the name of the corpus source. `label` is the class of
+    text in reports, with the template's thinking on or off. `ended` is whether the target ended the answer, by an end
+    token or a stop string. `dropped` is the reason why the answer is not learnt from. `number` is the place in the list
+    of prompts; None for served prompts. `chat` renders the further turns of a conversation (see data/chat_template.py).
     """
 
     id: str
@@ -57,10 +56,11 @@ class Request:
 
 @dataclass(frozen=True)
 class Reply:
-    """New ids after a request's prompt, an end token included where the target gave one (`ended`: or a stop string).
+    """The new ids after a request's prompt, with the end token if the target generated one.
 
-    `dropped` is a reason why there is no answer, `detail` what a server said about it, `lasting` false where another
-    attempt may bring one. `scores` has the target's distributions at the ids, packed as text, if they were asked for.
+    `ended` is whether an end token or a stop string ended them. `dropped` is the reason why there is no answer, and
+    `detail` the server's own words. `lasting` is false if another attempt may succeed. `scores` has the target's
+    distributions at the ids, packed as text, if they were requested.
     """
 
     id: str
@@ -76,17 +76,17 @@ TEXT_FAULTS = "looping", "empty"
 
 
 def fault_of(answer: Sequence[int]) -> str:
-    """The reason why an answer is not learnt from, whoever wrote it; empty for one that is."""
+    """The reason in an answer's text why it is not learnt from; empty if it is."""
     looping, empty = TEXT_FAULTS
     return looping if is_looping(answer) else empty if len(answer) < 2 else ""
 
 
-LONGEST_PERIOD, COPIES = 16, 6  # tokens; copies
+MAX_PERIOD_TOKENS, COPIES = 16, 6
 
 
 def is_looping(ids: Sequence[int]) -> bool:
-    """Whether a text ends in COPIES copies of the same at most LONGEST_PERIOD tokens."""
-    for period in range(1, LONGEST_PERIOD + 1):
+    """Whether a text ends in COPIES copies of the same tokens, at most MAX_PERIOD_TOKENS."""
+    for period in range(1, MAX_PERIOD_TOKENS + 1):
         tail = ids[-period * COPIES :]
         if len(tail) == period * COPIES and all(tail[i] == tail[i - period] for i in range(period, len(tail))):
             return True
@@ -94,25 +94,25 @@ def is_looping(ids: Sequence[int]) -> bool:
 
 
 def count_texts(labels: Iterable[str], lengths: Iterable[int]) -> dict[str, TextCount]:
-    """Texts and their tokens by label, from the label and the tokens of each, in the order of their first."""
-    found: dict[str, list[int]] = {}
+    """The number of texts and tokens by label, from the label and the tokens of each text."""
+    by_label: dict[str, list[int]] = {}
     for label, length in zip(labels, lengths, strict=True):
-        found.setdefault(label, []).append(int(length))
-    return {label: TextCount(len(own), sum(own)) for label, own in found.items()}
+        by_label.setdefault(label, []).append(int(length))
+    return {label: TextCount(len(lengths), sum(lengths)) for label, lengths in by_label.items()}
 
 
 def listed(counts: Mapping[str, int], sign: str = " ") -> str:
-    """Counts and what they count, for a message."""
+    """Counts by name, as a message lists them."""
     return ", ".join(f"{count}{sign}{name}" for name, count in sorted(counts.items()))
 
 
 def decoded(tokenizer: Any, ids: Sequence[int]) -> str:
-    """The text of token ids as it stands, special tokens included."""
+    """The unchanged text of token ids, with special tokens."""
     return str(tokenizer.decode(ids, skip_special_tokens=False, clean_up_tokenization_spaces=False))
 
 
 def last_tokens(prompt: list[int], count: int, opening: list[int]) -> list[int]:
-    """The last `count` ids of a prompt of more, behind the `opening` (bos) that it begins with."""
+    """The last `count` ids of a longer prompt. They include the `opening` (bos) if the prompt begins with it."""
     if len(prompt) <= count:
         return prompt
     kept = opening if prompt[: len(opening)] == opening else []
@@ -124,7 +124,7 @@ def prompt_seed(seed: int, prompt_id: str) -> int:
     return int.from_bytes(hashlib.sha256(f"{seed}/{prompt_id}".encode()).digest()[:7], "big")
 
 
-# ── Files of samples: Arrow, a row a sample ──
+# ── Arrow files with a row per sample ──
 
 
 def _schema() -> Any:
@@ -132,22 +132,22 @@ def _schema() -> Any:
 
     ids, text = pyarrow.list_(pyarrow.int32()), pyarrow.string()
     kinds = {"prompt": ids, "answer": ids, "ended": pyarrow.bool_(), "number": pyarrow.int32()}
-    return pyarrow.schema([(one.name, kinds.get(one.name, text)) for one in fields(Sample)])
+    return pyarrow.schema([(field.name, kinds.get(field.name, text)) for field in fields(Sample)])
 
 
-ROWS = 1024  # that are written at once
+ROWS = 1024  # rows that are written at once
 
 
 def write_samples(path: Path, samples: Iterable[Sample]) -> None:
-    """Write samples to a file, atomically, some rows in memory at a time; `chat` as JSON."""
+    """Write samples to a file atomically, with ROWS of them in memory at a time and `chat` as JSON."""
     with adding_samples(path) as add:
-        for one in samples:
-            add(one)
+        for sample in samples:
+            add(sample)
 
 
 @contextmanager
 def adding_samples(path: Path) -> Iterator[Callable[[Sample], None]]:
-    """What adds samples to a file, one by one, as write_samples does."""
+    """Yield a function that adds a sample to a file, which is written as by `write_samples`."""
     import pyarrow
 
     rows: list[dict[str, Any]] = []
@@ -157,8 +157,8 @@ def adding_samples(path: Path) -> Iterator[Callable[[Sample], None]]:
             file.write_batch(pyarrow.RecordBatch.from_pylist(rows, _schema()))
             rows.clear()
 
-        def add(one: Sample) -> None:
-            rows.append({**vars(one), "chat": one.chat and json.dumps(one.chat)})
+        def add(sample: Sample) -> None:
+            rows.append({**vars(sample), "chat": sample.chat and json.dumps(sample.chat)})
             if len(rows) == ROWS:
                 write()
 
@@ -168,9 +168,9 @@ def adding_samples(path: Path) -> Iterator[Callable[[Sample], None]]:
 
 
 class Samples(Sequence[Sample]):
-    """Rows of mapped Arrow files, which are samples where they are looked at: nothing is kept in memory.
+    """Rows of mapped Arrow files. A row becomes a sample when it is read, and nothing is kept in memory.
 
-    `order` [N] numbers the rows of all `batches`, one after the other; None: all of them.
+    `order` [N] has the numbers of rows, which count through all `batches`. None takes all rows.
     """
 
     def __init__(self, batches: Sequence[Any], order: Any = None) -> None:
@@ -195,21 +195,21 @@ class Samples(Sequence[Sample]):
         return Sample(**{**row, "chat": row["chat"] and json.loads(row["chat"])})
 
     def ids(self, index: int) -> tuple[Any, Any]:
-        """The ids of a row's prompt and answer, int32 as they lie in the file."""
+        """The ids of a row's prompt and answer, as int32 views of the file."""
         part, row = self._place(index)
         prompt, answer = (self._batches[part][name][row].values.to_numpy() for name in ("prompt", "answer"))
         return prompt, answer
 
     def row(self, index: int) -> int:
-        """The number of a row among those of all batches."""
+        """The number of a row among the rows of all batches."""
         return int(self._order[index])
 
     def take(self, index: Any) -> Samples:
-        """The rows that `index` numbers, or for which it is true."""
+        """The rows with the numbers `index`, or for which `index` is true."""
         return Samples(self._batches, self._order[index])
 
     def column(self, name: str) -> Any:
-        """A field of each row [N], as numpy has it; of a text its number of tokens."""
+        """A field of all rows [N] as a numpy array: the number of tokens for `prompt` and `answer`."""
         import pyarrow.compute
 
         if not self._batches:
@@ -217,12 +217,11 @@ class Samples(Sequence[Sample]):
         parts = [batch[name] for batch in self._batches]
         if name in ("prompt", "answer"):
             parts = [pyarrow.compute.list_value_length(part) for part in parts]
-        found = [part.to_numpy(zero_copy_only=False) for part in parts]
-        return numpy.concatenate(found)[self._order]
+        return numpy.concatenate([part.to_numpy(zero_copy_only=False) for part in parts])[self._order]
 
 
 def joined_samples(parts: Sequence[Samples]) -> Samples:
-    """The rows of several, one after the other."""
+    """The rows of several parts in one."""
     parts = [part for part in parts if len(part)]
     starts = accumulate((part._starts[-1] for part in parts), initial=0)
     orders = [part._order + start for part, start in zip(parts, starts, strict=False)]
@@ -230,14 +229,14 @@ def joined_samples(parts: Sequence[Samples]) -> Samples:
 
 
 def read_samples(path: Path, stage: str) -> Samples:
-    """The samples in a file of a stage; raises DataError where it is damaged."""
+    """The samples in a file of a stage. Raises DataError for a damaged file."""
     import pyarrow.feather
 
     try:
         table = pyarrow.feather.read_table(path, memory_map=True)
         table.validate(full=True)
         if table.schema != _schema():
-            raise ValueError("it does not hold what this version writes")
+            raise ValueError("this version writes other columns")
         return Samples(table.to_batches())
     except (pyarrow.ArrowException, OSError, ValueError) as error:
         first = str(error).splitlines()[0][:200]
@@ -245,24 +244,24 @@ def read_samples(path: Path, stage: str) -> Samples:
 
 
 def how_to_redo(stage: str) -> str:
-    """The remedy for files of a stage that cannot be used."""
+    """The hint for files of a stage that cannot be used."""
     return f"make it again with `distill train RECIPE --redo {stage}`"
 
 
 def read_prompts(run: Run, split: Split) -> Samples:
-    """The prompts of a split: held-out ones of served traffic first, with their answers, then those of stage `corpus`.
+    """The prompts of a split: held-out prompts of served traffic with their answers, then those of stage `corpus`.
 
-    Raises DataError when a file is damaged.
+    Raises DataError for a damaged file.
     """
-    served = run.path("answers", f"prompts-{split}.arrow")
-    own = [read_samples(served, "answers")] if served.exists() else []
-    return joined_samples([*own, read_samples(run.path("corpus", f"prompts-{split}.arrow"), "corpus")])
+    path = run.path("answers", f"prompts-{split}.arrow")
+    served = [read_samples(path, "answers")] if path.exists() else []
+    return joined_samples([*served, read_samples(run.path("corpus", f"prompts-{split}.arrow"), "corpus")])
 
 
 def read_answers(run: Run, split: Split) -> Samples:
-    """All answers to the prompts of a split that stage `answers` wrote, in prompt order, served ones last.
+    """All answers of stage `answers` to the prompts of a split, in the order of the prompts, served ones last.
 
-    Raises DataError when a file is damaged.
+    Raises DataError for a damaged file.
     """
     return read_groups(sorted(run.path("answers", split).glob("*.arrow")), "answers")
 
@@ -274,14 +273,14 @@ def learnt_answers(run: Run) -> Samples:
 
 
 def read_groups(paths: Sequence[Path], stage: str) -> Samples:
-    """The samples in some files of a stage, by their numbers; those without one come last."""
+    """The samples in some files of a stage, ordered by their numbers. Samples without a number come last."""
     answers = joined_samples([read_samples(path, stage) for path in paths])
-    numbers = answers.column("number").astype(float)  # NaN, which comes last, where there is none
+    numbers = answers.column("number").astype(float)  # A missing number becomes NaN, which is sorted last.
     return answers.take(numpy.argsort(numbers, kind="stable"))
 
 
 def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
-    """The first position where two texts differ, a shorter one ending early included; None when equal."""
+    """The first position where two texts differ, or where the shorter one ends; None for equal texts."""
     return next((at for at, (a, b) in enumerate(zip_longest(left, right)) if a != b), None)
 
 
@@ -290,7 +289,7 @@ def first_difference(left: Sequence[int], right: Sequence[int]) -> int | None:
 
 @dataclass(frozen=True)
 class TextCount:
-    """The number of some texts, and of their tokens."""
+    """A number of texts, and of their tokens."""
 
     texts: int
     tokens: int
@@ -298,7 +297,7 @@ class TextCount:
 
 @dataclass(frozen=True)
 class SplitTexts:
-    """A split of the corpus: documents, tokens of given text kept, prompts, and those that are asked by class."""
+    """A split of the corpus: documents, kept tokens of given text, prompts, and the asked prompts by class."""
 
     documents: int
     tokens: int
@@ -308,7 +307,7 @@ class SplitTexts:
 
 @dataclass(frozen=True)
 class CorpusTexts:
-    """corpus/summary.json; `dropped` counts documents and conversations by reason."""
+    """The content of corpus/summary.json. `dropped` counts documents and conversations by reason."""
 
     dropped: dict[str, int]
     train: SplitTexts
@@ -318,10 +317,10 @@ class CorpusTexts:
 
 @dataclass(frozen=True)
 class AskedQuestions:
-    """The questions that the target wrote for one source of kind target.
+    """The questions that the target wrote for a source of kind target.
 
-    Of `asked` texts `usable` passed the filters, and the first `kept` of them are used; `wanted` were requested.
-    `dropped` counts the others by reason.
+    The recipe wants `wanted` questions. The target wrote `asked` texts, of which `usable` passed the filters. The first
+    `kept` of these are used. `dropped` counts the others by reason.
     """
 
     file: str
@@ -335,7 +334,7 @@ class AskedQuestions:
 
 @dataclass(frozen=True)
 class QuestionTexts:
-    """questions/summary.json: what wrote the questions, and those of each source of kind target."""
+    """The content of questions/summary.json: the writer, and the questions of each source of kind target."""
 
     writer: str
     sources: list[AskedQuestions] = field(default_factory=list)
@@ -343,7 +342,7 @@ class QuestionTexts:
 
 @dataclass(frozen=True)
 class AnswerTexts:
-    """What answers/manifest.json says of the target's own answers to train prompts."""
+    """The counts of the target's answers to train prompts in answers/manifest.json."""
 
     answers: int = 0
     answer_tokens: int = 0
@@ -353,20 +352,20 @@ class AnswerTexts:
     by_class: dict[str, TextCount] = field(default_factory=dict)
 
 
-# ── What repeats ──
+# ── Repeated tokens ──
 
 
-REPEATED = 3  # tokens in a row that stood in the text before: the last of them is repeated
+REPEATED = 3  # A token is repeated if it ends so many tokens that came earlier in the text.
 NEW, SEEN = "new", "repeated"
 
 
 def repetition(ids: Sequence[int]) -> list[str]:
-    """Whether each token ends REPEATED tokens that stood in the text before."""
+    """Label each token SEEN if it ends REPEATED tokens that came earlier in the text, else NEW."""
     known: set[tuple[int, ...]] = set()
-    found = []
+    labels = []
     for place in range(len(ids)):
         last = tuple(ids[max(0, place - REPEATED + 1) : place + 1])
-        found.append(SEEN if last in known else NEW)
+        labels.append(SEEN if last in known else NEW)
         if len(last) == REPEATED:
             known.add(last)
-    return found
+    return labels
