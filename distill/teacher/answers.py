@@ -1,12 +1,12 @@
-"""Stage `answers`: the target's own text after the prompts of all three splits, group by group, from whatever runs the
-target. Draft and cut learn from the answers to train prompts. Those to held-out prompts are what cuts are compared on,
-weights are chosen by, and figures are measured on.
+"""Stages `questions` and `answers`: the target writes its own questions, and its answers to the prompts of all splits.
 
-Stage `questions`: the target writes the questions that it will be asked. An instruct model that continues the user
-header of its chat template writes a message of the kind that it was trained to answer (Magpie, arXiv 2406.08464). A
-model without a template writes texts, from its beginning token or from given first words; prompts are cut from these.
-The texts are numbered, and each has its own system prompt and random numbers. They are asked for in rounds until enough
-of them are usable; the first usable ones count, whatever the rounds.
+Draft and cut learn from the answers to train prompts. Cuts are compared, weights chosen and figures measured on the
+answers to held-out prompts.
+
+An instruct model that continues the user header of its chat template writes a message of the kind that it was trained
+to answer (Magpie, arXiv 2406.08464). A model without a template writes texts, from its beginning token or from given
+first words, and prompts are cut from them. The texts are numbered, and each has its own system prompt and random
+numbers. The target writes them in rounds until enough are usable. The rounds do not change which texts come first.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from distill.data.samples import (
     count_texts,
     decoded,
     fault_of,
+    how_to_redo,
     is_looping,
     listed,
     prompt_seed,
@@ -72,24 +73,24 @@ from distill.teacher.scores import Scores, scores_of, scores_path, write_scores
 from distill.teacher.texts import held_out, held_out_sizes, renew, served_answers, target_metadata
 from distill.teacher.writers import MAX_FAULTS, GgufWriter, ServerWriter, TorchWriter, require_gguf
 
-# ── Groups of prompts: a file of answers each, and the journal of a group that is being written ──
-# Groups are a pure function of the prompts, so the files do not depend on the order of replies, on kills or on the
-# number of processes.
+# ── Groups of prompts: each has a file of answers, and a journal while it is written ──
+# Groups are a pure function of the prompts. The files do not depend on the order of replies, on kills or on the number
+# of processes.
 
 REPLY = {"id": str, "ids": [int], "ended": bool, "dropped": str}  # the form of a line of a journal
 
-# Continues prompts as the target does. `by_prompt`: a reply does not depend on other requests, so each is kept as it
-# comes. Else requests that are written together affect each other through rounding, and a group is written whole.
-# `together`: this many are written at once.
+# A writer continues prompts as the target does, `together` of them at once. If it is `by_prompt`, a reply does not
+# depend on other requests and is kept at once. If not, requests change each other by rounding, and a group is written
+# whole.
 Writer = TorchWriter | GgufWriter | ServerWriter
 
 
 @dataclass(frozen=True)
 class AnswerRules:
-    """The recipe's seed and limits for requests and answers, and how texts are decoded.
+    """The recipe's seed and limits for requests and answers.
 
     `room` is the most tokens of a prompt with its answer. `text_of` decodes the ids of an answer without its end token.
-    `template` renders the further turns of conversations; None where no prompt has any.
+    `template` renders the further turns of conversations; None if no prompt has any.
     """
 
     seed: int
@@ -100,19 +101,19 @@ class AnswerRules:
     template: ChatTemplate | None = None
 
     def request(self, name: str, ids: list[int]) -> Request | None:
-        """The request for an answer to a prompt; None where the block has no room left for it."""
+        """The request for an answer to a prompt; None if the block has no room for it."""
         limit = min(self.new_tokens, self.room - len(ids))
         if limit < 1:
             return None
         return Request(name, ids, prompt_seed(self.seed, name), limit)
 
     def next_prompt(self, prompt: Sample, texts: list[str]) -> list[int] | None:
-        """The next prompt of a conversation after answers with these texts; None where it is over."""
+        """The next prompt of a conversation after answers with these texts; None at its end."""
         if self.template is None or prompt.chat is None:
             return None
         try:
             return next_prompt(self.template, prompt.chat, texts)
-        except ValueError:  # the template refuses what the target wrote
+        except ValueError:  # The template refuses the target's text.
             return None
 
 
@@ -131,7 +132,7 @@ def rules_of(recipe: Recipe, tokenizer: Any, template: ChatTemplate | None = Non
 
 @dataclass
 class PromptAnswers:
-    """A prompt and its answers so far; a prompt without further turns has one. `request` is None where it is over."""
+    """A prompt and its answers so far. `request` is None after the last answer."""
 
     number: int
     prompt: Sample
@@ -141,7 +142,7 @@ class PromptAnswers:
     texts: list[str] = field(default_factory=list)
 
     def begin(self, rules: AnswerRules, known: dict[str, Reply]) -> None:
-        """Go on to the first request that no reply in `known` answers."""
+        """Continue to the first request without a reply in `known`."""
         self.request = rules.request(self.prompt.id, self.prompt.prompt)
         if self.request is None:
             self._add(self.prompt.id, self.prompt.prompt, Reply("", [], False, "no room in the block"), rules)
@@ -149,12 +150,12 @@ class PromptAnswers:
             self.take(known[self.request.id], rules)
 
     def take(self, reply: Reply, rules: AnswerRules) -> None:
-        """Add the answer of a reply to the request, and go on to the next one."""
+        """Add the answer of a reply to the request, and continue to the next request."""
         assert self.request is not None
         answer = self._add(self.request.id, self.request.ids, reply, rules)
         self.request = None
         if not answer.ended or answer.dropped:
-            return  # a user would not go on after such an answer
+            return  # A user would not continue after such an answer.
         self.texts.append(rules.text_of(answer.answer))
         ids = rules.next_prompt(self.prompt, list(self.texts))
         if ids is not None:
@@ -162,33 +163,35 @@ class PromptAnswers:
 
     def _add(self, name: str, ids: list[int], reply: Reply, rules: AnswerRules) -> Sample:
         dropped = reply.dropped or ("" if reply.ended or rules.keep_truncated else "truncated") or fault_of(reply.ids)
-        own = replace(self.prompt, id=name, prompt=ids, answer=reply.ids, ended=reply.ended, dropped=dropped)
-        self.answers.append(replace(own, number=self.number, chat=None))
+        known = {"id": name, "prompt": ids, "answer": reply.ids, "ended": reply.ended, "dropped": dropped}
+        self.answers.append(replace(self.prompt, **known, number=self.number, chat=None))
         return self.answers[-1]
 
 
 @dataclass
 class Group:
-    """Prompts whose answers make one file, by their numbers in the list of all; `conversations` while it is open."""
+    """Prompts whose answers are one file, by their numbers in the list of all prompts."""
 
     path: Path
     prompts: Sequence[Sample]
     rules: AnswerRules
     numbers: list[int]
-    scored: bool = False  # The server gives distributions, which are written beside the answers.
+    scored: bool = False  # The server returns distributions, which are written next to the answers.
     conversations: list[PromptAnswers] = field(default_factory=list)
 
     @property
     def journal(self) -> Path:
-        """Where replies are kept until the file is written; hidden, so that it is not an artifact."""
+        """The file of replies until the answers are written. It is hidden, and so is no artifact."""
         return self.path.with_name(f".{self.path.stem}.journal")
 
     def known(self) -> dict[str, Reply]:
-        """The replies in the journal, by request; lines that a kill left torn are skipped."""
+        """The replies in the journal, by request. Lines that a kill cut are skipped."""
         if not self.journal.exists():
             return {}
         records = map(parse_object, self.journal.read_bytes().split(b"\n"))
-        return {one["id"]: Reply(**one) for one in records if isinstance(one, dict) and has_form(one, REPLY)}
+        return {
+            record["id"]: Reply(**record) for record in records if isinstance(record, dict) and has_form(record, REPLY)
+        }
 
     def note(self, reply: Reply) -> None:
         """Append a reply to the journal, so that a kill does not lose it."""
@@ -196,14 +199,14 @@ class Group:
         with faults_explained(self.journal):
             self.journal.parent.mkdir(parents=True, exist_ok=True)
             with open(self.journal, "ab") as handle:
-                # A line of its own, whatever a kill left before it; blank lines are skipped.
+                # The first line break ends a line that a kill cut. Blank lines are skipped.
                 handle.write(b"\n" + line.encode())
 
     def finish(self) -> None:
-        """Write the file, in prompt order, and remove the journal; nothing while a conversation goes on."""
-        if any(one.request is not None for one in self.conversations):
+        """Write the file in the order of the prompts and remove the journal, if all conversations have ended."""
+        if any(conversation.request is not None for conversation in self.conversations):
             return
-        answers = [answer for one in self.conversations for answer in one.answers]
+        answers = [answer for conversation in self.conversations for answer in conversation.answers]
         if self.scored:
             known = self.known()
             write_scores(scores_path(self.path), [self._scores(known, answer) for answer in answers])
@@ -212,7 +215,7 @@ class Group:
         self.conversations = []
 
     def _scores(self, known: dict[str, Reply], answer: Sample) -> Scores:
-        """The scores of an answer's tokens from the journal; none for a prompt that got no reply."""
+        """The scores of an answer's tokens from the journal, unknown for a prompt without reply."""
         reply = known.get(answer.id)
         if reply is None or not reply.scores:
             return scores_of([None] * len(answer.answer), 0)
@@ -220,11 +223,11 @@ class Group:
 
 
 def groups_of(prompts: Sequence[Sample], rules: AnswerRules, size: int, folder: Path, name: str = "") -> list[Group]:
-    """The groups of a list of prompts, the longest prompts first, so that texts of a group have like lengths.
+    """The groups of a list of prompts, ordered from the longest, so that texts of a group have similar lengths.
 
-    The longest also take the most memory: where it does not suffice, that shows at once.
+    The longest take the most memory. If memory does not suffice, that shows at once.
     """
-    lengths = prompts.column("prompt") if isinstance(prompts, Samples) else [len(one.prompt) for one in prompts]
+    lengths = prompts.column("prompt") if isinstance(prompts, Samples) else [len(prompt.prompt) for prompt in prompts]
     order: list[int] = numpy.argsort(-numpy.asarray(lengths, int), kind="stable").tolist()
     return [
         Group(folder / f"{name}{group:05d}.arrow", prompts, rules, order[start : start + size])
@@ -235,17 +238,16 @@ def groups_of(prompts: Sequence[Sample], rules: AnswerRules, size: int, folder: 
 def write_groups(
     recipe: Recipe, run: Run, stage: str, groups: Sequence[Group], part: tuple[int, int], what: str, idle: bool = False
 ) -> None:
-    """Write this process's part of the groups' files, of a stage.
+    """Write this process's part of a stage's groups. The progress counts `what`.
 
-    `what` is counted in the progress. With `idle`, there may be more processes than groups. Replies find their prompts
-    by name: each has its own.
+    With `idle`, there may be more processes than groups. Replies find their prompts by their unique names.
     """
     index, count = part
     mine = groups[index::count] if idle else process_share(groups, part, "groups of prompts", "answers.group")
     missing = [group for group in mine if not group.path.exists()]
     for group in mine:
         if group.path.exists():
-            group.journal.unlink(missing_ok=True)  # a kill after the file was written leaves its journal
+            group.journal.unlink(missing_ok=True)  # A kill after the file was written leaves its journal.
     whose = f" of process {index}" if count > 1 else ""
     if len(missing) < len(mine):
         run.say(f"  resuming: {len(mine) - len(missing)} of {len(mine)} groups{whose} exist")
@@ -254,7 +256,7 @@ def write_groups(
 
 
 class _GroupWriter:
-    """Writes groups: asks for the conversations' answers, and keeps those that got no reply until the end."""
+    """Writes groups of conversations, and collects those without a reply until the end."""
 
     def __init__(self, recipe: Recipe, run: Run, stage: str, what: str, groups: Sequence[Group]) -> None:
         self.run, self.what = run, what
@@ -270,7 +272,7 @@ class _GroupWriter:
         self.tokens, self.started = 0, time.monotonic()
 
     def write(self, missing: list[Group]) -> None:
-        """Write the missing groups: all at once where each reply stands for itself, else in turn."""
+        """Write the missing groups: all at once if the writer is `by_prompt`, else one after the other."""
         done = self.total - sum(len(group.numbers) for group in missing)
         self.progress = Progress(self.what, self.total, done, self.writer.together)
         try:
@@ -282,8 +284,10 @@ class _GroupWriter:
                 self.run.say(f"  {self.what.partition(',')[0]}: {line}")
 
     def _write(self, groups: Sequence[Group]) -> None:
-        """Ask for everything that the journals of the groups lack, and write each group with its last reply; a group is
-        opened, and its prompts are read, once the requests of those before it do not suffice."""
+        """Request everything that the journals of the groups lack, and write each group after its last reply.
+
+        The prompts of a group are read when the requests of earlier groups no longer suffice.
+        """
         waiting: deque[Request] = deque()
         pending: dict[str, PromptAnswers] = {}
         unopened = deque(groups)
@@ -294,14 +298,16 @@ class _GroupWriter:
                 pending[conversation.request.id] = conversation
 
         def open_next() -> None:
-            while unopened and len(waiting) < self.writer.together + MAX_FAULTS:  # replies that a writer holds back
+            while (
+                unopened and len(waiting) < self.writer.together + MAX_FAULTS
+            ):  # A writer may hold MAX_FAULTS replies.
                 group = unopened.popleft()
                 known = group.known() if self.writer.by_prompt else {}
-                group.conversations = [PromptAnswers(one, group.prompts[one], group) for one in group.numbers]
+                group.conversations = [PromptAnswers(number, group.prompts[number], group) for number in group.numbers]
                 for conversation in group.conversations:
                     conversation.begin(group.rules, known)
                     ask(conversation)
-                if done := sum(one.request is None for one in group.conversations):
+                if done := sum(conversation.request is None for conversation in group.conversations):
                     self.progress.step(done)
                 group.finish()
 
@@ -327,23 +333,23 @@ class _GroupWriter:
             conversation.group.finish()
 
     def _settle(self) -> None:
-        """Drop the prompts without a reply; EndpointError where those are more than the allowed share of all."""
+        """Drop the prompts without a reply. Raises EndpointError if they exceed the allowed share."""
         left = self.unanswered
         if left and len(left) > self.allowed * self.total:
             reasons = listed(Counter(reply.dropped for _, reply in left), " × ")
             first = f"; the first: {left[0][1].detail}" if left[0][1].detail else ""
             raise EndpointError(
                 f"{len(left)} of {self.total} prompts have no reply after all attempts: {reasons}{first}",
-                "the same command asks for these alone; answers.writer.missing lets a share of prompts go without",
+                "run the same command again to request only the missing replies, or raise answers.writer.missing",
             )
         for conversation, reply in left:
             self._take(conversation, reply)
 
 
 def open_writer(recipe: Recipe, entries: int = 0) -> Writer:
-    """The writer of a recipe's answers, ready to write; servers also give the log-probabilities of so many tokens.
+    """Open the writer of a recipe's answers. Servers also return the log-probabilities of `entries` tokens.
 
-    Raises DataError or PairError for a model that cannot be used, EndpointError for a server.
+    Raises DataError or PairError for a model that cannot be used, and EndpointError for a server.
     """
     settings, tokenizer = recipe.answers.writer, load_tokenizer(recipe.target.model)
     if settings is None:
@@ -355,8 +361,10 @@ def open_writer(recipe: Recipe, entries: int = 0) -> Writer:
 
 
 def check_writer(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
-    """The file is a GGUF of the target, or each server answers and serves its model; lines to print, and the servers
-    that were not contacted."""
+    """Check that the writer's file has the target's tokens, or that each server answers and serves its model.
+
+    Returns lines to print, and the servers that were not contacted.
+    """
     settings = recipe.answers.writer
     if settings is None:
         return served_rather(recipe), []
@@ -376,11 +384,11 @@ def check_writer(recipe: Recipe, offline: bool) -> tuple[list[str], list[str]]:
     return lines, []
 
 
-LARGE = 7e9  # parameters of a target from which a server is the first proposal
+LARGE = 7e9  # The check proposes a server for targets of so many parameters.
 
 
 def served_rather(recipe: Recipe) -> list[str]:
-    """The command of a server that writes the answers of a large target sooner; none for others."""
+    """Propose a server for a large target, with its command. Empty for other targets."""
     model = recipe.target.model
     if recipe.answers.prompts == 0 or not (is_path(model) or local_snapshot(model)):
         return []
@@ -394,14 +402,14 @@ def served_rather(recipe: Recipe) -> list[str]:
 
 
 def answers(recipe: Recipe, run: Run, part: tuple[int, int] | None = None) -> list[Path]:
-    """Let the target continue the prompts of all splits; each group of prompts is one file in answers/SPLIT/, the unit
-    of resuming.
+    """Let the target continue the prompts of all splits. Each group of prompts is a file in answers/SPLIT/.
 
-    Where replies do not depend on each other (GGUF files, servers), each is also kept as it comes. Served answers,
-    where the recipe names a file of them, come first. With several processes, `part` = (index, count) makes this one
-    write every count-th group; the first process finishes the stage when all are done. None: the part of this process
-    among those it was launched with. In conversations of the train split the target answers one turn of the user after
-    the other; held-out ones end with its first answer.
+    The stage resumes by the group. GGUF files and servers resume by the reply. Served answers come first, if the recipe
+    names a file of them. In train conversations, the target answers each turn of the user. Held-out conversations end
+    with its first answer.
+
+    `part` = (index, count) makes this process write every count-th group. By default it is the process's own part. The
+    first process finishes the stage after all processes have finished.
     """
     part = part or (process_index(), process_count())
     tokenizer = load_tokenizer(recipe.target.model)
@@ -422,15 +430,15 @@ def answers(recipe: Recipe, run: Run, part: tuple[int, int] | None = None) -> li
 
 
 def _origin(recipe: Recipe, run: Run, split: Split) -> dict[str, Any]:
-    """What the answers to held-out prompts are made from, beside all that the train answers are made from, too."""
+    """What only the answers to held-out prompts are made from. The stage's key has the rest."""
     sizes = held_out_sizes(recipe, split)
     return {"ids": asked_prompts(recipe, run, split).column("id").tolist(), "new_tokens": sizes.new_tokens}
 
 
 def asked_prompts(recipe: Recipe, run: Run, split: Split) -> Samples:
-    """The prompts of a split that the target is asked: of held-out ones, as many as served answers leave to measure."""
+    """The prompts of a split that the target answers. Served answers count towards the size of a held-out split."""
     prompts = read_prompts(run, split)
-    if recipe.answers.prompts == 0:  # served texts alone
+    if recipe.answers.prompts == 0:  # Only served texts are used.
         return prompts.take(slice(0, 0))
     if split == "train":
         return prompts
@@ -451,8 +459,10 @@ def _groups(recipe: Recipe, run: Run, split: Split, tokenizer: Any) -> list[Grou
 
 
 def _learn_again(recipe: Recipe, run: Run) -> None:
-    """Mix served answers that the parent of a refreshed run has learnt from with as many new ones, drawn by the seed,
-    so that the draft does not unlearn them."""
+    """Add as many old served answers as there are new ones, so that a refreshed draft does not unlearn them.
+
+    The parent run has learnt from the old answers. The seed draws them.
+    """
     parent, path = run.parent(), run.path("answers", "train", "traffic-earlier.arrow")
     if parent is None or path.exists():
         return
@@ -466,29 +476,29 @@ def _learn_again(recipe: Recipe, run: Run) -> None:
 
 
 def _write_manifest(recipe: Recipe, run: Run) -> None:
-    """Write manifest.json with the target, the sampler and counts of answers to train prompts, and of held-out ones."""
+    """Write manifest.json with the target, the sampler, and counts of train and held-out answers."""
     answers = read_answers(run, "train")
     reasons = answers.column("dropped")
     dropped = Counter(reasons[reasons != ""])
     if answers and dropped.total() == len(answers):
         hint = "correct what wrote them (answers, sampler, chat) and run again with --redo answers"
         raise DataError(f"all {len(answers)} answers of the target were dropped: {listed(dropped, ' × ')}", hint)
-    found = _counted(recipe, answers, answers.take(reasons == ""), dict(sorted(dropped.items())))
+    train = _counted(recipe, answers, answers.take(reasons == ""), dict(sorted(dropped.items())))
     few = 2 * dropped.total() > len(answers)
-    said = f"{_said(found)}, {found.not_ended} of them cut short by a limit"
-    run.say(f"  {'warning: most were dropped: ' if few else ''}{said}", warning=few)
+    summary = f"{_summary(train)}, {train.not_ended} of them cut short by a limit"
+    run.say(f"  {'warning: most were dropped: ' if few else ''}{summary}", warning=few)
     held: dict[str, Any] = {}
     for split in SPLITS[1:]:
         texts = held_out(recipe, run, split)
         counts = _counted(recipe, texts.answers, texts.answers, texts.dropped)
-        run.say(f"  {split}: {_said(counts)}; {int(texts.given.mask.sum())} positions of given text")
+        run.say(f"  {split}: {_summary(counts)}; {int(texts.given.mask.sum())} positions of given text")
         held[split] = asdict(counts)
     manifest = {**target_metadata(recipe), "sampler": recipe.sampler.model_dump(mode="json"), "held_out": held}
-    write_json(run.path("answers", "manifest.json"), manifest | asdict(found))
+    write_json(run.path("answers", "manifest.json"), manifest | asdict(train))
 
 
 def _counted(recipe: Recipe, answers: Samples, learnt: Samples, dropped: dict[str, int]) -> AnswerTexts:
-    """The counts of answers, by class of those that are learnt from or measured."""
+    """The counts of answers, with the learnt or measured ones by class."""
     written = numpy.isin(answers.column("dropped"), ("", "truncated", *TEXT_FAULTS))
     return AnswerTexts(
         answers=len(answers),
@@ -500,33 +510,33 @@ def _counted(recipe: Recipe, answers: Samples, learnt: Samples, dropped: dict[st
     )
 
 
-def _said(found: AnswerTexts) -> str:
-    reasons = "".join(f", {count} dropped: {reason}" for reason, count in found.dropped.items())
-    return f"{found.answers} answers of {found.answer_tokens} tokens{reasons}"
+def _summary(texts: AnswerTexts) -> str:
+    reasons = "".join(f", {count} dropped: {reason}" for reason, count in texts.dropped.items())
+    return f"{texts.answers} answers of {texts.answer_tokens} tokens{reasons}"
 
 
 def writer_kind(recipe: Recipe) -> str:
-    """The kind of writer, for the manifest; without addresses."""
+    """The kind of writer, for the manifest, without addresses."""
     settings = recipe.answers.writer
     return "transformers" if settings is None else "server" if settings.gguf is None else "gguf"
 
 
-# ── Which texts are usable questions ──
+# ── Usable questions ──
 
-FEWEST_TOKENS = 3  # of a question
-SIMILAR = 0.7  # the Jaccard similarity of word 3-grams from which two questions are near-duplicates
-SHORT, WORDLESS = f"shorter than {FEWEST_TOKENS} tokens", "without words"
+MIN_QUESTION_TOKENS = 3
+SIMILAR = 0.7  # Two questions are near-duplicates from this Jaccard similarity of their word 3-grams on.
+SHORT, WORDLESS = f"shorter than {MIN_QUESTION_TOKENS} tokens", "without words"
 SPECIAL = "with special tokens or control characters"
 LOOPING = "that end in a loop"
 EQUAL, ALIKE = "equal to another", f"like another (Jaccard similarity of word 3-grams of {SIMILAR} or more)"
 NOT_ENDED = "not ended within the limit"
-# Scripts without spaces between words count character by character.
+# In scripts without spaces between words, each character counts as a word.
 _WORD = re.compile(r"[\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]|[^\W\u0e00-\u0eff\u3040-\u30ff\u3400-\u9fff]+")
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ufeff\ufffd\ufffe\uffff\ud800-\udfff]")
 
 
 def fault(template: ChatTemplate, before: Sequence[Message], answer: Sample, text: str, thinking: bool | None) -> str:
-    """The reason why a text is not usable as a question behind the messages `before`; empty where it is.
+    """The reason why a text is no usable question after the messages `before`; empty if it is one.
 
     `text` is the decoded `answer`, without its end and the white space around it.
     """
@@ -539,7 +549,7 @@ def fault(template: ChatTemplate, before: Sequence[Message], answer: Sample, tex
     ids = encode(template.tokenizer, text)
     if _CONTROL.search(text) or template.special & {*ids, *answer.answer[:-1]}:
         return SPECIAL
-    if len(ids) < FEWEST_TOKENS:
+    if len(ids) < MIN_QUESTION_TOKENS:
         return SHORT
     if is_looping(ids):
         return LOOPING
@@ -556,59 +566,58 @@ def words(text: str) -> list[str]:
 
 
 def grams(text: str, length: int) -> Iterator[tuple[str, ...]]:
-    """The n-grams of a text's words; of a text with fewer words, all of them as one."""
-    found = words(text)
-    for start in range(max(1, len(found) - length + 1)):
-        yield tuple(found[start : start + length])
+    """The n-grams of a text's words. All words of a shorter text make one n-gram."""
+    every = words(text)
+    for start in range(max(1, len(every) - length + 1)):
+        yield tuple(every[start : start + length])
 
 
 def repeats(texts: Sequence[str]) -> list[str]:
-    """For each text EQUAL or ALIKE where one before it is, else nothing; such a text is not compared with later ones.
+    """Label each text EQUAL or ALIKE if an earlier text is; else the label is empty. Later texts ignore labelled ones.
 
-    Exact, and quick for many texts: two sets with a similarity of at least s share one of the rarest
-    ⌊(1 − s) n⌋ + 1 of their n elements, so only texts that share one of those are compared (prefix filtering, Chaudhuri
-    et al. 2006).
+    The result is exact. Two sets with a similarity of at least s share one of the rarest ⌊(1 − s) n⌋ + 1 of their n
+    elements, so that only texts that share one of those are compared (prefix filtering, Chaudhuri et al. 2006).
     """
     numbers: dict[tuple[str, ...], int] = {}
     sets = [frozenset(numbers.setdefault(gram, len(numbers)) for gram in grams(text, 3)) for text in texts]
-    frequency = Counter(number for own in sets for number in own)
+    frequency = Counter(number for elements in sets for number in elements)
     seen: set[str] = set()
     index: dict[int, list[int]] = {}
-    found = []
-    for place, (text, own) in enumerate(zip(texts, sets, strict=True)):
+    labels = []
+    for place, (text, elements) in enumerate(zip(texts, sets, strict=True)):
         plain = " ".join(text.casefold().split())
-        rarest = sorted(own, key=lambda number: (frequency[number], number))
-        rarest = rarest[: len(own) - math.ceil(SIMILAR * len(own) - 1e-9) + 1]
+        rarest = sorted(elements, key=lambda number: (frequency[number], number))
+        rarest = rarest[: len(elements) - math.ceil(SIMILAR * len(elements) - 1e-9) + 1]
         others = {other for number in rarest for other in index.get(number, ())}
         if plain in seen:
-            found.append(EQUAL)
-        elif any(_alike(own, sets[other]) for other in others):
-            found.append(ALIKE)
+            labels.append(EQUAL)
+        elif any(_alike(elements, sets[other]) for other in others):
+            labels.append(ALIKE)
         else:
-            found.append("")
+            labels.append("")
             seen.add(plain)
             for number in rarest:
                 index.setdefault(number, []).append(place)
-    return found
+    return labels
 
 
-def _alike(own: frozenset[int], other: frozenset[int]) -> bool:
-    if min(len(own), len(other)) < SIMILAR * max(len(own), len(other)) - 1e-9:
+def _alike(left: frozenset[int], right: frozenset[int]) -> bool:
+    if min(len(left), len(right)) < SIMILAR * max(len(left), len(right)) - 1e-9:
         return False
-    common = len(own & other)
-    return common >= SIMILAR * (len(own) + len(other) - common) - 1e-9
+    common = len(left & right)
+    return common >= SIMILAR * (len(left) + len(right) - common) - 1e-9
 
 
-# ── What is asked ──
+# ── Requests for questions ──
 
-OPENINGS = 4  # are shown
-TEXTS_PER_QUESTION = 3  # are asked for at most
+OPENINGS_SHOWN = 4
+TEXTS_PER_QUESTION = 3  # The target writes at most so many texts per wanted question.
 
 
 @dataclass(frozen=True)
 class Question:
-    """A numbered question: the messages before it (a system prompt or none), whether the template is rendered with
-    thinking on, how it begins, and its text once it is written."""
+    """A numbered question: the messages before it (a system prompt or none), the template's setting of thinking, the
+    first words, and the text after it was written."""
 
     id: str
     before: list[dict[str, Any]]
@@ -617,11 +626,11 @@ class Question:
     text: str = ""
 
 
-class Asking:
-    """The requests for one source: headers, samplers and limits.
+class QuestionRequests:
+    """The requests for questions of a source: headers, sampler and limits.
 
-    Raises DataError or RecipeError where the target's user header cannot be found, where a target without a template
-    begins no text, and where the questions would not fit a block.
+    Raises DataError or RecipeError if the target's user header cannot be found, if a target without a template cannot
+    begin a text, and if the questions would not fit a block.
     """
 
     def __init__(self, recipe: Recipe, source: Source, number: int) -> None:
@@ -636,20 +645,20 @@ class Asking:
         self._require_room()
 
     def _require_room(self) -> None:
-        """Raise RecipeError where the longest question could not be answered in a block."""
+        """Raise RecipeError if the longest question could not be answered in a block."""
         openings = [len(encode(self.template.tokenizer, text)) for text in self.source.openings]
         longest, room = self.source.tokens + max(openings, default=0), min(self.chat.longest, self.rules.room)
         if self.plain and longest < self.recipe.answers.prompt_tokens:
             raise RecipeError(
-                f"a text of corpus.sources has at most {longest} tokens, too few for answers.prompt_tokens "
-                f"{self.recipe.answers.prompt_tokens}, which are cut from it",
+                f"a text of corpus.sources has at most {longest} tokens, fewer than the prompts that are cut from it "
+                f"(answers.prompt_tokens {self.recipe.answers.prompt_tokens})",
                 "raise tokens of the source, or lower answers.prompt_tokens",
             )
         before = [[{"role": "system", "content": text}] for text in self.recipe.chat.system] or [[]]
         for system in before:
             for opening in self.source.openings if self.plain and self.source.openings else ("", *self.source.openings):
                 self.header(system, None, opening)
-        around = max(len(self.template.prompt([*one, {"role": "user", "content": "a"}])) for one in before)
+        around = max(len(self.template.prompt([*system, {"role": "user", "content": "a"}])) for system in before)
         if around + longest > room:
             raise RecipeError(
                 f"a question of corpus.sources may have {longest} tokens, with {around} of the template around it: "
@@ -658,21 +667,20 @@ class Asking:
             )
 
     def begin(self, number: int) -> Question:
-        """A numbered question, with the system prompt and the thinking that the seed draws for it."""
+        """A numbered question. The seed draws its system prompt, thinking and opening."""
         name = f"question-{self.number}-{number:07d}"
         openings = self.source.openings
         opening = self.chat.draw(name, "opening", openings) if openings else ""
         return Question(name, self.chat.system(name), self.chat.thinking(name), opening)
 
     def record(self, question: Question) -> dict[str, Any]:
-        """The line of a question in its file; of a target without a template, of its text."""
+        """The line of a question in its file: a text for a target without a template, else messages."""
         if self.plain:
             return {"text": question.text}
         return {"messages": [*question.before, {"role": "user", "content": question.text}]}
 
     def header(self, messages: list[dict[str, Any]], thinking: bool | None, opening: str = "") -> UserHeader:
-        """The user header behind messages, with the message's opening; DataError, with the reason, where it cannot be
-        found."""
+        """The user header after messages, with the message's opening. Raises DataError if it cannot be found."""
         name = json.dumps([messages, thinking, opening])
         if name in self._headers:
             return self._headers[name]
@@ -681,32 +689,32 @@ class Asking:
         except ValueError as error:
             if self.plain:
                 raise DataError(f"the target cannot begin a text: {error}", "give openings of its texts") from error
-            what = f"the target's chat template has no user header that questions could be written behind: {error}"
+            what = f"the target's chat template has no user header that the target could continue: {error}"
             raise DataError(what, "use other corpus.sources than kind: target") from error
-        self._headers[name] = header  # the same for many questions
+        self._headers[name] = header  # Many questions share a header.
         return header
 
     def first_header(self) -> UserHeader:
-        """The header of the first text; with its opening where a target without a template begins no text itself."""
+        """The header of the first text, with its opening if the target has no template."""
         first = self.begin(0)
         return self.header(first.before, None, first.opening if self.plain else "")
 
     def writing(self, ends: Sequence[str]) -> Recipe:
-        """The recipe of a writer of questions, which end before each of the texts `ends`, too."""
-        own = {"stop": tuple(ends), "repetition_penalty": 1.0}
+        """The recipe of a writer of questions, which also end before each of the texts `ends`."""
+        settings = {"stop": tuple(ends), "repetition_penalty": 1.0}
         return self.recipe.model_copy(
             update={
                 "sampler": SamplerSettings(temperature=self.source.temperature, top_p=self.source.top_p),
-                "answers": self.recipe.answers.model_copy(update=own),
+                "answers": self.recipe.answers.model_copy(update=settings),
             }
         )
 
 
 def check_questions(recipe: Recipe) -> list[str]:
-    """What each source of kind target will ask, for `distill check`; loads no weights. Raises as `Asking` does."""
+    """Describe the questions of each source of kind target, without weights. Raises as `QuestionRequests` does."""
     lines = []
     for number, source in enumerate(recipe.corpus.asked):
-        asking = Asking(recipe, source, number)
+        asking = QuestionRequests(recipe, source, number)
         header = asking.first_header()
         limits = f"of at most {source.tokens} tokens, at temperature {source.temperature:g} and top-p {source.top_p:g}"
         count = TEXTS_PER_QUESTION * (source.questions or 0)
@@ -719,38 +727,37 @@ def check_questions(recipe: Recipe) -> list[str]:
         else:
             lines += [
                 f"questions: {source.questions} of the target's own, from at most {count} texts {limits}",
-                f"written behind the template's user header ({len(header.ids)} tokens): {header.text!r}"
+                f"written after the template's user header ({len(header.ids)} tokens): {header.text!r}"
                 + ("" if header.end is None else f", up to {header.end!r}"),
             ]
         if source.openings:
-            shown = ", ".join(repr(text) for text in source.openings[:OPENINGS])
-            more = len(source.openings) - OPENINGS
+            shown = ", ".join(repr(text) for text in source.openings[:OPENINGS_SHOWN])
+            more = len(source.openings) - OPENINGS_SHOWN
             lines.append(f"they begin with one of: {shown}" + (f" and {more} more" if more > 0 else ""))
     return lines
 
 
 # ── Stage `questions` ──
 
-EXPECTED, LOWEST_EXPECTED = 0.8, 1 / TEXTS_PER_QUESTION  # share of usable texts
-SURPLUS = 1.1  # more are asked for, to be sure
-ROUND = 32  # texts
-EXAMPLES, SHOWN_CHARACTERS = 3, 500  # of each
+USABLE_SHARE, MIN_USABLE_SHARE = 0.8, 1 / TEXTS_PER_QUESTION  # estimates of the share of usable texts
+SURPLUS = 1.1  # A round asks for so many times the texts that the estimate gives.
+ROUND_TEXTS = 32  # Rounds are multiples of so many texts.
+EXAMPLES, SHOWN_CHARACTERS = 3, 500
 SUMMARY = "summary.json"
 
 
 def questions(recipe: Recipe, run: Run) -> list[Path]:
-    """Write the questions of each source of kind target to questions/target.jsonl (target-2.jsonl, …), and
-    summary.json.
+    """Write the questions of each source of kind target to questions/target.jsonl (target-2.jsonl, …).
 
-    Texts are asked for as stage `answers` asks for answers, shared among processes and resumed as those are.
+    Processes share the texts, and the stage resumes, as in stage `answers`. summary.json has the counts.
     """
     part = process_index(), process_count()
     summaries = []
     for number, (source, name) in enumerate(zip(recipe.corpus.asked, question_files(recipe.corpus), strict=True)):
-        asking = Asking(recipe, source, number)
+        asking = QuestionRequests(recipe, source, number)
         kept, summary = _ask(asking, run, part, name)
         if part[0] == 0:
-            lines = (json.dumps(asking.record(one)) + "\n" for one in kept)
+            lines = (json.dumps(asking.record(question)) + "\n" for question in kept)
             write_text(run.path("questions", name), "".join(lines))
             _say(run, summary)
         summaries.append(summary)
@@ -760,8 +767,8 @@ def questions(recipe: Recipe, run: Run) -> list[Path]:
     return [run.path("questions")]
 
 
-def _ask(asking: Asking, run: Run, part: tuple[int, int], name: str) -> tuple[list[Question], AskedQuestions]:
-    """The usable questions of a source, and what is known about them; `part` as of stage `questions`."""
+def _ask(asking: QuestionRequests, run: Run, part: tuple[int, int], name: str) -> tuple[list[Question], AskedQuestions]:
+    """Let the target write the questions of a source. Returns the usable ones, and counts."""
     goal = asking.source.questions
     assert goal is not None
     asked: list[Question] = []
@@ -776,10 +783,10 @@ def _ask(asking: Asking, run: Run, part: tuple[int, int], name: str) -> tuple[li
         for question, text, reason in _written(asking, run, part, fresh, f"asked-{asking.number}-round-{number}"):
             asked.append(replace(question, text=text))
             reasons.append(reason)
-        sound = [one for one, reason in zip(asked, reasons, strict=True) if not reason]
-        found = repeats([one.text for one in sound])
-        usable = [one for one, reason in zip(sound, found, strict=True) if not reason]
-        repeated = Counter(filter(None, found))
+        sound = [question for question, reason in zip(asked, reasons, strict=True) if not reason]
+        labels = repeats([question.text for question in sound])
+        usable = [question for question, label in zip(sound, labels, strict=True) if not label]
+        repeated = Counter(filter(None, labels))
     dropped = Counter(filter(None, reasons)) + repeated
     if not usable:
         raise DataError(
@@ -788,52 +795,54 @@ def _ask(asking: Asking, run: Run, part: tuple[int, int], name: str) -> tuple[li
             + ("" if asking.plain else ": the target may not be an instruct model"),
         )
     kept = usable[:goal]
-    shown = [one.text[:SHOWN_CHARACTERS] for one in kept[:EXAMPLES]]
+    shown = [question.text[:SHOWN_CHARACTERS] for question in kept[:EXAMPLES]]
     counts = goal, len(asked), len(asked) - dropped.total(), len(kept)
     return kept, AskedQuestions(name, *counts, dict(sorted(dropped.items())), shown)
 
 
 def _written(
-    asking: Asking, run: Run, part: tuple[int, int], fresh: Sequence[Question], name: str
+    asking: QuestionRequests, run: Run, part: tuple[int, int], fresh: Sequence[Question], name: str
 ) -> Iterator[tuple[Question, str, str]]:
-    """Each question with its text and the reason why that is not usable, else nothing; each process writes its part
-    and reads all."""
-    headers = [asking.header(one.before, one.thinking, one.opening) for one in fresh]
+    """Yield each question with its text, and the reason why the text is not usable, or "".
+
+    Each process writes its part and reads all texts.
+    """
+    headers = [asking.header(question.before, question.thinking, question.opening) for question in fresh]
     recipe = asking.writing(sorted({header.end for header in headers if header.end is not None}))
     rules = replace(asking.rules, new_tokens=asking.source.tokens, keep_truncated=True)
-    prompts = [Sample(f"{one.id}/1", header.ids, source="target") for one, header in zip(fresh, headers, strict=True)]
+    names = [f"{question.id}/1" for question in fresh]
+    prompts = [Sample(name, header.ids, source="target") for name, header in zip(names, headers, strict=True)]
     groups = groups_of(prompts, rules, recipe.answers.group, run.path("questions"), f"{name}-")
     write_groups(recipe, run, "questions", groups, part, "questions, texts", idle=True)
     barrier()
     answers = read_groups([group.path for group in groups], "questions")
-    if [one.id for one in answers] != [prompt.id for prompt in prompts]:
-        hint = "make it again with `distill train RECIPE --redo questions`"
-        raise DataError(f"{run.path('questions')} holds other texts than were asked for", hint)
-    for one, header, answer in zip(fresh, headers, answers, strict=True):
-        # The opening as it was asked with: its last tokens may have been left for the target to write.
-        empty = asking.template.prompt([]) if asking.plain else asking.header(one.before, one.thinking).ids
-        begun = header.ids[len(empty) :] if one.opening else []
+    if [answer.id for answer in answers] != names:
+        raise DataError(f"{run.path('questions')} holds other texts than were requested", how_to_redo("questions"))
+    for question, header, answer in zip(fresh, headers, answers, strict=True):
+        # The header may lack the last tokens of the opening, which the target then writes.
+        empty = asking.template.prompt([]) if asking.plain else asking.header(question.before, question.thinking).ids
+        begun = header.ids[len(empty) :] if question.opening else []
         # A text that was cut short may end within a character.
         text = rules.text_of([*begun, *answer.answer]).strip().rstrip("\ufffd" if asking.plain else "")
-        reason = fault(asking.template, one.before, answer, text, one.thinking)
-        yield one, text, reason or (WORDLESS if not words(rules.text_of(answer.answer)) else "")
+        reason = fault(asking.template, question.before, answer, text, question.thinking)
+        yield question, text, reason or (WORDLESS if not words(rules.text_of(answer.answer)) else "")
 
 
 def _next(goal: int, usable: int, asked: int) -> int:
-    """How many texts the next round asks for: as many as the share of usable ones suggests, in steps of ROUND."""
-    rate = max(LOWEST_EXPECTED, usable / asked) if asked else EXPECTED
-    count = math.ceil(SURPLUS * (goal - usable) / rate / ROUND) * ROUND
+    """The number of texts of the next round, estimated from the share of usable texts so far."""
+    rate = max(MIN_USABLE_SHARE, usable / asked) if asked else USABLE_SHARE
+    count = math.ceil(SURPLUS * (goal - usable) / rate / ROUND_TEXTS) * ROUND_TEXTS
     return min(count, TEXTS_PER_QUESTION * goal - asked)
 
 
-def _say(run: Run, found: AskedQuestions) -> None:
-    """Write what is known about a source's questions to the log."""
-    few = found.kept < found.wanted
-    left = f"; dropped: {listed(found.dropped)}" if found.dropped else ""
+def _say(run: Run, asked: AskedQuestions) -> None:
+    """Write a source's counts and examples to the log."""
+    few = asked.kept < asked.wanted
+    left = f"; dropped: {listed(asked.dropped)}" if asked.dropped else ""
     run.say(
-        f"  {'warning: only ' if few else ''}{found.kept} of {found.wanted} questions: {found.usable} of {found.asked} "
+        f"  {'warning: only ' if few else ''}{asked.kept} of {asked.wanted} questions: {asked.usable} of {asked.asked} "
         f"texts that the target wrote are usable{left}",
         warning=few,
     )
-    for text in found.examples:
+    for text in asked.examples:
         run.say(f"  such as: {printable(' '.join(text.split()))}")

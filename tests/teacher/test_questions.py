@@ -37,7 +37,7 @@ from distill.teacher.answers import (
     SIMILAR,
     SPECIAL,
     WORDLESS,
-    Asking,
+    QuestionRequests,
     grams,
     questions,
     repeats,
@@ -184,8 +184,8 @@ def test_templates_without_a_header(talking: Path, monkeypatch: Patch, template:
     tokenizer = worlds.dressed(talking, "qwen-3", template)
     monkeypatch.setattr("distill.teacher.answers.load_tokenizer", lambda _: tokenizer)
     recipe = load_recipe(talking / "recipe.yaml", ["chat.system=[]"])
-    with pytest.raises(DataError, match=f"no user header that questions could be written behind: .*{fault}"):
-        Asking(recipe, recipe.corpus.asked[0], 0)
+    with pytest.raises(DataError, match=f"no user header that the target could continue: .*{fault}"):
+        QuestionRequests(recipe, recipe.corpus.asked[0], 0)
 
 
 def test_what_check_refuses(talking: Path, capsys: Capture) -> None:
