@@ -1,4 +1,4 @@
-"""Servers with OpenAI's API that run a target: several base URLs in turn, one model, requests that are sent again."""
+"""Servers with OpenAI's API that run a target: several base URLs in turn, one model, and retries."""
 
 from __future__ import annotations
 
@@ -31,18 +31,17 @@ from distill.http import (
 )
 from distill.recipe.target import Servers
 
-ABSENT = (404, 405)  # statuses of an address that is not there
-ENTRY_BYTES = 512  # at most, on average, of a token in a reply: its text, its bytes as numbers, its log-probability
+ABSENT = (404, 405)  # statuses of an address that does not exist
+ENTRY_BYTES = 512  # A token of a reply takes less on average, with its text, its bytes and its log-probability.
 
 
 def reply_bytes(tokens: int, entries: int = 0) -> int:
-    """The most bytes of a reply that has so many tokens, with the log-probabilities of `entries` tokens at each."""
+    """The most bytes of a reply of `tokens` tokens, with the log-probabilities of `entries` tokens at each."""
     return SMALL_REPLY + ENTRY_BYTES * tokens * (1 + entries)
 
 
 class ModelEntry(BaseModel):
-    """A model that a server lists; vLLM tells its context and where it comes from, llama-server its size. `owned_by`
-    is the kind of server."""
+    """A model in a server's list. `owned_by` is the kind of server. vLLM adds its context, llama-server its size."""
 
     id: str
     owned_by: str | None = None
@@ -52,18 +51,18 @@ class ModelEntry(BaseModel):
 
     @property
     def identity(self) -> list[Any]:
-        """What tells it from another model."""
+        """The values that differ between models."""
         return [self.id, self.root, *((self.meta or {}).get(name) for name in ("n_params", "size"))]
 
 
 class Models(BaseModel):
-    """What /v1/models lists; `data` is None where a gateway lists none."""
+    """The reply of /v1/models. `data` is None for a gateway without a list."""
 
     data: list[ModelEntry] | None = None
 
 
 class FromModel(BaseModel):
-    """A reply that may name the model that it comes from."""
+    """A reply that may name its model."""
 
     model: str | None = None
 
@@ -72,16 +71,15 @@ Reply = TypeVar("Reply", bound=FromModel)
 
 
 class Endpoint:
-    """The servers of a recipe's section, such as `answers.writer`, which messages name. Threads may share it.
+    """The servers of a recipe's section, such as `answers.writer`. Threads may share an endpoint.
 
-    `counts` has the attempts that failed, by reason. Raises EndpointError for a key or
-    header that the environment lacks.
+    `counts` has the failed attempts by reason. Raises EndpointError for a key or header that the environment lacks.
     """
 
     def __init__(self, settings: Servers, section: str) -> None:
         self.settings, self.section = settings, section
-        self.identities: list[list[Any]] = []  # of the servers' models, once `served` has asked
-        self.owners: set[str | None] = set()  # the kinds of servers, once `served` has asked
+        self.identities: list[list[Any]] = []  # those of the servers' models, after `served`
+        self.owners: set[str | None] = set()  # the kinds of servers, after `served`
         self.counts: Counter[str] = Counter()
         self._turns = itertools.count()
         self._lock, self._closed = threading.Lock(), threading.Event()
@@ -100,11 +98,11 @@ class Endpoint:
         most_bytes: int = SMALL_REPLY,
         start: int | None = None,
     ) -> Reply:
-        """A server's reply, of this form; requests begin at each URL in turn, or at number `start`, and further
-        attempts go to the next. A path with a leading / begins at the server's root, not at the URL.
+        """A server's reply in the form `form`.
 
-        Raises Refused, Unanswered after `retries` further attempts, and EndpointError where no request can succeed: a
-        wrong key, an address without this API, a server of another model than `body` names.
+        Requests begin at each URL in turn, or at number `start`, and retries go to the next URL. A path with a leading
+        / begins at the server's root instead of the URL. Raises Refused, and Unanswered after `retries` retries. Raises
+        EndpointError for a wrong key, an address without this API, and a reply of another model than `body` names.
         """
         urls = [url.removesuffix("/v1") if path.startswith("/") else f"{url}/" for url in self.settings.urls]
         first = next(self._turns) if start is None else start
@@ -113,13 +111,13 @@ class Endpoint:
         def read(place: str, received: Received) -> Reply:
             if received.status >= 300:
                 raise self._refusal(place, received)
-            found = self._client.read(received.content, form)
-            if "model" in body and found.model not in (None, "", body["model"]):
+            reply = self._client.read(received.content, form)
+            if "model" in body and reply.model not in (None, "", body["model"]):
                 raise EndpointError(
-                    f"a server answers for the model {str(found.model)[:80]}, and {body['model']} was asked",
+                    f"a server answers for the model {str(reply.model)[:80]}, and {body['model']} was asked",
                     f"all servers of {self.section}.urls must hold the same target under one name",
                 )
-            return found
+            return reply
 
         return self._repeated(places, body, read, most_bytes)
 
@@ -148,7 +146,7 @@ class Endpoint:
             self.counts[fault.reason] += 1
 
     def _refusal(self, place: str, received: Received) -> Exception:
-        """The error for a status below 500 that is neither a success nor tried again."""
+        """The error for a status below 500 that is no success and is not retried."""
         status, message, section = received.status, self._client.words(received.content), self.section
         if status in KEYLESS:
             key = self.settings.key
@@ -165,11 +163,11 @@ class Endpoint:
         return Refused(f"status {status}", message)
 
     def stream(self, ask: Callable[[Item], Result], waiting: deque[Item]) -> Generator[Result, None, None]:
-        """ask(item) of each item that waits, in any order, `connections` at a time; more may be appended."""
+        """Yield ask(item) of each waiting item in any order, `connections` at a time. Items may be appended."""
         return at_once(ask, waiting, self.settings.connections, self._closed.set)
 
     def each(self, ask: Callable[[Item], Result], items: Sequence[Item]) -> list[Result]:
-        """ask(item) of each item, in their order; the first error ends all."""
+        """ask(item) of each item, in order. The first error ends all requests."""
         waiting = deque(range(len(items)))
         with closing(self.stream(lambda at: (at, ask(items[at])), waiting)) as replies:
             results = dict(replies)
@@ -178,18 +176,18 @@ class Endpoint:
     # ── models ──
 
     def served(self) -> list[tuple[str, str, int | None]]:
-        """Each base URL, the name of the model to ask for, and its context where the server tells it.
+        """Each base URL, the name of its model, and the model's context if the server tells it.
 
-        A gateway that lists no models passes where the recipe names the model: each reply names it too. Raises
-        EndpointError where a server does not answer, or does not serve that model.
+        A gateway without a list of models passes if the recipe names the model, because replies name it too. Raises
+        EndpointError for a server that does not answer, or does not serve that model.
         """
         served, model = [], self.settings.model
         for url in self.settings.urls:
             listing = self._models(url)
-            own = [one for one in listing or () if model in (None, one.id)]
-            self.identities += [one.identity for one in own]
-            self.owners |= {one.owned_by for one in own} or {None}
-            models = {one.id: one.max_model_len for one in listing or ()}
+            wanted = [entry for entry in listing or () if model in (None, entry.id)]
+            self.identities += [entry.identity for entry in wanted]
+            self.owners |= {entry.owned_by for entry in wanted} or {None}
+            models = {entry.id: entry.max_model_len for entry in listing or ()}
             if listing is None and model is not None:
                 models = {model: None}
             names = ", ".join(name[:80] for name in list(models)[:5]) + (", …" if len(models) > 5 else "") or "none"
@@ -208,24 +206,25 @@ class Endpoint:
         return served
 
     def require_same(self, folder: Path) -> None:
-        """Note in a stage's folder which model the servers have; EndpointError where what is there is another's.
+        """Note the servers' model in a stage's folder. Raises EndpointError if the folder's files are of another model.
 
-        Of several processes, only the main one writes.
+        Only the main process writes.
         """
-        path, found = folder / ".served.json", sorted({json.dumps(one) for one in self.identities})
+        path, present = folder / ".served.json", sorted({json.dumps(identity) for identity in self.identities})
         known: list[str] = read_json(path, [str]) if path.exists() else []
         if not known:
-            if found and process_index() == 0:
-                write_json(path, found)
-        elif not {*found} <= {*known}:
+            if present and process_index() == 0:
+                write_json(path, present)
+        elif not {*present} <= {*known}:
             raise EndpointError(
-                f"{self.section}.urls serve {', '.join(found)}, and what is in {folder} comes from {', '.join(known)} "
+                f"{self.section}.urls serve {', '.join(present)}, and the files in {folder} come from "
+                f"{', '.join(known)} "
                 "(name, origin, parameters, bytes)",
                 f"serve that model again; for the same weights by another name delete {path}; or --redo {folder.name}",
             )
 
     def _models(self, url: str) -> list[ModelEntry] | None:
-        """The models that a server lists; None where it lists none."""
+        """The models in a server's list; None for a server without a list."""
 
         def read(place: str, received: Received) -> list[ModelEntry] | None:
             if received.status in ABSENT:
@@ -244,6 +243,6 @@ class Endpoint:
             raise EndpointError(f"{place} cannot be reached: {fault.reason} {fault.detail}".rstrip(), hint) from None
 
     def close(self) -> None:
-        """Let no request be sent again, and free the connections; safe to call twice."""
+        """Stop retries and free the connections. May be called twice."""
         self._closed.set()
         self._client.close()

@@ -1,7 +1,7 @@
-"""Log-probabilities of generated tokens: how each kind of server is asked for them, and how its replies are read.
+"""Requests for log-probabilities of generated tokens, and their replies, for each kind of server.
 
-docs/answers.md#log-probabilities has the table, from the servers' sources. Every reply is read into the generated ids
-and, for each of them, the ids and natural logarithms of the likeliest tokens.
+docs/answers.md#log-probabilities has the table, from the servers' sources. A reply is read into the generated ids, and
+for each of them the ids and natural logarithms of the likeliest tokens.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from distill.vocabulary.vocabulary import Vocabulary
 
 
 class Spellings:
-    """The ids of a vocabulary's tokens by their bytes; opened when a reply needs it."""
+    """The ids of a vocabulary's tokens by their bytes. A reply that needs it opens the vocabulary."""
 
     def __init__(self, vocabulary: Callable[[], Vocabulary]) -> None:
         self._open = vocabulary
@@ -34,11 +34,11 @@ class Spellings:
     @cached_property
     def ids(self) -> dict[bytes, int | None]:
         """The id of each token's bytes; None if several tokens have them."""
-        found: dict[bytes, int | None] = {}
+        ids: dict[bytes, int | None] = {}
         for token, spelled in enumerate(self.vocabulary.bytes_of):
             if spelled:
-                found[spelled] = None if spelled in found else token
-        return found
+                ids[spelled] = None if spelled in ids else token
+        return ids
 
     def id_of(self, spelled: bytes) -> int | None:
         """The token with these bytes; None if there is none, or several."""
@@ -56,7 +56,7 @@ class Usage(BaseModel):
 
 
 class Entry(BaseModel):
-    """One likely token: llama-server gives its id, OpenAI's chat form its text and bytes."""
+    """A likely token: llama-server returns its id, OpenAI's chat form its text and bytes."""
 
     logprob: float
     id: int | None = None
@@ -76,7 +76,7 @@ class ScoredToken(Entry):
 
 
 class TokenScores(BaseModel):
-    """`logprobs` of a choice: the older form of completions has lists, the chat form `content`."""
+    """`logprobs` of a choice: lists in the older form of completions, `content` in the chat form."""
 
     tokens: list[str] | None = None
     top_logprobs: list[dict[str, float] | None] | None = None
@@ -84,7 +84,7 @@ class TokenScores(BaseModel):
 
 
 class Choice(BaseModel):
-    """A finished text: `text` of a completion, and the generated ids where the server gives them (vLLM)."""
+    """A finished text: `text` of a completion, and the generated ids if the server returns them (vLLM)."""
 
     finish_reason: Literal["stop", "length"]
     text: str = ""
@@ -96,18 +96,18 @@ class Choice(BaseModel):
 
     @property
     def ended(self) -> bool:
-        """Whether the target ended it."""
+        """Whether the target ended the text."""
         return self.finish_reason != "length"
 
     @property
     def ended_by(self) -> list[Any]:
-        """The stop string or end token that ended it, null for the end; nothing where the server does not tell."""
+        """The stop string or end token that ended the text, None for the end; empty if the server does not tell."""
         given = ("stop_reason", "matched_stop")
         return [getattr(self, name) for name in given if name in self.model_fields_set]
 
 
 class Completion(FromModel):
-    """The reply of /v1/completions: one answer, as was asked."""
+    """The reply of /v1/completions with one answer."""
 
     choices: list[Choice] = Field(min_length=1, max_length=1)
     prompt_token_ids: list[int] | None = None
@@ -115,11 +115,11 @@ class Completion(FromModel):
 
     @property
     def prompt_ids(self) -> list[int] | None:
-        """The tokens that the server read, where it tells."""
+        """The tokens that the server read; None if it does not tell."""
         return self.choices[0].prompt_token_ids or self.prompt_token_ids
 
     def is_of(self, ids: list[int]) -> bool:
-        """Whether the server read these tokens, as far as it tells."""
+        """Whether the server read these tokens, or does not tell."""
         if self.prompt_ids is not None:
             return self.prompt_ids == ids
         return self.usage is None or self.usage.prompt_tokens in (None, len(ids))
@@ -129,7 +129,7 @@ Answered = tuple[Completion, list[Row | None]]  # an answer with its generated i
 
 
 def _require_tokens(ids: Sequence[int | None], named: Iterable[int | None]) -> None:
-    """Raise NotDistributions unless log-probabilities are those of the generated tokens."""
+    """Raise NotDistributions unless the log-probabilities belong to the generated tokens."""
     if list(ids) != list(named):
         raise NotDistributions("the log-probabilities are those of other tokens than the generated ones")
 
@@ -163,14 +163,14 @@ def _read_vllm(reply: Completion, spellings: Spellings) -> Answered:
 
 
 class SglangEnd(BaseModel):
-    """How a text ended; `matched` is the end token or the stop string."""
+    """The end of a text. `matched` is the end token or the stop string."""
 
     type: str
     matched: Any = None
 
 
 class SglangMeta(BaseModel):
-    """What SGLang tells about a text: (logarithm, id, text or null) of each token, and of the likeliest ones."""
+    """SGLang's data of a text: (logarithm, id, text or null) of each token, and of the likeliest tokens."""
 
     finish_reason: SglangEnd
     prompt_tokens: int | None = None
@@ -237,8 +237,8 @@ class LlamaReply(FromModel):
 
 
 def _ask_llama(body: Mapping[str, Any], entries: int) -> dict[str, Any]:
-    own = {"n_predict": body["max_tokens"], "n_probs": entries, "post_sampling_probs": False, "return_tokens": True}
-    return {**body, **own}
+    more = {"n_predict": body["max_tokens"], "n_probs": entries, "post_sampling_probs": False, "return_tokens": True}
+    return {**body, **more}
 
 
 def _read_llama(reply: LlamaReply, spellings: Spellings) -> Answered:
@@ -255,7 +255,7 @@ def _read_llama(reply: LlamaReply, spellings: Spellings) -> Answered:
 
 
 def _llama_rows(tokens: Sequence[int], scored: Sequence[ScoredToken], vocabulary: Vocabulary) -> list[Row | None]:
-    """A row for each token that the server scored: it leaves out those after which a character is unfinished."""
+    """A row for each token, None for tokens within a character, which the server leaves out."""
     left = list(reversed(scored))
     rows: list[Row | None] = []
     text = b""
@@ -272,7 +272,7 @@ def _llama_rows(tokens: Sequence[int], scored: Sequence[ScoredToken], vocabulary
 
 
 def unfinished(text: bytes) -> bool:
-    """Whether llama-server holds a text back as ending within a character (validate_utf8 of its server-common.cpp)."""
+    """Whether a text ends within a character for llama-server (validate_utf8 of its server-common.cpp)."""
     for back, byte in enumerate(reversed(text[-4:]), 1):
         length = 2 if byte & 0xE0 == 0xC0 else 3 if byte & 0xF0 == 0xE0 else 4 if byte & 0xF8 == 0xF0 else 0
         if back < length:
@@ -280,7 +280,7 @@ def unfinished(text: bytes) -> bool:
     return False
 
 
-# ── OpenAI's completions, and servers that keep to them: tokens are texts ──
+# ── OpenAI's completions, and compatible servers: tokens are texts ──
 
 
 def _ask_openai(body: Mapping[str, Any], entries: int) -> dict[str, Any]:
@@ -320,13 +320,15 @@ def _read_openai(reply: Completion, spellings: Spellings) -> Answered:
     return reply.model_copy(update={"choices": [choice.model_copy(update={"token_ids": ids})]}), rows
 
 
-# ── Which server has which form ──
+# ── The forms by kind of server ──
 
 
 @dataclass(frozen=True)
 class Form:
-    """A kind of server: the path below its base URL (from its root with a leading /), the most entries of a token, the
-    request, the reply, and the setting under which its values come before the sampler."""
+    """A kind of server: path, most entries of a token, request, reply, and the setting for values before the sampler.
+
+    A path with a leading / begins at the server's root, other paths at its base URL.
+    """
 
     name: str
     path: str
@@ -370,5 +372,5 @@ OPENAI = Form(
 
 
 def form_of(owner: str | None) -> Form:
-    """The form of a server, by what /v1/models says of its owner."""
+    """The form of a server, by the owner in /v1/models."""
     return {"vllm": VLLM, "sglang": SGLANG, "llamacpp": LLAMA_SERVER}.get(owner or "", OPENAI)

@@ -43,10 +43,9 @@ from distill.vocabulary.vocabulary import Vocabulary
 
 
 def require_gguf(target: str, path: str, setting: str) -> VocabularyMetadata:
-    """What a GGUF file, which a recipe's `setting` names, says of its vocabulary; loads no weights.
+    """The vocabulary of a GGUF file that a recipe's `setting` names, without loading weights.
 
-    Raises DataError for a file that cannot be read, PairError where an id is not the same token as in the target's
-    tokenizer.
+    Raises DataError for a file that cannot be read, and PairError for other tokens than the target's.
     """
     if not Path(path).is_file():
         raise DataError(f"{setting}: there is no file {path}", "export the target with distill export-gguf")
@@ -59,16 +58,16 @@ def require_gguf(target: str, path: str, setting: str) -> VocabularyMetadata:
 
 
 def _stop_of(recipe: Recipe, ends: Sequence[int]) -> Stop | None:
-    """What ends an answer before a stop string; None without any."""
+    """The check for stop strings; None without any."""
     if not recipe.answers.stop:
         return None
     return stop_before(token_bytes(Vocabulary.read(text_folder(recipe.target.model)), ends), recipe.answers.stop)
 
 
 class _LocalWriter:
-    """A model whose rows finished texts leave to waiting prompts; see `distill.teacher.answers.Writer`.
+    """A model in which waiting prompts take the rows of finished texts; see `distill.teacher.answers.Writer`.
 
-    The sampler is the served one with the penalty of the answers.
+    The sampler is the served one with the repetition penalty of the answers.
     """
 
     engine: Model
@@ -81,29 +80,29 @@ class _LocalWriter:
 
     @property
     def together(self) -> int:
-        """The rows of the model."""
+        """The number of rows of the model."""
         return self.engine.rows
 
     @property
     def by_prompt(self) -> bool:
-        """Whether no text shares its rounding with others."""
+        """Whether texts do not change each other by rounding."""
         return self.engine.rows == 1
 
     def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
-        """A reply to each request, in any order; requests appended to `waiting` between replies are answered too."""
+        """Yield a reply to each request in any order, also to requests that are appended to `waiting` meanwhile."""
         self.engine.rollback([0] * self.engine.rows)
         yield from refill(self.engine, waiting, self.sampler, self.ends, self.vocabulary, self.stop)
 
     def close(self) -> list[str]:
-        """Free the cache; lines about what went wrong and was mended."""
+        """Free the cache. Returns lines to print."""
         self.engine.close()
         return self.notes
 
 
 class TorchWriter(_LocalWriter):
-    """The target in transformers, `answers.batch` texts at a time; a model that takes no rows, text by text.
+    """The target in transformers, `answers.batch` texts at a time. A model without rows writes one text at a time.
 
-    DataError for a model that cannot be decoded here.
+    Raises DataError for a model that cannot be decoded here.
     """
 
     def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
@@ -119,39 +118,39 @@ class TorchWriter(_LocalWriter):
 
 
 class GgufWriter(_LocalWriter):
-    """A GGUF file of the target in llama.cpp, text by text."""
+    """A GGUF file of the target in llama.cpp, one text at a time."""
 
     def __init__(self, recipe: Recipe, tokenizer: Any, config: Any) -> None:
         settings = recipe.answers.writer
         assert settings is not None and settings.gguf is not None
         require_gguf(recipe.target.model, settings.gguf, "answers.writer.gguf")
         super().__init__(recipe, end_ids(recipe.target.model, tokenizer), real_tokens(config, tokenizer))
-        # A prompt is at most as long as the block leaves room for, whatever its turn in a conversation.
+        # A prompt with its answer fits a block, at each turn of a conversation.
         context = max(2, recipe.corpus.block)
         self.engine = GgufModel(settings.gguf, context=context, options=recipe.gguf_options("target"))
 
 
 # ── Servers with OpenAI's API: vLLM, SGLang, llama-server and others ──
 
-MAX_FAULTS = 8  # replies without one answer, after which it is the settings that are wrong
+MAX_FAULTS = 8  # So many replies without an answer mean wrong settings.
 LARGEST_SEED = 2**31
 MISCOUNTED = "answers whose text has another number of tokens than the server counted"
 OTHER_PROMPT = "the server read other tokens than the prompt's"
 NO_SCORES = "without usable log-probabilities"
 MOST_ENTRIES = re.compile(r"max allowed: (\d+)")  # vLLM's words for --max-logprobs
 
-# How servers are told that no top-k is asked for, in the order in which they are tried: llama-server and vLLM of today;
-# vLLM before 0.9 and SGLang; whoever takes none of these.
+# Forms of a request without top-k, in the order of attempts: for llama-server and vLLM from 0.9 on, for older vLLM and
+# SGLang, and for servers that refuse both.
 ALL_TOKENS: list[dict[str, Any]] = [{"top_k": 0}, {"top_k": -1}, {}]
-# Settings that a server may not know, with the values at which they ask for nothing.
+# Settings that a server may not know, with the values that switch them off.
 OFF = {"min_p": 0, "presence_penalty": 0, "frequency_penalty": 0, "repetition_penalty": 1, "repeat_penalty": 1}
 
 
 class ServerWriter:
-    """The target on servers, up to `connections` requests at a time, each sent again where it may succeed later.
+    """The target on servers, with up to `connections` requests at a time and retries.
 
-    A prompt goes as token ids. The ids of a reply are the server's where it gives them, else those of its text. With
-    `entries`, each request also asks for the log-probabilities of so many tokens, as the kind of server gives them.
+    Prompts are sent as token ids. The ids of a reply are the server's, or those of its text if it returns none. With
+    `entries`, each request also asks for the log-probabilities of so many tokens, in the form of the server's kind.
     """
 
     by_prompt = True
@@ -163,14 +162,15 @@ class ServerWriter:
         self.together = settings.connections
         self.ends, self.vocabulary = end_ids(recipe.target.model, tokenizer), real_tokens(config, tokenizer)
         stated = {tokenizer.eos_token_id, *stated_ends(recipe.target.model)}
-        self.untold = [token for token in turn_end(tokenizer) if token not in stated]  # ends that no file names
-        self.end = next(one for one in (*turn_end(tokenizer), tokenizer.eos_token_id, *self.ends) if one is not None)
+        self.unstated = [token for token in turn_end(tokenizer) if token not in stated]  # ends that no file names
+        ends = (*turn_end(tokenizer), tokenizer.eos_token_id, *self.ends)
+        self.end = next(token for token in ends if token is not None)
         self.stop = _stop_of(recipe, self.ends)
         self.endpoint = Endpoint(settings, "answers.writer")
         self.miscounted = 0
         self.all_tokens = 0  # the form of ALL_TOKENS that the servers have not refused
         self.refused: set[str] = set()  # settings of OFF
-        self.first_faults: dict[str, str] = {}  # what the server said about the first of each kind
+        self.first_faults: dict[str, str] = {}  # the server's words about the first fault of each kind
         self._lock = Lock()
         self.entries, self.form, self.notes = 0, form_of(None), list[str]()
         self.spellings = Spellings(lambda: Vocabulary.read(text_folder(recipe.target.model)))
@@ -183,12 +183,10 @@ class ServerWriter:
             raise
 
     def write(self, waiting: deque[Request]) -> Generator[Reply, None, None]:
-        """A reply to each request, in any order, also to those that are appended to `waiting` between replies.
+        """Yield a reply to each request in any order, also to requests that are appended to `waiting` meanwhile.
 
-        Raises EndpointError where no reply can be used.
-
-        Until there is an answer, faults are held back: a server that refuses the first requests is set up wrongly, and
-        these are asked again by the next command.
+        Faults before the first answer are held back. If the settings are wrong, the next command can then repeat these
+        requests. Raises EndpointError if no reply can be used.
         """
         answered = faults = 0
         held: list[Reply] = []
@@ -207,23 +205,23 @@ class ServerWriter:
         yield from held
 
     def _require_answers(self, reply: Reply, answered: int, faults: int) -> None:
-        """Raise EndpointError where requests fail one after another: none would bring an answer."""
+        """Raise EndpointError if many requests fail in a row."""
         limit = MAX_FAULTS if not answered else max(MAX_FAULTS, 4 * self.together)
         if faults >= limit and not (answered and reply.lasting):
             fault = ": ".join(filter(None, (reply.dropped, reply.detail)))
             raise EndpointError(
                 f"the last {faults} requests brought no answer; the last: {fault}",
-                "the same command asks again for what is missing; if it is not a passing fault, correct "
-                "answers.writer. A server must take token ids as a prompt, as vLLM, SGLang and llama-server do",
+                "run the same command again to request the missing answers, or correct answers.writer. "
+                "A server must take token ids as a prompt, as vLLM, SGLang and llama-server do",
             )
 
     def _ask_for_scores(self, entries: int) -> None:
         """Choose the servers' form of log-probabilities, and try it on each server.
 
-        Raises EndpointError if a server gives none, or those after its sampler.
+        Raises EndpointError if a server returns none, or values after its sampler.
         """
         if len(self.endpoint.owners) > 1:
-            kinds = ", ".join(sorted(str(one) for one in self.endpoint.owners))
+            kinds = ", ".join(sorted(map(str, self.endpoint.owners)))
             raise EndpointError(
                 f"answers.writer.urls are servers of several kinds: {kinds}", "name servers of one kind"
             )
@@ -239,8 +237,10 @@ class ServerWriter:
                 )
 
     def _probe(self, number: int, served: bool) -> Scores:
-        """The scores of the first token of one server's reply, with the `served` sampler or with one that changes
-        nothing; EndpointError, with what to change, without any."""
+        """The scores of the first token of a server's reply, with the `served` sampler or without any.
+
+        Raises EndpointError if there are none.
+        """
         request = Request("probe", [0, 1 % self.vocabulary, 0], 0, 1)  # A token that is repeated shows penalties.
         body = self._body(request) if served else self._body(request, SamplerSettings(), 1.0)
         try:
@@ -272,27 +272,27 @@ class ServerWriter:
         )
 
     def _scored(self, body: dict[str, Any], start: int | None = None) -> tuple[Completion, Scores]:
-        """An answer, and the scores of its tokens; NotDistributions if they cannot be used."""
+        """An answer, and the scores of its tokens. Raises NotDistributions if they cannot be used."""
         size = reply_bytes(len(body["prompt"]) + body["max_tokens"], self.entries + 1)
         reply = self.endpoint.post(self.form.path, self.form.ask(body, self.entries), self.form.reply, size, start)
         answer, rows = self.form.read(reply, self.spellings)
         return answer, scores_of(rows, self.vocabulary)
 
     def _without_top_k(self, refused: int) -> bool:
-        """Go on to the next of ALL_TOKENS after the servers refused one; whether there is another."""
+        """Switch to the next of ALL_TOKENS after a refusal. Returns whether there is one."""
         with self._lock:
             self.all_tokens = max(self.all_tokens, min(refused + 1, len(ALL_TOKENS) - 1))
         return refused < len(ALL_TOKENS) - 1
 
     def _without(self, detail: str, body: Mapping[str, Any]) -> bool:
-        """Leave out settings that a server names in its refusal and that asked for nothing; whether there are some."""
+        """Leave out switched-off settings that a server refuses by name. Returns whether there are some."""
         names = [name for name, off in OFF.items() if body.get(name) == off and re.search(rf"\b{name}\b", detail)]
         with self._lock:
             self.refused.update(names)
         return bool(names)
 
     def _ask(self, request: Request) -> Reply:
-        """The reply to one request; runs in a thread of the pool."""
+        """The reply to a request. Runs in a thread of the pool."""
         form, body, scores = self.all_tokens, self._body(request), None
         try:
             if self.entries:
@@ -311,15 +311,17 @@ class ServerWriter:
         except NotDistributions as error:
             return Reply(request.id, [], False, NO_SCORES, str(error))
         if not answer.is_of(request.ids):
-            # The answer to another prompt is nothing that this one brought about: it is asked again.
+            # The server answered another prompt. The request is sent again.
             return Reply(request.id, [], False, OTHER_PROMPT, lasting=answer.prompt_ids is None)
         return self._reply(request, answer, scores)
 
     def _body(
         self, request: Request, sampler: SamplerSettings | None = None, penalty: float | None = None
     ) -> dict[str, Any]:
-        """A request, by default with the recipe's sampler and penalty. Every setting is sent: the servers' defaults
-        differ, and none is off."""
+        """A request's body, by default with the recipe's sampler and penalty.
+
+        All settings are sent, because the servers' defaults differ and are not off.
+        """
         answers, sampler = self.recipe.answers, sampler or self.recipe.sampler
         penalty = answers.repetition_penalty if penalty is None else penalty
         body = {
@@ -343,7 +345,7 @@ class ServerWriter:
             "spaces_between_special_tokens": False,
         }
         top_k = {"top_k": sampler.top_k} if sampler.top_k else ALL_TOKENS[self.all_tokens]
-        body |= {"stop_token_ids": self.untold} if self.untold else {}  # vLLM, SGLang
+        body |= {"stop_token_ids": self.unstated} if self.unstated else {}  # vLLM, SGLang
         body = {name: value for name, value in body.items() if name not in self.refused or value != OFF[name]}
         return body | top_k | ({"stop": list(answers.stop)} if answers.stop else {})
 
@@ -359,7 +361,7 @@ class ServerWriter:
         elif new and scores is not None:
             return Reply(request.id, [], False, NO_SCORES, "the server generated ids without a token")
         else:
-            # What a cut text may end with is the beginning of a character whose other tokens were not generated.
+            # A cut text may end within a character.
             text = choice.text if ended else choice.text.rstrip("\ufffd")
             if fault := fault_of_text("", text):
                 return Reply(request.id, [], False, fault)
@@ -369,22 +371,22 @@ class ServerWriter:
                 with self._lock:
                     self.miscounted += 1
         last = next((at for at, token in enumerate(new) if token in self.ends), None)
-        if last is not None:  # the server may not know an end that the template alone names, and have gone on
+        if last is not None:  # A server may ignore an end that only the template names, and write on.
             new, ended = new[: last + 1], True
         if ended and not by_string and not (new and new[-1] in self.ends):
-            # The end token: the server's where it names one of the target's, else the template's or the tokenizer's.
-            new = [*new, next((int(one) for one in choice.ended_by if one in self.ends), self.end)]
+            # The end token is the one that the server names, or that of the template or the tokenizer.
+            new = [*new, next((int(token) for token in choice.ended_by if token in self.ends), self.end)]
         ended, new = ended and len(new) <= request.limit, new[: request.limit]
         return Reply(request.id, new, ended, scores="" if scores is None else scores.fitted(len(new)).packed())
 
     def _by_stop_string(self, choice: Choice) -> bool:
-        """Whether a stop string may have ended a text: sure where the server tells, else wherever there are some."""
+        """Whether a stop string ended a text; true if one may have and the server does not say."""
         if self.stop is None or choice.finish_reason != "stop":
             return False
         return not choice.ended_by or isinstance(choice.ended_by[0], str)
 
     def close(self) -> list[str]:
-        """Free the connections; lines about attempts that failed and texts that are not exact."""
+        """Free the connections. Returns lines about failed attempts and inexact texts."""
         self.endpoint.close()
         failed = self.endpoint.counts
         return [

@@ -120,7 +120,7 @@ def test_another_model_than_before_is_refused(tokenizer: Any, write: Any) -> Non
         with pytest.raises(EndpointError, match="prompts have no reply"):
             write(24, server, **more)
         before, broken["on"], server.names = server.asked.copy(), False, ["other"]
-        with pytest.raises(EndpointError, match=r'serve \["other".* comes from \["tiny"[\s\S]*--redo answers'):
+        with pytest.raises(EndpointError, match=r'serve \["other".* come from \["tiny"[\s\S]*--redo answers'):
             write(24, server, **more)
         assert server.asked == before
         server.names = ["tiny"]
