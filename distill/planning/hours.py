@@ -23,7 +23,7 @@ from distill.surgery.cutter import planned_sizes, shape_of, weights_of
 from distill.tables import Cell, Columns, Table, table_of
 from distill.teacher.store import planned_bytes
 from distill.teacher.texts import held_out_sizes
-from distill.training.saved import ACCEPTANCE_STAGE, KEPT
+from distill.training.saved import ACCEPTANCE_STAGE, CHECKPOINTS_KEPT
 
 PROCESS = 0.55e9  # bytes of memory that a process takes beside models, as scripts/benchmarks/scale.py measures them
 
@@ -228,7 +228,7 @@ def _rehearsed(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> Sta
         more = rows * _row_bytes(recipe)
         memory, device = (memory, device + more) if device else (memory + more, device)
     if stage.stage == "train":
-        disk = stage.disk_bytes * (1 + KEPT) // 2
+        disk = stage.disk_bytes * (1 + CHECKPOINTS_KEPT) // 2
     else:
         counted = stage.stage in ("questions", "corpus", "answers", "teacher", "table")
         disk = round(max(1.0, growth if counted else 1.0) * stage.disk_bytes)

@@ -163,8 +163,8 @@ class PromptAnswers:
 
     def _add(self, name: str, ids: list[int], reply: Reply, rules: AnswerRules) -> Sample:
         dropped = reply.dropped or ("" if reply.ended or rules.keep_truncated else "truncated") or fault_of(reply.ids)
-        known = {"id": name, "prompt": ids, "answer": reply.ids, "ended": reply.ended, "dropped": dropped}
-        self.answers.append(replace(self.prompt, **known, number=self.number, chat=None))
+        answer = replace(self.prompt, id=name, prompt=ids, answer=reply.ids, ended=reply.ended, dropped=dropped)
+        self.answers.append(replace(answer, number=self.number, chat=None))
         return self.answers[-1]
 
 

@@ -218,8 +218,7 @@ class Endpoint:
         elif not {*present} <= {*known}:
             raise EndpointError(
                 f"{self.section}.urls serve {', '.join(present)}, and the files in {folder} come from "
-                f"{', '.join(known)} "
-                "(name, origin, parameters, bytes)",
+                f"{', '.join(known)} (name, origin, parameters, bytes)",
                 f"serve that model again; for the same weights by another name delete {path}; or --redo {folder.name}",
             )
 
