@@ -736,10 +736,10 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
         hint = "raise eval.prompts, or give the test split documents (corpus.sources)"
         raise DataError("there is neither an answer nor text of the test split to measure", hint)
     blocks = replace(blocks, mask=stored.mask)  # without documents that could not be sent as text
-    own = len(texts.own)
+    own = len(texts.answered)
     domains = {"answers": range(own), "files": range(own, len(blocks))}
     measured: dict[str, dict[str, Measured]] = {domain: {} for domain, index in domains.items() if index}
-    sliced = SlicedValues.of(texts.own)
+    sliced = SlicedValues.of(texts.answered)
     written: list[Text] = [
         (prompt.tolist(), answer.tolist()) for prompt, answer in map(texts.answers.ids, range(len(texts.answers)))
     ]

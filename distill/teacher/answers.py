@@ -430,7 +430,7 @@ def answers(recipe: Recipe, run: Run, part: tuple[int, int] | None = None) -> li
 
 
 def _origin(recipe: Recipe, run: Run, split: Split) -> dict[str, Any]:
-    """What only the answers to held-out prompts are made from. The stage's key has the rest."""
+    """The sources of the answers to held-out prompts that are not in the stage's key."""
     sizes = held_out_sizes(recipe, split)
     return {"ids": asked_prompts(recipe, run, split).column("id").tolist(), "new_tokens": sizes.new_tokens}
 

@@ -111,7 +111,7 @@ class CompactTeacher:
 
 @dataclass(frozen=True)
 class LogitForm:
-    """How a model computes logits from head · hidden: times `scale`, then capped at ±`soft_cap` (0: no cap)."""
+    """The step from head · hidden to logits: times `scale`, then capped at ±`soft_cap` (0: no cap)."""
 
     scale: float = 1.0
     soft_cap: float = 0.0

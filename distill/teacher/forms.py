@@ -145,14 +145,14 @@ def _ask_vllm(body: Mapping[str, Any], entries: int) -> dict[str, Any]:
 
 def _read_vllm(reply: Completion, spellings: Spellings) -> Answered:
     choice = reply.choices[0]
-    found = choice.logprobs
-    if choice.token_ids is None or found is None or found.tokens is None or found.top_logprobs is None:
+    scores = choice.logprobs
+    if choice.token_ids is None or scores is None or scores.tokens is None or scores.top_logprobs is None:
         raise NotDistributions("the reply has no ids or no log-probabilities of its tokens")
     try:
-        _require_tokens(choice.token_ids, [int(token.removeprefix(ID_MARK)) for token in found.tokens])
+        _require_tokens(choice.token_ids, [int(token.removeprefix(ID_MARK)) for token in scores.tokens])
         rows: list[Row | None] = [
-            None if one is None else ([int(token.removeprefix(ID_MARK)) for token in one], list(one.values()))
-            for one in found.top_logprobs
+            None if top is None else ([int(token.removeprefix(ID_MARK)) for token in top], list(top.values()))
+            for top in scores.top_logprobs
         ]
     except ValueError:
         raise NotDistributions("the reply names tokens by their text instead of their id") from None
@@ -208,8 +208,8 @@ def _read_sglang(reply: SglangReply, spellings: Spellings) -> Answered:
         raise NotDistributions(f"the server broke off ({about.finish_reason.type})")
     _require_tokens(reply.output_ids, [token for _, token, _ in about.output_token_logprobs])
     rows: list[Row | None] = [
-        None if one is None else ([token for _, token, _ in one], [log for log, _, _ in one])
-        for one in about.output_top_logprobs
+        None if top is None else ([token for _, token, _ in top], [log for log, _, _ in top])
+        for top in about.output_top_logprobs
     ]
     if len(rows) != len(reply.output_ids):
         raise NotDistributions("there are other numbers of tokens and of log-probabilities")
@@ -263,7 +263,7 @@ def _llama_rows(tokens: Sequence[int], scored: Sequence[ScoredToken], vocabulary
         text = (text + vocabulary.text_bytes([token]))[-4:]
         if left and left[-1].id == token and not unfinished(text):
             top = left.pop().top_logprobs or []
-            rows.append(([-1 if one.id is None else one.id for one in top], [one.logprob for one in top]))
+            rows.append(([-1 if entry.id is None else entry.id for entry in top], [entry.logprob for entry in top]))
         else:
             rows.append(None)
     if left:
@@ -289,30 +289,32 @@ def _ask_openai(body: Mapping[str, Any], entries: int) -> dict[str, Any]:
 
 def _read_openai(reply: Completion, spellings: Spellings) -> Answered:
     choice = reply.choices[0]
-    found = choice.logprobs
-    if found is not None and found.content is not None:
-        content = found.content
-    elif found is not None and found.tokens is not None and found.top_logprobs is not None:
+    scores = choice.logprobs
+    if scores is not None and scores.content is not None:
+        content = scores.content
+    elif scores is not None and scores.tokens is not None and scores.top_logprobs is not None:
         content = [
             ScoredToken(
-                logprob=0, token=token, top_logprobs=[Entry(token=one, logprob=log) for one, log in (top or {}).items()]
+                logprob=0,
+                token=token,
+                top_logprobs=[Entry(token=other, logprob=log) for other, log in (top or {}).items()],
             )
-            for token, top in zip(found.tokens, found.top_logprobs, strict=True)
+            for token, top in zip(scores.tokens, scores.top_logprobs, strict=True)
         ]
     else:
         raise NotDistributions("the reply has no log-probabilities (choices[0].logprobs)")
-    text = b"".join(one.text for one in content)
+    text = b"".join(token.text for token in content)
     if not text.startswith(choice.text.encode()):
         raise NotDistributions("the texts of its tokens are not the text of the reply")
-    ids = [one.id if one.id is not None else spellings.id_of(one.text) for one in content]
+    ids = [token.id if token.id is not None else spellings.id_of(token.text) for token in content]
     if None in ids:
         unknown = content[ids.index(None)].token
         raise NotDistributions(f"no token, or several, are spelled {unknown[:40]!r}, and the reply has no ids")
     rows: list[Row | None] = []
-    for one in content:
+    for scored in content:
         top = [
             (entry.id if entry.id is not None else spellings.id_of(entry.text), entry)
-            for entry in one.top_logprobs or []
+            for entry in scored.top_logprobs or []
         ]
         rows.append(([-1 if token is None else token for token, _ in top], [entry.logprob for _, entry in top]))
     if choice.token_ids is not None:

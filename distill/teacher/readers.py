@@ -256,11 +256,11 @@ class ServerReader:
 
     def _places(self, choice: ScoredPrompt, ids: list[int]) -> list[dict[int, TokenScore]]:
         """The log-probabilities by id at each prompt token [S]; EndpointError unless they are those of these ids."""
-        by_place, own = choice.prompt_logprobs, choice.prompt_token_ids
+        by_place, read = choice.prompt_logprobs, choice.prompt_token_ids
         if by_place is None:
             what = "log-probabilities of prompts (choices[0].prompt_logprobs)"
             raise EndpointError(f"the server of {self.settings.model} returns no {what}", NO_LOGPROBS)
-        if len(by_place) != len(ids) or own not in (None, ids):
+        if len(by_place) != len(ids) or read not in (None, ids):
             raise self._other_ids(f"{len(by_place)} tokens" if len(by_place) != len(ids) else "other tokens", len(ids))
         places: list[dict[int, TokenScore]] = [{}]
         for place, (entries, token) in enumerate(zip(by_place[1:], ids[1:], strict=True), 1):

@@ -275,8 +275,8 @@ def teacher(recipe: Recipe, run: Run, part: tuple[int, int] | None = None) -> li
     size = recipe.teacher.shard_blocks
     shards = [
         Shard(split, shard_path(run.path("teacher", split), at // size), slice(at, at + size))
-        for split, found in texts.items()
-        for at in range(0, len(found.blocks), size)
+        for split, blocks in texts.items()
+        for at in range(0, len(blocks.blocks), size)
     ]
     mine = process_share(shards, part, "teacher shards", "teacher.shard_blocks")
     whole = _whole(run, shards)
@@ -347,7 +347,7 @@ class Maker:
     def _prepare_exact(self, main: bool) -> None:
         """Write the head. If it does not give the target's own logits, held-out stores become compact."""
         head = Head.of(self.model, self.vocabulary)
-        sample = next(found.blocks for found in self.texts.values() if len(found.blocks)).take(slice(0, 1))
+        sample = next(texts.blocks for texts in self.texts.values() if len(texts.blocks)).take(slice(0, 1))
         try:
             require_head(self.model, head, sample)
         except DataError as error:
@@ -387,27 +387,27 @@ class Maker:
         if lacking is not None:
             what = f"{lacking} was not written by the process it was assigned to"
             raise RunError(what, "run the same command again")
-        for split, found in self.texts.items():
-            own = [shard for shard in shards if shard.split == split]
-            scored = sum(int(_mapped(shard.path)["rows"][-1]) for shard in own)
-            given = int(found.blocks.scored.sum()) - found.answer_positions
+        for split, texts in self.texts.items():
+            written = [shard for shard in shards if shard.split == split]
+            scored = sum(int(_mapped(shard.path)["rows"][-1]) for shard in written)
+            given = int(texts.blocks.scored.sum()) - texts.answer_positions
             kind = self.kinds[split]
             compact = {"cap": self.cap, "mass": self.recipe.teacher.mass if split == "train" else None}
             manifest = {
                 "format": FORMAT,
                 "kind": kind,
-                **(self.about if kind == "exact" else compact | {"entries": _mean_entries(own, scored)}),
+                **(self.about if kind == "exact" else compact | {"entries": _mean_entries(written, scored)}),
                 "origin": self.reader.origin,
                 "vocabulary": self.vocabulary,
                 **target_metadata(self.recipe),
                 "sampler": read_json(self.run.path("answers", "manifest.json"), {"sampler": dict})["sampler"],
-                "shard_blocks": [len(range(len(found.blocks))[shard.rows]) for shard in own],
+                "shard_blocks": [len(range(len(texts.blocks))[shard.rows]) for shard in written],
                 "scored_positions": scored,
                 "answer_positions": scored - given,
-                "answer_blocks": found.answer_blocks,
+                "answer_blocks": texts.answer_blocks,
             }
             write_json(self.run.path("teacher", split, "manifest.json"), manifest)
-            self.run.say(f"  {split}: {described(manifest, own)}")
+            self.run.say(f"  {split}: {described(manifest, written)}")
 
 
 def described(manifest: dict[str, Any], shards: Sequence[Shard]) -> str:

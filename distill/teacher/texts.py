@@ -91,14 +91,14 @@ class HeldOut:
     """Held-out texts: answers, their blocks (a document each), blocks of given text, and counts of dropped answers."""
 
     answers: Samples
-    own: Packed
+    answered: Packed
     given: Packed
     dropped: dict[str, int]
 
     @property
     def blocks(self) -> Packed:
         """All blocks, those of answers first. Documents are numbered if those of the given text are."""
-        parts = [part for part in (self.own, self.given) if len(part)]
+        parts = [part for part in (self.answered, self.given) if len(part)]
         return concatenate(parts) if parts else self.given
 
 
@@ -117,9 +117,9 @@ def held_out(recipe: Recipe, run: Run, split: Split) -> HeldOut:
         hint = "correct what wrote them (answers) and use --redo answers, or give more served lines (answers.traffic)"
         raise DataError(f"no answer to a {split} prompt is left: {listed(dropped, ' × ')}", hint)
     texts = [(numpy.concatenate(turn), len(turn[0])) for turn in map(answers.ids, range(len(answers)))]
-    own = pack(texts, recipe.corpus.block, split_long=False)
+    answered = pack(texts, recipe.corpus.block, split_long=False)
     given = Packed.load(run.path("corpus", f"text-{split}.safetensors")).take(slice(0, sizes.blocks))
-    return HeldOut(answers, own, given, dict(sorted(dropped.items())))
+    return HeldOut(answers, answered, given, dict(sorted(dropped.items())))
 
 
 @dataclass(frozen=True)
@@ -137,13 +137,13 @@ def split_blocks(recipe: Recipe, run: Run, split: Split) -> SplitBlocks:
     """The blocks on which a split's store holds the target's distributions."""
     if split == "train":
         answers = learnt_answers(run)
-        own, documents = answer_blocks(answers, recipe)
+        blocks, documents = answer_blocks(answers, recipe)
         text = Packed.load(run.path("corpus", "text-train.safetensors"))
-        return SplitBlocks(own.before(text), len(own), int(own.scored.sum()), answers, documents)
+        return SplitBlocks(blocks.before(text), len(blocks), int(blocks.scored.sum()), answers, documents)
     texts = held_out(recipe, run, split)
     numbers = count()
-    documents = [[[next(numbers)] for _ in range(int(block.max()) + 1)] for block in texts.own.documents]
-    return SplitBlocks(texts.blocks, len(texts.own), int(texts.own.mask.sum()), texts.answers, documents)
+    documents = [[[next(numbers)] for _ in range(int(block.max()) + 1)] for block in texts.answered.documents]
+    return SplitBlocks(texts.blocks, len(texts.answered), int(texts.answered.mask.sum()), texts.answers, documents)
 
 
 def renew(folder: Path, origin: dict[str, Any]) -> None:

@@ -241,7 +241,7 @@ def require_processes(recipe: Recipe, device: torch.device) -> None:
     """Raise RunError or RecipeError if the processes of this command cannot share the recipe's steps and device."""
     processes = process_count()
     if device.index is not None and processes > 1:
-        what = f"device is {recipe.device}, and {processes} processes were started, each of which takes its own"
+        what = f"device is {recipe.device}, and {processes} processes were started, and each takes another device"
         raise RunError(what, "set device=auto; CUDA_VISIBLE_DEVICES selects the GPUs")
     if recipe.train.batch % processes:
         what = f"a step's {recipe.train.batch} blocks cannot be shared evenly by {processes} processes"
