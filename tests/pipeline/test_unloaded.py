@@ -149,10 +149,10 @@ def test_held_out_tokens_add_up(from_file: Path) -> None:
         tokens = sum(len(line.answer) for line in lines)
         summary = read(from_file, "answers", "manifest.json")["held_out"][split]
         manifest = read(from_file, "teacher", split, "manifest.json")
-        assert summary["answer_tokens"] == tokens == int(texts.own.mask.sum())
+        assert summary["answer_tokens"] == tokens == int(texts.answered.mask.sum())
         assert sum(one["tokens"] for one in summary["by_class"].values()) == tokens
         assert manifest["scored_positions"] == tokens + int(texts.given.mask.sum())
-        assert manifest["answer_positions"] == tokens and manifest["answer_blocks"] == len(texts.own)
+        assert manifest["answer_positions"] == tokens and manifest["answer_blocks"] == len(texts.answered)
         assert (manifest["kind"], manifest["entries"]) == ("compact", 200), "also where fewer hold teacher.mass"
         assert not {tuple(line.prompt + line.answer) for line in lines} & learnt
     own, given = (read(from_file, "eval.json")["domains"][name]["after"] for name in ("answers", "files"))
@@ -210,7 +210,7 @@ def test_the_bounds_hold_the_exact_figures(either: Path, place: Path) -> None:
     sampler, widths = Sampler() if either.name == "file" else SERVED, dict[str, float]()
     texts = held_out(*opened(run), "test")
     target, report = loaded(place / "whole"), read(run, "eval.json")
-    for domain, blocks in (("answers", texts.own), ("files", texts.given)):
+    for domain, blocks in (("answers", texts.answered), ("files", texts.given)):
         expected = reference(target, blocks)
         for side, folder in (("before", "cut"), ("after", "draft")):
             exact = exact_means(expected, reference(loaded(run / folder), blocks), sampler)
@@ -230,7 +230,7 @@ def test_the_bounds_hold_the_exact_figures(either: Path, place: Path) -> None:
 
 def test_weights_are_chosen_by_the_exact_acceptance(either: Path, place: Path) -> None:
     recipe, run = opened(either)
-    own, measure = held_out(recipe, run, "validation").own, {"file": "sampling", "server": "match"}[either.name]
+    own, measure = held_out(recipe, run, "validation").answered, {"file": "sampling", "server": "match"}[either.name]
     line = next(line for line in run.metrics() if line["stage"] == "acceptance" and line["step"] == 0)
     sampler = Sampler.of(recipe.sampler)
     exact = exact_means(reference(loaded(place / "whole"), own), reference(loaded(either / "cut"), own), sampler)
@@ -256,7 +256,7 @@ def test_sampled_answers_estimate_the_match_protocol(from_server: Path, place: P
     """At the served sampler, which is not that of the store: the share agrees with the exact p(argmax q) there, and not
     with that at temperature 1."""
     recipe, run = opened(from_server)
-    own = held_out(recipe, run, "test").own
+    own = held_out(recipe, run, "test").answered
     target, draft = reference(loaded(place / "whole"), own), reference(loaded(from_server / "draft"), own)
     best = draft.argmax(-1, keepdim=True)
     share = read(from_server, "eval.json")["stored"]["sampled"]["after"]

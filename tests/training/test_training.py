@@ -551,7 +551,7 @@ def test_training_runs_on_the_named_device(pretend: Any, monkeypatch: Patch, tmp
     with pytest.raises(RunError, match="device is cpu, and the processes were started for pretend"):
         make_accelerator(recipe)
     recipe.device = "pretend:1"
-    with pytest.raises(RunError, match="2 processes were started, each of which takes its own"):
+    with pytest.raises(RunError, match="2 processes were started, and each takes another device"):
         make_accelerator(recipe)
 
 
