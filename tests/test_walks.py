@@ -8,7 +8,7 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
 
 import tiny
@@ -29,32 +29,33 @@ def walk(heading: str) -> list[tuple[str, list[str]]]:
 class Trace:
     """The functions of distill that are called, in the order of their first calls, in all threads that begin later.
 
-    `inside` has the files of those that are called from the beginning of `first` to the end of `last`.
+    `inside` has the files of those that are called within the second call of the function `window`, when nothing is set
+    up any more.
     """
 
-    def __init__(self, first: str, last: str) -> None:
+    def __init__(self, window: str) -> None:
         self.called: dict[Place, None] = {}
         self.inside: set[str] = set()
-        self._first, self._last, self._open = first, last, False
+        self._window, self._calls, self._seen = window, 0, set[CodeType]()
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event not in ("call", "return") or not code.co_filename.startswith(str(PACKAGE)):
-            return
-        file = Path(code.co_filename).relative_to(PACKAGE).as_posix()
-        if event == "call":
-            self._open |= code.co_name == self._first
-            self.called.setdefault((file, code.co_qualname))
-            if self._open:
-                self.inside.add(file)
-        elif code.co_name == self._last:
-            self._open = False
+        if event == "call" and code not in self._seen:
+            self._seen.add(code)
+            if code.co_filename.startswith(str(PACKAGE)):
+                file = Path(code.co_filename).relative_to(PACKAGE).as_posix()
+                self.called[file, code.co_qualname] = None
+                if self._calls == 2:
+                    self.inside.add(file)
+        if code.co_name == self._window and event in ("call", "return"):
+            self._calls += event == "call" or self._calls == 2
+            self._seen.clear()  # The second call sees all functions again.
 
 
 @contextmanager
-def traced(first: str, last: str) -> Iterator[Trace]:
+def traced(window: str) -> Iterator[Trace]:
     """Trace what is called within the block."""
-    trace, before = Trace(first, last), sys.getprofile()
+    trace, before = Trace(window), sys.getprofile()
     threading.setprofile(trace)
     sys.setprofile(trace)
     try:
@@ -66,16 +67,16 @@ def traced(first: str, last: str) -> Iterator[Trace]:
 
 def require_walked(heading: str, trace: Trace) -> None:
     """The functions of a walk were called, the first of each step in order, and inside no other file of a room."""
-    steps, called = walk(heading), list(trace.called)
+    steps = walk(heading)
     missing = [(file, name) for file, names in steps for name in names if (file, name) not in trace.called]
     assert steps and not missing
-    places = [called.index((file, names[0])) for file, names in steps]
-    assert places == sorted(places)
+    first = [(file, names[0]) for file, names in steps]
+    assert [place for place in trace.called if place in first] == first
     assert {file for file in trace.inside if "/" in file} <= {file for file, _ in steps}
 
 
 def test_a_batch(world: Path, ready: Path, tmp_path: Path) -> None:
-    with traced("one_step", "report_steps") as trace:
-        trained(world, ready, tmp_path, "train.steps=1")
+    with traced("one_step") as trace:
+        trained(world, ready, tmp_path, "train.steps=2", "train.acceptance=null")
     require_walked("A batch", trace)
     assert len(walk("A batch")) == 12
