@@ -72,8 +72,7 @@ from distill.teacher.answers import check_questions, check_writer
 from distill.teacher.readers import check_teacher
 from distill.teacher.store import planned_bytes
 from distill.training.saved import MOST_EPOCHS, freshness
-from distill.training.setup import require_processes, require_quantisation
-from distill.training.step import check_training
+from distill.training.setup import check_training, require_processes, require_quantisation
 from distill.vocabulary.vocabulary import Vocabulary
 
 # ── Preflight ──

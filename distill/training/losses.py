@@ -23,7 +23,8 @@ from torch import Tensor
 from distill.devices import has_float64
 from distill.divergences import LEAST_ACCEPTANCE, LK_DECAY
 from distill.engines.torch.products import filled_count
-from distill.recipe.training import LossName
+from distill.recipe import Loss, Train
+from distill.recipe.training import LossName, Protocol
 from distill.teacher.distributions import EMPTY, LogitForm, Teacher, TeacherChunk
 
 # distill/divergences.py has the formulas by the same names.
@@ -48,6 +49,28 @@ class LossSettings:
     def scale(self, name: str) -> float:
         """The factor that keeps a loss's gradient from shrinking with the temperature (Hinton et al. 2015)."""
         return self.temperature**2 if name in ("forward_kl", "jsd") else 1.0
+
+
+# The default loss. On the demo pair no loss gave more acceptance than forward KL under match and greedy, and
+# the JSD gave the most under sampling (docs/benchmarks.md#training).
+PROTOCOL_LOSS: dict[Protocol, Loss] = {
+    "sampling": {"jsd": 1.0},
+    "match": {"forward_kl": 1.0},
+    "greedy": {"forward_kl": 1.0},
+}
+
+
+def protocol_of(settings: Train, temperature: float) -> Protocol:
+    """The protocol that verifies drafts. The served sampler's temperature resolves `auto`."""
+    if settings.protocol == "auto":
+        return "greedy" if temperature == 0 else "sampling"
+    return settings.protocol
+
+
+def loss_settings(settings: Train, temperature: float) -> LossSettings:
+    """The mixture of losses with a weight above 0. `temperature` is the served sampler's."""
+    loss = settings.loss or PROTOCOL_LOSS[protocol_of(settings, temperature)]
+    return LossSettings({name: weight for name, weight in loss.items() if weight > 0}, settings.temperature)
 
 
 # Sums over the N positions of a batch, as detached scalars in fp64, or in fp32 on a device without fp64. The sums of

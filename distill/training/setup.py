@@ -37,13 +37,12 @@ from distill.errors import RecipeError, RunError
 from distill.recipe import Adapter, Recipe, Train
 from distill.run import Run
 from distill.surgery.cutter import kept_share
-from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1
+from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1, require_ramp
 from distill.teacher.store import StoredBlocks, TeacherStore, require_fit
 from distill.training.learner import Columns, Learner, chunk_of
-from distill.training.losses import LossSettings
+from distill.training.losses import LossSettings, loss_settings, protocol_of
 from distill.training.optimizer import make_optimizer, outer_share, with_rate
 from distill.training.saved import plain
-from distill.training.step import loss_settings
 
 # ── Adapters ──
 
@@ -235,6 +234,33 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
     """The order [count] in which an epoch visits the blocks: a pure function, so that a resumed run finds its place."""
     mixed = int.from_bytes(hashlib.sha256(f"{seed}/{epoch}".encode()).digest()[:7], "big")
     return torch.randperm(count, generator=torch.Generator().manual_seed(mixed))
+
+
+def check_training(recipe: Recipe) -> list[str]:
+    """The plan of the recipe's training, in lines to print. Raises RecipeError for settings that exclude each other."""
+    settings, teacher = with_rate(recipe.train, kept_share(recipe)), recipe.teacher
+    assert settings.rate is not None
+    if teacher.kind == "compact" and settings.temperature != 1:
+        what = f"train.temperature is {settings.temperature:g}, and a compact teacher keeps distributions at 1 alone"
+        raise RecipeError(what, "use teacher.kind exact, or leave train.temperature at 1")
+    if settings.sparsity is not None:
+        require_ramp(settings.steps, settings.sparsity.ramp)
+    positions = settings.batch * recipe.corpus.block
+    mixture = loss_settings(settings, recipe.sampler.temperature).losses
+    loss = ", ".join(f"{weight:g} {name}" for name, weight in mixture.items())
+    lines = [f"train: {settings.steps} steps of {positions} positions at up to {settings.rate:g}: {loss}"]
+    if (share := outer_share(recipe, settings.rate)) != 1:
+        lines.append(f"train: embeddings and head at up to {share * settings.rate:g}")
+    if settings.optimizer == "muon":
+        lines.append("train: the layers' matrices learn by Muon")
+    chosen = "the last weights are taken"
+    if settings.acceptance is not None and settings.sparsity is None:
+        verifying = protocol_of(settings, recipe.sampler.temperature)
+        chosen = (
+            f"the weights of the highest expected acceptance ({verifying} verification, the recipe's sampler) on "
+            f"stored answers to {settings.acceptance.prompts} validation prompts are taken"
+        )
+    return [*lines, f"train: {chosen}"]
 
 
 def require_processes(recipe: Recipe, device: torch.device) -> None:

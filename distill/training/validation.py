@@ -32,9 +32,9 @@ from distill.teacher.acceptance import acceptance_chances
 from distill.teacher.distributions import head_logits
 from distill.teacher.store import TeacherStore
 from distill.training.learner import CHUNK_POSITIONS
+from distill.training.losses import protocol_of
 from distill.training.saved import ACCEPTANCE_STAGE, BEST, EvaluatedWeights, load_weights, save_weights, step_of_weights
 from distill.training.setup import Training
-from distill.training.step import protocol_of
 
 # ── Advice if memory runs out ──
 

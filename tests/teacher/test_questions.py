@@ -194,7 +194,7 @@ def test_what_check_refuses(talking: Path, capsys: Capture) -> None:
     for overrides, said in (
         ((plain,), "chat.system: the target has no chat template"),
         (opened[:2], "begin with no token of their own"),
-        ((*opened, "answers.prompt_tokens=64"), "answers.prompt_tokens 64, which are cut"),
+        ((*opened, "answers.prompt_tokens=64"), "(answers.prompt_tokens 64)"),
         (("corpus.sources.0.tokens=90",), "a question of corpus.sources may have 90 tokens"),
     ):
         assert said in tiny.refused(capsys, "check", talking / "recipe.yaml", *overrides)

@@ -20,8 +20,8 @@ from distill.recipe import Adapter, Train, parse_section
 from distill.teacher.distributions import DenseTeacher, Head
 from distill.training import setup
 from distill.training.learner import Columns, Learner
+from distill.training.losses import loss_settings
 from distill.training.setup import attach, layer_names, load_base, merge
-from distill.training.step import loss_settings
 
 torch.set_num_threads(1)
 

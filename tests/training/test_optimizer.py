@@ -24,6 +24,7 @@ from distill.recipe import Adapter, Train, load_recipe, parse_section
 from distill.run import Run
 from distill.surgery.cutter import kept_share
 from distill.training import setup
+from distill.training.losses import loss_settings, protocol_of
 from distill.training.optimizer import (
     make_optimizer,
     orthogonalised,
@@ -34,7 +35,6 @@ from distill.training.optimizer import (
     with_rate,
 )
 from distill.training.setup import attach
-from distill.training.step import loss_settings, protocol_of
 
 MUON = ("train.optimizer=muon",)
 
