@@ -1,9 +1,9 @@
-"""The state of a training, built in one place: models, data, optimizer, and the choice of the best weights.
+"""The state of a training: its checks, models, data and optimizer, built in one place.
 
-LoRA and QLoRA (Hu et al. 2021; Dettmers et al. 2023) come through peft: put in before training, merged after it.
-Adapters are injected into the model's own linear layers. The model keeps its class, so `model.model`, `model.lm_head`
-and all code that reads them work as on a plain model; only its frozen weights have other names meanwhile. Legend: b
-blocks of a step.
+LoRA and QLoRA (Hu et al. 2021; Dettmers et al. 2023) come through peft. Adapters are injected into the model's own
+linear layers before the training, and merged after it. The model keeps its class, so that `model.model`,
+`model.lm_head` and all code that reads them work as on a plain model. Only its frozen weights have other names
+meanwhile. Legend: b blocks of a step.
 """
 
 from __future__ import annotations
