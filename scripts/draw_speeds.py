@@ -98,6 +98,8 @@ def draw(path: Path) -> None:
     predicted.set_ylim(1, 2.8)
     predicted.set_title("Predicted, larger targets", loc="left", fontsize=11)
     predicted.set_xlabel("a draft step's share\nof a target step")
+    measured.xaxis.set_major_formatter("{x:.1f}×")
+    predicted.yaxis.set_major_formatter("{x:.1f}×")
     for axes in (measured, predicted):
         axes.spines[["top", "right"]].set_visible(False)
     measured.tick_params(axis="y", length=0)
