@@ -14,7 +14,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from distill.decoding.lengths import LONGEST, Features, LengthRule, NGramIndex, Proposal, features_of
+from distill.decoding.lengths import Features, LengthRule, Proposal, features_of
+from distill.decoding.text_index import LONGEST, TextIndex
 from distill.decoding.verify import Random, draw_token
 from distill.decoding.worth import ExpectedValue, Losses, Worth
 from distill.engines.model import Model
@@ -119,7 +120,7 @@ class ChainDraft:
         else:
             self.tokens.append(token)
 
-    def add_from(self, distribution: Tensor, index: NGramIndex, context: Sequence[int]) -> None:
+    def add_from(self, distribution: Tensor, index: TextIndex, context: Sequence[int]) -> None:
         """Take a token of the draft's distribution [V] after `context` and this chain, or stop before the draw.
 
         `index` has read `context`. An empty distribution stops the chain.
@@ -133,11 +134,11 @@ class ChainDraft:
             self.tokens.append(draw_token(distribution, self.random))
             self._distributions.append(distribution)
 
-    def decides(self, features: Features, best: int, index: NGramIndex, context: Sequence[int]) -> bool:
+    def decides(self, features: Features, best: int, index: TextIndex, context: Sequence[int]) -> bool:
         """Whether the next position gets a token, given its distribution's features and best token; if not, stop."""
         if features.top:
             tail = [*context[-LONGEST:], *self.tokens][-LONGEST:]
-            features = replace(features, match=index.match(tail, best))
+            features = replace(features, match=index.agreement(tail, best))
         if not features.top or not self._rule.go_on(len(self.tokens), features):
             self._stopped = True
             return False
@@ -218,7 +219,7 @@ class ModelDrafter(Asking):
         self.rule: LengthRule
         self.sampler, self.random = sampler, random
         self.argmax = argmax or sampler.temperature == 0
-        self.index = NGramIndex()
+        self.index = TextIndex()
 
     @property
     def kind(self) -> str:
@@ -265,64 +266,6 @@ class ModelDrafter(Asking):
 # ── Prompt lookup: the tokens that followed the context's last ones before in the same text; no model ──
 
 
-class SuffixIndex:
-    """The longest ending of a growing text that occurred before in it: a suffix automaton (Blumer et al. 1985).
-
-    `match` is its length, 0 where none did, and `place` the index of the token after it: of several places the one
-    where it was found last, or else the first. A token is read in O(1) amortised, whatever the text; the automaton has
-    at most two states a token.
-    """
-
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget the text."""
-        self.text: list[int] = []
-        self._next: list[dict[int, int]] = [{}]
-        self._link, self._length, self._end = [-1], [0], [0]  # _end: index of the token after the state's strings
-        self._last = self.match = self.place = 0
-
-    def read(self, text: Sequence[int]) -> None:
-        """Read what `text` has beyond the part read before."""
-        for token in text[len(self.text) :]:
-            self._add(token)
-
-    def _add(self, token: int) -> None:
-        self.text.append(token)
-        new = self._state({}, self._length[self._last] + 1, 0, len(self.text))
-        state = self._last
-        while state >= 0 and token not in self._next[state]:
-            self._next[state][token] = new
-            state = self._link[state]
-        if state >= 0:
-            found = self._next[state][token]
-            if self._length[found] > self._length[state] + 1:
-                # Its shorter strings end here too, the longer ones do not: they part.
-                found, whole = self._state(dict(self._next[found]), self._length[state] + 1, self._link[found]), found
-                self._end[found] = self._end[whole]
-                while state >= 0 and self._next[state].get(token) == whole:
-                    self._next[state][token] = found
-                    state = self._link[state]
-                self._link[whole] = found
-            self._link[new] = found
-        self._last, longest = new, self._link[new]
-        self.match, self.place = self._length[longest], self._end[longest]
-        self._end[longest] = len(self.text)
-
-    def _state(self, following: dict[int, int], length: int, link: int, end: int = 0) -> int:
-        self._next.append(following)
-        self._length.append(length)
-        self._link.append(link)
-        self._end.append(end)
-        return len(self._next) - 1
-
-    def continuation(self, count: int) -> list[int]:
-        """`count` tokens from `place` on; beyond the text's end they repeat, as they would if all were right."""
-        following = self.text[self.place : self.place + count]
-        return [following[i % len(following)] for i in range(count)] if following else []
-
-
 # How often a looked-up token was right after a match of m tokens, m = 1.. and longer: 583 answers of SmolLM2, sampled.
 USUAL = (0.20, 0.45, 0.56, 0.59, 0.65, 0.73, 0.81, 0.88)
 WEIGHT = 8.0  # tokens that USUAL counts for, in addition to those of the text
@@ -346,7 +289,7 @@ class LookupDrafter:
         self.rival: tuple[float, float] | None = None
         self._right = [WEIGHT * usual for usual in USUAL]
         self._judged = [WEIGHT] * len(USUAL)
-        self._index, self._losses = SuffixIndex(), Losses()
+        self._index, self._losses = TextIndex(), Losses()
         self._expected: list[int] = []  # what would follow the last context, if it went on as before
 
     def begin(self, prompt: Sequence[int]) -> None:

@@ -25,7 +25,6 @@ from distill.engines.torch.model import fetch
 from distill.sampler import largest
 
 ROOT = -1  # the committed end of the context, parent of the first nodes
-LONGEST = 6  # tokens of an n-gram that features look for
 
 
 @dataclass(frozen=True)
@@ -34,8 +33,8 @@ class Features:
 
     `top` and `second` are the two largest probabilities, `entropy` is in nats. `match` is the length of the longest
     n-gram before the position that occurred earlier in the text: positive where the best token followed it there,
-    negative where another one did, 0 where none occurred or nobody searched (`NGramIndex.match`). Of a table of n-grams
-    it is the length of the longest context that was counted, and `count` how many counts follow that.
+    negative where another one did, 0 where none occurred or nobody searched (`TextIndex.agreement`). Of a table
+    of n-grams it is the length of the longest context that was counted, and `count` how many counts follow that.
     """
 
     top: float
@@ -122,38 +121,6 @@ class Proposal:
         for token, parent in zip(self.tokens, self.parents, strict=True):
             histories.append([*histories[parent + 1], token])
         return histories
-
-
-class NGramIndex:
-    """The latest place of every n-gram of up to LONGEST tokens in a text that only grows."""
-
-    def __init__(self) -> None:
-        self.begin()
-
-    def begin(self) -> None:
-        """Forget the text."""
-        self._text: list[int] = []
-        self._places: dict[tuple[int, ...], int] = {}  # index of the token after the n-gram
-
-    def read(self, text: Sequence[int]) -> None:
-        """Index what `text` has beyond the part read before; later places replace older ones.
-
-        The n-grams that end the text are left out, because no token follows them yet.
-        """
-        known = len(self._text)
-        self._text += text[known:]
-        for place in range(max(known, 1), len(self._text)):
-            for size in range(1, min(LONGEST, place) + 1):
-                self._places[tuple(self._text[place - size : place])] = place
-
-    def match(self, tail: Sequence[int], token: int) -> int:
-        """Length of the longest indexed n-gram that ends `tail`: positive where `token` followed it, negative where
-        another token did; 0 where none is indexed."""
-        for size in range(min(LONGEST, len(tail)), 0, -1):
-            place = self._places.get(tuple(tail[-size:]))
-            if place is not None:
-                return size if self._text[place] == token else -size
-        return 0
 
 
 # ── Length rules ──

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
+from distill.decoding.text_index import TextIndex
 from distill.engines.torch.hugging_face import tokenizer_digest
 from distill.errors import DataError
 from distill.files import write_atomically
@@ -287,27 +288,21 @@ class Mixture:
     """
 
     def __init__(self, table: NGramTable | None, own_weight: float = OWN_WEIGHT) -> None:
-        self.table, self.own_weight = table, own_weight
+        self.table, self.own_weight, self.index = table, own_weight, TextIndex()
         self.begin()
 
     def begin(self) -> None:
         """Forget the text so far."""
-        self._read = 0
-        # After each context of the text, by its last tokens: how often each token followed it.
-        self.own: dict[tuple[int, ...], dict[int, int]] = {}
+        self.index.begin()
         self.tail: tuple[int, ...] = ()
         self.place: list[int] = []
 
     def read(self, text: Sequence[int]) -> None:
-        """Read what `text`, which only grows, has beyond the part read before."""
-        for end in range(max(self._read, 1), len(text)):
-            token, context = text[end], tuple(text[max(end - ORDER, 0) : end])
-            for start in range(len(context)):
-                counts = self.own.setdefault(context[start:], {})
-                counts[token] = counts.get(token, 0) + 1
-        for token in text[max(self._read, len(text) - ORDER) :]:
+        """Read the part of `text`, which only grows, that was not read before."""
+        for token in text[max(len(self.index.text), len(text) - ORDER) :]:
             self.place = self.after(self.place, token)
-        self._read, self.tail = len(text), tuple(text[-ORDER:])
+        self.index.read(text)
+        self.tail = tuple(text[-ORDER:])
 
     def after(self, place: Sequence[int], token: int) -> list[int]:
         """The place in the table behind `token`; without a table there is none."""
@@ -316,8 +311,9 @@ class Mixture:
     def guess(self, tail: tuple[int, ...], place: Sequence[int], count: int) -> Guess:
         """The `count` likeliest tokens after the last tokens `tail` of a text, at their `place` in the table."""
         levels: list[tuple[dict[int, int], Following]] = []
+        counted_in_text = self.index.followers(tail)
         for size in range(1, len(tail) + 1):
-            own = self.own.get(tail[-size:], {})
+            own = counted_in_text[size - 1] if size <= len(counted_in_text) else {}
             table = UNSEEN
             if self.table is not None and size <= len(place):
                 table = self.table.following(size, place[size - 1])

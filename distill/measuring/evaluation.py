@@ -38,8 +38,9 @@ from distill.decoding.batch import refill
 from distill.decoding.calibration import Recorded, Recorder
 from distill.decoding.decode import Round, decode_text, room_for
 from distill.decoding.drafters import ModelDrafter, distribution_sampler
-from distill.decoding.lengths import LONGEST, Features, NGramIndex, features_of
+from distill.decoding.lengths import Features, features_of
 from distill.decoding.rules import GREEDY, Rules
+from distill.decoding.text_index import LONGEST, TextIndex
 from distill.decoding.verify import Random
 from distill.devices import as_float64, pick_device
 from distill.engines.loaded import LoadedPair, context_of, growing_decoder, load_pair, pair_of_models, with_rows
@@ -494,7 +495,7 @@ def rounds_of(
 ) -> list[Recorded]:
     """The rounds of `length` drafted tokens from the first new token, `at`, on; `distributions` are the draft's after
     it and after later ones. `hits`: whether a drafted token stands there; None: where the best one is the text's."""
-    rounds, index, first = list[Recorded](), NGramIndex(), at
+    rounds, index, first = list[Recorded](), TextIndex(), at
     # A last token that is no end is never drafted: a round emits one beyond those accepted.
     last = len(text) - (1 if text[-1] in ends else 2)
     while at < last:
@@ -505,7 +506,7 @@ def rounds_of(
             features, best = features_of(distribution)
             if not features.top:
                 break
-            seen.append(replace(features, match=index.match(before, best)))
+            seen.append(replace(features, match=index.agreement(before, best)))
             if not (best == text[place + 1] if hits is None else hits[place - first]):
                 break
             accepted += 1

@@ -15,7 +15,7 @@ from toys import random_prompts
 from distill.decoding.calibration import FITTED_TERMS, Recorded, fit_calibration
 from distill.decoding.configured import DrafterInputs, check_configurations, lossy_reason
 from distill.decoding.costs import Costs
-from distill.decoding.lengths import Features, NGramIndex
+from distill.decoding.lengths import Features
 from distill.decoding.rules import GREEDY, Rules
 from distill.errors import DataError, RecipeError
 from distill.files import write_result
@@ -206,18 +206,6 @@ def test_calibrations_of_one_outcome_and_of_other_formats(tmp_path: Path) -> Non
     (tmp_path / "calibration.json").write_text('{"format": 0, "fits": {}}')
     with pytest.raises(DataError, match="does not hold what this version writes"):
         load_calibrations(tmp_path / "calibration.json")
-
-
-def test_n_grams_by_hand() -> None:
-    index = NGramIndex()
-    index.read([1, 2, 3, 1, 2])
-    assert index.match([1, 2], 3) == 2 and index.match([1, 2], 4) == -2  # 1 2 was followed by 3
-    assert index.match([9, 2], 3) == 1 and index.match([9], 3) == 0
-    assert index.match([2, 3, 1], 2) == 3
-    index.read([1, 2, 3, 1, 2, 5])
-    assert index.match([1, 2], 5) == 2  # the later place counts
-    index.begin()
-    assert index.match([1, 2], 3) == 0
 
 
 def test_lossy_configurations_are_refused_or_labelled(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,12 +7,14 @@ from __future__ import annotations
 import itertools
 import math
 import random
+from collections import Counter
 
 import pytest
 
 from distill.decoding.costs import Costs
-from distill.decoding.drafters import FallbackDrafter, LookupDrafter, SuffixIndex
+from distill.decoding.drafters import FallbackDrafter, LookupDrafter
 from distill.decoding.table_drafter import TableDrafter
+from distill.decoding.text_index import LONGEST, TextIndex
 from distill.decoding.worth import Worth
 
 
@@ -33,17 +35,35 @@ def test_lookup_finds_the_longest_ending() -> None:
     drafter.begin([])
     assert drafter.propose([5, 6, 7, 5], 8, (6,)).tokens == [6]
     assert LookupDrafter(4, shortest=2).propose([5, 6, 7, 5], 8, ()).tokens == []
-    draws = random.Random(0)
-    for _ in range(200):
-        text = draws.choices(range(3), k=draws.randint(1, 40))
-        index = SuffixIndex()
-        for end in range(1, len(text) + 1):
-            index.read(text[:end])
-            size = next((n for n in range(end - 1, 0, -1) if text[end - n : end] in _windows(text[: end - 1], n)), 0)
-            assert index.match == size
-            if size:  # by hand: an earlier place of this very ending, with a token after it
-                assert 0 < index.place < end and text[index.place - size : index.place] == text[end - size : end]
-                assert index.continuation(5) == copied(text[:end], index.place, 5)
+
+
+def followed_by(text: list[int], context: list[int]) -> list[int]:
+    """The tokens that followed a context in a text, one after the other."""
+    return [text[end] for end in range(len(context), len(text)) if text[end - len(context) : end] == context]
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_the_index_by_enumeration(seed: int) -> None:
+    """Whatever the text and however it is read: its longest repeated ending, what followed there, and all counts."""
+    draws = random.Random(seed)
+    text, index, end = draws.choices(range(draws.randint(1, 5)), k=draws.randint(1, 60)), TextIndex(), 0
+    while end < len(text):
+        end += draws.randint(1, 3)
+        known = text[:end]
+        index.read(known)
+        windows = range(len(known) - 1, 0, -1)
+        assert index.match == next((n for n in windows if known[-n:] in _windows(known[:-1], n)), 0)
+        if size := index.match:  # an earlier place of this ending, with a token after it
+            assert 0 < index.place < len(known) and known[index.place - size : index.place] == known[-size:]
+            assert index.continuation(5) == copied(known, index.place, 5)
+        tail = [*known[len(known) - draws.randint(0, 6) :], *draws.choices(range(6), k=draws.randint(0, 3))]
+        after = [followed_by(known, tail[-n:]) for n in range(1, min(len(tail), LONGEST) + 1)]
+        followed = [Counter(tokens) for tokens in itertools.takewhile(bool, after)]
+        assert index.followers(tail) == followed
+        token, length = draws.randrange(6), len(followed)
+        assert index.agreement(tail, token) == (length if length and after[length - 1][-1] == token else -length)
+    index.begin()
+    assert index.followers(text) == [] and index.agreement(text, 0) == 0
 
 
 def _windows(text: list[int], size: int) -> list[list[int]]:
@@ -56,7 +76,7 @@ def test_a_lookup_takes_constant_time_a_token() -> None:
     while len(fibonacci) < 20_000:
         fibonacci = fibonacci + fibonacci[: max(1, round(len(fibonacci) / 1.618))]
     for text in ([7] * 20_000, fibonacci[:20_000], [i * i % 97 for i in range(20_000)]):
-        index = SuffixIndex()
+        index = TextIndex()
         index.read(text)
         assert len(index._next) <= 2 * len(text) and sum(map(len, index._next)) <= 3 * len(text)
         assert index.match > 1000

@@ -17,7 +17,8 @@ from table_model import TableModel
 from distill.decoding.calibration import Calibration
 from distill.decoding.costs import Costs
 from distill.decoding.drafters import ChainDraft
-from distill.decoding.lengths import ROOT, Features, NGramIndex, Proposal, best_tokens, features_of
+from distill.decoding.lengths import ROOT, Features, Proposal, best_tokens, features_of
+from distill.decoding.text_index import TextIndex
 from distill.decoding.trees import Shape, TreeDrafter, calibrated, draft_tree, sampled_tree
 from distill.decoding.verify import TREES, walk, walk_greedy
 from distill.decoding.worth import ExpectedValue, Worth
@@ -165,7 +166,7 @@ def test_a_tree_of_one_branch_is_the_chain() -> None:
         draft, rule = Draft(seed, sharpness=4.0), ExpectedValue(Worth(Costs(tuple(FLAT), 0.1, 0.1)), longest=8)
         found = draft_tree(draft.root, draft.expand, 8, longest=8, branching=1, rule=rule).proposal()
         chain, path = ChainDraft(rule, random.random, True, 8, ()), list[int]()
-        index, known = NGramIndex(), [0, 1]
+        index, known = TextIndex(), [0, 1]
         while chain.goes_on():
             chain.add_from(draft.distribution(path), index, known)
             path = chain.tokens
