@@ -46,7 +46,7 @@ try:
     from benchmarks import steps
     from grow_target import grow
 
-    from distill.decoding.batch import decode_batch
+    from distill.decoding.batch import OneRow, at_once
     from distill.decoding.costs import measure_steps
     from distill.decoding.decode import Decoded, decode_text, plain
     from distill.decoding.drafters import ModelDrafter
@@ -242,14 +242,18 @@ def measure_batches(part: Part, pair: Pair, kind: str) -> None:
         asked = (pair.prompts * count)[:count], part.options.tokens, RULES
         for length in (0, 4):
             name = f"γ = {length}" if length else "plain"
-            part.decode(name, kind, partial(together, decode_batch, big, small, *asked, length), count)
+            part.decode(name, kind, partial(together, big, small, *asked, length), count)
         big.close()
         small.close()
 
 
-def together(decode: Callable[..., list[Decoded]], *arguments: Any) -> list[Decoded]:
+def together(big: Any, small: Any, prompts: list[list[int]], tokens: int, rules: Rules, length: int) -> list[Decoded]:
     """Texts of one batch: its prompts were read together, so their seconds count once."""
-    found = decode(*arguments)
+    texts = []
+    for row, prompt in enumerate(prompts):
+        drafter = ModelDrafter(OneRow(small, row), Fixed(length), GREEDY, rules.random)
+        texts.append(partial(decode_text, OneRow(big, row), drafter, prompt, tokens, rules))
+    found = at_once(texts, (small, big))
     for one in found[1:]:
         one.prefill_seconds = 0.0
     return found

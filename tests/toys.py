@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +14,10 @@ import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
+from distill.decoding.batch import OneRow, at_once
 from distill.decoding.decode import Decoded, decode_text
 from distill.decoding.drafters import ModelDrafter
-from distill.decoding.lengths import Fixed
+from distill.decoding.lengths import Fixed, LengthRule
 from distill.decoding.rules import GREEDY, Rules
 from distill.engines.model import Model
 
@@ -234,6 +237,27 @@ def speculative(
     """
     rules = Rules(ends=ends)
     return decode_text(target, ModelDrafter(draft, Fixed(length), GREEDY, rules.random), prompt, limit, rules)
+
+
+def decode_at_once(
+    target: Model,
+    draft: Model,
+    prompts: Sequence[Sequence[int]],
+    limit: int,
+    rules: Rules,
+    length: int | Callable[[], LengthRule],
+    randoms: Sequence[Callable[[], float]] | None = None,
+    argmax: bool = False,
+) -> list[Decoded]:
+    """Prompts continued at once over rows of both models; `length` is γ, or makes a length rule for each row. Row b
+    draws from randoms[b]."""
+    new_rule = length if callable(length) else lambda: Fixed(length)
+    texts = []
+    for row, prompt in enumerate(prompts):
+        own = rules if randoms is None else replace(rules, random=randoms[row])
+        drafter = ModelDrafter(OneRow(draft, row), new_rule(), own.sampler, own.random, argmax)
+        texts.append(partial(decode_text, OneRow(target, row), drafter, prompt, limit, own))
+    return at_once(texts, (draft, target))
 
 
 def tune(base: Path, adapter: Path, **settings: Any) -> Any:

@@ -1,216 +1,144 @@
-"""Many texts at once: one call of a model serves all rows, and each row gets the text that it would get alone.
+"""Several texts at once: one call of a model serves all of them, and each gets the text that it would get alone.
 
-`decode_batch` is the loop of `decode.py`, with a list of rows instead of one. `refill` samples many texts without
-drafts, each with random numbers of its own; new ones begin as finished texts make room. Legend: B prompts, R rows of a
-model, γ drafted tokens of a round, N distributions of a call (row by row, in the order of the rows), V vocabulary.
+`at_once` runs texts that `decode` writes, each over one row of its models (`OneRow`). A text runs until it calls a
+model. Once every text waits for a call, all calls of one model become a single one. `refill` samples many texts without
+drafts, each with random numbers of its own; new ones begin as finished texts make room. Legend: R rows of a model, N
+distributions of a call (row by row, in the order of the rows), V vocabulary.
 """
 
 from __future__ import annotations
 
-import time
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import accumulate
+from functools import cache
+from itertools import accumulate, pairwise
+from typing import NamedTuple, TypeVar
 
 import torch
+from greenlet import getcurrent, greenlet
 from torch import Tensor
 
 from distill.data.samples import Reply, Request
-from distill.decoding.decode import Decoded, Round, add_tokens
-from distill.decoding.drafters import NONE, ChainDraft, distribution_sampler, largest_logit_decides
-from distill.decoding.lengths import Fixed, LengthRule, NGramIndex, Proposal
-from distill.decoding.rules import Rules, Stop
-from distill.decoding.verify import Random, draw_chain, draw_token, unchecked_transform, verify_greedy
+from distill.decoding.rules import Stop
+from distill.decoding.verify import unchecked_transform
 from distill.devices import CPU, float64_device
-from distill.engines.model import Model
+from distill.engines.model import Ints, Model
 from distill.engines.torch.model import TorchLogits, send
 from distill.sampler import Logits, Sampler, place_from
 
-CHUNK = 256  # tokens of a prompt that one call reads
+CHUNK = 256  # Tokens of a prompt that one call reads.
 CACHED = 2**20  # logits of rows that a processor shapes at once: its caches hold these and what is made of them
+Text = TypeVar("Text")
 
 
-@dataclass
-class _Row:
-    """One text of the batch, with its own random numbers, length rule and index, and its proposal of this round."""
+class Call(NamedTuple):
+    """A text's call of a model: its row, the tokens to read, and the indices of those whose logits are wanted."""
 
-    number: int
-    context: list[int]
-    random: Random
-    rule: LengthRule
-    result: Decoded = field(default_factory=Decoded)
-    ended: bool = False
-    proposal: Proposal = field(default_factory=lambda: Proposal.chain([]))
-    index: NGramIndex = field(default_factory=NGramIndex)
-
-    def add(self, new: list[int], accepted: int, rules: Rules) -> None:
-        """Add a round's new tokens, of which `accepted` come from the draft, up to where the text ends."""
-        _, self.ended = add_tokens(self.result, new, accepted, rules)
-        self.context += new
+    model: Model
+    row: int
+    tokens: Sequence[int]
+    want: Sequence[int]
 
 
-def decode_batch(
-    target: Model,
-    draft: Model,
-    prompts: Sequence[Sequence[int]],
-    limit: int,
-    rules: Rules,
-    length: int | Callable[[], LengthRule],
-    randoms: Sequence[Random] | None = None,
-    argmax: bool = False,
-) -> list[Decoded]:
-    """Speculative decoding of B prompts at once from cold caches, each as `decode` with a ModelDrafter would alone.
+class OneRow:
+    """One row of a model of several rows, as a model of one text that takes chains, for the texts of `at_once`."""
 
-    All rows go through a round together: drafts grow in step, one target call verifies them all, and each row keeps
-    its accepted tokens; a row that has ended takes no part. `length` is γ, or makes a length rule for each row. Row b
-    draws from randoms[b] (draft and verifier, in the order of `decode`) instead of `rules.random`; they may be left out
-    at temperature 0. `argmax` drafts the best tokens at any temperature.
+    rows, max_leaves = 1, 0
 
-    The seconds of a round, and of the prefill, are those of the whole batch, the same in each row that took part. Each
-    row's `seconds` run until that row ended, so the largest of them is the time of the batch.
+    def __init__(self, model: Model, row: int) -> None:
+        self.model, self.row = model, row
+        self.capacity, self.vocabulary_size = model.capacity, model.vocabulary_size
+
+    @property
+    def lengths(self) -> list[int]:
+        """Committed tokens of the row."""
+        return [self.model.lengths[self.row]]
+
+    def extend(
+        self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
+    ) -> Logits:
+        """See `Model`. The call waits for those of the other texts."""
+        if parents is not None:
+            raise ValueError("a row of several texts takes chains, not trees")
+        wanted = range(len(tokens)) if want is None else want
+        logits: Logits = getcurrent().parent.switch(Call(self.model, self.row, tokens, wanted))
+        return logits
+
+    def rollback(self, lengths: Sequence[int]) -> None:
+        """See `Model`."""
+        (length,) = lengths
+        self.model.rollback([length if row == self.row else held for row, held in enumerate(self.model.lengths)])
+
+
+class _RowLogits(TorchLogits):
+    """Some rows [n, V] of logits that several texts share. The largest ids are fetched once for all texts."""
+
+    def __init__(self, shared: TorchLogits, largest: Callable[[int | None], list[int]], part: slice) -> None:
+        super().__init__(shared.values[part], place_from(shared.place, part.start))
+        self._largest, self._part = largest, part
+
+    def argmax(self, empty: int | None = None) -> list[int]:
+        """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere."""
+        return self._largest(empty)[self._part]
+
+
+def at_once(texts: Sequence[Callable[[], Text]], models: Sequence[Model]) -> list[Text]:
+    """Run functions that each decode a text over rows of these models; what they return, in their order.
+
+    While texts wait for different models, the first of `models` is called first. The draft comes before the target, so
+    that all texts are verified together. An error of one text ends all.
     """
-    new_rule = length if callable(length) else lambda: Fixed(length)
-    argmax = argmax or rules.sampler.temperature == 0
-    assert rules.constraint is None, "a grammar constrains one text at a time"
-    if randoms is None and rules.sampler.temperature == 0:
-        randoms = [rules.random] * len(prompts)
-    assert randoms is not None, "each prompt needs random numbers of its own"
-    for model in (target, draft):
-        model.rollback([0] * model.rows)
-    rows = [
-        _Row(number, list(prompt), random, new_rule())
-        for number, (prompt, random) in enumerate(zip(prompts, randoms, strict=True))
-    ]
-    _prefill(rows, rules, target, draft)
-    capacity = min(target.capacity, draft.capacity)
-    while True:
-        depths = target.lengths
-        open_rows = (row for row in rows if not row.ended and len(row.result.tokens) < limit)
-        live = [row for row in open_rows if depths[row.number] < target.capacity]
-        if not live:
-            return [row.result for row in rows]
-        round_started = time.perf_counter()
-        # No more than can still be used: the round emits one token beyond those accepted.
-        limits = {row.number: min(limit - len(row.result.tokens), capacity - depths[row.number]) - 1 for row in live}
-        _draft(draft, live, limits, rules, argmax)
-        verdicts = _verify(target, live, rules)
-        for row, (accepted, token) in zip(live, verdicts, strict=True):
-            row.add([*row.proposal.tokens[:accepted], token], accepted, rules)
-        # Forget the rejected tokens; the last drafted token was never read.
-        _rollback(draft, {row.number: len(row.context) - 1 for row in live})
-        seconds = time.perf_counter() - round_started
-        for row, (accepted, _) in zip(live, verdicts, strict=True):
-            drafted = len(row.proposal.tokens)
-            row.rule.observe(drafted, accepted, row.proposal.features, seconds)
-            row.result.seconds += seconds
-            row.result.rounds.append(Round(depths[row.number], drafted, accepted, seconds))
+    running, done, waiting = [greenlet(text) for text in texts], dict[int, Text](), dict[int, Call]()
+
+    def go_on(number: int, *logits: Logits) -> None:
+        outcome = running[number].switch(*logits)
+        if running[number].dead:
+            done[number] = outcome
+        else:
+            waiting[number] = outcome
+
+    for number in range(len(texts)):
+        go_on(number)
+    while waiting:
+        model = next(model for model in models if any(call.model is model for call in waiting.values()))
+        numbers = sorted((n for n, call in waiting.items() if call.model is model), key=lambda n: waiting[n].row)
+        calls = [waiting.pop(number) for number in numbers]
+        for number, logits in zip(numbers, _served(model, calls), strict=True):
+            go_on(number, logits)
+    return [done[number] for number in range(len(texts))]
 
 
-def extend_rows(model: Model, parts: Mapping[int, Sequence[int]], last: Collection[int] | None = None) -> Logits:
-    """Extend each row by its own tokens (rows in ascending order) in one call.
-
-    Returns the logits after the last token of each row in `last`; without `last`, those after every token.
-    """
-    counts = [len(parts.get(row, ())) for row in range(model.rows)]
-    tokens = [token for part in parts.values() for token in part]
-    ends = accumulate(len(part) for part in parts.values())
-    want = None if last is None else [end - 1 for row, end in zip(parts, ends, strict=True) if row in last]
-    # With one row, counts are left out: llama.cpp's short steps skip the bookkeeping then.
-    return model.extend(tokens, counts if model.rows > 1 else None, want=want)
+def _served(model: Model, calls: Sequence[Call]) -> list[_RowLogits]:
+    """The logits of each call, by one call of the model; rows ascend."""
+    logits = extend_rows(model, {one.row: one.tokens for one in calls}, {one.row: one.want for one in calls})
+    assert isinstance(logits, TorchLogits)
+    largest, ends = cache(logits.argmax), accumulate((len(one.want) for one in calls), initial=0)
+    return [_RowLogits(logits, largest, slice(*part)) for part in pairwise(ends)]
 
 
-def read_together(model: Model, texts: Mapping[int, Sequence[int]]) -> Logits:
-    """Read each row's text (rows in ascending order) in chunks that all end in the last one; the logits after it.
+def extend_rows(
+    model: Model, texts: Mapping[int, Sequence[int]], want: Mapping[int, Sequence[int]] | None = None
+) -> Logits:
+    """Extend each row by its own tokens (rows in ascending order).
 
-    With chunks, masks stay small.
+    Returns the logits after each row's last token, or after those that `want` indexes in each row's tokens, which are
+    among the last CHUNK. Long texts are read in chunks that all end in the last one: with chunks, masks stay small.
     """
     for left in range(-(-max(map(len, texts.values())) // CHUNK) - 1, -1, -1):
         pieces = {
             row: text[max(0, len(text) - (left + 1) * CHUNK) : max(0, len(text) - left * CHUNK)]
             for row, text in texts.items()
         }
-        part = {row: piece for row, piece in pieces.items() if len(piece)}
-        logits = extend_rows(model, part, () if left else part)
+        tokens, places = [token for piece in pieces.values() for token in piece], list[int]()
+        for row, end in zip(pieces, accumulate(map(len, pieces.values())), strict=True):
+            size = len(texts[row])
+            wanted = [size - 1] if want is None else want[row]
+            places += [] if left else [end - size + index for index in wanted]
+        counts = [len(pieces.get(row, ())) for row in range(model.rows)]
+        # With one row, counts are left out: llama.cpp's short steps skip the bookkeeping then.
+        logits = model.extend(tokens, counts if model.rows > 1 else None, want=places)
     return logits
-
-
-def _prefill(rows: Sequence[_Row], rules: Rules, target: Model, draft: Model) -> None:
-    """Read the prompts, time that, and add the first new token of each row."""
-    started = time.perf_counter()
-    firsts = _next_tokens(read_together(target, {row.number: row.context for row in rows}), rows, rules)
-    # The first step reads the last token of a prompt. A draft without room after a prompt does not read it at all.
-    prompts = {row.number: row.context[:-1] for row in rows if 1 < len(row.context) < draft.capacity}
-    if prompts:
-        read_together(draft, prompts)
-    seconds = time.perf_counter() - started
-    for row, first in zip(rows, firsts, strict=True):
-        row.result.prefill_seconds = seconds
-        row.add([first], 0, rules)
-
-
-def _rollback(model: Model, lengths: Mapping[int, int]) -> None:
-    """Forget the tokens of rows beyond `lengths`; rows that hold fewer, or are not named, stay as they are."""
-    model.rollback([min(held, lengths.get(row, held)) for row, held in enumerate(model.lengths)])
-
-
-def _next_tokens(logits: Logits, live: Sequence[_Row], rules: Rules) -> list[int]:
-    """The target's own next token of each row, from logits [B, V]."""
-    if rules.by_argmax:
-        return logits.argmax()
-    distributions = rules.sampler.distributions(logits, [row.context for row in live])
-    return [draw_token(distribution, row.random) for distribution, row in zip(distributions, live, strict=True)]
-
-
-def _draft(draft: Model, live: Sequence[_Row], limits: Mapping[int, int], rules: Rules, argmax: bool) -> None:
-    """Draft for every row, one position of all rows a step; a row that has stopped takes no more tokens."""
-    read = draft.lengths
-    by_argmax = largest_logit_decides(argmax, rules.sampler, [row.rule for row in live])
-    if not by_argmax:
-        for row in live:
-            row.index.read(row.context)
-    chains = {row.number: ChainDraft(row.rule, row.random, argmax, limits[row.number], rules.ends) for row in live}
-    drafting = list(live)
-    while drafting := [row for row in drafting if chains[row.number].goes_on()]:
-        fresh = {row.number: chains[row.number].unread(row.context, read[row.number]) for row in drafting}
-        logits = extend_rows(draft, fresh, fresh)
-        if by_argmax:
-            for row, token in zip(drafting, logits.argmax(NONE), strict=True):
-                chains[row.number].add(token)
-        else:
-            histories = [[*row.context, *chains[row.number].tokens] for row in drafting]
-            distributions = distribution_sampler(rules.sampler).distributions(logits, histories, empty=True)
-            for row, distribution in zip(drafting, distributions, strict=True):
-                chains[row.number].add_from(distribution, row.index, row.context)
-    for row in live:
-        row.proposal = chains[row.number].proposal()
-
-
-def _verify(target: Model, live: Sequence[_Row], rules: Rules) -> list[tuple[int, int]]:
-    """One target call over all rows' last tokens and drafts: how many each row accepts, and the token after them.
-
-    The target is left with everything committed but those tokens.
-    """
-    depths = target.lengths
-    logits = extend_rows(target, {row.number: [row.context[-1], *row.proposal.tokens] for row in live})
-    ends = list(accumulate(len(row.proposal.tokens) + 1 for row in live))
-    places = [slice(end - len(row.proposal.tokens) - 1, end) for row, end in zip(live, ends, strict=True)]
-    verdicts: list[tuple[int, int]] = []
-    if rules.by_argmax:
-        choices = logits.argmax()
-        for row, place in zip(live, places, strict=True):
-            accepted = verify_greedy(choices[place], row.proposal.tokens)
-            verdicts.append((accepted, choices[place][accepted]))
-    else:
-        histories = None
-        if rules.sampler.repetition_penalty != 1:
-            histories = [history for row in live for history in row.proposal.histories(row.context)]
-        distributions = rules.sampler.distributions(logits, histories)  # [N, V]
-        for row, place in zip(live, places, strict=True):
-            verdicts.append(draw_chain(rules.verifier, distributions[place], row.proposal, row.random))
-    lengths = {row.number: depths[row.number] + 1 + count for row, (count, _) in zip(live, verdicts, strict=True)}
-    _rollback(target, lengths)
-    return verdicts
 
 
 # ── Sampling many prompts without drafts ──
@@ -271,11 +199,10 @@ def refill(
         live = [row for place in reading if (row := rows[place]) is not None]
         if fresh:
             model.rollback([0 if place in fresh else length for place, length in enumerate(model.lengths)])
-            logits = read_together(model, {place: row.request.ids for place, row in zip(reading, live, strict=True)})
+            read = {place: row.request.ids for place, row in zip(reading, live, strict=True)}
         else:
-            last = {place: row.tokens[-1:] for place, row in zip(reading, live, strict=True)}
-            logits = extend_rows(model, last, last)
-        for row, token in zip(live, _drawn(logits, live, sampler, vocabulary), strict=True):
+            read = {place: row.tokens[-1:] for place, row in zip(reading, live, strict=True)}
+        for row, token in zip(live, _drawn(extend_rows(model, read), live, sampler, vocabulary), strict=True):
             row.add(token, ends, stop)
         for place, row in zip(reading, live, strict=True):
             if row.stopped is not None:

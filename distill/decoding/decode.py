@@ -9,20 +9,22 @@ from __future__ import annotations
 import time
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from distill.decoding.drafters import NOTHING, ONLY, Drafter, NoDrafter
+from distill.decoding.drafters import NOTHING, Drafter, NoDrafter
 from distill.decoding.lengths import ROOT, Proposal
-from distill.decoding.on_device import play, rounds_of_text
+from distill.decoding.on_device import device_verifier
 from distill.decoding.rules import Constrained, Rules
 from distill.decoding.verify import CHAINS, TREES, draw_chain, draw_token, verify_greedy, walk, walk_greedy
 from distill.engines.model import Model, resent
 from distill.engines.torch.model import for_sampler
 from distill.sampler import Logits
 
-MOST_RESENT = 4  # tokens that the target computes again with a round: beyond this, one plain step comes first
+FIRST_ROW = (0,)  # The logits of a lone token.
+MOST_RESENT = 4  # If the target must recompute more tokens than this, the round drafts nothing.
 
 
 class Round(NamedTuple):
@@ -130,7 +132,9 @@ def decode(
     result.prefill_seconds = result.prefilled - started
     context = [*prompt, first]
     certain, ended = add_tokens(result, [first], 0, rules)
-    yielded, rounds = 0, rounds_of_text(target, drafter, rules)
+    on_device = device_verifier(target, drafter, rules)
+    verify = partial(verify_proposal, target, rules) if on_device is None else on_device.verify
+    yielded = 0
     while len(result.tokens) < limit and not ended and target.lengths[0] < target.capacity:
         yield result.tokens[yielded:certain]
         yielded = certain
@@ -139,11 +143,8 @@ def decode(
         # No more than can still be used: the round emits one token beyond those accepted.
         room = min(limit - len(result.tokens) - 1, target.capacity - depth - 1, drafter.room(depth + 1))
         room = 0 if resent(target) > MOST_RESENT else room
-        if rounds is not None:
-            proposal, accepted, token = play(rounds, drafter, context, room)
-        else:
-            proposal = drafter.propose(context, room, rules.ends) if room > 0 else NOTHING
-            accepted, token = _verify(target, context, proposal, rules)
+        proposal = drafter.propose(context, room, rules.ends) if room > 0 else NOTHING
+        proposal, accepted, token = verify(context, proposal)
         new = [*(proposal.tokens[node] for node in accepted), token]
         certain, ended = add_tokens(result, new, len(accepted), rules)
         context += new
@@ -159,13 +160,15 @@ def decode(
     yield result.tokens[yielded:]
 
 
-def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Rules) -> tuple[list[int], int]:
-    """One target step over the last token and the proposal: the accepted nodes and the token after them.
+def verify_proposal(
+    target: Model, rules: Rules, context: Sequence[int], proposal: Proposal
+) -> tuple[Proposal, list[int], int]:
+    """One target step over the last token and the proposal: the proposal, its accepted nodes and the token after them.
 
     The target is left with everything committed but that token.
     """
     if not proposal.tokens and rules.by_argmax:  # with small models, what follows takes a thirtieth of a step
-        return [], target.extend(context[-1:], want=ONLY).argmax()[0]
+        return proposal, [], target.extend(context[-1:], want=FIRST_ROW).argmax()[0]
     tokens = [context[-1], *proposal.tokens]
     depth = target.lengths[0]
     # Without siblings, distinct and token are the same.
@@ -181,7 +184,7 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
             count, token = draw_chain(verifier, p, proposal, rules.random)
         if count < len(proposal.tokens):
             target.rollback([depth + 1 + count])
-        return list(range(count)), token
+        return proposal, list(range(count)), token
     # The last token is node 0 of the pending tree, and the parent of the proposal's roots.
     logits = target.extend(tokens, parents=[ROOT, *(parent + 1 for parent in proposal.parents)])
     if rules.by_argmax:
@@ -191,7 +194,7 @@ def _verify(target: Model, context: Sequence[int], proposal: Proposal, rules: Ru
             TREES[rules.verifier], _distributions(logits, context, proposal, rules), proposal, rules.random
         )
     target.keep([[0, *(node + 1 for node in path)]])
-    return path, token
+    return proposal, path, token
 
 
 def _distributions(logits: Logits, context: Sequence[int], proposal: Proposal, rules: Rules) -> Tensor:

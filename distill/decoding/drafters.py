@@ -7,7 +7,7 @@ Legend: V vocabulary, n tokens of a chain, m length of a match, T target, λ tok
 from __future__ import annotations
 
 import time
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import replace
 from typing import Protocol
 
@@ -22,7 +22,6 @@ from distill.engines.model import Model
 from distill.sampler import Sampler
 
 NONE = -1  # no token: the draft's logits are −∞ everywhere
-ONLY = (0,)  # the logits of a lone token
 NOTHING = Proposal.chain([])  # shared by all rounds: nobody changes a proposal once it is made
 
 
@@ -76,9 +75,9 @@ def distribution_sampler(sampler: Sampler) -> Sampler:
     return sampler if sampler.temperature else Sampler(1.0, repetition_penalty=sampler.repetition_penalty)
 
 
-def largest_logit_decides(argmax: bool, sampler: Sampler, rules: Iterable[LengthRule]) -> bool:
+def largest_logit_decides(argmax: bool, sampler: Sampler, rule: LengthRule) -> bool:
     """Whether the draft's largest logit alone decides: nothing reads its distribution, which takes longer to make."""
-    return argmax and sampler.repetition_penalty == 1 and not any(rule.reads_features for rule in rules)
+    return argmax and sampler.repetition_penalty == 1 and not rule.reads_features
 
 
 class ChainDraft:
@@ -153,7 +152,8 @@ class ChainDraft:
         return Proposal.chain(self.tokens, distributions, self._features)
 
 
-TOGETHER = 48  # tokens that a draft's first step reads; on a device two, because its shapes are fixed
+# Tokens that a draft's first step reads at most. Shapes of steps on a device are fixed.
+TOGETHER, TOGETHER_ON_DEVICE = 48, 2
 
 
 class Asking:
@@ -220,6 +220,8 @@ class ModelDrafter(Asking):
         self.sampler, self.random = sampler, random
         self.argmax = argmax or sampler.temperature == 0
         self.index = TextIndex()
+        # Drafts a chain on the model's device. `on_device.device_verifier` sets it for each text.
+        self.on_device: Callable[[Sequence[int], ChainDraft], Proposal] | None = None
 
     @property
     def kind(self) -> str:
@@ -236,14 +238,17 @@ class ModelDrafter(Asking):
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """A chain, one step of the model for each token."""
         self.rule.behind(self.unread(context), limit)
-        reading, chain = 0.0, ChainDraft(self.rule, self.random, self.argmax, limit, ends)
-        by_argmax, read = largest_logit_decides(self.argmax, self.sampler, [self.rule]), 0
+        chain = ChainDraft(self.rule, self.random, self.argmax, limit, ends)
+        if not chain.goes_on():
+            return NOTHING
+        by_argmax = largest_logit_decides(self.argmax, self.sampler, self.rule)
+        if not by_argmax:
+            self.index.read(context)
+        if self.on_device is not None:
+            reading = self.catch_up(context, TOGETHER_ON_DEVICE)
+            return self.on_device(context, chain).after(reading)
+        reading, read = self.catch_up(context), self.model.lengths[0]
         while chain.goes_on():
-            if not chain.tokens:
-                if not by_argmax:
-                    self.index.read(context)
-                reading = self.catch_up(context)
-                read = self.model.lengths[0]
             fresh = chain.unread(context, read)
             logits = self.model.extend(fresh, want=[len(fresh) - 1])
             if by_argmax:
@@ -383,22 +388,16 @@ class FallbackDrafter:
         return max(self.first.room(length), self.second.room(length))
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """The first one's proposal unless it is empty."""
-        proposal = self.look_up(context, limit, ends)
-        if not proposal.tokens:
-            proposal = self.second.propose(context, min(limit, self.second.room(len(context))), ends)
-        return proposal
-
-    def look_up(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """The first one's proposal; where it is empty, this is the second one's round."""
+        """The first one's proposal, or the second one's if that is empty."""
+        left = min(limit, self.second.room(len(context)))
         if isinstance(self._rule, ExpectedValue):
             assert isinstance(self.second, Asking)
-            self._rule.behind(self.second.unread(context), min(limit, self.second.room(len(context))))
+            self._rule.behind(self.second.unread(context), left)
             offers = self._rule.offers()
             self.first.rival = offers[self._rule.worth.best(offers)]
         proposal = self.first.propose(context, min(limit, self.first.room(len(context))), ends)
         self._last = self.first if proposal.tokens else self.second
-        return proposal
+        return proposal if proposal.tokens else self.second.propose(context, left, ends)
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """The drafter that proposed learns; the other reads the new tokens with its next proposal, and a lookup learns

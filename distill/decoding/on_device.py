@@ -1,13 +1,13 @@
 """A round that stays on the device: the draft's chain, the target's step, the verdict, and one transfer of its result.
 
-The host learns the drafted tokens, how many were accepted and the token after them together, at the round's end. A
-length rule that reads the draft's distribution is asked after each of the draft's steps: one transfer for each.
+`ModelDrafter.propose` then returns a `DeviceChain`, whose tokens the host does not know, and `DeviceVerifier.verify`
+fetches them together with how many were accepted and the token after them. A length rule that reads the draft's
+distribution is asked after each of the draft's steps, which takes one transfer for each.
 
-Chance: at the beginning of a round, numbers are taken from `random()`, whatever becomes of them: γ to draw the drafted
-tokens with (none where they are the draft's best, or another drafter's), γ for their acceptance, and one for the token
-after them, where γ is the most that may be drafted. Greedy rounds take none. Each position has numbers of its own,
-independent of all else, so the output follows the target's distribution exactly as in rounds on the host, which draw
-only what they need.
+Chance: numbers are taken from `random()` before they are needed, whatever becomes of them: γ before a chain is drawn
+(none if its tokens are the draft's best), then γ for the acceptance and one for the token after it, where γ is the most
+that may be drafted. Greedy rounds take none. Each position has numbers of its own, independent of all else, so the
+output follows the target's distribution exactly as in rounds on the host, which draw only what they need.
 
 Legend: γ drafted tokens of a round, V vocabulary.
 """
@@ -25,7 +25,6 @@ from torch import Tensor
 from distill.decoding import verify
 from distill.decoding.drafters import (
     NONE,
-    NOTHING,
     ChainDraft,
     Drafter,
     FallbackDrafter,
@@ -45,18 +44,25 @@ Stepped = TorchModel  # one whose `steps_on_device`
 KNOWN = (*verify.CHAINS, "distinct")
 
 
-@dataclass(frozen=True)
-class Drafted:
-    """A chain on the device: tokens [γ] (NONE where there is none), what they were drawn from, the largest logits [γ].
+@dataclass(frozen=True, kw_only=True)
+class DeviceChain(Proposal):
+    """A chain on the device: ids [γ] (NONE where there is none), what they were drawn from, the largest logits [γ].
 
-    `model` drafted them, and has read `read` tokens before the first of them.
+    `model` drafted them, and has read `read` tokens before the first of them. `chain` learns the tokens once they are
+    verified.
     """
 
-    tokens: Tensor
-    distributions: Tensor | None  # [γ, V]; None: each is 1 at its token
+    chain: ChainDraft
+    ids: Tensor
+    drawn_from: Tensor | None  # [γ, V]; None: each is 1 at its token
     largest: Tensor
     model: Stepped
     read: int
+
+    def fetched(self, tokens: list[int]) -> Proposal:
+        """The chain as the host knows it from now on."""
+        self.chain.tokens = tokens
+        return self.chain.proposal().after(self.reading)
 
 
 class DeviceDraft:
@@ -74,11 +80,10 @@ class DeviceDraft:
         """Whether the length rule is asked after each step."""
         return self.drafter.rule.reads_features
 
-    def drafted(self, context: Sequence[int], chain: ChainDraft) -> Drafted | None:
-        """The tokens of this chain, the best ones or drawn ones; None where its rule wants no first step."""
+    @torch.inference_mode()
+    def drafted(self, context: Sequence[int], chain: ChainDraft) -> DeviceChain:
+        """The tokens of a chain that takes a first step, the best ones or drawn ones."""
         uniforms = [] if self.drafter.argmax else [chain.random() for _ in range(chain.limit)]
-        if not chain.goes_on():
-            return None
         model, device = self.model, self.model.device
         (length,) = model.lengths
         unread = chain.unread(context, length)
@@ -106,8 +111,16 @@ class DeviceDraft:
             alive = alive & (token >= 0) & ~(token == self._ends).any()
             last = model.step(tokens[-1].clamp(min=0)[None, None], one, starts, end, 1)[0, -1]
             starts = starts + 1
-        drawn_from = torch.stack(distributions) if distributions else None
-        return Drafted(torch.stack(tokens), drawn_from, torch.stack(largest), model, read)
+        return DeviceChain(
+            [],
+            [],
+            chain=chain,
+            ids=torch.stack(tokens),
+            drawn_from=torch.stack(distributions) if distributions else None,
+            largest=torch.stack(largest),
+            model=model,
+            read=read,
+        )
 
     def _chosen(self, logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
         """A token of logits [V], NONE where all are −∞; its distribution if asked; the largest logit."""
@@ -136,33 +149,30 @@ class DeviceDraft:
         return True
 
 
-class DeviceRounds:
-    """The rounds of a text; `draft` is None where no model drafts on the device."""
+class DeviceVerifier:
+    """Verifies the chains of a text on the target's device."""
 
-    def __init__(self, target: Stepped, rules: Rules, draft: DeviceDraft | None) -> None:
-        self.target, self.draft, self.rules = target, draft, rules
+    def __init__(self, target: Stepped, rules: Rules) -> None:
+        self.target, self.rules = target, rules
         # Without siblings, distinct and token are the same.
         self.verifier = verify.CHAINS["token" if rules.verifier == "distinct" else rules.verifier]
 
     @torch.inference_mode()
-    def run(
-        self, context: Sequence[int], proposed: Proposal = NOTHING, chain: ChainDraft | None = None
-    ) -> tuple[Proposal, int, int]:
-        """One round, of another drafter's proposal or of a chain of the draft: what was proposed, how many of its
-        tokens were accepted, and the token after them.
+    def verify(self, context: Sequence[int], proposal: Proposal) -> tuple[Proposal, list[int], int]:
+        """One target step over the last token and a chain: the chain, its accepted nodes, and the token after them.
 
         The target is left with everything committed but that token. The draft is left with what it has read, of which
-        the caller drops what was rejected.
+        its drafter drops what was rejected.
         """
-        drafted = None if chain is None or self.draft is None else self.draft.drafted(context, chain)
-        limit = len(proposed.tokens) if chain is None else chain.limit
+        drafted = proposal if isinstance(proposal, DeviceChain) else None
+        limit = len(proposal.tokens) if drafted is None else drafted.chain.limit
         uniforms = [] if self.rules.by_argmax else [self.rules.random() for _ in range(limit + 1)]
-        results = self._verified(context, proposed, drafted, uniforms)
+        results = self._verified(context, proposal, uniforms)
         if drafted is not None:
-            results += [drafted.tokens.to(self.target.device).int(), shrunk(drafted.largest.to(self.target.device))]
+            results += [drafted.ids.to(self.target.device).int(), shrunk(drafted.largest.to(self.target.device))]
         fetched: list[Any] = [part.tolist() for part in fetch(*results)]
         accepted, following, largest, *drawn = fetched
-        tokens = [token for token in drawn[0] if token != NONE] if drawn else proposed.tokens
+        tokens = [token for token in drawn[0] if token != NONE] if drawn else proposal.tokens
         (length,) = self.target.lengths
         depths = range(length + 1, length + 2 + len(tokens))
         try:
@@ -176,22 +186,18 @@ class DeviceRounds:
         self.target.commit([length + 1 + accepted])
         if drafted is not None:
             drafted.model.commit([drafted.read + max(len(tokens) - 1, 0)])
-        if chain is not None:
-            chain.tokens = tokens
-            proposed = chain.proposal()
-        return proposed, accepted, following
+            proposal = drafted.fetched(tokens)
+        return proposal, list(range(accepted)), following
 
-    def _verified(
-        self, context: Sequence[int], proposed: Proposal, drafted: Drafted | None, uniforms: Sequence[float]
-    ) -> list[Tensor]:
+    def _verified(self, context: Sequence[int], proposal: Proposal, uniforms: Sequence[float]) -> list[Tensor]:
         """How many tokens are accepted, the token after them, and the target's largest logits [γ + 1]."""
         target, device = self.target, self.target.device
         (length,) = target.lengths
-        sent = send([length, context[-1], *proposed.tokens], device)
+        sent = send([length, context[-1], *proposal.tokens], device)
         starts, ids = sent[:1], sent[1:]
-        tokens, q = ids[1:], proposed.distributions
-        if drafted is not None:
-            tokens, q = drafted.tokens.to(device), drafted.distributions
+        tokens, q = ids[1:], proposal.distributions
+        if isinstance(proposal, DeviceChain):
+            tokens, q = proposal.ids.to(device), proposal.drawn_from
             ids = torch.cat([ids, tokens.clamp(min=0)])
         counts = 1 + (tokens >= 0).sum(-1, keepdim=True)
         logits = target.step(ids[None], counts, starts, length + len(ids))[0]  # [γ + 1, V]
@@ -208,55 +214,29 @@ class DeviceRounds:
         return [accepted.to(torch.int8), following.int(), shrunk(largest)]
 
 
-def rounds_on_device(target: Model, rules: Rules, drafter: ModelDrafter | None) -> DeviceRounds | None:
-    """The rounds of this target on its device, with a model that drafts there or without one; None where the host takes
-    part.
+def device_verifier(target: Model, drafter: Drafter, rules: Rules) -> DeviceVerifier | None:
+    """The verifier of a text on the target's device; None if the host takes part in every round.
 
-    That is for models on a CPU with a growing cache and those of other engines, under a grammar or a repetition
-    penalty, which read the text, with n_min, and on a device without fp64.
+    A model that drafts chains, alone or after a lookup, then drafts on its device too, if it can. The host takes part
+    for models on a CPU with a growing cache and those of other engines, for trees, and on a device without fp64. So it
+    does under a grammar or a repetition penalty, which read the text. n_min is counted on the host before a draft is
+    verified.
     """
-    models: list[Any] = [target] if drafter is None else [target, drafter.model]
-    counted = drafter is not None and drafter.rule.n_min > 1  # on the host, before drafts are verified
-    if counted or not driven(models, rules):
-        return None
-    return DeviceRounds(models[0], rules, None if drafter is None else DeviceDraft(drafter, rules))
-
-
-def driven(models: Sequence[Any], rules: Rules) -> bool:
-    """Whether these models take steps of tokens that lie on a device, and nothing in the rules reads the text."""
-    reads_text = rules.constraint is not None or rules.sampler.repetition_penalty != 1
-    if reads_text or rules.verifier not in KNOWN:
-        return False
-    return all(getattr(model, "steps_on_device", False) and has_float64(model.device) for model in models)
-
-
-def rounds_of_text(target: Model, drafter: Drafter, rules: Rules) -> DeviceRounds | None:
-    """The rounds of this text on the target's device, the draft's part too where it is there; None on the host, which
-    grows trees."""
+    chains = drafter.second if isinstance(drafter, FallbackDrafter) else drafter
+    if isinstance(chains, ModelDrafter):
+        chains.on_device = None
     if isinstance(drafter, NoDrafter) and rules.by_argmax:
-        return None  # the largest logit is read from the device as it is; a distribution would be copied whole
-    own = drafter.second if isinstance(drafter, FallbackDrafter) else drafter
-    chains = rounds_on_device(target, rules, own) if type(own) is ModelDrafter else None
-    return chains or (None if own.tree else rounds_on_device(target, rules, None))
+        return None  # The largest logit is read from the device as it is. A distribution would be copied whole.
+    stepped: Any = target
+    if chains.tree or not _driven(stepped, rules):
+        return None
+    if isinstance(chains, ModelDrafter) and chains.rule.n_min <= 1 and _driven(chains.model, rules):
+        chains.on_device = DeviceDraft(chains, rules).drafted
+    return DeviceVerifier(stepped, rules)
 
 
-def play(rounds: DeviceRounds, drafter: Drafter, context: Sequence[int], limit: int) -> tuple[Proposal, list[int], int]:
-    """A round: the proposal, its accepted tokens, and the token after them. Chains of a drafter whose model is not
-    driven on the device come from the host."""
-    own, ends, proposed, chain, reading = drafter, rounds.rules.ends, NOTHING, None, 0.0
-    if isinstance(drafter, FallbackDrafter):
-        own = drafter.second
-        proposed = drafter.look_up(context, limit, ends) if limit > 0 else NOTHING
-    if not proposed.tokens and (limit := min(limit, own.room(len(context)))) > 0:
-        if rounds.draft is None:
-            proposed = own.propose(context, limit, ends)
-        else:
-            assert isinstance(own, ModelDrafter)
-            if rounds.draft.looks:
-                own.index.read(context)
-            chain = ChainDraft(own.rule, own.random, own.argmax, limit, ends)
-            own.rule.behind(own.unread(context), limit)
-            if own.unread(context) > 1 and chain.goes_on():
-                reading = own.catch_up(context, together=2)
-    proposed, accepted, token = rounds.run(context, proposed, chain)
-    return proposed.after(reading), list(range(accepted)), token
+def _driven(model: Any, rules: Rules) -> bool:
+    """Whether a model takes steps of tokens that lie on a device, and nothing in the rules reads the text."""
+    reads_text = rules.constraint is not None or rules.sampler.repetition_penalty != 1
+    known = rules.verifier in KNOWN and not reads_text
+    return known and getattr(model, "steps_on_device", False) and has_float64(model.device)

@@ -11,10 +11,9 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from toys import blurred, random_prompts, toy
+from toys import blurred, decode_at_once, random_prompts, toy
 
 from distill.data.samples import first_difference
-from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.drafters import ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, Features, Fixed, LengthRule, ProbabilityFloor
@@ -177,7 +176,7 @@ def check_batch(
     rows = len(prompts) + idle
     batch = [BatchedTorchModel(model, rows) for model in pair]
     target, draft = (TorchModel(model) for model in pair)
-    results = decode_batch(*batch, prompts, limit, rules, length, streams(len(prompts), seed), argmax)
+    results = decode_at_once(*batch, prompts, limit, rules, length, streams(len(prompts), seed), argmax)
     assert len(results) == len(prompts)
     for prompt, result, draws in zip(prompts, results, streams(len(prompts), seed), strict=True):
         rule = length() if callable(length) else Fixed(length)
@@ -248,7 +247,7 @@ def test_one_target_call_a_round_and_none_for_ended_rows() -> None:
     prompts = [[1, 2, 3], [4], [5, 6, 7, 8, 9]]
     text = plain(TorchModel(EXACT["qwen2"]), prompts[1], 20).tokens
     target.calls, draft.calls = [], []
-    results = decode_batch(target, draft, prompts, 20, Rules(ends=[text[4]]), 3)
+    results = decode_at_once(target, draft, prompts, 20, Rules(ends=[text[4]]), 3)
     assert len(target.calls) == 1 + max(len(result.rounds) for result in results)
     assert target.calls[0] == [3, 1, 5] and draft.calls[0] == [2, 0, 4]
     for row, result in enumerate(results):
@@ -334,7 +333,7 @@ def test_prompts_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
         check_batch((EXACT["qwen3"], DRAFTS["qwen3"]), prompts, 8, rules, 3)
     target, draft = Counting(EXACT["qwen3"], 5), BatchedTorchModel(EXACT["qwen3"], 5)
     target.calls = []
-    decode_batch(target, draft, prompts, 1, Rules(), 3)
+    decode_at_once(target, draft, prompts, 1, Rules(), 3)
     assert target.calls == [[1, 0, 0, 0, 0], [4, 0, 0, 1, 4], [4, 1, 4, 4, 4]]
 
 
@@ -352,7 +351,7 @@ def test_single_precision_up_to_ties() -> None:
     ties = 0
     for start in (0, width):  # a used pair starts anew
         some = prompts[start : start + width]
-        for prompt, result in zip(some, decode_batch(target, draft, some, 50, Rules(), 1 + start), strict=True):
+        for prompt, result in zip(some, decode_at_once(target, draft, some, 50, Rules(), 1 + start), strict=True):
             expected = plain(single, prompt, 50).tokens
             where = first_difference(expected, result.tokens)
             if where is not None:

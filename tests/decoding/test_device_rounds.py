@@ -23,10 +23,11 @@ from toys import blurred, random_prompts, speculative, toy
 from distill.decoding import decode as decode_module
 from distill.decoding import round_costs, verify
 from distill.decoding.decode import Decoded, decode, decode_text, plain
-from distill.decoding.drafters import FallbackDrafter, LookupDrafter, ModelDrafter
+from distill.decoding.drafters import NOTHING, FallbackDrafter, LookupDrafter, ModelDrafter, NoDrafter
 from distill.decoding.lengths import AcceptedRatio, Fixed, LengthRule, ProbabilityFloor
-from distill.decoding.on_device import rounds_on_device
+from distill.decoding.on_device import device_verifier
 from distill.decoding.rules import Rules
+from distill.decoding.trees import TreeDrafter
 from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError
@@ -158,10 +159,10 @@ def test_logits_that_are_no_numbers_are_named(role: str, drafts: str, temperatur
         next(rounds)
     assert target.lengths == [before]
     if role == "target" and temperature:
-        plainly = rounds_on_device(target, rules, None)
+        plainly = device_verifier(target, NoDrafter(), rules)
         assert plainly is not None
         with pytest.raises(DataError, match=rf"the target after {before + 1} tokens are not finite"):
-            plainly.run([5])
+            plainly.verify([5], NOTHING)
 
 
 @pytest.mark.parametrize("everywhere", [True, False])
@@ -190,14 +191,21 @@ def test_what_reads_the_text_stays_on_the_host() -> None:
     def drafter(model: Any, rules: Rules, rule: LengthRule | None = None) -> ModelDrafter:
         return ModelDrafter(model, rule or Fixed(3), rules.sampler, rules.random)
 
+    def on_device(target: Any, drafter: Any, rules: Rules) -> tuple[bool, bool]:
+        """Whether texts are verified on the device, and drafted."""
+        verifier = device_verifier(target, drafter, rules)
+        return verifier is not None, getattr(drafter, "on_device", None) is not None
+
     rules = Rules()
     on_host = TorchModel(DRAFTS["qwen2"])
-    assert rounds_on_device(target, rules, drafter(draft, rules)) is not None
+    assert on_device(target, drafter(draft, rules), rules) == (True, True)
     penalised = Rules(Sampler(1.0, repetition_penalty=1.2), "token", random=random.Random(1).random)
-    assert rounds_on_device(target, penalised, drafter(draft, penalised)) is None
-    assert rounds_on_device(target, rules, drafter(draft, rules, ProbabilityFloor(4, 0.1, n_min=3))) is None
-    assert rounds_on_device(TorchModel(MODELS["qwen2"]), rules, drafter(draft, rules)) is None
-    assert rounds_on_device(target, rules, drafter(on_host, rules)) is None
+    used = drafter(draft, rules)
+    assert on_device(target, used, rules)[1] and on_device(target, used, penalised) == (False, False)
+    assert on_device(target, drafter(draft, rules, ProbabilityFloor(4, 0.1, n_min=3)), rules) == (True, False)
+    assert on_device(TorchModel(MODELS["qwen2"]), drafter(draft, rules), rules) == (False, False)
+    assert on_device(target, drafter(on_host, rules), rules) == (True, False)
+    assert on_device(target, TreeDrafter(draft, rules.sampler, rules.random, 4), rules) == (False, False)
     texts = []
     for models in ((target, draft), (TorchModel(MODELS["qwen2"]), on_host)):
         rules = replace(penalised, random=random.Random(1).random)

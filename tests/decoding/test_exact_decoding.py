@@ -1,4 +1,4 @@
-"""`decode` and `decode_batch` whole, by enumeration: two rounds of every drafter and verifier follow the target's
+"""`decode` and `at_once` whole, by enumeration: two rounds of every drafter and verifier follow the target's
 distribution.
 
 Every run is production code from the prompt on, chance and time apart; a prompt is followed by one token for sure, so
@@ -21,10 +21,9 @@ from branches import every
 from static_table import StaticTable, every_draw
 from table_model import TableModel
 from tables import TableRows, distance, number, target_distributions
+from toys import decode_at_once
 
-from distill.decoding import batch as batch_module
 from distill.decoding import decode as decode_module
-from distill.decoding.batch import decode_batch
 from distill.decoding.calibration import CONTEXT_TERMS, Calibration
 from distill.decoding.configured import DrafterInputs, make_rule
 from distill.decoding.costs import Costs
@@ -53,8 +52,7 @@ Make = Callable[[Any, Sampler, Random], Drafter]
 
 @pytest.fixture(autouse=True)
 def _a_round_takes_one_second(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (decode_module, batch_module):
-        monkeypatch.setattr(module, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
+    monkeypatch.setattr(decode_module, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
 
 
 def pair(vocabulary: int, seed: int) -> tuple[TableModel, TableModel]:
@@ -112,14 +110,14 @@ def batched(
     argmax: bool = False,
     rows: int = 1,
 ) -> float:
-    """The same of `decode_batch`, of the first row; the others draw nothing, because their random numbers are fixed."""
+    """The same of `at_once`, of the first row; the others draw nothing, because their random numbers are fixed."""
     target, draft = pair(2, 1)
 
     def run(random: Random) -> list[int]:
         randoms = [random, *[lambda: 0.25] * (rows - 1)]
         prompts = [PROMPT, *[[1, 0, 1]] * (rows - 1)]
         some, rules = (TableRows(target, rows), TableRows(draft, rows)), Rules(sampler, verifier)
-        return decode_batch(*some, prompts, 4, rules, rule, randoms, argmax)[0].tokens
+        return decode_at_once(*some, prompts, 4, rules, rule, randoms, argmax)[0].tokens
 
     return output_distribution(target, sampler, list(every(run)))
 

@@ -20,7 +20,6 @@ from test_export import needs_llama
 from test_tree_cache import Mirror
 from toys import random_prompts
 
-from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter, NoDrafter
 from distill.decoding.grammar import Constraint, State, Tokens, constraint, lark
@@ -193,9 +192,6 @@ def test_wrong_grammars_are_named(kind: str, source: str, reason: str) -> None:
 def test_refusals() -> None:
     with pytest.raises(DataError, match="needs a token that ends"):
         tokens_of(SAID, [])
-    grammar = constraint("regex", "a+", TOKENS)
-    with pytest.raises(AssertionError, match="one text at a time"):
-        decode_batch(TableModel(12), TableModel(12), [[0]], 3, Rules(ends=[END], constraint=grammar), 1)
 
 
 def test_warnings_are_kept() -> None:

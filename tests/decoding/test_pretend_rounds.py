@@ -16,9 +16,8 @@ import torch
 from test_batch import streams, summary
 from test_configurations import CONFIGURATIONS, COSTS
 from test_grammar import tokens_of
-from toys import blurred, random_prompts, toy
+from toys import blurred, decode_at_once, random_prompts, toy
 
-from distill.decoding.batch import decode_batch
 from distill.decoding.configured import DrafterInputs, make_drafter
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.grammar import Constraint, constraint
@@ -171,7 +170,7 @@ def test_batches(pretend: Any, make: Callable[..., Any], temperature: float) -> 
         target, draft = (make(placed(role, device), rows=3) for role in ("target", "draft"))
         found = []
         for length in (0, 2, lambda: AcceptedRatio(3, longest=4)):
-            found += decode_batch(target, draft, PROMPTS, 12, rules, length, streams(3, 2))
+            found += decode_at_once(target, draft, PROMPTS, 12, rules, length, streams(3, 2))
         texts[device] = [summary(one) for one in found]
     assert texts["cpu"] == texts["pretend"]
 

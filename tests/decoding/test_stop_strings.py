@@ -18,9 +18,8 @@ import torch
 from table_model import TableModel
 from tables import TableRows
 from tokenizers import Tokenizer
-from toys import Scripted
+from toys import Scripted, decode_at_once
 
-from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
 from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor
@@ -111,7 +110,7 @@ def test_every_way_ends_before_the_stop_string(pieces: Sequence[bytes], seed: in
             assert (seen, text_of(seen, pieces) + result.rest) == expected
     # Batched: one rule for all rows, so the last one's stop strings.
     for length in (0, 1, 3, 8):
-        results = decode_batch(TableRows(table, 3), TableRows(draft, 3), prompts, LIMIT, rules, length)
+        results = decode_at_once(TableRows(table, 3), TableRows(draft, 3), prompts, LIMIT, rules, length)
         for result, free in zip(results, whole, strict=True):
             assert (result.tokens, text_of(result.tokens, pieces) + result.rest) == by_hand(free, pieces, stops)
 

@@ -22,10 +22,9 @@ from safetensors.torch import load_file, save_file
 from table_model import TableModel
 from tables import TableRows
 from tiny import Capture
-from toys import toy
+from toys import decode_at_once, toy
 from writing_worlds import new_ids
 
-from distill.decoding.batch import decode_batch
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.drafters import Drafter, ModelDrafter
 from distill.decoding.lengths import Fixed, ProbabilityFloor, Proposal
@@ -207,10 +206,10 @@ def test_batches(sampler: Sampler) -> None:
         for pair in ((broken, whole), (whole, broken)):
             target, draft = (TableRows(model, 3) for model in pair)
             with pytest.raises(DataError, match="not finite"):
-                decode_batch(target, draft, prompts, 9, rules, 3, randoms)
+                decode_at_once(target, draft, prompts, 9, rules, 3, randoms)
     empty = damaged(whole, -INF)
     empty.table[:] = -INF
-    results = decode_batch(TableRows(whole, 3), TableRows(empty, 3), prompts, 9, rules, 3, randoms)
+    results = decode_at_once(TableRows(whole, 3), TableRows(empty, 3), prompts, 9, rules, 3, randoms)
     assert all(len(result.tokens) == 9 and all(r.drafted == 0 for r in result.rounds) for result in results)
 
 

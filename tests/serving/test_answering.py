@@ -17,10 +17,9 @@ import pytest
 import tiny
 import torch
 from table_model import TableModel
-from toys import blurred, random_prompts, save_toy, toy, toy_tokenizer
+from toys import blurred, decode_at_once, random_prompts, save_toy, toy, toy_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill.decoding.batch import decode_batch
 from distill.decoding.calibration import Calibration
 from distill.decoding.configured import DrafterInputs, check_trees, make_drafter, require_trees
 from distill.decoding.costs import Costs
@@ -303,7 +302,7 @@ def test_a_batch_outlives_the_drafts_context() -> None:
     prompts = [random_prompts(1, 61, seed=size, shortest=size, longest=size)[0] for size in (3, 19, 20, 21, 40)]
     for some in (prompts, prompts[3:]):
         target, draft = (BatchedTorchModel(one, len(some)) for one in (model, short))
-        results = decode_batch(target, draft, some, 24, Rules(), 3)
+        results = decode_at_once(target, draft, some, 24, Rules(), 3)
         for prompt, result in zip(some, results, strict=True):
             assert result.tokens == plain(TorchModel(model), prompt, 24).tokens
             assert any(r.drafted for r in result.rounds) == (len(prompt) < 18)
