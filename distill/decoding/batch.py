@@ -65,10 +65,22 @@ class OneRow:
         logits: Logits = getcurrent().parent.switch(Call(self.model, self.row, tokens, wanted))
         return logits
 
+    def keep(self, paths: Sequence[Sequence[int]]) -> None:
+        """See `Model`. There are no trees."""
+        assert not any(paths), paths
+
     def rollback(self, lengths: Sequence[int]) -> None:
         """See `Model`."""
         (length,) = lengths
         self.model.rollback([length if row == self.row else held for row, held in enumerate(self.model.lengths)])
+
+    def close(self) -> None:
+        """Nothing: the model of all rows is closed."""
+
+
+def rows_of(model: Model) -> list[Model]:
+    """The rows of a model, each as a model of one text; a model of one row is its only row."""
+    return [model] if model.rows == 1 else [OneRow(model, row) for row in range(model.rows)]
 
 
 class _RowLogits(TorchLogits):

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from distill.decoding.calibration import UNFITTED, Calibration
 from distill.decoding.costs import Costs
@@ -16,7 +15,7 @@ from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader, StringMatchDrafter
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.table_drafter import TableDrafter, names_of_fits, table_calibration
-from distill.decoding.trees import Shape, TreeDrafter
+from distill.decoding.trees import Shape, TreeDrafter, require_tree_sampler
 from distill.decoding.verify import Random, refusal
 from distill.decoding.worth import ExpectedValue, Worth
 from distill.engines.model import Model
@@ -24,6 +23,7 @@ from distill.engines.torch.hugging_face import load_config
 from distill.engines.torch.model import mask_refusal
 from distill.errors import DataError, RecipeError
 from distill.recipe import Configuration, Recipe, SamplerSettings, Speedup
+from distill.recipe.configuration import DETERMINISTIC
 from distill.sampler import Sampler
 
 LOOKED_UP = 2  # tokens of a match that is followed before another drafter, where its worth is not compared with theirs
@@ -152,34 +152,32 @@ def _model_drafter(
 
 
 def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:
-    """Why this configuration would change the target's distribution; None when it is lossless.
+    """Why this configuration would change the target's distribution; None if it is lossless.
 
-    ValueError for a drafter and verifier that do not go together.
+    Its names decide; nothing is made. ValueError for a drafter, a verifier and a sampler that do not go together.
     """
     if not configuration.drafts:
         return None
-    unasked: Any = None  # a model: the kind of the drafted tokens follows from the configuration alone
-    string = configuration.other_vocabulary
-    drafter = StringMatchDrafter if string else make_drafter(configuration, unasked, sampler, lambda: 0.0)
-    return refusal(configuration.verified_by, drafter.kind, sampler.temperature, drafter.tree)
+    drawn, verifier = configuration.widths is not None, configuration.verified_by
+    if configuration.branches:
+        require_tree_sampler(sampler, drawn)
+    if drawn:
+        kind = "distinct" if verifier == "distinct" else "sampled"
+    elif configuration.drafter in DETERMINISTIC or sampler.temperature == 0 or verifier == "match":
+        kind = "deterministic"
+    else:
+        kind = "cut" if (configuration.n_min or 0) > 1 else "sampled"
+    tree = configuration.branches or configuration.counts_ngrams
+    return refusal(verifier, kind, sampler.temperature, tree)
 
 
 @dataclass(eq=False)
 class Session:
-    """A target, a configuration and the rules of its sampler and seed: what decodes.
-
-    `make` gives its drafter, which keeps what it learns from prompt to prompt; ValueError as `make_drafter` and
-    `lossy_reason`, which says why the text does not follow the target's distribution.
-    """
+    """What decodes: a target, a drafter that keeps what it learns from text to text, and the rules of a sampler."""
 
     target: Model
-    configuration: Configuration
+    drafter: Drafter
     rules: Rules
-    make: Callable[[], Drafter] = NoDrafter
-
-    def __post_init__(self) -> None:
-        self.drafter = self.make()
-        self.lossy = lossy_reason(self.configuration, self.rules.sampler)
 
     def stream(self, prompt: Sequence[int], limit: int, result: Decoded, held: int = 0) -> Iterator[list[int]]:
         """Continue a prompt into `result`, yielding after each round the tokens that became certain; see `decode`."""

@@ -32,10 +32,6 @@ class Drafter(Protocol):
     def tree(self) -> bool:
         """Whether its proposals branch."""
 
-    @property
-    def kind(self) -> str:
-        """How its tokens are made: a key of verify.HOW_CHOSEN."""
-
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a new context with this prompt; the time of reading it belongs to the prefill."""
 
@@ -52,7 +48,6 @@ class Drafter(Protocol):
 class NoDrafter:
     """Plain decoding."""
 
-    kind = "deterministic"
     tree = False
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -223,13 +218,6 @@ class ModelDrafter(Asking):
         # Drafts a chain on the model's device. `on_device.device_verifier` sets it for each text.
         self.on_device: Callable[[Sequence[int], ChainDraft], Proposal] | None = None
 
-    @property
-    def kind(self) -> str:
-        """Deterministic, sampled, or sampled and then cut by their number."""
-        if self.argmax:
-            return "deterministic"
-        return "cut" if self.rule.n_min > 1 else "sampled"
-
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a text, see `start`."""
         self.index.begin()
@@ -286,7 +274,6 @@ class LookupDrafter:
     drafter, if there is one.
     """
 
-    kind = "deterministic"
     tree = False
 
     def __init__(self, length: int = 8, shortest: int = 1, worth: Worth | None = None) -> None:
@@ -374,8 +361,7 @@ class FallbackDrafter:
         self._rule = getattr(second, "rule", None)  # none where the second one counts n-grams
         if isinstance(self._rule, ExpectedValue):
             self._rule.worth.shares()
-        # Those of the second one: a lookup has no distribution that a verifier would ask for.
-        self.tree, self.kind = second.tree, second.kind
+        self.tree = second.tree
         self._last: Drafter = second
 
     def begin(self, prompt: Sequence[int]) -> None:

@@ -180,12 +180,11 @@ class StringMatchDrafter:
     With `sampler` temperature 0, or with `argmax`, the draft's best tokens are taken, else they are drawn. In either
     case a proposal has no distributions: given the drafted text it is fixed, so verifiers take q as 1 at each token.
     The drafted text is independent of the verifier's randomness. So the output follows the target's distribution given
-    any drafted text, hence on average too; dropping drafted tokens, however chosen, changes nothing about that. The
-    kind is therefore `deterministic`, for every verifier. The verifiers token and block then accept no more than match
-    does: with p of the proposed token. The draft takes at most `length` tokens of its own in a round.
+    any drafted text, hence on average too; dropping drafted tokens, however chosen, changes nothing about that. Its
+    tokens therefore count as `deterministic` for every verifier. The verifiers token and block then accept no more than
+    match does: with p of the proposed token. The draft takes at most `length` tokens of its own in a round.
     """
 
-    kind = "deterministic"
     tree = False
 
     def __init__(

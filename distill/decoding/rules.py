@@ -194,7 +194,7 @@ class Forced:
 
     def __init__(self, drafter: Drafter, constraint: Constraint) -> None:
         self.drafter, self.constraint = drafter, constraint
-        self.tree, self.kind = drafter.tree, drafter.kind
+        self.tree = drafter.tree
         self._before = 0  # forced tokens before the other drafter's proposal
         self._asked: Proposal | None = None  # None if not asked this round
 

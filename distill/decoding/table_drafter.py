@@ -67,8 +67,6 @@ class TableDrafter:
     and none where that has lost more than `Losses` allows. `max_leaves` 1 makes chains, for models that take no trees.
     """
 
-    kind = "deterministic"
-
     def __init__(
         self,
         table: NGramTable | None,

@@ -306,6 +306,14 @@ def _siblings(distribution: Tensor, count: int, random: Random, replacement: boo
             distribution = distribution / distribution.sum().clamp(min=torch.finfo(distribution.dtype).tiny)
 
 
+def require_tree_sampler(sampler: Sampler, drawn: bool) -> None:
+    """Raise ValueError for a sampler under which no tree, or no `drawn` tree, is drafted."""
+    if sampler.repetition_penalty != 1:
+        raise ValueError("trees are not drafted under a repetition penalty: branches have different histories")
+    if drawn and sampler.temperature == 0:
+        raise ValueError("a greedy sampler draws nothing: ask for a tree of the best tokens, without widths")
+
+
 class TreeDrafter(Asking):
     """A model that proposes trees: of the nodes of greatest value, or in a fixed shape.
 
@@ -330,15 +338,11 @@ class TreeDrafter(Asking):
         calibration: Calibration = UNFITTED,
         rule: ExpectedValue | None = None,
     ) -> None:
-        if sampler.repetition_penalty != 1:
-            raise ValueError("trees are not drafted under a repetition penalty: branches have different histories")
-        if shape is not None and sampler.temperature == 0:
-            raise ValueError("a greedy sampler draws nothing: ask for a tree of the best tokens, without widths")
+        require_tree_sampler(sampler, shape is not None)
         super().__init__(model, rule)
         self.rule: ExpectedValue | None
         self.sampler, self.random, self.nodes = distribution_sampler(sampler), random, nodes
         self.shape, self.distinct = shape, distinct
-        self.kind = "deterministic" if shape is None else "distinct" if distinct else "sampled"
         self.branching, self.longest, self.calibration = branching, longest, calibration
         self._tree: Grown | None = None  # of the last round, behind this many tokens
         self._length = 0

@@ -353,6 +353,16 @@ def with_rows(model: Model, rows: int) -> Model | None:
         return None
 
 
+def require_rows(model: Model, rows: int) -> Model:
+    """`with_rows`; DataError for a model that decodes one text at a time."""
+    if (shared := with_rows(model, rows)) is None:
+        raise DataError(
+            f"this model decodes one text at a time, and {rows} at once are asked for",
+            "choose a Hugging Face model with attention layers alone, decoded in PyTorch, or leave --at-once out",
+        )
+    return shared
+
+
 def _packed(model: Any, prepack: bool) -> Any:
     """The model with prepacked layers, or as it is, with a message where memory is short."""
     own, reason = prepacked(model) if prepack else (model, "")

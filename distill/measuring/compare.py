@@ -18,12 +18,14 @@ from functools import partial
 import numpy
 
 from distill.data.samples import SEEN, repetition
+from distill.decoding.batch import at_once, rows_of
 from distill.decoding.calibration import Calibration
 from distill.decoding.configured import (
     NO_COSTS,
     DrafterInputs,
     Session,
     configured_sampler,
+    lossy_reason,
     make_drafter,
     require_trees,
 )
@@ -33,7 +35,7 @@ from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader
 from distill.decoding.round_costs import PROMPTS, pair_costs
 from distill.decoding.rules import Rules, Stop, stop_before
-from distill.engines.loaded import LoadedPair, Opening
+from distill.engines.loaded import LoadedPair, Opening, require_rows
 from distill.engines.model import Model, Step, Watch
 from distill.measuring.evaluation import judged_positions, positions_by_text
 from distill.measuring.evaluation_results import ALL, ByText
@@ -50,6 +52,7 @@ from distill.progress import Progress
 from distill.recipe import Configuration, SamplerSettings, Speedup
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, names
 from distill.recipe.measuring import fixed_length
+from distill.sampler import Sampler
 from distill.tables import ratio_interval, speed_ratio
 
 # ── A configuration made ready for one pair: the rules it decodes under, and its drafter ──
@@ -62,6 +65,7 @@ class PairSettings(Opening):
     speedup: Speedup = field(default_factory=Speedup)
     sampler: SamplerSettings = field(default_factory=partial(SamplerSettings, temperature=0))
     seed: int = 0
+    at_once: int = 1  # Texts that are decoded at once.
 
     @property
     def configurations(self) -> tuple[Configuration, ...]:
@@ -76,7 +80,7 @@ class PairSettings(Opening):
 
 @dataclass(frozen=True)
 class TimedText:
-    """One prompt decoded once; `seconds` are those of prompt and tokens together.
+    """One prompt decoded once; `seconds` are those of prompt and tokens together, of texts at once an equal share.
 
     `target` and `draft` are the steps of both models behind the prompt, where they were watched.
     """
@@ -89,13 +93,18 @@ class TimedText:
 
 
 @dataclass(eq=False)
-class TimedConfiguration(Session):
-    """A session with the texts it wrote, in the order of the prompts.
+class TimedConfiguration:
+    """A configuration with the texts it wrote, in the order of the prompts.
 
-    `name` is what tables call it. `length` is γ of a configuration of the greedy sweep (0: plain), None for every
-    other. `base` is plain decoding under the same sampler, over which its speedup is; None where this is it.
+    `sessions` write the texts that are decoded at once, one text each. `warm_up` has learnt nothing and teaches them
+    nothing. `name` is what tables call it. `length` is γ of a configuration of the greedy sweep (0: plain), None for
+    every other. `base` is plain decoding under the same sampler, over which its speedup is; None where this is it.
     """
 
+    configuration: Configuration
+    sampler: Sampler
+    sessions: Sequence[Session] = ()
+    warm_up: Session | None = None
     name: str = ""
     length: int | None = None
     base: TimedConfiguration | None = None
@@ -104,7 +113,12 @@ class TimedConfiguration(Session):
     @property
     def sampled(self) -> bool:
         """Whether its texts are drawn, so that they are no copies of the greedy text."""
-        return self.rules.sampler.temperature > 0
+        return self.sampler.temperature > 0
+
+    @property
+    def lossy(self) -> str | None:
+        """Why its texts do not follow the target's distribution; None if they do."""
+        return lossy_reason(self.configuration, self.sampler)
 
     @property
     def plain(self) -> TimedConfiguration:
@@ -126,17 +140,24 @@ def prepare_all(
     stop: Stop | None = None,
 ) -> list[TimedConfiguration]:
     """Plain greedy decoding, the sweep (a configuration a length), and all others; a `DraftReader` has another
-    vocabulary.
+    vocabulary. Models of several rows have a session for each row.
 
     Where some of these are sampled, plain sampling stands before them, as their base.
     """
+    targets = rows_of(target)
+    drafts = [draft] if isinstance(draft, DraftReader) else rows_of(draft)
 
     def ready(configuration: Configuration, length: int | None = None) -> TimedConfiguration:
         sampler = configured_sampler(configuration, settings.sampler)
-        draws = random.Random(f"{settings.seed}/{configuration.described}").random
-        rules = Rules(sampler, configuration.verified_by, ends, draws, stop)
-        make = partial(make_drafter, configuration, draft, sampler, draws, inputs)
-        return TimedConfiguration(target, configuration, rules, make, length=length)
+        seed = f"{settings.seed}/{configuration.described}"
+        draws = [random.Random(seed if not row else f"{seed}/{row}").random for row in range(len(targets))]
+
+        def session(row: int) -> Session:
+            rules = Rules(sampler, configuration.verified_by, ends, draws[row], stop)
+            return Session(targets[row], make_drafter(configuration, drafts[row], sampler, draws[row], inputs), rules)
+
+        sessions = [session(row) for row in range(len(targets))]
+        return TimedConfiguration(configuration, sampler, sessions, session(0), length=length)
 
     greedy, drawn = ready(PLAIN, 0), ready(PLAIN_SAMPLED)
     sweep = [ready(fixed_length(length), length) for length in settings.speedup.lengths]
@@ -164,28 +185,41 @@ def time_texts(
 ) -> None:
     """Decode every prompt by every configuration; their order turns from prompt to prompt.
 
-    `watch` has the steps of both models noted. With `stop`, those that are `clearly_slower` take no more prompts.
+    Models of several rows decode as many prompts at once. `watch` has the steps of both models noted. With `stop`,
+    those that are `clearly_slower` take no more prompts.
     """
-    running = [*prepared]
+    running, models, size = [*prepared], (draft, target), len(prepared[0].sessions)
     watch = Watch() if watch is None else watch
-    # One throw-away text each: lazily made buffers and kernels are not to be measured.
+    # Decode one untimed text per configuration, because the first text creates buffers and kernels.
     for one in prepared:
-        replace(one).text(prompts[0], min(8, new_tokens))
+        if one.warm_up is not None:
+            decode_group([one.warm_up], prompts[:1], [min(8, new_tokens)], models)
     watch.take()
     progress = Progress(progress_title, len(prompts))
-    for index, prompt in enumerate(prompts):
+    for turn, index in enumerate(range(0, len(prompts), size)):
+        group = prompts[index : index + size]
         if stop and index >= LEAST_TEXTS:
             running = [one for one in running if not clearly_slower(one, running, len(prompts) - index)]
-        limit = room_for(target, draft, len(prompt), new_tokens)
-        turn = index % len(running)
-        for one in [*running[turn:], *running[:turn]]:
+        limits = [room_for(target, draft, len(prompt), new_tokens) for prompt in group]
+        first = turn % len(running)
+        for one in [*running[first:], *running[:first]]:
             started = time.perf_counter()
-            decoded = one.text(prompt, limit)
-            seconds = time.perf_counter() - started
-            big, small = watch.take(decoded.prefilled)
-            # A draft's first step may read the prompt, which is no part of a round.
-            one.texts.append(TimedText(index, seconds, decoded, big, small[decoded.reading > 0 :]))
-        progress.step()
+            texts = decode_group(one.sessions, group, limits, models)
+            seconds = (time.perf_counter() - started) / len(group)
+            big, small = watch.take(texts[0].prefilled)
+            for number, decoded in enumerate(texts, start=index):
+                # A draft's first step may read the prompt, which is no part of a round.
+                one.texts.append(TimedText(number, seconds, decoded, big, small[decoded.reading > 0 :]))
+        progress.step(len(group))
+
+
+def decode_group(
+    sessions: Sequence[Session], prompts: Sequence[Sequence[int]], limits: Sequence[int], models: Sequence[Model]
+) -> list[Decoded]:
+    """The texts after some prompts, decoded at once, each by a session over its row of the models."""
+    parts = zip(sessions, prompts, limits, strict=False)
+    texts = [partial(session.text, prompt, limit) for session, prompt, limit in parts]
+    return at_once(texts, models) if models[-1].rows > 1 else [text() for text in texts]
 
 
 LEAST_TEXTS, SLOW, SAVED = 4, 0.8, 5.0  # texts to judge by; speed over the fastest; seconds that stopping must save
@@ -261,11 +295,14 @@ def measurement(
     pair: PairMeasured,
     given: PairTexts,
     synchronous: bool = True,
+    at_once: int = 1,
 ) -> Measurement:
     """What a configuration gave on all prompts; its speedup is over the plain run of the same sampler."""
     each, accepted = accepted_per_drafted(one.rounds)
     base, prompts = one.plain.texts[: len(one.texts)], given.prompts
-    ratio = speed_ratio(*totals(one.texts, given.units), *totals(base, given.units))
+    # Texts that were decoded at once share their seconds, and are resampled together.
+    units = given.units or [number // at_once for number in range(len(prompts))]
+    ratio = speed_ratio(*totals(one.texts, units), *totals(base, units))
     counted = dict.fromkeys(("identical", "excused", "different")) if identity is None else asdict(identity)
     configuration = one.configuration
     return Measurement(
@@ -276,7 +313,7 @@ def measurement(
         length=one.length,
         drafter=configuration.drafter if configuration.drafts else None,
         rule=configuration.length_rule if configuration.drafts else None,
-        sampler=one.rules.sampler.describe() if one.sampled else None,
+        sampler=one.sampler.describe() if one.sampled else None,
         tokens_per_second=rate(one.texts),
         plain_tokens_per_second=rate(base),
         tokens_per_round=each,
@@ -427,9 +464,12 @@ def measure_pair(
         require_trees(pair.target, pair.draft)
     prompts, new_tokens = given.prompts, settings.speedup.new_tokens
     inputs = _inputs(pair, given, _timed_costs(settings, pair, given))
+    inputs = inputs if settings.at_once == 1 else replace(inputs, max_leaves=0)
     small: Model = pair.draft if reader is None else reader.model
     watch = Watch()
     target, draft = watch.models(pair.target, small)
+    if settings.at_once > 1:
+        target, draft = (require_rows(model, settings.at_once) for model in (pair.target, small))
     drafting: Model | DraftReader = draft
     if reader is not None:
         drafting = copy.copy(reader)
@@ -441,9 +481,9 @@ def measure_pair(
     rounding = measured_rounding(settings.target, pair.backend, pair.target, prompts[0], plain, settings.configurations)
     identities = judge_identity(pair.target, prompts, prepared, rounding)
     steps = time_steps(prepared, pair.target, None if small is pair.target else small, STEP_REPEATS)
-    waits = pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu"
+    waits = settings.at_once == 1 and (pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu")
     rows = [
-        measurement(one, identity, steps, label, given, waits)
+        measurement(one, identity, steps, label, given, waits, settings.at_once)
         for one, identity in zip(prepared, identities, strict=True)
     ]
     return SpeedupPart(*label.key, rows, steps, target=settings.target.model, draft=settings.draft)

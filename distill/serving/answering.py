@@ -8,16 +8,23 @@ import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from distill.data.chat_template import ChatTemplate
 from distill.data.prompts import open_tokenizer
 from distill.decoding.calibration import Calibration
-from distill.decoding.configured import NO_COSTS, DrafterInputs, Session, make_drafter, name_of_fit, require_trees
+from distill.decoding.configured import (
+    NO_COSTS,
+    DrafterInputs,
+    Session,
+    lossy_reason,
+    make_drafter,
+    name_of_fit,
+    require_trees,
+)
 from distill.decoding.decode import Decoded
-from distill.decoding.drafters import Drafter, NoDrafter
 from distill.decoding.grammar import Constraint, Tokens, constraint
 from distill.decoding.ngrams import open_table
 from distill.decoding.other_vocabulary import DraftReader, read_with
@@ -53,6 +60,22 @@ class Continuation:
     table: Path | None = None
     message: bool = False
 
+    @property
+    def lossy_reason(self) -> str | None:
+        """Why the text would not follow the target's distribution; None if it does. DataError if nothing can draft."""
+        try:
+            return lossy_reason(self.configuration, self.sampler)
+        except ValueError as error:
+            hint = "choose another drafter, verifier or temperature"
+            raise DataError(f"this cannot be drafted: {error}", hint) from None
+
+    def require_lossless(self) -> None:
+        """Raise DataError for a configuration that is lossy and not allowed to be."""
+        if self.lossy_reason is not None and not self.lossy:
+            verifier = self.configuration.verified_by
+            what = f"verifier {verifier} would change the target's distribution: {self.lossy_reason}"
+            raise DataError(what, "or allow it as lossy")
+
 
 @contextlib.contextmanager
 def opened(opening: Opening, request: Continuation, tokens: int) -> Iterator[tuple[LoadedPair, DraftReader | None]]:
@@ -60,6 +83,7 @@ def opened(opening: Opening, request: Continuation, tokens: int) -> Iterator[tup
 
     Beyond the end of the draft's context, decoding goes on without it, which stderr says.
     """
+    request.require_lossless()
     configuration, target = request.configuration, opening.target
     name = name_of_fit(configuration, request.sampler)
     if configuration.needs_calibration and name not in request.calibrations:
@@ -88,12 +112,16 @@ def begin(
     ids: Sequence[int],
     grammar: Constraint | None = None,
 ) -> Session:
-    """What continues the prompt `ids`, under the request's `grammar` if it is made already; nothing is decoded yet.
+    """Return what continues the prompt `ids`; nothing is decoded yet. The order is models, costs, rule, drafter.
 
-    Raises DataError for a configuration that cannot be drafted, such as trees in a model that takes none, or is lossy
-    and not allowed to be.
+    `grammar` is the request's, if it is made already. `reader` is a draft of another vocabulary, which obeys no
+    grammar. Raises DataError for a configuration that cannot be drafted, such as trees in a model that takes none, or
+    is lossy and not allowed to be.
     """
+    request.require_lossless()
     configuration, draws = request.configuration, random.Random(request.seed).random
+    if configuration.branches:
+        require_trees(pair.target, pair.draft)
     if grammar is None and request.grammar is not None:
         grammar = constraint(*request.grammar, _tokens(pair))
         for warning in grammar.warnings:
@@ -103,18 +131,17 @@ def begin(
     )
     stop = stop_before(shown_bytes(pair, grammar), [*request.stop, *(pair.text_ends if request.message else ())])
     rules = Rules(request.sampler, verifier, pair.ends, draws, stop, grammar)
-    if configuration.branches:
-        require_trees(pair.target, pair.draft)
-    try:
-        session = Session(pair.target, configuration, rules, partial(_drafter, pair, reader, request, rules, ids))
-    except ValueError as error:
-        hint = "choose another drafter, verifier or temperature"
-        raise DataError(f"this cannot be drafted: {error}", hint) from None
-    if session.lossy is not None and not request.lossy:
-        raise DataError(
-            f"verifier {verifier} would change the target's distribution: {session.lossy}", "or allow it as lossy"
-        )
-    return session
+    # Costs are kept of this pair, or are timed after the prompt.
+    costs = pair_costs(pair, [ids], configuration.longest_round) if configuration.needs_costs else NO_COSTS
+    counted = configuration.counts_ngrams and request.table is not None
+    table = open_table(request.table, pair.reference) if counted else None
+    inputs = DrafterInputs(costs, request.calibrations, table=table, max_leaves=pair.target.max_leaves)
+    # Under a grammar the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for free.
+    asked: Any = reader or (pair.draft if grammar is None else Constrained(pair.draft, grammar))
+    drafter = make_drafter(configuration, asked, rules.sampler, rules.random, inputs)
+    if grammar is not None and reader is None:
+        drafter = Forced(drafter, grammar)
+    return Session(pair.target, drafter, rules)
 
 
 def shown_bytes(pair: LoadedPair, grammar: Constraint | None) -> BytesOf:
@@ -128,27 +155,6 @@ def _tokens(pair: LoadedPair) -> Tokens:
     if isinstance(pair.target, GgufModel):
         return Tokens.of_gguf(pair.target)
     return Tokens.of(pair.vocabulary, pair.ends)
-
-
-def _drafter(
-    pair: LoadedPair, reader: DraftReader | None, request: Continuation, rules: Rules, ids: Sequence[int]
-) -> Drafter:
-    """The drafter of the request; `reader` is a draft of another vocabulary, which obeys no grammar.
-
-    Costs, if the configuration needs them, are those kept of this pair, or are timed behind the prompt `ids`. Under a
-    grammar the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for free.
-    """
-    configuration, grammar = request.configuration, rules.constraint
-    if not configuration.drafts:
-        return NoDrafter() if grammar is None else Forced(NoDrafter(), grammar)
-    if reader is not None:
-        return make_drafter(configuration, reader, rules.sampler, rules.random)
-    costs = pair_costs(pair, [ids], configuration.longest_round) if configuration.needs_costs else NO_COSTS
-    asked: Any = pair.draft if grammar is None else Constrained(pair.draft, grammar)
-    table = None if request.table is None else open_table(request.table, pair.reference)
-    inputs = DrafterInputs(costs, request.calibrations, table=table, max_leaves=pair.target.max_leaves)
-    drafter = make_drafter(configuration, asked, rules.sampler, rules.random, inputs)
-    return drafter if grammar is None else Forced(drafter, grammar)
 
 
 def pieces(bytes_of: BytesOf, result: Decoded, rounds: Iterable[Sequence[int]]) -> Iterator[tuple[str, bool]]:

@@ -48,8 +48,8 @@ def stream(
         if grammar is not None and not grammar.satisfied(result.tokens):
             print("the text ends before the grammar is satisfied: give more --tokens", file=sys.stderr)
         note(_summary(result))
-        if session.lossy is not None:
-            print(f"LOSSY: this text does not follow the target's distribution: {session.lossy}", file=sys.stderr)
+        if (reason := request.lossy_reason) is not None:
+            print(f"LOSSY: this text does not follow the target's distribution: {reason}", file=sys.stderr)
 
 
 def _room(ids: Sequence[int], limit: int, context: int | None) -> int:

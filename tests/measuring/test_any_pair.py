@@ -19,7 +19,6 @@ from toys import speculative, toy
 
 from distill.data.prompts import read_user_prompts, sources_of
 from distill.decoding.decode import Decoded, Round
-from distill.decoding.rules import Rules
 from distill.engines.model import ROOT, Step, Watch
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError
@@ -41,6 +40,7 @@ from distill.measuring.verdict import explain, explanations, next_steps, verdict
 from distill.recipe import Chat, Configuration, Corpus, load_recipe
 from distill.recipe.configuration import PLAIN, names
 from distill.run import Run
+from distill.sampler import Sampler
 from distill.tables import document
 
 # Steps and rounds by hand.
@@ -49,7 +49,7 @@ CHAIN = Configuration(length=2)
 
 
 def made(configuration: Configuration, *texts: TimedText, base: TimedConfiguration | None = None) -> TimedConfiguration:
-    return TimedConfiguration(TableModel(3), configuration, Rules(), base=base, texts=[*texts])
+    return TimedConfiguration(configuration, Sampler(0), base=base, texts=[*texts])
 
 
 def steps_at(depths: Sequence[int], tokens: Sequence[int], seconds: float, gap: float) -> list[Step]:

@@ -21,7 +21,6 @@ from toys import Scripted, random_prompts, speculative, toy
 from distill.data.samples import first_difference
 from distill.decoding.configured import DrafterInputs
 from distill.decoding.decode import Decoded, Round, plain
-from distill.decoding.rules import Rules
 from distill.engines.torch.model import TorchLogits, TorchModel
 from distill.measuring.compare import (
     PairTexts,
@@ -47,6 +46,7 @@ from distill.measuring.speedup_results import PairMeasured, StepFigures
 from distill.measuring.speedup_tables import measurement_table
 from distill.recipe import Configuration, Target
 from distill.recipe.measuring import fixed_length
+from distill.sampler import Sampler
 from distill.tables import document, speed_ratio
 
 PAIR, NOT_TIMED = PairMeasured("a pair", "pytorch"), StepFigures(1, {}, {})
@@ -58,7 +58,7 @@ def timed(tokens: int, seconds: float, rounds: list[Round] | None = None, prompt
 
 def fixed(length: int, *texts: TimedText, base: TimedConfiguration | None = None) -> TimedConfiguration:
     """A fixed length that wrote these texts, beside plain decoding."""
-    return TimedConfiguration(TableModel(3), fixed_length(length), Rules(), length=length, base=base, texts=[*texts])
+    return TimedConfiguration(fixed_length(length), Sampler(0), length=length, base=base, texts=[*texts])
 
 
 def test_measurements_by_hand() -> None:
