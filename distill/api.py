@@ -60,6 +60,7 @@ from distill.recipe import (
     recipe_of,
     resolve_model,
 )
+from distill.recipe.configuration import USUAL_LENGTH
 from distill.recipe.measuring import fixed_length
 from distill.report.page import section
 from distill.report.plots import acceptance_by_position, speeds
@@ -244,7 +245,7 @@ def decode(
     """
     sampler = sampler or Sampler(temperature=0)
     if configuration is None:
-        configuration = {"drafter": "none"} if pair.draft is pair.target else {"length": 4}
+        configuration = {"drafter": "none"} if pair.draft is pair.target else {"length": USUAL_LENGTH}
     if not isinstance(configuration, Configuration):
         sampled = {"sampler": "recipe" if sampler.temperature else "greedy"}
         configuration = parse_section(Configuration, sampled | dict(configuration))

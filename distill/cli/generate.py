@@ -19,11 +19,10 @@ from distill.files import read_result, read_utf8, require_path, utf8_text
 from distill.machine import install_extra
 from distill.progress import note
 from distill.recipe import Chat, Configuration, Gguf, PyTorch, SamplerSettings, Target, parse_section
-from distill.recipe.configuration import TREES
+from distill.recipe.configuration import TREES, USUAL_LENGTH
 from distill.recipe.target import HOTTEST
 from distill.run import Run
 
-LENGTH = 4  # tokens drafted a round where no option says
 Opened = tuple[Any, Any, Chat]  # an Opening (distill.engines.loaded), a Continuation (distill.serving.answering): heavy
 Opener = Callable[..., Opened]
 
@@ -200,7 +199,7 @@ def _configuration(given: Mapping[str, Any], sampler: SamplerSettings) -> Config
     if settings.get("length") == 0 and drafter in (None, "none"):
         settings = {name: value for name, value in settings.items() if name != "length"} | {"drafter": "none"}
     elif "widths" not in settings and drafter != "none":
-        settings.setdefault("length", LENGTH)
+        settings.setdefault("length", USUAL_LENGTH)
         if drafter in TREES and isinstance(settings["length"], int):
             settings.setdefault("nodes", min(2 * settings["length"], 63))
     return parse_section(Configuration, settings, "--configuration")

@@ -27,6 +27,7 @@ from distill.machine import thread_count
 from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
 from distill.progress import command_line, note, warn
 from distill.recipe import Chat, Configuration, Corpus, Gguf, PyTorch, Recipe
+from distill.recipe.configuration import USUAL_LENGTH
 from distill.recipe.measuring import OUTTYPES
 from distill.run import Run
 
@@ -155,7 +156,6 @@ def predicted_acceptance(run: Run | None, length: int | None) -> float:
 
 # ── `distill serve-check` ──
 
-USUAL_LENGTH = 4
 DRAWN = "Best tokens, or drawn: the default with --sampler if the server can. --url: as it was started."
 ENDED_EARLY = "the check ended before its last measurement: what is missing here was not measured"
 # Options of llama-server that are options or arguments of this command.

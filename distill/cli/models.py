@@ -14,6 +14,7 @@ from distill.errors import DataError, RecipeError
 from distill.files import is_gguf, over, parts_of, read_utf8, require_new_folder
 from distill.progress import announce, note, warn
 from distill.recipe import resolve_model
+from distill.recipe.configuration import USUAL_LENGTH
 from distill.recipe.measuring import OUTTYPES, UNQUANTISED
 from distill.recipe.recipe import not_loadable
 
@@ -93,7 +94,6 @@ def report_lines(details: dict[str, Any]) -> list[str]:
 
 COMPARED = 512  # compared in each check
 UNWEIGHED = (*UNQUANTISED, "q8_0")  # types for which llama.cpp reads no importance matrix
-USUAL_LENGTH = 4  # drafted where nothing was measured
 
 
 def export_gguf(

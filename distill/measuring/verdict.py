@@ -16,6 +16,7 @@ from distill.measuring.speedup_results import (
     SpeedupReport,
     speedup_of,
 )
+from distill.recipe.configuration import USUAL_LENGTH
 from distill.recipe.measuring import engine_name
 from distill.tables import Interval, Value, counted, shown
 
@@ -30,7 +31,6 @@ CALLED = {
     "table": "the table of n-grams",
 }
 ALONE, WITHOUT = ("draft", "tree", "string"), ("lookup", "table")
-FALLBACK_LENGTH = 4  # drafted where no length was measured
 
 
 def leader(report: SpeedupReport) -> tuple[SpeedupPart, Measurement, float, float, Value]:
@@ -88,7 +88,7 @@ def next_steps(report: SpeedupReport) -> str:
     """The commands that serve the fastest way, by the server of its engine, and that try it in the same engine."""
     part, best, *_ = leader(report)
     fixed = [one for one in report.rivals if one.key == best.key and one.length]
-    length = best.length or max(fixed, key=lambda one: one.speedup, default=best).length or FALLBACK_LENGTH
+    length = best.length or max(fixed, key=lambda one: one.speedup, default=best).length or USUAL_LENGTH
     asks = best.drafter not in (None, *WITHOUT) and part.draft is not None
     words = [part.target, *([part.draft or ""] if asks else [])]
     words += ["--table", report.table] if best.drafter == "table" and report.table else []

@@ -33,6 +33,7 @@ DETERMINISTIC = ("lookup", *TREES, "table", "string")  # drafters whose tokens c
 # What a setting that is left out means, where something reads it.
 LENGTH, P_MIN, START, MORE, FLOOR = 8, 0.5, 0.5, 0.7, 0.3
 CALIBRATION: CalibrationName = "features"
+USUAL_LENGTH = 4  # Tokens drafted a round if nothing was measured and no option says otherwise.
 NODES, TABLE_NODES = 12, 15  # of the draft's trees, and of a table's
 # Of configurations of one kind: what their names say where they differ in it, and how.
 DISTINGUISHING = (

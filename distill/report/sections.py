@@ -11,7 +11,8 @@ from distill.engines.server_commands import LLAMA_SERVER, VLLM, llama_server, se
 from distill.files import is_gguf
 from distill.measuring.evaluation_results import ByText, evaluation_blocks
 from distill.measuring.speedup_tables import speedup_blocks
-from distill.measuring.verdict import FALLBACK_LENGTH, engine_of, leader, next_steps
+from distill.measuring.verdict import engine_of, leader, next_steps
+from distill.recipe.configuration import USUAL_LENGTH
 from distill.report import plots, tables
 from distill.report.tables import RunResults
 from distill.tables import Block, Code, Plot, Row, Table, clean, known, listed, number, placeless, size
@@ -191,7 +192,7 @@ def usage(results: RunResults) -> list[Block]:
     timed = {one.backend.partition(":")[0]: one for one in rates}
     fallback = next(iter(timed.values()), None)
     chain, file = (timed.get(engine, fallback) for engine in ("pytorch", "gguf"))
-    steps, length = ((one and one.length) or FALLBACK_LENGTH for one in (chain, file))
+    steps, length = ((one and one.length) or USUAL_LENGTH for one in (chain, file))
     kind = timed["gguf"].backend.partition(":")[2] if "gguf" in timed else ""
     big, small = (_file(results, model, kind) for model in ("target", "draft"))
     big = big or (target if is_gguf(target) else "target.gguf")
