@@ -184,8 +184,10 @@ def load_pair(
         small = load_in_bits(draft, small_place)
     else:
         small = None if draft is None else load_model(draft, target.dtype, small_place)
-    pair = pair_of_models(target.model, big, small, load_tokenizer(target.model), pytorch, tokens, options)
-    return replace(pair, options=options | {"draft_weights": pair.pytorch.draft_weights})
+    pair = replace(
+        pair_of_models(target.model, big, small, load_tokenizer(target.model), pytorch, tokens), options=options
+    )
+    return with_best_weights(pair) if draft is not None and pytorch.draft_weights == "auto" else pair
 
 
 @dataclass(frozen=True)
@@ -372,35 +374,38 @@ def _packed(model: Any, prepack: bool) -> Any:
 
 
 def pair_of_models(
-    reference: str,
-    target: Any,
-    draft: Any,
-    tokenizer: Any,
-    pytorch: PyTorch = GROWING,
-    tokens: int | None = None,
-    options: Mapping[str, Any] | None = None,
+    reference: str, target: Any, draft: Any, tokenizer: Any, pytorch: PyTorch = GROWING, tokens: int | None = None
 ) -> LoadedPair:
-    """The pair of two models of transformers that are loaded already; `reference` names the vocabulary's folder.
-
-    Models that were loaded from files with `options` have the weights of the draft chosen, where the recipe leaves them
-    open; what was chosen is kept for later commands.
-    """
+    """The pair of two models of transformers that are loaded already; `reference` names the vocabulary's folder."""
     vocabulary = real_tokens(target.config, tokenizer)
     big = torch_decoder(target, vocabulary, pytorch, tokens)
-    if draft is not None and pytorch.draft_weights == "auto":
-        chosen = None if options is None else _chosen_weights(big, draft, tokenizer, pytorch, options)
-        pytorch = pytorch.model_copy(update={"draft_weights": chosen})
     small = big if draft is None else torch_decoder(draft, vocabulary, pytorch, tokens, is_draft=True)
     ends, models = target_ends(reference, tokenizer), (target, target if draft is None else draft)
     return LoadedPair("pytorch", reference, big, small, ends.ids, tokenizer, models, pytorch, text_ends=ends.texts)
 
 
-def _chosen_weights(
-    target: Model, draft: Any, tokenizer: Any, pytorch: PyTorch, options: Mapping[str, Any]
-) -> Bits | None:
+def with_best_weights(pair: LoadedPair) -> LoadedPair:
+    """The loaded pair with the weights of its draft that `draft_weights: auto` stands for.
+
+    The first time, both models are run to measure them, and stderr says so. The choice is kept for later commands with
+    the same models, machine and threads.
+    """
+    assert pair.hugging_face is not None and pair.options is not None
+    chosen, model = None, pair.hugging_face[1]
+    if not pair.pytorch.static and model.device.type == "cpu" and model.num_parameters() >= LEAST:
+        chosen = _chosen_weights(pair)
+    if chosen is not None:
+        own = rounded_draft(model, chosen, model_name(model))
+        pair.draft.close()
+        pair = replace(pair, draft=growing_decoder(own, pair.target.vocabulary_size, prepack=False))
+    pytorch = pair.pytorch.model_copy(update={"draft_weights": chosen})
+    return replace(pair, pytorch=pytorch, options={**(pair.options or {}), "draft_weights": chosen})
+
+
+def _chosen_weights(pair: LoadedPair) -> Bits | None:
     """The weights of a draft that are worth most, measured once for models, machine and threads."""
-    if pytorch.static or draft.device.type != "cpu" or draft.num_parameters() < LEAST:
-        return None
+    assert pair.hugging_face is not None and pair.options is not None
+    model, options = pair.hugging_face[1], pair.options
     files = [_content(str(options[role])) for role in ("target", "draft")]
     kinds = options["dtype"], options["target_weights"], SOURCE.read_text(encoding="utf-8")  # of weights; the kernel
     conditions = [files, version_of("torch"), machine()["cpu"], torch.get_num_threads(), *kinds]
@@ -409,17 +414,18 @@ def _chosen_weights(
         return read_result(place, Weights).chosen
     except DataError:
         pass
-    candidates: dict[Bits | None, Model] = {None: growing_decoder(draft, target.vocabulary_size, pytorch.prepack)}
+    note("draft_weights auto: the draft is timed in its own type, in 8 and in 4 bits; once for this pair and machine")
+    candidates: dict[Bits | None, Model] = {None: pair.draft}
     for bits in get_args(Bits):
         with contextlib.suppress(DataError):  # a type, a width or a build without such kernels
-            own = rounded_draft(draft, bits, model_name(draft))
-            candidates[bits] = growing_decoder(own, target.vocabulary_size, prepack=False)
-    room = min(model.capacity for model in (target, *candidates.values())) - LONGEST
-    found = best_weights(target, candidates, encode_text(tokenizer, TEXT)[:room])
-    if found.words:
-        warn(found.words)
-    remember(place, asdict(found))
-    return found.chosen
+            own = rounded_draft(model, bits, model_name(model))
+            candidates[bits] = growing_decoder(own, pair.target.vocabulary_size, prepack=False)
+    room = min(one.capacity for one in (pair.target, *candidates.values())) - LONGEST
+    best = best_weights(pair.target, candidates, encode_text(pair.tokenizer, TEXT)[:room])
+    if best.words:
+        warn(best.words)
+    remember(place, asdict(best))
+    return best.chosen
 
 
 def _load_files(

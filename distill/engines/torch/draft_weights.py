@@ -43,7 +43,7 @@ def best_weights(target: Model, candidates: Mapping[Bits | None, Model], ids: Se
     """
     if len(candidates) == 1:
         return Weights(None, "")
-    progress = Progress("weights of the draft", len(candidates), brief=True)
+    progress = Progress("types of the draft, timed once", len(candidates), brief=True)
     wanted = _distributions(target, ids)
     steps = [_seconds(target, ids, count) for count in (1, LONGEST // 2 + 1)]
     speeds, words = dict[Bits | None, float](), list[str]()
