@@ -325,6 +325,7 @@ def measure_speedup(
     count: int | None = None,
     max_new_tokens: int = 96,
     prompt_tokens: int = 64,
+    at_once: int = 1,
     dtype: Dtype = "auto",
     seed: int = 0,
     device: str = "auto",
@@ -341,8 +342,9 @@ def measure_speedup(
     The draft's fixed `lengths` and every other configuration are decoded interleaved with plain decoding; with a
     `sampler` all of them are sampled. `count` prompts are measured, by default 12. A `suite` (a file of Spec-Bench's
     form) stands in place of `prompts`: `count` questions of each category, by default all, with every turn, both
-    greedy and sampled (by default at temperature 1). `table` holds n-grams of the target. DataError or RecipeError for
-    prompts, contexts and configurations that do not go together; lossy ones, where allowed, are named on stderr.
+    greedy and sampled (by default at temperature 1). `table` holds n-grams of the target. `at_once` texts are decoded
+    at once in PyTorch, plain and speculative ones, by chains. DataError or RecipeError for prompts, contexts and
+    configurations that do not go together; lossy ones, where allowed, are named on stderr.
     """
     if bool(prompts) == (suite is not None):
         raise RecipeError("speedup measures prompts or a suite", "give one of them")
@@ -368,6 +370,10 @@ def measure_speedup(
     unasked = next((one for one in every if one.sampler == "recipe" and "recipe" not in kinds), None)
     if unasked is not None:
         raise RecipeError(f"`{unasked.described}` is sampled", "give a sampler (--sampler temperature=1)")
+    alone = next((one for one in every if one.branches or one.other_vocabulary), None)
+    if at_once > 1 and alone is not None:
+        what = f"`{alone.described}` decodes one text at a time, and {at_once} at once are asked for"
+        raise RecipeError(what, "leave --at-once out, or choose drafters draft, lookup, lookup+draft or table")
     for line in check_configurations(speedup, drawn, "the options"):
         warn(line)
     own, other = resolve_model(str(target)), None if draft is None else resolve_model(str(draft))
@@ -376,7 +382,7 @@ def measure_speedup(
     if table is None and any(one.counts_ngrams for one in every):
         note("no table of n-grams (--table): drafter table knows those of the text so far alone")
     place = place.model_copy(update={"model": big})
-    settings = PairSettings(place, small, device, threads, gguf or Gguf(), pytorch, speedup, drawn, seed)
+    settings = PairSettings(place, small, device, threads, gguf or Gguf(), pytorch, speedup, drawn, seed, at_once)
     names = str(target), None if draft is None else str(draft)
     more: dict[str, Any] = {"chat": chat, "table": table, "command": command}
     more |= {} if suite is None else {"suite": Path(suite), "count": count}

@@ -552,6 +552,9 @@ def speedup(
         int | None, shared.number_option(min=0, help="Seed of all draws, the questions' too; by default 0.")
     ] = None,
     table: shared.TableOption = None,
+    at_once: Annotated[
+        int | None, shared.number_option(min=2, max=256, help="Texts that PyTorch decodes at once, by chains alone.")
+    ] = None,
     dtype: shared.DtypeOption = None,
     pytorch: shared.PyTorchOption = None,
     allow_lossy: shared.LossyOption = False,
@@ -569,8 +572,8 @@ def speedup(
     if suite is not None and (prompts or prompt_tokens is not None):
         raise RecipeError("--suite has prompts of its own", "leave --prompts and --prompt-tokens out")
     if not prompts and suite is None:
-        of_prompts = (count, prompt_tokens, tokens, lengths, configuration, sampler, seed, table, dtype, pytorch)
-        options = (*of_prompts, threads, llama, llama_draft, allow_lossy or None)
+        of_prompts = (count, prompt_tokens, tokens, lengths, configuration, sampler, seed, table, at_once, dtype)
+        options = (*of_prompts, pytorch, threads, llama, llama_draft, allow_lossy or None)
         if models or any(value is not None for value in options):
             raise RecipeError(
                 "nothing to measure on: --prompts is missing",
@@ -610,6 +613,7 @@ def speedup(
         count=count,
         max_new_tokens=96 if tokens is None else tokens,
         prompt_tokens=64 if prompt_tokens is None else prompt_tokens,
+        at_once=at_once or 1,
         dtype=dtype or "auto",
         seed=seed or 0,
         device=device,

@@ -427,7 +427,8 @@ def measure_any_pair(
             calibration = calibrate_pair(pair, spare, settings, "prompts of the same files", counted)
         calibrations = {} if calibration is None else calibration.fits
         given = PairTexts(measured, spare or measured, calibrations, prompts.classes(), counted, units)
-        part = measure_pair(settings, pair, PairMeasured("draft + target", pair.backend), given, reader)
+        title = "draft + target" + (f", {settings.at_once} texts at once" if settings.at_once > 1 else "")
+        part = measure_pair(settings, pair, PairMeasured(title, pair.backend), given, reader)
         part = replace(part, pytorch=_settings_of(pair))
         report = SpeedupReport(
             command=command,
