@@ -40,12 +40,12 @@ class Round(NamedTuple):
 class Decoded:
     """Tokens after a prompt, with the rounds that made them.
 
-    An end token is the last of `tokens`. A text that a stop string ends keeps the whole tokens before that string; of a
-    token that holds more than the beginning of the string, `rest` keeps the bytes before it. The last tokens may still
-    be removed while decoding goes on. `from_draft[i]` is true where token i was drafted and accepted. `prefill_seconds`
+    An end token is the last of `tokens`. A text that a stop string ends keeps the whole tokens before that string.
+    `rest` keeps the bytes of the next token before the string. The last tokens may still be removed while decoding
+    goes on. `from_draft[i]` is true where token i was drafted and accepted. `prefill_seconds`
     (the prompt and the first token) and `seconds` (all later tokens) are apart, because speculation changes only the
-    second; the clock stood at `prefilled` between them. Where a draft reads the prompt later, when a round first wants
-    it, the seconds of that are part of the first, and are `reading`.
+    second. The clock stood at `prefilled` between them. If a draft reads the prompt later, when a round first wants it,
+    `prefill_seconds` include that time, and `reading` is that time alone.
     """
 
     tokens: list[int] = field(default_factory=list)
@@ -63,7 +63,7 @@ class Decoded:
 
 
 def room_for(target: Model, draft: Model, prompt: int, limit: int) -> int:
-    """How many new tokens fit both contexts, at most `limit`."""
+    """Number of new tokens that fit both contexts, at most `limit`."""
     return min(limit, target.capacity - prompt, draft.capacity - prompt)
 
 
@@ -86,7 +86,7 @@ def next_token(logits: Logits, history: Sequence[int], rules: Rules) -> int:
 def add_tokens(result: Decoded, new: Sequence[int], accepted: int, rules: Rules) -> tuple[int, bool]:
     """Add a round's new tokens, of which `accepted` come from the draft, up to where the text ends.
 
-    Returns how many of all tokens no stop string can remove any more, and whether the text ends.
+    Returns the number of tokens that no stop string can remove any more, and whether the text ends.
     """
     before = len(result.tokens)
     count = next((i + 1 for i, token in enumerate(new) if token in rules.ends), None)
@@ -115,13 +115,13 @@ def plain(
 def decode(
     target: Model, drafter: Drafter, prompt: Sequence[int], limit: int, rules: Rules, result: Decoded, held: int = 0
 ) -> Iterator[list[int]]:
-    """Speculative decoding into `result`, yielding after each round the tokens that became certain. Caches are cold,
-    but for the first `held` tokens of the prompt in the target's.
+    """Decode into `result` by rounds: propose, verify, add the tokens, learn. Yields the tokens that became certain.
 
-    They are the round's new tokens, except those that may begin a stop string: these wait for later rounds. All yielded
-    tokens together are `result.tokens`. A drafter without room after the context proposes nothing.
-    Where the verifier goes with the drafter (`verify.refusal`), the output follows the target's distribution under the
-    sampler exactly; greedily it is the target's own text, up to rounding between batches of one and of several tokens.
+    Tokens that may begin a stop string wait for later rounds. All yielded tokens together are `result.tokens`. Caches
+    are cold, except that the target holds the first `held` tokens of the prompt. A drafter without room after the
+    context proposes nothing.
+    If the verifier goes with the drafter (`verify.refusal`), the output follows the target's distribution under the
+    sampler exactly. Greedily it is the target's own text, up to rounding between batches of one and of several tokens.
     """
     target = constrained(target, prompt, rules)
     target.rollback([held])

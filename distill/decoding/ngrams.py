@@ -24,14 +24,14 @@ from distill.folders import read_header
 
 ORDER = 4  # tokens of the longest context
 FORMAT = "1"
-KEPT = 12
+MOST_FOLLOWERS = 12  # Likeliest tokens after a context that are looked at.
 OWN_WEIGHT = 16.0  # counts of the table that one of the text so far is worth
 SINGLES_UP_TO = 40_000_000  # n-grams of a table; a larger one loses those of three tokens and more that occur once
-LEAST = 0.01  # probability of an expected token that counts
+MIN_PROBABILITY = 0.01  # of an expected token that counts
 CHECKED = 256 * 2**20  # bytes of a table whose checksum is taken when it is opened: a fifth of a second
 CACHED = 200_000  # contexts whose likeliest tokens are kept in memory
 TABLE_FILE = ("table", "ngrams.safetensors")  # in a run
-AGAIN = "make it again (in a run: `--redo table`)"
+REMAKE = "make it again (in a run: `--redo table`)"
 
 Ints = NDArray[numpy.int64]
 NUMPY_TYPES = {"I32": "<i4", "F32": "<f4", "I64": "<i8"}  # numpy's names for the types of safetensors
@@ -43,8 +43,8 @@ STORED = {
 
 
 class Following(NamedTuple):
-    """What follows a context: all counts, how many different tokens; of the likeliest, their counts, and the numbers of
-    the n-grams that they make of the context."""
+    """Counts of the tokens after a context: their sum, the number of different tokens, and of the likeliest tokens
+    the counts and the numbers of the n-grams that they make of the context."""
 
     total: float
     different: int
@@ -65,7 +65,7 @@ class Level:
 
 
 class NGramTable:
-    """How often each token followed each context of up to ORDER tokens, from a file that is mapped into memory.
+    """Counts of the tokens after each context of up to ORDER tokens, from a file that is mapped into memory.
 
     A place in a text is a list: the number of the n-gram that its last 1, 2, … tokens are in their level, up to the
     first that the table does not have.
@@ -85,9 +85,9 @@ class NGramTable:
             with safe_open(str(path), framework="numpy") as file:
                 about: dict[str, str] = file.metadata() or {}
         except SafetensorError as error:
-            raise DataError(f"{path} is damaged: {error}", AGAIN) from None
+            raise DataError(f"{path} is damaged: {error}", REMAKE) from None
         if about.get("ngrams") != FORMAT or {name: one.dtype for name, one in tensors.items()} != STORED:
-            raise DataError(f"{path} is not a table of n-grams of format {FORMAT}", AGAIN)
+            raise DataError(f"{path} is not a table of n-grams of format {FORMAT}", REMAKE)
         if about.get("tokenizer") != tokenizer:
             raise DataError(
                 f"{path} was counted in another vocabulary, that of {about.get('target', 'an unknown target')}: "
@@ -108,7 +108,7 @@ class NGramTable:
             levels.append(Level(mapped(f"tokens.{size}"), mapped(f"counts.{size}"), first))
         whole = path.stat().st_size > CHECKED or about.get("sha256") == _checksum(levels)
         if not whole or not all(map(_fits, levels, [*levels[1:], None])):
-            raise DataError(f"{path} is damaged: its counts are not those that were written", AGAIN)
+            raise DataError(f"{path} is damaged: its counts are not those that were written", REMAKE)
         return cls(levels, about)
 
     def child(self, size: int, ngram: int, token: int) -> int:
@@ -129,7 +129,7 @@ class NGramTable:
         return int(first[ngram]), int(first[ngram + 1])
 
     def after(self, place: Sequence[int], token: int) -> list[int]:
-        """The place behind `token` in a text that was at `place`."""
+        """The place after `token` in a text that was at `place`."""
         new: list[int] = []
         for size, ngram in enumerate([0, *place[: ORDER - 1]]):
             found = self.child(size, ngram, token)
@@ -139,18 +139,18 @@ class NGramTable:
         return new
 
     def following(self, size: int, ngram: int) -> Following:
-        """What follows an n-gram of `size` tokens."""
+        """The counts after an n-gram of `size` tokens."""
         known = self._known.get((size, ngram))
         if known is None:
             start, end = self._children(size, ngram)
             tokens, counts = self.levels[size].tokens[start:end], self.levels[size].counts[start:end]
             numbers: Sequence[int] = range(start, end)
-            if end - start > KEPT:
+            if end - start > MOST_FOLLOWERS:
                 total = float(counts.sum(dtype=numpy.float64))
-                best = numpy.argpartition(-counts, KEPT - 1)[:KEPT]
+                best = numpy.argpartition(-counts, MOST_FOLLOWERS - 1)[:MOST_FOLLOWERS]
                 tokens, counts, numbers = tokens[best], counts[best], (best + start).tolist()
             ids, each = tokens.tolist(), counts.tolist()
-            if end - start <= KEPT:  # of most contexts: numpy would take longer
+            if end - start <= MOST_FOLLOWERS:  # of most contexts: numpy would take longer
                 total = sum(each)
             known = Following(
                 total, end - start, dict(zip(ids, each, strict=True)), dict(zip(ids, numbers, strict=True))
@@ -178,7 +178,7 @@ def _checksum(levels: Sequence[Level]) -> str:
 
 
 class Expected(NamedTuple):
-    """What the target gives in place of the last n tokens of a text: its K likeliest ones, and their probabilities."""
+    """The target's K likeliest tokens at each of the last n places of a text, and their probabilities."""
 
     tokens: Ints  # [n, K]
     probabilities: NDArray[numpy.float64]  # [n, K]
@@ -219,19 +219,19 @@ def count_ngrams(texts: Sequence[Sequence[int]], expected: Sequence[Expected] | 
 def _likely(arrays: Sequence[Ints], expected: Sequence[Expected]) -> tuple[Ints, Ints, NDArray[numpy.float64]]:
     """Places [E] in the texts one after the other, tokens that count there, and how much.
 
-    Tokens of at least LEAST, and always the drawn one, behind which the text goes on; it alone where nothing is
-    expected.
+    Tokens of at least MIN_PROBABILITY count, and the drawn one always does, because the text goes on after it. It
+    counts alone if nothing is expected.
     """
     parts, start = [], 0
     for text, (tokens, probabilities) in zip(arrays, expected, strict=True):
         known = len(text) - len(tokens)
         parts.append((numpy.arange(start, start + known), text[:known], numpy.ones(known)))
         drawn = tokens == text[known:, None]
-        rows, columns = ((probabilities >= LEAST) | drawn).nonzero()
-        weights = numpy.maximum(probabilities[rows, columns], LEAST)
+        rows, columns = ((probabilities >= MIN_PROBABILITY) | drawn).nonzero()
+        weights = numpy.maximum(probabilities[rows, columns], MIN_PROBABILITY)
         parts.append((start + known + rows, tokens[rows, columns], weights))
         (unlikely,) = (~drawn.any(1)).nonzero()
-        parts.append((start + known + unlikely, text[known + unlikely], numpy.full(len(unlikely), LEAST)))
+        parts.append((start + known + unlikely, text[known + unlikely], numpy.full(len(unlikely), MIN_PROBABILITY)))
         start += len(text)
     empty = numpy.zeros(0, numpy.int64)
     places, last, weights = zip(*parts, (empty, empty, empty.astype(float)), strict=True)
@@ -239,7 +239,7 @@ def _likely(arrays: Sequence[Ints], expected: Sequence[Expected]) -> tuple[Ints,
 
 
 def _without_singles(keys: list[tuple[Ints, Ints, Any]]) -> list[tuple[Ints, Ints, Any]]:
-    """The levels without n-grams of three and more tokens that count once or less, and without those behind them."""
+    """The levels without n-grams of three and more tokens that count once or less, and without their continuations."""
     kept = keys[:2]
     stayed = numpy.ones(len(keys[1][2]), bool)
     for parents, last, counts in keys[2:]:
@@ -305,7 +305,7 @@ class Mixture:
         self.tail = tuple(text[-ORDER:])
 
     def after(self, place: Sequence[int], token: int) -> list[int]:
-        """The place in the table behind `token`; without a table there is none."""
+        """The place in the table after `token`; without a table there is none."""
         return [] if self.table is None else self.table.after(place, token)
 
     def guess(self, tail: tuple[int, ...], place: Sequence[int], count: int) -> Guess:

@@ -190,7 +190,7 @@ class DeviceVerifier:
         return proposal, list(range(accepted)), following
 
     def _verified(self, context: Sequence[int], proposal: Proposal, uniforms: Sequence[float]) -> list[Tensor]:
-        """How many tokens are accepted, the token after them, and the target's largest logits [γ + 1]."""
+        """The number of accepted tokens, the token after them, and the target's largest logits [γ + 1]."""
         target, device = self.target, self.target.device
         (length,) = target.lengths
         sent = send([length, context[-1], *proposal.tokens], device)

@@ -154,7 +154,7 @@ class DraftReader:
             self.read(own)
 
     def room(self, context: Sequence[int]) -> int:
-        """How many own tokens fit after a context; below 0 where it does not fit or cannot be written."""
+        """Number of draft tokens that fit after a context; below 0 if it does not fit or cannot be written."""
         own = self.translator.ids(context)
         return self.model.capacity - len(own) if own else -1
 

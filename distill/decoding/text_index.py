@@ -121,7 +121,7 @@ class TextIndex:
         return length if self._latest[state] == token else -length
 
     def followers(self, tail: Sequence[int]) -> list[dict[int, int]]:
-        """How often each token followed the last 1, 2, … tokens of `tail`, as far as any did."""
+        """Counts of the tokens that followed the last 1, 2, … tokens of `tail`, as far as any did."""
         state, length = self._followed(tail)
         found: list[dict[int, int]] = []
         while state:

@@ -4,8 +4,8 @@ Pure functions of the target's and the draft's distributions.
 
 Legend: γ drafted tokens, n nodes of a tree, c children of a node, V vocabulary, … leading dimensions (rows); p is the
 target's distribution, q the distribution that a token was drawn from, both after the sampler. A drafted token of −1
-means that nothing was drafted there: rows of different lengths are padded with it. Every u is uniform in [0, 1) and
-accepts where u < h, so that a token of probability 0 is never accepted.
+means that nothing was drafted there, because rows of different lengths are padded with it. Every u is uniform in
+[0, 1) and accepts if u < h, so that a token of probability 0 is never accepted.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ def draw_token(distribution: Tensor, random: Random) -> int:
 
 
 def _ratio(numerator: Tensor, denominator: Tensor) -> Tensor:
-    """Their ratio, and 0 where the denominator is 0: such a token was never drawn."""
+    """Their ratio, and 0 if the denominator is 0, because such a token was never drawn."""
     possible = denominator > 0
     return torch.where(possible, numerator / denominator.masked_fill(~possible, 1), torch.zeros_like(numerator))
 
@@ -81,14 +81,14 @@ def _drawn_from(q: Tensor | None, tokens: Tensor, like: Tensor) -> Tensor:
 
 
 def _position(values: Tensor, index: Tensor) -> Tensor:
-    """Of values [..., L, *], the one that index [...] picks in each row: [..., *]."""
+    """Return the value [..., *] that index [...] picks in each row of values [..., L, *]."""
     rows = values.reshape(-1, *values.shape[index.ndim :])
     picked = rows[torch.arange(len(rows), device=rows.device), index.reshape(-1)]
     return picked.reshape([*index.shape, *rows.shape[2:]])
 
 
 def _remainder(p: Tensor, q: Tensor, fallback: Tensor) -> Tensor:
-    """norm((p − q)+) [..., V]; the fallback where its mass rounds to 0."""
+    """norm((p − q)+) [..., V], or the fallback if its mass rounds to 0."""
     excess = (p - q).clamp(min=0)
     mass = excess.sum(-1, keepdim=True)
     return torch.where(mass > 0, excess / mass.masked_fill(mass == 0, 1), fallback)
@@ -177,7 +177,7 @@ def block(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
 
 
 def draw(verdict: Verdict, random: Random) -> tuple[int, int]:
-    """How many tokens of one chain are accepted, and the token after them."""
+    """Draw the number of accepted tokens of one chain, and the token after them."""
     chances = verdict.acceptance.tolist()
     if verdict.last_hit:
         accepted = max((i + 1 for i, chance in enumerate(chances) if random() < chance), default=0)
@@ -205,7 +205,7 @@ def draw_on_device(verdict: Verdict, uniforms: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def draw_chain(verifier: str, p: Tensor, proposal: Proposal, random: Random) -> tuple[int, int]:
-    """How many tokens of a proposed chain a verifier of CHAINS accepts given p [γ + 1, V], and the token after them."""
+    """Draw how many tokens of a chain a verifier of CHAINS accepts given p [γ + 1, V], and the token after them."""
     q = None if proposal.distributions is None else proposal.distributions.to(p)
     return draw(CHAINS[verifier](p, q, p.new_tensor(proposal.tokens).long()), random)
 
@@ -312,7 +312,7 @@ def refusal(verifier: str, kind: str, temperature: float, tree: bool = False) ->
 
 
 def verify_greedy(choices: Sequence[int], proposal: Sequence[int]) -> int:
-    """How many proposed tokens are accepted, from the target's best tokens [γ + 1] at each position."""
+    """Number of accepted tokens, from the target's best tokens [γ + 1] at each position."""
     for index, token in enumerate(proposal):
         if choices[index] != token:
             return index

@@ -99,8 +99,8 @@ class LoadedPair(contextlib.AbstractContextManager["LoadedPair"]):
 
     @cached_property
     def conditions(self) -> dict[str, Any] | None:
-        """What the seconds of its steps depend on, beside the depth: models by content, engine and build, options,
-        machine and threads. None for models that were not loaded from files here."""
+        """Everything but the depth on which the seconds of its steps depend: models by content, engine and build,
+        options, machine and threads. None for models that were not loaded from files here."""
         if self.options is None:
             return None
         options = dict(self.options)
@@ -156,11 +156,11 @@ def load_pair(
 ) -> LoadedPair:
     """Load two Hugging Face folders (or hub names), or two GGUF files; only the target where `draft` is None.
 
-    A GGUF file beside a folder is imported, and both decode in PyTorch; so do files in their own bits, where `pytorch`
-    says so. The draft of a folder is loaded in the target's type. `pytorch` says how folders decode. `tokens` is the
-    context wanted (None: the target's own for GGUF files, unknown for a static cache), of which each gets no more than
-    it was made for. For GGUF files, `nodes` are the most nodes of a tree, `gguf` llama.cpp's options of each, and
-    `threads` CPU threads where those name none. Raises RecipeError for options that are not possible, DataError for a
+    If one is a GGUF file and the other a folder, the file is imported and both decode in PyTorch. So do files in their
+    own bits, if `pytorch` says so. The draft of a folder is loaded in the target's type. `tokens` is the context wanted
+    (None: the target's own for GGUF files, unknown for a static cache). No model gets more than it was made for.
+    For GGUF files, `nodes` is the maximum number of nodes of a tree, `gguf` holds llama.cpp's options of each, and
+    `threads` CPU threads if those name none. Raises RecipeError for options that are not possible, DataError for a
     model that cannot be loaded, or cannot decode as asked.
     """
     target, pytorch = settled_decoding(target, draft, pytorch, device)
@@ -212,8 +212,8 @@ class Opening:
 def settled_decoding(
     target: Target, draft: str | None, pytorch: PyTorch, device: str = "auto"
 ) -> tuple[Target, PyTorch]:
-    """The target in the type in which it decodes, bfloat16 with the bits of its file, and the settings with what
-    `target_weights: auto` stands for, which stderr says.
+    """Resolve `target_weights: auto` and print the choice to stderr. Return the target with a decoding dtype, and the
+    resolved settings.
 
     A file of which the other settings ask PyTorch is decoded in its bits where this CPU has kernels for most of its
     weights: a step takes as long as they take to arrive. Other models keep `auto`, which then means nothing.
@@ -318,8 +318,8 @@ def growing_decoder(model: Any, vocabulary: int | None = None, prepack: bool = T
 
 
 def _decoding_fault(model: Any) -> str:
-    """Where a small model decodes otherwise than transformers reads the whole text: with a growing cache, with slots,
-    in prepacked layers, and beside another text."""
+    """Describe where a small model decodes differently from transformers, which reads the whole text: with a growing
+    cache, with slots, in prepacked layers, or at once with another text. Empty if it decodes the same."""
     if state_refusal(type(model), model.config) is not None:
         return ""  # `RecurrentTorchModel` compares the model itself
     ids = random_ids(model, min(LENGTH, context_length(model.config) or LENGTH))
@@ -471,13 +471,13 @@ def context_of(reference: str) -> int | None:
 LEAST_PROMPT = 8  # tokens that a context must leave room for
 
 
-def room_for_prompts(target: str, draft: str | None, behind: int) -> int:
-    """The most tokens of a prompt that leave room for `behind` more in the contexts of both models; stderr names a
+def room_for_prompts(target: str, draft: str | None, further: int) -> int:
+    """The most tokens of a prompt that leave room for `further` ones in the contexts of both models; stderr names a
     draft whose context is the shorter one. RecipeError where no prompt has room. Reads no weights."""
     ours, theirs = (None if one is None else context_of(one) for one in (target, draft))
     shortest = min((one for one in (ours, theirs) if one is not None), default=2**31)
     of_draft = f" of the draft {draft}" if theirs == shortest != ours else ""
-    room = shortest - behind
+    room = shortest - further
     if room < LEAST_PROMPT:
         raise RecipeError(
             f"--tokens leave {max(room, 0)} tokens of the context of {shortest}{of_draft} for a prompt", "give fewer"

@@ -42,7 +42,7 @@ from distill.sampler import Sampler
 
 @dataclass(frozen=True)
 class Continuation:
-    """How to continue a text: the configuration, the served sampler, where it ends, and the seed.
+    """A request to continue a text: the configuration, the served sampler, where the text ends, and the seed.
 
     `calibrations` by name. `lossy` allows a configuration
     that changes the target's distribution; the summary then says so. `grammar` is its kind and text, see
@@ -98,7 +98,7 @@ def opened(opening: Opening, request: Continuation, tokens: int) -> Iterator[tup
             looks_up = configuration.drafter.startswith("lookup+")
             rest = "only the lookup drafts" if looks_up else "the target decodes plainly"
             held = f"the draft {opening.draft} has a context of {pair.draft.capacity}"
-            print(f"{held}: beyond it {rest}", file=sys.stderr)
+            print(f"{held} tokens. After that, {rest}", file=sys.stderr)
         reader = None
         if configuration.other_vocabulary and opening.draft is not None:
             reader = read_with(pair, target, opening.draft, opening.device)
@@ -187,7 +187,7 @@ class Answerer:
         self._held: list[int] = []  # tokens in the target's cache
 
     def session(self, request: Continuation, ids: Sequence[int]) -> Session:
-        """What decodes a request; DataError as `begin`."""
+        """The session that decodes a request; DataError as `begin`."""
         request = replace(request, message=True)
         found = next((session for one, session in self._sessions if one == request), None)
         if found is None:
@@ -227,7 +227,7 @@ class Answerer:
         return encode_text(template.tokenizer, text)
 
     def room(self, ids: Sequence[int]) -> int:
-        """New tokens that the context has room for behind a prompt; DataError where there is none."""
+        """Number of new tokens for which the context has room after a prompt; DataError if there is none."""
         room = self.capacity - len(ids)
         if room < 1 or not ids:
             raise DataError(f"{len(ids)} tokens in a context of {self.capacity}", "send some, and fewer")

@@ -95,7 +95,7 @@ HELP = "/plain: the last answer again without drafting; /save FILE; /new: anothe
 
 
 def marks() -> tuple[str, str]:
-    """What stands before and behind accepted tokens: colours on a terminal that has them, else signs."""
+    """The marks before and after accepted tokens: colours on a terminal that has them, else signs."""
     if sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb":
         return GREEN, RESET
     try:
@@ -106,7 +106,7 @@ def marks() -> tuple[str, str]:
 
 
 def typed_lines() -> Iterator[str]:
-    """What a user types, or the lines of standard input."""
+    """The lines that a user types, or those of standard input."""
     with contextlib.suppress(ImportError):
         __import__("readline")  # edits lines and keeps them
     with contextlib.suppress(EOFError):

@@ -16,7 +16,8 @@ from test_ngrams import place_in
 from tiny import Capture
 
 from distill.data.samples import read_samples
-from distill.decoding.ngrams import LEAST, ORDER, TABLE_FILE, NGramTable
+from distill.decoding.ngrams import MIN_PROBABILITY as LEAST
+from distill.decoding.ngrams import ORDER, TABLE_FILE, NGramTable
 from distill.engines.torch.hugging_face import load_model, tokenizer_digest
 from distill.teacher.table import LIKELIEST
 
