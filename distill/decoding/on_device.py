@@ -48,11 +48,11 @@ KNOWN = (*verify.CHAINS, "distinct")
 class DeviceChain(Proposal):
     """A chain on the device: ids [γ] (NONE where there is none), what they were drawn from, the largest logits [γ].
 
-    `model` drafted them, and has read `read` tokens before the first of them. `chain` learns the tokens once they are
+    `model` drafted them, and has read `read` tokens before the first of them. `draft` learns the tokens once they are
     verified.
     """
 
-    chain: ChainDraft
+    draft: ChainDraft
     ids: Tensor
     drawn_from: Tensor | None  # [γ, V]; None: each is 1 at its token
     largest: Tensor
@@ -61,8 +61,8 @@ class DeviceChain(Proposal):
 
     def fetched(self, tokens: list[int]) -> Proposal:
         """The chain as the host knows it from now on."""
-        self.chain.tokens = tokens
-        return self.chain.proposal().after(self.reading)
+        self.draft.tokens = tokens
+        return self.draft.proposal().after(self.reading)
 
 
 class DeviceDraft:
@@ -114,7 +114,7 @@ class DeviceDraft:
         return DeviceChain(
             [],
             [],
-            chain=chain,
+            draft=chain,
             ids=torch.stack(tokens),
             drawn_from=torch.stack(distributions) if distributions else None,
             largest=torch.stack(largest),
@@ -165,7 +165,7 @@ class DeviceVerifier:
         its drafter drops what was rejected.
         """
         drafted = proposal if isinstance(proposal, DeviceChain) else None
-        limit = len(proposal.tokens) if drafted is None else drafted.chain.limit
+        limit = len(proposal.tokens) if drafted is None else drafted.draft.limit
         uniforms = [] if self.rules.by_argmax else [self.rules.random() for _ in range(limit + 1)]
         results = self._verified(context, proposal, uniforms)
         if drafted is not None:

@@ -133,30 +133,28 @@ class TimedConfiguration:
 
 def prepare_all(
     settings: PairSettings,
-    target: Model,
-    draft: Model | DraftReader,
+    models: Sequence[tuple[Model, Model | DraftReader]],
     ends: Collection[int],
     inputs: DrafterInputs,
     stop: Stop | None = None,
 ) -> list[TimedConfiguration]:
     """Plain greedy decoding, the sweep (a configuration a length), and all others; a `DraftReader` has another
-    vocabulary. Models of several rows have a session for each row.
+    vocabulary. `models` are target and draft of each text that is decoded at once.
 
     Where some of these are sampled, plain sampling stands before them, as their base.
     """
-    targets = rows_of(target)
-    drafts = [draft] if isinstance(draft, DraftReader) else rows_of(draft)
 
     def ready(configuration: Configuration, length: int | None = None) -> TimedConfiguration:
         sampler = configured_sampler(configuration, settings.sampler)
         seed = f"{settings.seed}/{configuration.described}"
-        draws = [random.Random(seed if not row else f"{seed}/{row}").random for row in range(len(targets))]
+        draws = [random.Random(f"{seed}/{row}" if row else seed).random for row in range(len(models))]
 
         def session(row: int) -> Session:
+            target, draft = models[row]
             rules = Rules(sampler, configuration.verified_by, ends, draws[row], stop)
-            return Session(targets[row], make_drafter(configuration, drafts[row], sampler, draws[row], inputs), rules)
+            return Session(target, make_drafter(configuration, draft, sampler, draws[row], inputs), rules)
 
-        sessions = [session(row) for row in range(len(targets))]
+        sessions = [session(row) for row in range(len(models))]
         return TimedConfiguration(configuration, sampler, sessions, session(0), length=length)
 
     greedy, drawn = ready(PLAIN, 0), ready(PLAIN_SAMPLED)
@@ -180,21 +178,21 @@ def time_texts(
     new_tokens: int,
     prepared: Sequence[TimedConfiguration],
     progress_title: str,
-    watch: Watch | None = None,
+    watches: Sequence[Watch] = (),
     stop: bool = False,
 ) -> None:
     """Decode every prompt by every configuration; their order turns from prompt to prompt.
 
-    Models of several rows decode as many prompts at once. `watch` has the steps of both models noted. With `stop`,
-    those that are `clearly_slower` take no more prompts.
+    Models of several rows decode as many prompts at once. `watches` note the steps of both models, of each text. With
+    `stop`, those that are `clearly_slower` take no more prompts.
     """
     running, models, size = [*prepared], (draft, target), len(prepared[0].sessions)
-    watch = Watch() if watch is None else watch
+    watches = watches or [Watch() for _ in range(size)]
     # Decode one untimed text per configuration, because the first text creates buffers and kernels.
     for one in prepared:
         if one.warm_up is not None:
             decode_group([one.warm_up], prompts[:1], [min(8, new_tokens)], models)
-    watch.take()
+    watches[0].take()
     progress = Progress(progress_title, len(prompts))
     for turn, index in enumerate(range(0, len(prompts), size)):
         group = prompts[index : index + size]
@@ -206,8 +204,8 @@ def time_texts(
             started = time.perf_counter()
             texts = decode_group(one.sessions, group, limits, models)
             seconds = (time.perf_counter() - started) / len(group)
-            big, small = watch.take(texts[0].prefilled)
-            for number, decoded in enumerate(texts, start=index):
+            for number, (decoded, watch) in enumerate(zip(texts, watches, strict=False), start=index):
+                big, small = watch.take(decoded.prefilled)
                 # A draft's first step may read the prompt, which is no part of a round.
                 one.texts.append(TimedText(number, seconds, decoded, big, small[decoded.reading > 0 :]))
         progress.step(len(group))
@@ -301,7 +299,7 @@ def measurement(
     each, accepted = accepted_per_drafted(one.rounds)
     base, prompts = one.plain.texts[: len(one.texts)], given.prompts
     # Texts that were decoded at once share their seconds, and are resampled together.
-    units = given.units or [number // at_once for number in range(len(prompts))]
+    units = [number // at_once for number in range(len(prompts))] if at_once > 1 else given.units
     ratio = speed_ratio(*totals(one.texts, units), *totals(base, units))
     counted = dict.fromkeys(("identical", "excused", "different")) if identity is None else asdict(identity)
     configuration = one.configuration
@@ -466,27 +464,30 @@ def measure_pair(
     inputs = _inputs(pair, given, _timed_costs(settings, pair, given))
     inputs = inputs if settings.at_once == 1 else replace(inputs, max_leaves=0)
     small: Model = pair.draft if reader is None else reader.model
-    watch = Watch()
-    target, draft = watch.models(pair.target, small)
+    target, together = pair.target, small
     if settings.at_once > 1:
-        target, draft = (require_rows(model, settings.at_once) for model in (pair.target, small))
-    drafting: Model | DraftReader = draft
+        target, together = (require_rows(model, settings.at_once) for model in (pair.target, small))
+    watches = [Watch() for _ in range(settings.at_once)]
+    rows = [watch.models(*row) for watch, *row in zip(watches, rows_of(target), rows_of(together), strict=True)]
+    models: list[tuple[Model, Model | DraftReader]] = [*rows]
     if reader is not None:
-        drafting = copy.copy(reader)
-        drafting.model = draft
-    prepared = prepare_all(settings, target, drafting, pair.ends, inputs, stop_before(pair.token_bytes, pair.text_ends))
-    with_room = draft if reader is None else target  # a draft of another vocabulary checks its own room
-    time_texts(target, with_room, prompts, new_tokens, prepared, f"{pair.backend}, prompts", watch, not given.units)
+        noted = copy.copy(reader)
+        noted.model = rows[0][1]
+        models = [(rows[0][0], noted)]
+    prepared = prepare_all(settings, models, pair.ends, inputs, stop_before(pair.token_bytes, pair.text_ends))
+    with_room = together if reader is None else target  # a draft of another vocabulary checks its own room
+    title = f"{pair.backend}, prompts"
+    time_texts(target, with_room, prompts, new_tokens, prepared, title, watches, not given.units)
     plain = prepared[0].texts[0].decoded.tokens
     rounding = measured_rounding(settings.target, pair.backend, pair.target, prompts[0], plain, settings.configurations)
     identities = judge_identity(pair.target, prompts, prepared, rounding)
     steps = time_steps(prepared, pair.target, None if small is pair.target else small, STEP_REPEATS)
     waits = settings.at_once == 1 and (pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu")
-    rows = [
+    measurements = [
         measurement(one, identity, steps, label, given, waits, settings.at_once)
         for one, identity in zip(prepared, identities, strict=True)
     ]
-    return SpeedupPart(*label.key, rows, steps, target=settings.target.model, draft=settings.draft)
+    return SpeedupPart(*label.key, measurements, steps, target=settings.target.model, draft=settings.draft)
 
 
 def time_again(
@@ -497,7 +498,7 @@ def time_again(
     longest = _longest_priced(settings)
     costs = pair_costs(pair, given.prompts[:1], longest) if longest else NO_COSTS
     stop = stop_before(pair.token_bytes, pair.text_ends)
-    prepared = prepare_all(settings, pair.target, pair.draft, pair.ends, _inputs(pair, given, costs), stop)
+    prepared = prepare_all(settings, [(pair.target, pair.draft)], pair.ends, _inputs(pair, given, costs), stop)
     wanted = {place: prepared[place] for place in places}
     new_tokens, title = settings.speedup.new_tokens, f"{pair.backend}, prompts of a turn"
     time_texts(pair.target, pair.draft, given.prompts, new_tokens, [*wanted.values()], title)

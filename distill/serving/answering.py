@@ -133,8 +133,8 @@ def begin(
     rules = Rules(request.sampler, verifier, pair.ends, draws, stop, grammar)
     # Costs are kept of this pair, or are timed after the prompt.
     costs = pair_costs(pair, [ids], configuration.longest_round) if configuration.needs_costs else NO_COSTS
-    counted = configuration.counts_ngrams and request.table is not None
-    table = open_table(request.table, pair.reference) if counted else None
+    path = request.table if configuration.counts_ngrams else None
+    table = None if path is None else open_table(path, pair.reference)
     inputs = DrafterInputs(costs, request.calibrations, table=table, max_leaves=pair.target.max_leaves)
     # Under a grammar the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for free.
     asked: Any = reader or (pair.draft if grammar is None else Constrained(pair.draft, grammar))

@@ -134,7 +134,7 @@ def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableMode
     own = record_rounds(draft, [*zip(others, write_texts(target, others, 40, Rules()), strict=True)], ())
     rounds = [one for text in own for one in text]
     fitted = {name: fit_calibration(rounds, terms) for name, terms in FITTED_TERMS.items()}
-    prepared = prepare_all(settings_with(CONFIGURATIONS), target, draft, (), DrafterInputs(COSTS, fitted))
+    prepared = prepare_all(settings_with(CONFIGURATIONS), [(target, draft)], (), DrafterInputs(COSTS, fitted))
     time_texts(target, draft, prompts, 30, prepared, "prompts")
     every = [PLAIN, Configuration(length=2), *CONFIGURATIONS]
     assert [one.configuration for one in prepared] == every and [one.name for one in prepared] == names(every)
@@ -156,7 +156,7 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
         Configuration(length=3, sampler="recipe"),
         Configuration(rule="p_min", length=3, p_min=0.4, n_min=2, sampler="recipe"),
     ]
-    prepared = prepare_all(settings_with(asked, allow_lossy=True), target, draft, (), DrafterInputs(COSTS))
+    prepared = prepare_all(settings_with(asked, allow_lossy=True), [(target, draft)], (), DrafterInputs(COSTS))
     others = prepared[2:]
     assert [one.name for one in others] == ["plain sampled", "draft 3 sampled", "draft p_min sampled"]
     assert [one.lossy is not None for one in others] == [False, False, True]

@@ -91,9 +91,9 @@ def test_fixed_lengths_are_predicted_by_steps_and_acceptance(pair: tuple[Any, An
     target, draft = watch.models(*pair)
     lookup = Configuration(drafter="lookup", length=3)
     settings = settings_with([Configuration(rule="p_min", length=3), lookup], [3])
-    prepared = prepare_all(settings, target, draft, (), DrafterInputs())
+    prepared = prepare_all(settings, [(target, draft)], (), DrafterInputs())
     prompts = [[2, 4, 6, 1, 3, 5], [1, 2, 3, 4, 5, 6], [3, 3, 3, 1, 1, 2]]
-    time_texts(target, draft, prompts, 300, prepared, "prompts", watch)
+    time_texts(target, draft, prompts, 300, prepared, "prompts", [watch])
     assert all(step.depth >= 6 for text in prepared[0].texts for step in text.target)
     steps = time_steps(prepared, *pair, 3)
     assert steps.target[4] == pytest.approx(14.5) and steps.draft[1] == pytest.approx(2)

@@ -236,10 +236,11 @@ def noted(written: list[Any], one: Any, decode: Any, *arguments: Any) -> Decoded
 def test_every_configuration_decodes_every_prompt() -> None:
     target, draft = Scripted(counting, 40, 10), Scripted(counting, 30, 10)
     prompts = [[1, 2], [3], [4, 5, 6] * 8]
-    prepared = prepare_all(settings_with((), (1, 4)), target, draft, (), DrafterInputs())
+    prepared = prepare_all(settings_with((), (1, 4)), [(target, draft)], (), DrafterInputs())
     written: list[TimedConfiguration] = []
     for one in prepared:
-        one.text = partial(noted, written, one, one.text)  # type: ignore[method-assign]
+        (session,) = one.sessions
+        session.text = partial(noted, written, one, session.text)  # type: ignore[method-assign]
     time_texts(target, draft, prompts, 9, prepared, "x")
     assert written[3:6] == [*prepared[1:], prepared[0]]  # after the first prompt: the order turns
     assert [[t.prompt for t in one.texts] for one in prepared] == [[0, 1, 2]] * 3
