@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import random
 from collections import Counter
+from dataclasses import replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -16,18 +17,21 @@ from table_model import TableModel
 from test_configurations import settings_with
 from test_cost import counting
 from test_measure import rounds_of
-from toys import Scripted, random_prompts, speculative, toy
+from toys import Scripted, blurred, random_prompts, speculative, toy
 
 from distill.data.samples import first_difference
 from distill.decoding.configured import DrafterInputs
 from distill.decoding.decode import Decoded, Round, plain
+from distill.engines.loaded import LoadedPair
 from distill.engines.torch.model import TorchLogits, TorchModel
+from distill.errors import DataError
 from distill.measuring.compare import (
     PairTexts,
     TimedConfiguration,
     TimedText,
     clearly_slower,
     judge_identity,
+    measure_pair,
     measurement,
     prepare_all,
     repeated_share,
@@ -255,6 +259,28 @@ def test_every_configuration_decodes_every_prompt() -> None:
         found = [four.positions[kind][position] for kind in ("new", "repeated")]
         assert sum(one.accepted for one in found) == sum(drafted > position for drafted in rounds)
     assert not measurement(prepared[0], None, NOT_TIMED, PAIR, PairTexts(prompts, [])).positions
+
+
+@pytest.mark.parametrize("sampler", ["greedy", "recipe"])
+def test_texts_at_once_are_those_alone(sampler: str) -> None:
+    """Seven prompts, three at once: greedily the same texts and rounds. A model of one row is refused."""
+    models = toy(seed=3).double(), blurred(toy(seed=3).double(), 6, 0.03)
+    sampled = Configuration(drafter="draft", length=3, sampler=sampler)  # type: ignore[arg-type]
+    others = (sampled, Configuration(drafter="lookup", length=3), Configuration(drafter="lookup+draft", length=3))
+    prompts = random_prompts(7, 61, seed=1, shortest=3)
+    given = PairTexts(prompts, prompts), PairMeasured("p", "pytorch")
+    found = []
+    for count in (1, 3):
+        pair = LoadedPair("pytorch", "p", *map(TorchModel, models), [7])
+        settings = replace(settings_with(others, (2,), new_tokens=12), at_once=count)
+        part = measure_pair(settings, pair, given[1], given[0])
+        assert all(one.identical in (None, 7) and one.tokens_per_second > 0 for one in part.measurements)
+        found.append([(one.configuration, one.rounds.verified, one.tokens_per_round) for one in part.measurements])
+    if sampler == "greedy":
+        assert found[0] == found[1]
+    with pytest.raises(DataError, match="decodes one text at a time, and 2 at once"):
+        pair = LoadedPair("gguf", "p", TableModel(5), TableModel(5), [])
+        measure_pair(replace(settings, at_once=2), pair, given[1], given[0])
 
 
 def test_what_is_clearly_slower_is_stopped() -> None:
