@@ -91,7 +91,7 @@ class _RowLogits(TorchLogits):
         self._largest, self._part = largest, part
 
     def argmax(self, empty: int | None = None) -> list[int]:
-        """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere."""
+        """The best id of each row, the smallest id on ties; `empty` if a row is −∞ everywhere."""
         return self._largest(empty)[self._part]
 
 
@@ -171,7 +171,7 @@ class _Writing:
     stopped: Reply | None = None
 
     def add(self, token: int, ends: Collection[int], stop: Stop | None) -> None:
-        """Add a token; `stopped` is the reply where the text is over."""
+        """Add a token; `stopped` is the reply if the text is over."""
         seen = len(self.tokens)
         self.tokens.append(token)
         if token in ends:

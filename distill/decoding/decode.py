@@ -68,7 +68,7 @@ def room_for(target: Model, draft: Model, prompt: int, limit: int) -> int:
 
 
 def constrained(target: Model, prompt: Sequence[int], rules: Rules) -> Model:
-    """The target at the start of a text, under the constraint where there is one."""
+    """The target at the start of a text, under the constraint if there is one."""
     if rules.constraint is None:
         return target
     rules.constraint.begin(len(prompt), target.vocabulary_size)

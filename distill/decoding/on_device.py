@@ -46,7 +46,7 @@ KNOWN = (*verify.CHAINS, "distinct")
 
 @dataclass(frozen=True, kw_only=True)
 class DeviceChain(Proposal):
-    """A chain on the device: ids [γ] (NONE where there is none), what they were drawn from, the largest logits [γ].
+    """A chain on the device: ids [γ] (NONE for no token), what they were drawn from, the largest logits [γ].
 
     `model` drafted them, and has read `read` tokens before the first of them. `draft` learns the tokens once they are
     verified.
@@ -66,8 +66,8 @@ class DeviceChain(Proposal):
 
 
 class DeviceDraft:
-    """A drafter whose model drafts on the device; `looks` where its length rule reads the distributions, one transfer a
-    token."""
+    """A drafter whose model drafts on the device. If its length rule reads the distributions, it `looks`, which takes one
+    transfer a token."""
 
     def __init__(self, drafter: ModelDrafter, rules: Rules) -> None:
         model: Any = drafter.model
@@ -123,7 +123,7 @@ class DeviceDraft:
         )
 
     def _chosen(self, logits: Tensor, uniform: Tensor | None) -> tuple[Tensor, Tensor | None, Tensor]:
-        """A token of logits [V], NONE where all are −∞; its distribution if asked; the largest logit."""
+        """A token of logits [V], NONE if all are −∞; its distribution if asked; the largest logit."""
         if self.drafter.argmax and not self.looks:
             best = logits.argmax(-1)
             peak = logits.gather(-1, best[None])[0].float()

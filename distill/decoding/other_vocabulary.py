@@ -73,7 +73,7 @@ class Translator:
         self._last: tuple[list[int], list[int] | None] = ([], None)
 
     def ids(self, context: Sequence[int]) -> list[int] | None:
-        """The draft's ids; None where the context ends inside a character that the draft has no byte tokens for."""
+        """The draft's ids; None if the context ends inside a character that the draft has no byte tokens for."""
         if self.same:  # padding ids of the target stand for no text
             return [token for token in context if token < self.destination.vocabulary.size]
         if self._last[0] != context:
@@ -269,7 +269,7 @@ class StringMatchDrafter:
 
 
 def read_with(pair: LoadedPair, target: Target, draft: str, device: str) -> DraftReader:
-    """Load a draft, in the target's type, to read the ids of the pair's target; on a device of its own where the pair's
+    """Load a draft, in the target's type, to read the ids of the pair's target; on a device of its own if the pair's
     settings of PyTorch, by which it decodes, name one."""
     place, own = pick_device(pair.pytorch.draft_device or device), Vocabulary.read(text_folder(draft))
     model = torch_decoder(load_model(draft, target.dtype, place), own.size, pair.pytorch, is_draft=True)

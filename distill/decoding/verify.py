@@ -40,7 +40,7 @@ def inverse_transform(distribution: Tensor, uniforms: Tensor) -> Tensor:
 
 
 def unchecked_transform(distribution: Tensor, uniforms: Tensor) -> Tensor:
-    """`inverse_transform` that the host does not wait for; some token where nothing can be drawn."""
+    """`inverse_transform` that the host does not wait for; some token if nothing can be drawn."""
     return _at_uniforms(as_float64(distribution).cumsum(-1), uniforms).to(distribution.device)
 
 
@@ -136,7 +136,7 @@ def token(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
 
 
 def match(p: Tensor, q: Tensor | None, tokens: Tensor) -> Verdict:
-    """Draw the target's own token y ~ p and accept the drafted one where it is y: h = p(x), residual p without x.
+    """Draw the target's own token y ~ p and accept the drafted one if it is y: h = p(x), residual p without x.
 
     The output is y whatever was drafted and however (q is not used), so this is lossless with any draft.
     """

@@ -77,7 +77,7 @@ MOST_BITS = 0.9  # of a file's weights: with fewer, what is held in bfloat16 tak
 
 @dataclass(frozen=True)
 class LoadedPair(contextlib.AbstractContextManager["LoadedPair"]):
-    """Both models, ready to decode; the draft is the target itself where none was asked for.
+    """Both models, ready to decode; the draft is the target itself if none was asked for.
 
     `ends` are the ids that end a text, `text_ends` texts that end an answer (`target_ends`). `tokenizer` and
     `hugging_face` (target, draft) are the objects of transformers, None for GGUF files; `pytorch` says how they decode.
@@ -154,7 +154,7 @@ def load_pair(
     gguf: Gguf | None = None,
     pytorch: PyTorch = GROWING,
 ) -> LoadedPair:
-    """Load two Hugging Face folders (or hub names), or two GGUF files; only the target where `draft` is None.
+    """Load two Hugging Face folders (or hub names), or two GGUF files; only the target if `draft` is None.
 
     If one is a GGUF file and the other a folder, the file is imported and both decode in PyTorch. So do files in their
     own bits, if `pytorch` says so. The draft of a folder is loaded in the target's type. `tokens` is the context wanted
@@ -193,7 +193,7 @@ def load_pair(
 @dataclass(frozen=True)
 class Opening:
     """A pair to be loaded: folders or hub names, decoded in PyTorch as `pytorch` says, or GGUF files, decoded in
-    llama.cpp with the options `gguf`. `draft` may be None where none is used."""
+    llama.cpp with the options `gguf`. `draft` may be None if none is used."""
 
     target: Target
     draft: str | None
@@ -203,7 +203,7 @@ class Opening:
     pytorch: PyTorch = GROWING
 
     def load(self, tokens: int | None = None, nodes: int = 0, alone: bool = False) -> LoadedPair:
-        """`load_pair` of it, without its draft where it is `alone`."""
+        """`load_pair` of it, without its draft if the target is `alone`."""
         options: dict[str, Any] = {"threads": self.threads, "gguf": self.gguf, "pytorch": self.pytorch}
         draft = None if alone else self.draft
         return load_pair(self.target, draft, device=self.device, tokens=tokens, nodes=nodes, **options)
@@ -234,7 +234,7 @@ def settled_decoding(
 
 
 def _no_bits(target: Target, pytorch: PyTorch, device: str, share: float) -> str:
-    """Why a file is not decoded in its own bits by itself; empty where it is."""
+    """Why a file is not decoded in its own bits by itself; empty if it is."""
     if target.quantise or target.shard or pytorch.compile:
         return "quantise, shard and compile take no file's bits"
     if share < MOST_BITS:
@@ -265,7 +265,7 @@ def load_big(target: Target, device: torch.device, pytorch: PyTorch) -> Any:
 
 
 def load_in_bits(reference: str, device: torch.device) -> Any:
-    """A GGUF file's model in the file's bits, or in bfloat16, with a line that says why, where there is no kernel."""
+    """A GGUF file's model in the file's bits. Without a kernel it is in bfloat16, and a line says why."""
     reason = f"ours is for a CPU, and this is {device}"
     if device.type == "cpu":
         try:
@@ -290,7 +290,7 @@ def torch_decoder(
     tokens: int | None = None,
     is_draft: bool = False,
 ) -> Model:
-    """A model of transformers ready to decode as `pytorch` says; DataError where it cannot.
+    """A model of transformers ready to decode as `pytorch` says; DataError if it cannot.
 
     Ids from `vocabulary` on are padding. `tokens` are those that a text is expected to hold.
     """
@@ -343,8 +343,8 @@ def _decoding_fault(model: Any) -> str:
 
 
 def with_rows(model: Model, rows: int) -> Model | None:
-    """A model of `rows` texts with the weights of a PyTorch model of one, prepacked where they are; None where there is
-    none of texts of different lengths."""
+    """A model of `rows` texts with the weights of a PyTorch model of one text, prepacked if those are. None for a model
+    that cannot decode texts of different lengths together."""
     if isinstance(model, StaticTorchModel) and model.steps_on_device:
         return StaticTorchModel(model.model, model.vocabulary_size, rows, model.size)
     if isinstance(model, TorchModel) and model.steps_on_device and refusal(model.model) is None:
@@ -366,7 +366,7 @@ def require_rows(model: Model, rows: int) -> Model:
 
 
 def _packed(model: Any, prepack: bool) -> Any:
-    """The model with prepacked layers, or as it is, with a message where memory is short."""
+    """The model with prepacked layers, or as it is, with a message if memory is short."""
     own, reason = prepacked(model) if prepack else (model, "")
     if reason:
         print(f"{model_name(model)}: {reason}", file=sys.stderr)
@@ -461,7 +461,7 @@ def _content(reference: str) -> dict[str, str]:
 
 
 def context_of(reference: str) -> int | None:
-    """Tokens that a text of a model may have (`context_length`), read without its weights; None where its file does not
+    """Tokens that a text of a model may have (`context_length`), read without its weights; None if its file does not
     say."""
     if is_gguf(reference):
         return open_head(Path(reference)).context
@@ -473,7 +473,7 @@ LEAST_PROMPT = 8  # tokens that a context must leave room for
 
 def room_for_prompts(target: str, draft: str | None, further: int) -> int:
     """The most tokens of a prompt that leave room for `further` ones in the contexts of both models; stderr names a
-    draft whose context is the shorter one. RecipeError where no prompt has room. Reads no weights."""
+    draft whose context is the shorter one. RecipeError if no prompt has room. Reads no weights."""
     ours, theirs = (None if one is None else context_of(one) for one in (target, draft))
     shortest = min((one for one in (ours, theirs) if one is not None), default=2**31)
     of_draft = f" of the draft {draft}" if theirs == shortest != ours else ""
@@ -513,7 +513,7 @@ class _RowCache(SlotCache):
     """Slots of which a step writes those of its tokens alone, so that other rows stay as they are, and no mask ever
     shows the remains of a failed call."""
 
-    active: Tensor | None  # [A], None where all rows take tokens
+    active: Tensor | None  # [A], None if all rows take tokens
     places: tuple[Tensor, Tensor, Tensor, Tensor]  # [n] each: rows of the R, slots, entries of the A, columns of the q
     rows: int
 

@@ -215,7 +215,7 @@ class Answerer:
         return found
 
     def prompt(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any] | None = None) -> list[int]:
-        """Token ids of messages up to their answer; DataError where the template refuses them or leaves out a part."""
+        """Token ids of messages up to their answer; DataError if the template refuses them or leaves out a part."""
         template = self.template.with_arguments(arguments or {})
         try:
             text = template.text(messages)

@@ -53,7 +53,7 @@ def stream(
 
 
 def _room(ids: Sequence[int], limit: int, context: int | None) -> int:
-    """New tokens that fit, at most `limit`; stderr says where there are fewer."""
+    """New tokens that fit, at most `limit`; a line on stderr says if there are fewer."""
     room = limit if context is None else min(limit, context - len(ids))
     if room < 1:
         raise DataError(f"the prompt's {len(ids)} tokens fill the target's context of {context}", "shorten it")
@@ -63,7 +63,7 @@ def _room(ids: Sequence[int], limit: int, context: int | None) -> int:
 
 
 def _summary(result: Decoded) -> str:
-    """Tokens and speed and, where rounds were made, the acceptance rate."""
+    """Tokens, speed and, if anything was drafted, the acceptance rate."""
     summary = f"{len(result.tokens)} tokens, {result.tokens_per_second():.1f} tok/s after the first"
     rounds = result.rounds
     if rounds:
@@ -123,7 +123,7 @@ class Conversation:
         self.messages, self.speed = self.system, 0.0
 
     def take(self, line: str) -> bool:
-        """Answer a line; False where it ends the conversation. DistillError, with nothing changed, for a mistake."""
+        """Answer a line; False if it ends the conversation. DistillError, with nothing changed, for a mistake."""
         command, _, rest = line.strip().partition(" ")
         asked = len(self.messages) > len(self.system)
         if not is_utf8(line):
