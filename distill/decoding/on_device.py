@@ -66,8 +66,10 @@ class DeviceChain(Proposal):
 
 
 class DeviceDraft:
-    """A drafter whose model drafts on the device. If its length rule reads the distributions, it `looks`, which takes one
-    transfer a token."""
+    """A drafter whose model drafts on the device.
+
+    If its length rule reads the distributions, it `looks`, which takes one transfer a token.
+    """
 
     def __init__(self, drafter: ModelDrafter, rules: Rules) -> None:
         model: Any = drafter.model
