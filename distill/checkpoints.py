@@ -1,14 +1,14 @@
 """The door for model folders: each key of their JSON files is used, harmless, or refused by name.
 
-config.json: a key is used if the configuration class of its `model_type` declares or reads it; the value then has the
-declared type, and is one that transformers computes. A key in `HARMLESS` changes no logits, for the reason given there.
-A key that is off (null, false, empty) asks for nothing. Of the others, transformers reads none for this model_type. One
-that another of its language models computes with is refused, because the weights may need it too, unless `AS_COMPUTED`
-has the value that stands for what the model does anyway. So is one that hides a part of the class. The rest is named
-once on stderr and not read: no model of transformers has it.
+A key of config.json is used if the configuration class of its `model_type` declares or reads it. Its value must have
+the declared type, and be a value that transformers computes. A key in `HARMLESS` changes no logits, for the reason
+given there. A key that is off (null, false, empty) asks for nothing. transformers reads none of the other keys for this
+model_type. A key that another of its language models computes with is refused, because the weights may need it, unless
+`AS_COMPUTED` has its value. A key that hides a part of the class is refused, too. All others are named once on stderr
+and not read, because no model of transformers has them.
 
-generation_config.json and tokenizer_config.json hold settings of requests and of classes that tokenizer.json replaces:
-keys that transformers does not know are named, values of another kind are refused.
+generation_config.json and tokenizer_config.json hold settings of requests, and of classes that tokenizer.json replaces.
+Keys that transformers does not know are named. Values of another type are refused.
 """
 
 from __future__ import annotations
@@ -82,8 +82,8 @@ HARMLESS = {
         OF_PROGRAMS,
     ),
 }
-DROPOUT = re.compile(r"dropout|drop_rate|_pdrop$|droprate")  # of training alone, by whatever name
-# By model_type (or "" for all): keys that its class does not read, with the values that stand for what it computes.
+DROPOUT = re.compile(r"dropout|drop_rate|_pdrop$|droprate")  # Only training reads these, under any name.
+# By model_type ("" for all): keys that its class does not read, with the values that the class computes anyway.
 AS_COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "": {
         **dict.fromkeys(("rotary_pct", "partial_rotary_factor", "rope_percent", "interpolate_factor"), (1, 1.0)),
@@ -103,7 +103,7 @@ AS_COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
         "layer_switch": (4,),
     },
     "starcoder2": {
-        "activation_function": ("gelu", "gelu_pytorch_tanh"),  # beside hidden_act, which counts
+        "activation_function": ("gelu", "gelu_pytorch_tanh"),  # hidden_act counts
         "norm_type": ("layer_norm",),
         "mlp_type": ("default",),
         "layer_norm_epsilon": (1e-5,),
@@ -111,11 +111,12 @@ AS_COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "phi3": {"tie_word_embeddings": (True, False)},
 }
 REFUSED = {
-    "quantization": "it is how MLX stores quantised weights, which transformers does not read",
-    "per_layer_config": "layers that differ among each other are not decoded here",
-    "compression_config": "it is how older compressed-tensors store weights, which are not read",
+    "quantization": "MLX stores quantised weights with this key, and transformers does not read them",
+    "per_layer_config": "layers that differ from each other are not decoded here",
+    "compression_config": "older compressed-tensors store weights with this key, and they are not read",
 }
-# Of the rotary embedding, by its kind: the keys that transformers reads beside those of all kinds.
+# The keys of a rotary embedding that transformers reads for all kinds (ROTARY_KEYS), and for each kind.
+ORIGINAL = "original_max_position_embeddings"
 ROTARY_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 YARN = {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
 BY_KIND = {
@@ -128,14 +129,12 @@ BY_KIND = {
     "proportional": {"factor"},
 }
 OLD_KINDS = {"su": "longrope", "mrope": "default"}
-LISTS, FLAGS, WORDS = (
-    ("short_factor", "long_factor", "mrope_section"),
-    ("mrope_interleaved", "truncate"),
-    ("rope_type", "type"),
-)
-MAY_BE_ZERO = ("llama_4_scaling_beta", "mscale", "mscale_all_dim")
-UNSCALED = {"factor": 1, "attention_factor": 1, "mscale": 1}  # these values change nothing, as int or as float
-POSITIVE = (  # each of these sizes is 1 or more
+ROTARY_LISTS = ("short_factor", "long_factor", "mrope_section")
+ROTARY_FLAGS = ("mrope_interleaved", "truncate")
+ROTARY_TEXTS = ("rope_type", "type")
+ROTARY_MAY_BE_ZERO = ("llama_4_scaling_beta", "mscale", "mscale_all_dim")
+UNSCALED = {"factor": 1, "attention_factor": 1, "mscale": 1}  # These values change nothing, as int or float.
+POSITIVE = (  # Each of these sizes is at least 1.
     *("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "head_dim"),
     *("num_key_value_heads", "max_position_embeddings", "sliding_window", "attention_chunk_size"),
     *("original_max_position_embeddings",),
@@ -151,28 +150,29 @@ def is_off(value: Any) -> bool:
 
 @functools.cache
 def declared(model_type: str) -> Mapping[str, Any]:
-    """The keys that the configuration class of a model_type declares or reads, with their types (Any where none is
-    stated); empty for a model_type that transformers does not have."""
+    """The keys that the configuration class of a model_type declares or reads, with their types (Any if undeclared)."""
     import torch
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
     if model_type not in CONFIG_MAPPING:
         return {}
     kind = CONFIG_MAPPING[model_type]
-    # The common fields have their types as text, and torch is imported there for checkers alone.
+    # The types of the common fields are texts, and their module imports torch only for type checkers.
     common = inspect.get_annotations(PreTrainedConfig, locals={"torch": torch}, eval_str=True)
-    own = {one.name: common.get(one.name, Any) if isinstance(one.type, str) else one.type for one in fields(kind)}
-    modules = {inspect.getmodule(one) for one in kind.__mro__ if one.__module__.startswith("transformers.models.")}
+    types = {
+        each.name: common.get(each.name, Any) if isinstance(each.type, str) else each.type for each in fields(kind)
+    }
+    modules = {inspect.getmodule(each) for each in kind.__mro__ if each.__module__.startswith("transformers.models.")}
     read = {name for module in modules if module for name in _READ.findall(inspect.getsource(module))}
-    with contextlib.suppress(Exception):  # a class without defaults: what transformers would save
+    with contextlib.suppress(Exception):  # Some classes have no defaults. The others show the keys that they save.
         read |= kind().to_dict().keys()
-    older = ("rope_scaling", "rope_theta", "partial_rotary_factor") if "rope_parameters" in own else ()
-    return dict.fromkeys((*read, *kind.attribute_map, *kind.attribute_map.values(), *older), Any) | own
+    older = ("rope_scaling", "rope_theta", "partial_rotary_factor") if "rope_parameters" in types else ()
+    return dict.fromkeys((*read, *kind.attribute_map, *kind.attribute_map.values(), *older), Any) | types
 
 
 @functools.cache
 def computed_with(model_type: str) -> frozenset[str]:
-    """The keys that the code of a model_type's layers reads, by its source; nothing where that cannot be had."""
+    """The keys that the source code of a model_type's layers reads. Empty without its source."""
     from transformers import CONFIG_MAPPING
 
     place = CONFIG_MAPPING[model_type].__module__.replace(".configuration_", ".modeling_")
@@ -189,7 +189,7 @@ def _owners(key: str) -> list[str]:
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
-    having = [kind for kind in NAMES if any(one.name == key for one in fields(CONFIG_MAPPING[kind]))]
+    having = [kind for kind in NAMES if any(each.name == key for each in fields(CONFIG_MAPPING[kind]))]
     return [kind for kind in having[:4] if key in computed_with(kind)]
 
 
@@ -289,12 +289,12 @@ def _check_values(path: Path, config: Mapping[str, Any], prefix: str) -> None:
 
 
 def _rotary(parameters: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The settings of the rotary embedding, one for each kind of layers where they are nested, with their names."""
+    """The settings of the rotary embedding with their names. Nested settings belong to a kind of layers each."""
     if isinstance(parameters, dict):
-        nested = {key: one for key, one in parameters.items() if isinstance(one, dict)}
-        yield from ((f".{key}", one) for key, one in nested.items())
+        nested = {key: value for key, value in parameters.items() if isinstance(value, dict)}
+        yield from ((f".{key}", settings) for key, settings in nested.items())
         if len(nested) < len(parameters):
-            yield "", {key: one for key, one in parameters.items() if key not in nested}
+            yield "", {key: value for key, value in parameters.items() if key not in nested}
 
 
 def _check_rotary(path: Path, place: str, settings: Mapping[str, Any], config: Mapping[str, Any]) -> None:
@@ -304,9 +304,14 @@ def _check_rotary(path: Path, place: str, settings: Mapping[str, Any], config: M
     if not isinstance(kind, str) or OLD_KINDS.get(kind, kind) not in {*ROPE_INIT_FUNCTIONS, *BY_KIND}:
         _wrong(path, f"{place}.rope_type", "name a rotary embedding of transformers", kind)
     read = ROTARY_KEYS | BY_KIND.get(OLD_KINDS.get(kind, kind), set())
-    own = getattr(_class_of(config), "ignore_keys_at_rope_validation", None) or ()
+    family = _class_of(config)
+    stated = settings.get(ORIGINAL)
+    used = config.get(ORIGINAL, getattr(family, ORIGINAL, None))  # Phi-3's key or default replaces a nested key.
+    if None not in (stated, used) and stated != used:
+        _wrong(path, f"{place}.{ORIGINAL}", f"be {used}, with which transformers computes", stated)
+    of_class = getattr(family, "ignore_keys_at_rope_validation", None) or ()
     for key, value in settings.items():
-        if key not in {*read, *own, "finetuned"}:
+        if key not in {*read, *of_class, "finetuned"}:
             same = key in UNSCALED and value == UNSCALED[key] and not isinstance(value, bool)
             same |= key == "original_max_position_embeddings" and value == config.get("max_position_embeddings")
             if not is_off(value) and not same:
@@ -316,19 +321,19 @@ def _check_rotary(path: Path, place: str, settings: Mapping[str, Any], config: M
                 raise DataError(
                     what + f"of the kind {kind}", "name the kind that the model was made with, or delete it"
                 )
-        elif value is not None and key not in (*WORDS, "finetuned"):
+        elif value is not None and key not in (*ROTARY_TEXTS, "finetuned"):
             _check_number(path, f"{place}.{key}", key, value)
 
 
 def _check_number(path: Path, place: str, key: str, value: Any) -> None:
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    if key in FLAGS:
+    if key in ROTARY_FLAGS:
         if not isinstance(value, bool):
             _wrong(path, place, "be true or false", value)
-    elif key in LISTS:
-        if not isinstance(value, list) or not all(isinstance(one, int | float) for one in value):
+    elif key in ROTARY_LISTS:
+        if not isinstance(value, list) or not all(isinstance(each, int | float) for each in value):
             _wrong(path, place, "be a list of numbers", value)
-    elif not number or not 0 <= value < 2**40 or (value == 0 and key not in MAY_BE_ZERO):
+    elif not number or not 0 <= value < 2**40 or (value == 0 and key not in ROTARY_MAY_BE_ZERO):
         _wrong(path, place, "be a positive number", value)
 
 
@@ -336,12 +341,11 @@ def _class_of(config: Mapping[str, Any]) -> Any:
     from transformers import CONFIG_MAPPING
 
     kind = config.get("model_type")
-    return CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401 - its `get` finds only what is loaded
+    return CONFIG_MAPPING[kind] if kind in CONFIG_MAPPING else None  # noqa: SIM401 - `get` finds only loaded classes
 
 
 def check_keys(path: Path, config: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise DataError for a key of config.json that could change the text and is not computed with; keys that no model
-    has are named once on stderr. See the rule above."""
+    """Raise DataError for a key of config.json that the rule above refuses. Unknown keys are named on stderr."""
     kind, unread = str(config.get("model_type")), []
     if _class_of(config) is None:
         return
@@ -378,7 +382,7 @@ def _as_computed(kind: str, key: str, value: Any) -> bool:
 
 # ── quantization_config: applied by transformers, or refused by name ──
 
-QUANTISED_WITH = {  # keys of a method's configuration that are not arguments of its class, and change nothing
+QUANTISED_WITH = {  # keys of a method's configuration that are no arguments of its class, and change nothing
     *(
         "quant_method",
         "version",
@@ -395,8 +399,7 @@ QUANTISED_WITH = {  # keys of a method's configuration that are not arguments of
 
 
 def quantisation_refusal(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """Why the weights that a config.json calls quantised are not read here, and what to do; None where they are, or are
-    not quantised."""
+    """The reason why the quantised weights of a config.json are not read here, and a remedy. None if they are read."""
     settings = config.get("quantization_config")
     if settings is None:
         return None
@@ -423,7 +426,7 @@ def quantisation_refusal(config: Mapping[str, Any]) -> tuple[str, str] | None:
         return f"quantization_config.{strange[0]} is not read by {method} of transformers", remedy
     try:
         AutoHfQuantizer.from_config(dict(settings), pre_quantized=True).validate_environment(device_map=None)
-    except Exception as error:  # packages and values: each library raises its own kinds
+    except Exception as error:  # Each library raises other kinds for missing packages and wrong values.
         lines = str(error).strip().splitlines() or [type(error).__name__]
         return f"its weights are quantised by {method}, which cannot be read on this machine: {lines[0][:300]}", remedy
     return None
@@ -450,7 +453,7 @@ TOKENIZER_FORMS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("padding_side", "truncation_side", "tokenizer_class"), (str, "text")),
     "model_max_length": ((int, float), "a number"),
 }
-# Of tokenizer_config.json: what is read, and what tokenizer.json decides on or only others read.
+# Keys of tokenizer_config.json that are read, that tokenizer.json replaces, or that only other programs read.
 TOKENIZER_KEYS = {
     *("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "chat_template", "auto_map"),
     *("model_input_names", "tokenizer_file", "name_or_path", "special_tokens_map_file", "vocab_file", "merges_file"),
@@ -472,8 +475,7 @@ TOKENIZER_KEYS = {
 
 
 def check_generation(path: Path, content: Mapping[str, Any]) -> None:
-    """Raise DataError for a value of generation_config.json of another kind than its key has; keys that transformers
-    does not know are named once on stderr."""
+    """Raise DataError for a value of another type in generation_config.json. Unknown keys are named on stderr."""
     for key, value in content.items():
         number = isinstance(value, int | float) and not isinstance(value, bool)
         if value is not None and ((key in NUMBERS and not number) or (key in SWITCHES and not isinstance(value, bool))):

@@ -39,7 +39,7 @@ FORMS: dict[str, tuple[Any, str]] = {
     "layer_types": ([str], "a list of names"),
     **dict.fromkeys(("text_config", "rope_parameters", "rope_scaling", "quantization_config"), (dict, "an object")),
 }
-# What a model of the next decade stays below. Lists and empty models are made in these sizes before any weight is read.
+# Upper bounds for the models of a decade. Lists and empty models get these sizes before any weight is read.
 LARGEST_SIZES = {
     "vocab_size": 2**22,
     "num_hidden_layers": 2**10,
@@ -51,19 +51,19 @@ TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model"),
 )
-PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # that read tokenizer.json, and add nothing
+PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # They read tokenizer.json, and add nothing.
 PLAIN_MODULE = "plain_tokenizer"
 PLAIN_CLASS = '''from transformers import PreTrainedTokenizerFast
 
 
 class PlainTokenizer(PreTrainedTokenizerFast):
-    """The tokenizer.json beside this file, as it stands."""
+    """The unchanged tokenizer.json of this folder."""
 '''
 
 
 @dataclass(frozen=True)
 class ModelSizes:
-    """A model and its sizes; `mlp` is the width that its configuration names."""
+    """A model and its sizes. `mlp` is the width in its configuration."""
 
     path: str
     architecture: str
@@ -76,7 +76,7 @@ class ModelSizes:
 
 
 def read_config(folder: Path) -> dict[str, Any]:
-    """config.json of a folder as it stands; raises DataError, with the key, where it is damaged or out of bounds."""
+    """The unchanged config.json of a folder. Raises DataError, with the key, for a damaged or too large value."""
     path = folder / "config.json"
     config = read_object(path)
     _check(path, config, "")
@@ -94,27 +94,27 @@ def _check(path: Path, config: dict[str, Any], prefix: str) -> None:
         value = config.get(key)
         if isinstance(value, int) and not isinstance(value, bool) and not 0 <= value <= largest:
             raise DataError(f"{path}: {prefix}{key} is {value}, must lie between 0 and {largest}", HINT)
-    named = config.get("transformers_weights")
-    if named not in (None, SINGLE):
-        what = f"{path}: {prefix}transformers_weights names {named!r} as the weights, which other programs do not read"
+    weights = config.get("transformers_weights")
+    if weights not in (None, SINGLE):
+        what = f"{path}: {prefix}transformers_weights names {weights!r} as the weights, and other programs ignore it"
         raise DataError(what, f"delete the key, and name the file {SINGLE}")
     _check_rope(path, config, prefix)
 
 
 def _check_rope(path: Path, config: dict[str, Any], prefix: str) -> None:
-    """Raise DataError where rope_parameters and rope_scaling differ: transformers takes the whole of rope_scaling."""
+    """Raise DataError if rope_parameters and rope_scaling differ, because transformers takes all of rope_scaling."""
     new, old = config.get("rope_parameters"), config.get("rope_scaling")
     if not new or not old:
         return
     if isinstance(new.get("full_attention"), dict):  # one entry for each kind of layer
         new = new["full_attention"]
     theta = {"rope_theta": config.get("rope_theta")}
-    whole = [theta | one | {"rope_type": one.get("rope_type", one.get("type"))} for one in (new, old)]
-    settings = [{key: value for key, value in one.items() if key != "type" and value is not None} for one in whole]
+    whole = [theta | rope | {"rope_type": rope.get("rope_type", rope.get("type"))} for rope in (new, old)]
+    settings = [{key: value for key, value in rope.items() if key != "type" and value is not None} for rope in whole]
     differing = [key for key in settings[0] | settings[1] if settings[0].get(key) != settings[1].get(key)]
     if differing:
         key = differing[0]
-        values = " and ".join(f"{one.get(key)!r:.60}" for one in settings)
+        values = " and ".join(f"{rope.get(key)!r:.60}" for rope in settings)
         raise DataError(
             f"{path}: {prefix}rope_parameters and {prefix}rope_scaling differ: {key} is {values}",
             "write all settings of the rotary embedding, rope_theta among them, into rope_parameters, and delete "
@@ -125,7 +125,7 @@ def _check_rope(path: Path, config: dict[str, Any], prefix: str) -> None:
 def copy_tokenizer(source: Path, destination: Path) -> None:
     """Copy the tokenizer and chat templates of `source` into the model folder `destination`, and pin it there.
 
-    The files stay as they are: loading and saving a tokenizer through transformers may change it.
+    The files are not changed. transformers may change a tokenizer when it loads and saves it.
     """
     for name in (*TOKENIZER_FILES, f"{PLAIN_MODULE}.py"):
         if (source / name).is_file():
@@ -136,21 +136,21 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
 
 
 def pin_tokenizer(folder: Path) -> None:
-    """Make AutoTokenizer use the tokenizer.json of a model folder as it stands.
+    """Make AutoTokenizer use the unchanged tokenizer.json of a model folder.
 
-    The classes of architectures put their own normalizer and pre-tokenizer in the place of the file's, and transformers
-    takes the architecture's where none is named. For Qwen 2 and 3.5 it does so whatever class is named, unless auto_map
-    has an entry. The entry is followed only with trust_remote_code, so it names a class that adds nothing.
+    The classes of architectures replace the file's normalizer and pre-tokenizer. transformers takes the class of the
+    architecture if the folder names no class. For Qwen 2 and 3.5 it takes that class always, unless auto_map has an
+    entry. The entry is followed only with trust_remote_code, so it names a class that adds nothing.
     """
     path, settings = folder / "tokenizer.json", tokenizer_settings(folder)
     content = tokenizer_content(path) if path.is_file() else {}
     named = settings.get("tokenizer_class") or PLAIN_CLASSES[0]
     nfc = content.get("normalizer") == {"type": "NFC"}
     as_qwen2 = nfc and json.dumps(QWEN2) in json.dumps(content.get("pre_tokenizer"))
-    own = as_qwen2 and named.removesuffix("Fast") == "Qwen2Tokenizer"
-    settings["tokenizer_class"] = named if own or named in PLAIN_CLASSES else PLAIN_CLASSES[0]
+    fits = as_qwen2 and named.removesuffix("Fast") == "Qwen2Tokenizer"
+    settings["tokenizer_class"] = named if fits or named in PLAIN_CLASSES else PLAIN_CLASSES[0]
     kind = str(read_config(folder).get("model_type"))
-    if (kind == "qwen2" and not own) or kind.startswith("qwen3_5"):
+    if (kind == "qwen2" and not fits) or kind.startswith("qwen3_5"):
         settings.setdefault("auto_map", {"AutoTokenizer": [None, f"{PLAIN_MODULE}.PlainTokenizer"]})
         write_text(folder / f"{PLAIN_MODULE}.py", PLAIN_CLASS)
     write_json(folder / "tokenizer_config.json", settings)
@@ -162,14 +162,14 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-# Bytes of a value, by safetensors' name of its type.
+# Bytes of a value by safetensors' name of its type.
 ITEM_BYTES = {"F64": 8, "F32": 4, "F16": 2, "BF16": 2, "I64": 8, "I32": 4, "I16": 2, "I8": 1, "U8": 1, "BOOL": 1}
-NUMPY_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # numpy has no bf16: its bits
+NUMPY_FLOATS = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": "<u2"}  # numpy has no bf16, so its bits are read.
 Floats = NDArray[numpy.float32]
 
 
 def torch_type(name: str) -> torch.dtype:
-    """torch's type of safetensors' name; torch is loaded here and not above, because an export needs none of it."""
+    """torch's type for safetensors' name. torch is imported here, because an export does not need it."""
     import torch
 
     special = {"BF16": torch.bfloat16, "BOOL": torch.bool, "U8": torch.uint8}
@@ -179,7 +179,7 @@ def torch_type(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a safetensors file: where its bytes start, its type there and its shape."""
+    """A tensor in a safetensors file: the place of its bytes, its type and its shape."""
 
     path: Path
     start: int
@@ -197,7 +197,7 @@ class Stored:
         return self.numel * ITEM_BYTES[self.dtype]
 
     def rows(self, first: int, count: int) -> NDArray[Any]:
-        """`count` rows of a tensor of floats from `first` on, as numpy holds them; DataError for other types."""
+        """`count` rows from `first` on of a tensor of floats, in numpy's type. DataError for other types."""
         if self.dtype not in NUMPY_FLOATS:
             raise DataError(f"{self.path}: a tensor is stored as {self.dtype}", "give a model that is not quantised")
         kind = numpy.dtype(NUMPY_FLOATS[self.dtype])
@@ -213,8 +213,8 @@ class Stored:
         return torch.from_numpy(data).view(torch_type(self.dtype)).view(self.shape)
 
 
-# Every command reads weights through these functions. Other programs choose differently among several files, so files
-# that disagree are refused here, with their names.
+# Every command reads weights through these functions. Other programs choose differently among several files, so that
+# files that disagree are refused with their names.
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 AS_SAFETENSORS = "AutoModelForCausalLM.from_pretrained(FOLDER).save_pretrained(NEW)"
 COMPUTED = ("inv_freq", "masked_bias")  # buffers that old versions of transformers saved
@@ -224,7 +224,7 @@ COMPARED_VALUES = 2**22
 
 
 def refuse_adapter(folder: Path) -> None:
-    """Raise DataError for a folder with an adapter, alone or beside the model that it changes."""
+    """Raise DataError for a folder with an adapter, with or without the model that the adapter changes."""
     path = folder / ADAPTER
     if not path.is_file():
         return
@@ -238,38 +238,37 @@ def refuse_adapter(folder: Path) -> None:
 
 
 def weight_files(folder: Path) -> list[Path]:
-    """The safetensors files of a model folder that exist or should: model.safetensors, or those that
-    model.safetensors.index.json names.
+    """The expected safetensors files of a model folder: model.safetensors, or the files of its index.
 
-    Raises DataError where files disagree about that.
+    Raises DataError if both exist and disagree.
     """
     refuse_adapter(folder)
     names = sorted(set(_weight_map(folder).values())) or [SINGLE]
     if (folder / SINGLE).is_file() and names != [SINGLE]:
         other = next(name for name in names if name != SINGLE)
-        what = f"{folder} holds {SINGLE} beside {INDEX}, which names {other}; it is unclear which are the weights"
-        raise DataError(what, f"delete {SINGLE}, or the index and its files: whichever is not the model that you want")
+        what = f"{folder} holds {SINGLE} and {INDEX}, which names {other}; it is unclear which are the weights"
+        raise DataError(what, f"delete the weights that you do not want: {SINGLE}, or the index and its files")
     return [folder / name for name in names]
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """The file of each tensor by model.safetensors.index.json; empty without one."""
+    """The file of each tensor in model.safetensors.index.json. Empty without an index."""
     index = folder / INDEX
     if not index.is_file():
         return {}
     content = read_object(index)
     if not has_form(content, {"weight_map": {...: str}}):
         raise DataError(f"{index} is damaged: `weight_map` must give a file for each tensor", "copy the folder again")
-    found: dict[str, str] = content["weight_map"]
-    wrong = [name for name in found.values() if not name or Path(name).name != name or "\0" in name]
-    if wrong or not found:
+    files: dict[str, str] = content["weight_map"]
+    wrong = [name for name in files.values() if not name or Path(name).name != name or "\0" in name]
+    if wrong or not files:
         fault = f"{wrong[0][:60]!r} is no name of a file" if wrong else "it names no files"
         raise DataError(f"{index} is damaged: {fault}", "copy the folder again")
-    return found
+    return files
 
 
 def present_files(folder: Path) -> list[Path]:
-    """The files of `weight_files`; raises DataError where one is missing. Other weights are named on stderr."""
+    """The files of `weight_files`. Raises DataError if one is missing. Other weights are named on stderr."""
     files = weight_files(folder)
     missing = [path.name for path in files if not path.is_file()]
     if not missing:
@@ -293,16 +292,17 @@ def present_files(folder: Path) -> list[Path]:
 
 
 def stored_tensors(folder: Path, tied: bool) -> dict[str, Stored]:
-    """The tensors of a model folder by name, from the files' headers; `tied`: config.json makes the head the embedding.
+    """The tensors of a model folder by name, from the files' headers. `tied`: config.json makes the head the embedding.
 
-    Raises DataError for missing or damaged files, and for those that disagree: a tensor in two files, in another one
-    than the index says, or beyond the index; a head of its own in a tied model (the one case in which values are read).
+    Raises DataError for missing or damaged files, and for files that disagree: a tensor in two files, in another file
+    than the index names, or beyond the index. A tied model must not store another head. Only that check reads values.
+    Weights of whole numbers need a scale, and are refused.
     """
     stored: dict[str, Stored] = {}
     for file in present_files(folder):
         for name, tensor in read_header(file).items():
             if name in stored:
-                hint = "delete the file that is not of this model, and name the others alone in the index"
+                hint = "delete the file of another model, and name only the others in the index"
                 raise DataError(f"{folder}: {name} is in {stored[name].path.name} and in {file.name}", hint)
             stored[name] = tensor
     places = _weight_map(folder)
@@ -318,13 +318,17 @@ def stored_tensors(folder: Path, tied: bool) -> dict[str, Stored]:
         more = len(lacking) + len(beyond) - 1
         hint = "the index and its files must be of one save: copy or download the folder again"
         raise DataError(f"{folder}: {fault}" + (f" ({more} more such tensors)" if more else ""), hint)
+    for name, tensor in stored.items():
+        if tensor.dtype not in NUMPY_FLOATS and name.endswith(".weight"):
+            what = f"{tensor.path}: {name} is stored as {tensor.dtype}, and config.json names no quantisation"
+            raise DataError(what, "give a model that is not quantised")
     if tied:
         _require_one_head(folder, stored)
     return stored
 
 
 def _require_one_head(folder: Path, stored: Mapping[str, Stored]) -> None:
-    """Raise DataError where the head of a tied model has other values than its embedding."""
+    """Raise DataError if the head of a tied model has other values than its embedding."""
     embedding, head = (next((name for name in stored if name.endswith(ends)), None) for ends in (EMBEDDINGS, HEADS))
     if embedding is None or head is None:
         return
@@ -345,11 +349,11 @@ def _require_one_head(folder: Path, stored: Mapping[str, Stored]) -> None:
         )
 
 
-HEADER = {...: {"dtype": str, "shape": [int], "data_offsets": [int]}}  # the form of a header, but for __metadata__
+HEADER = {...: {"dtype": str, "shape": [int], "data_offsets": [int]}}  # the form of a header without __metadata__
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file by name; raises DataError for a missing, damaged or shortened file."""
+    """The tensors of a safetensors file by name. Raises DataError for a missing, damaged or shortened file."""
     hint = "copy or download the file again"
     try:
         with open(path, "rb") as file:
@@ -379,7 +383,7 @@ def read_header(path: Path) -> dict[str, Stored]:
 
 
 def is_whole(path: Path) -> bool:
-    """Whether a safetensors file is there and whole, by its header."""
+    """Whether a safetensors file exists and has its whole length."""
     try:
         return bool(read_header(path))
     except (DataError, OSError):
@@ -387,7 +391,7 @@ def is_whole(path: Path) -> bool:
 
 
 def write_header(file: BinaryIO, tensors: Mapping[str, tuple[str, tuple[int, ...]]]) -> None:
-    """Begin a safetensors file of these types and shapes, whose data follows in this order."""
+    """Write the header of a safetensors file with these types and shapes. The data follows in this order."""
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     at = 0
     for name, (dtype, shape) in tensors.items():
@@ -400,14 +404,14 @@ def write_header(file: BinaryIO, tensors: Mapping[str, tuple[str, tuple[int, ...
 
 
 def to_floats(values: NDArray[Any], dtype: str) -> Floats:
-    """Values as numpy holds them (bf16: its bits) in fp32."""
+    """Values in numpy's type (for bf16, its bits) as fp32."""
     if dtype == "BF16":
         return (values.astype(numpy.uint32) << 16).view(numpy.float32)
     return values.astype(numpy.float32, copy=False)
 
 
 def from_floats(values: Floats, dtype: str) -> NDArray[Any]:
-    """fp32 values in F32, F16 or BF16, rounded to the nearest; infinity for those too large."""
+    """fp32 values in F32, F16 or BF16, rounded to the nearest value. Values that are too large become infinity."""
     if dtype == "BF16":
         import gguf
 
@@ -416,10 +420,10 @@ def from_floats(values: Floats, dtype: str) -> NDArray[Any]:
         return values.astype(NUMPY_FLOATS[dtype], copy=False)
 
 
-# ── Folders that hold a head to draft with, and no model ──
+# ── Folders that hold a draft head, and no model ──
 
-# Of a head alone: words in `architectures`, model_type or the keys of config.json, with the name of the kind; and
-# tensors that a whole model lacks.
+# Words in the `architectures`, model_type or keys of a head's config.json, with the name of the kind of head. The
+# pattern below matches tensors that a whole model lacks.
 HEAD_WORDS = {
     "eagle3": "EAGLE-3",
     "eagle": "EAGLE",
@@ -433,21 +437,21 @@ _HEAD_ALONE = re.compile(r"^(model\.)?(fc\.weight|d2t|t2d|midlayer\..*|medusa_he
 
 
 def refuse_head(folder: Path, config: Mapping[str, Any]) -> None:
-    """Raise DataError for a folder that holds a head to draft with, and no model that decodes by itself."""
+    """Raise DataError for a folder that holds a draft head, and no model that decodes by itself."""
     stated = [*(config.get("architectures") or []), config.get("model_type"), config.get("speculators_model_type")]
     words = " ".join(map(str, (*stated, *(key for key in config if key.endswith("_config"))))).lower()
     kind = next((kind for kind in HEAD_WORDS if kind in words.replace("mtp_num", "")), None)
     if kind is None and config.get("num_hidden_layers") in (0, 1) and (folder / "model.safetensors").is_file():
         with contextlib.suppress(DistillError):
-            found = next(filter(_HEAD_ALONE.match, read_header(folder / "model.safetensors")), None)
-            kind = None if found is None else "medusa" if "medusa" in found or "linear" in found else "eagle"
+            tensor = next(filter(_HEAD_ALONE.match, read_header(folder / "model.safetensors")), None)
+            kind = None if tensor is None else "medusa" if "medusa" in tensor or "linear" in tensor else "eagle"
     if kind is None:
         return
     method = {"mtp": "mtp", "nextn": "mtp", "speculator": "eagle3"}.get(kind, kind)
     used = {"method": method, "model": str(folder), "num_speculative_tokens": 3}
     raise DataError(
-        f"{folder} is a head ({HEAD_WORDS[kind]}), which drafts from the hidden states of its target: it is no model "
-        "that decodes by itself",
+        f"{folder} is a head ({HEAD_WORDS[kind]}), which drafts from the hidden states of its target: it cannot decode "
+        "by itself",
         f"serve it with its target: vllm serve TARGET --speculative-config {shlex.quote(json.dumps(used))}; "
         "to draft here, give a whole model",
     )

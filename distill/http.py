@@ -45,8 +45,8 @@ Result = TypeVar("Result")
 
 
 class ReplyError(Exception):
-    """A request without a reply: the reason, what the server said about it, the seconds that it asks to wait, and the
-    reply's status (None without a reply)."""
+    """A request without a usable reply: the reason, the server's words, the delay that it asks for, and the status of
+    the reply (None without a reply)."""
 
     def __init__(
         self, reason: str, detail: str = "", wait_seconds: float | None = None, status: int | None = None
@@ -65,8 +65,8 @@ class Unanswered(ReplyError):
 
 @dataclass(frozen=True)
 class Received:
-    """A reply of any status: its body, seconds from the request to its end, the moments of the request and of each
-    `data: ` in the body (perf_counter), and the seconds that it asks to wait."""
+    """A reply of any status, `seconds` after its request. `started` and `times` are the moments of the request and of
+    each `data: ` in the body (perf_counter)."""
 
     status: int
     content: bytes
@@ -77,8 +77,10 @@ class Received:
 
 
 class Deadline:
-    """The seconds that a request has from its beginning to its end, within a `with` block: then its connection is shut
-    down. httpx's own timeouts begin anew with each byte that a server trickles, in its headers too."""
+    """A time limit for the whole request within a `with` block. After `seconds` its connection is shut down.
+
+    httpx's timeouts begin anew with each byte that a server sends, also within the headers.
+    """
 
     def __init__(self, seconds: float) -> None:
         self.timer, self.stream, self.passed = threading.Timer(seconds, self._end), cast(Any, None), False
@@ -91,21 +93,21 @@ class Deadline:
         self.timer.cancel()
 
     def note(self, event: str, info: Mapping[str, Any]) -> None:
-        """Take the connection from httpcore's trace, in its last form: TLS wraps it."""
+        """Take the connection from httpcore's trace. With TLS, the second event has the wrapped connection."""
         if event.endswith(("connect_tcp.complete", "start_tls.complete")):
             self.stream = info["return_value"]
 
     def _end(self) -> None:
         self.passed = True
-        with contextlib.suppress(OSError, AttributeError):  # it has ended, or there is none yet
+        with contextlib.suppress(OSError, AttributeError):  # The connection has ended, or is not made yet.
             self.stream.get_extra_info("socket").shutdown(socket.SHUT_RDWR)
 
 
 class HttpClient:
-    """Requests over up to `connections` at once, with the key in the environment variable `key`, which `setting` names,
-    and `headers`, whose values are environment variables too; threads may share it.
+    """Requests over up to `connections` connections. Threads may share the client.
 
-    Raises EndpointError for a variable that the environment lacks.
+    `key` names the environment variable with the server's key, and `setting` is its name in messages. The values of
+    `headers` name environment variables, too. Raises EndpointError for a variable that the environment lacks.
     """
 
     def __init__(
@@ -122,8 +124,8 @@ class HttpClient:
         if key is not None:
             self._secrets.append(_secret(key, setting))
             sent["Authorization"] = f"Bearer {self._secrets[-1]}"
-        # A connection for each request: llama-server closes those that streamed, without a word, and one that is taken
-        # again then breaks.
+        # Each request gets a new connection. llama-server silently closes connections that streamed, and a request on
+        # such a connection would break.
         limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=0)
         timeout = httpx2.Timeout(seconds, connect=min(CONNECT_SECONDS, seconds))
         open_client = partial(httpx2.Client, headers=sent, timeout=timeout, limits=limits)
@@ -131,7 +133,7 @@ class HttpClient:
         self._far, self._proxy_fault = None, ""
         try:
             self._far = open_client(trust_env=True)
-        except (ImportError, ValueError, httpx2.InvalidURL) as error:  # only requests that need the proxy are refused
+        except (ImportError, ValueError, httpx2.InvalidURL) as error:  # Only requests through the proxy are refused.
             self._proxy_fault = str(error).partition(". ")[0]
 
     def _client_of(self, url: str) -> httpx2.Client:
@@ -164,9 +166,9 @@ class HttpClient:
                         raise Unanswered(f"a reply of more than {most_bytes} bytes")
                     tail += part
                     times += [time.perf_counter()] * tail.count(EVENT)
-                    tail = tail[1 - len(EVENT) :]  # the next part may end what this one begins
+                    tail = tail[1 - len(EVENT) :]  # The next part may complete an event's name.
                 wait_seconds = retry_after(response.headers.get("retry-after"))
-            if deadline.passed:  # a reply without a length seems to end there
+            if deadline.passed:  # A reply without a length seems to end at the deadline.
                 raise Unanswered("no reply in time")
         except (httpx2.InvalidURL, httpx2.UnsupportedProtocol):
             raise RecipeError(f"{url} is not the address of a server", "such as http://127.0.0.1:8080") from None
@@ -176,27 +178,27 @@ class HttpClient:
             raise Unanswered("no reply in time") from None
         except (httpx2.TransportError, httpx2.DecodingError):
             raise Unanswered("no reply in time" if deadline.passed else "broken connection") from None
-        except RuntimeError:  # the client was closed meanwhile
+        except RuntimeError:  # Another thread closed the client.
             raise Unanswered("the client was closed") from None
         seconds = time.perf_counter() - started
         return Received(response.status_code, b"".join(parts), seconds, started, times, wait_seconds)
 
     def words(self, content: bytes) -> str:
-        """What a server says in a reply, without our secrets."""
+        """A server's message in a reply, without this client's secrets."""
         return server_words(content, self._secrets)
 
     def read(self, content: bytes, form: type[Form]) -> Form:
-        """A JSON object of this form; Unanswered, with the server's words, for anything else."""
-        with contextlib.suppress(ValidationError):  # nearly every reply; what is wrong with others is seen below
+        """A JSON object of this form. Unanswered, with the server's words, for any other reply."""
+        with contextlib.suppress(ValidationError):  # Nearly every reply is valid. Faults are examined below.
             return form.model_validate_json(content)
-        found = parse_object(content, halves=True)
-        if isinstance(found, str):
+        parsed = parse_object(content, halves=True)
+        if isinstance(parsed, str):
             raise Unanswered("a reply that is not a JSON object", self.words(content))
-        if has_halves(found):  # a text that was cut within a character, as U+FFFD
-            text = json.dumps(found, ensure_ascii=False).encode("utf-8", "surrogatepass")
-            found = json.loads(text.decode("utf-8", "replace"))
+        if has_halves(parsed):  # U+FFFD replaces a character that the server cut.
+            text = json.dumps(parsed, ensure_ascii=False).encode("utf-8", "surrogatepass")
+            parsed = json.loads(text.decode("utf-8", "replace"))
         try:
-            return form.model_validate(found)
+            return form.model_validate(parsed)
         except ValidationError as error:
             place = error.errors(include_url=False, include_context=False)[0]["loc"][0]
             raise Unanswered(f"a reply without usable {place}", self.words(content)) from None
@@ -240,7 +242,7 @@ def proxy_hint(url: str) -> str:
 
 
 def _secret(variable: str, setting: str) -> str:
-    """The value of an environment variable, which a `setting` names, for an HTTP header; EndpointError without one."""
+    """The value of an environment variable for an HTTP header. EndpointError, with the `setting`, without a value."""
     value = os.environ.get(variable, "").strip()
     if not value or not value.isascii() or not value.isprintable():
         fault = "is not set" if not value else "holds characters that no HTTP header can have"
@@ -249,7 +251,7 @@ def _secret(variable: str, setting: str) -> str:
 
 
 def delay_seconds(state: tenacity.RetryCallState) -> float:
-    """Seconds to wait after a failed attempt: a random delay whose limit doubles, and no less than the server asks."""
+    """Seconds to wait after a failed attempt: a random delay with a doubling limit, and at least the server's delay."""
     drawn = tenacity.wait_random_exponential(multiplier=FIRST_DELAY, max=LONGEST_DELAY)(state)
     fault = state.outcome.exception() if state.outcome is not None else None
     asked = fault.wait_seconds if isinstance(fault, ReplyError) else None
@@ -278,17 +280,17 @@ def retrying(retries: int, stop: threading.Event, note: Callable[[Unanswered], o
 
 
 def retry_after(value: str | None) -> float | None:
-    """The seconds that a Retry-After header asks for; None for no header, a date or another text."""
+    """The seconds of a Retry-After header. None without a header, and for a date or another text."""
     return float(value) if value is not None and value.strip().isdecimal() else None
 
 
 def at_once(
     ask: Callable[[Item], Result], waiting: deque[Item], count: int, stop: Callable[[], object]
 ) -> Generator[Result, None, None]:
-    """ask(item) of each item that waits, in any order, `count` at a time; more may be appended.
+    """Yield ask(item) for each waiting item, in any order, `count` at a time. More items may be appended.
 
-    The first error, or the end of the caller, ends all: `stop` is called, and requests under way are left after a
-    moment.
+    After the first error or the end of the caller, `stop` is called, and requests under way are abandoned after
+    PARTING_SECONDS.
     """
     asked: SimpleQueue[Item | None] = SimpleQueue()
     replies: SimpleQueue[tuple[Result | None, BaseException | None]] = SimpleQueue()
@@ -300,7 +302,7 @@ def at_once(
             except BaseException as error:
                 replies.put((None, error))
 
-    # Not a ThreadPoolExecutor: the interpreter waits for its threads, and a request may hang for minutes.
+    # The interpreter waits for the threads of a ThreadPoolExecutor, and a request may hang for minutes.
     threads: list[threading.Thread] = []
     running = 0
     try:

@@ -136,6 +136,7 @@ def warn(line: str) -> None:
 
 
 warn_once = functools.cache(warn)  # in a process
+note_once = functools.cache(note)
 
 
 class Caution(str):

@@ -98,6 +98,7 @@ def header(entries: Any, length: int | None = None) -> bytes:
         header({"a": {"dtype": "F32", "shape": [-1, -2], "data_offsets": [0, 8]}}),
         header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [-8, 0]}}),
         header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [8, 16]}}),
+        header({"a.weight": {"dtype": "I8", "shape": [8], "data_offsets": [0, 8]}}),
         header({}, 2**62),
         (20_000).to_bytes(8, "little") + b"[" * 20_000,
         b"",

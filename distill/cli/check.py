@@ -92,9 +92,8 @@ def _check_standalone(target: str, draft: str, offline: bool) -> None:
 def _ends(target: str) -> str:
     """The tokens and strings that end a target's texts, as a phrase for the user."""
     from distill.engines.ends import target_ends
-    from distill.engines.llama_cpp.model import ends_of_file
 
-    return target_ends(target, known=ends_of_file(Path(target)) if is_gguf(target) else ()).words
+    return target_ends(target).words
 
 
 def _check_recipe(path: Path, overrides: list[str], offline: bool, on: str | None) -> None:

@@ -99,9 +99,9 @@ def template_of(target: Path | None, stack: ExitStack) -> ChatTemplate | None:
     if target is None:
         return None
     from distill.data.chat_template import ChatTemplate
-    from distill.data.prompts import GgufTokenizer
+    from distill.engines.tokenizer import open_tokenizer
 
-    tokenizer = GgufTokenizer(str(target), stack)
+    tokenizer = stack.enter_context(open_tokenizer(str(target)))
     return ChatTemplate(tokenizer, Chat()) if tokenizer.chat_template else None
 
 

@@ -12,7 +12,8 @@ import numpy
 
 from distill.data.chat_template import ChatTemplate, reader_of
 from distill.data.packing import Text, Turn, concatenate, joined_turns, pack, planned
-from distill.data.prompts import SPELLED_END, ChatPrompts, cut_prompts
+from distill.data.prompts import ChatPrompts, cut_prompts
+from distill.data.records import SPELLED_END
 from distill.data.samples import (
     SPLITS,
     CorpusTexts,
@@ -24,8 +25,9 @@ from distill.data.samples import (
     write_samples,
 )
 from distill.data.sources import UNREAD, Document, read_documents, require_splits, with_questions
+from distill.engines.ends import target_ends
 from distill.engines.torch.blocks import Packed
-from distill.engines.torch.hugging_face import encode_text, load_tokenizer, stated_ends, turn_end
+from distill.engines.torch.hugging_face import encode_text, load_tokenizer, stated_ends
 from distill.errors import DataError
 from distill.files import write_atomically, write_json, write_result
 from distill.progress import Caution
@@ -268,7 +270,7 @@ def check_chat(recipe: Recipe, documents: list[Document]) -> list[str]:
         Caution(f"warning: {count} {why if why == SPELLED_END else f'given answers left out: {why}'}")
         for why, count in chat.dropped.items()
     ]
-    if (end := turn_end(tokenizer)) and end[0] not in {tokenizer.eos_token_id, *stated_ends(recipe.target.model)}:
-        what = f"the template ends a turn with {decode(end)}, which no file of the target names as an end"
+    if unnamed := target_ends(recipe.target.model, tokenizer).unnamed:
+        what = f"the template ends a turn with {decode(unnamed)}, which no file of the target names as an end"
         lines += [Caution(f"warning: {what}: answers end there, and servers have to be told (generation_config.json)")]
     return lines

@@ -7,7 +7,6 @@ import hashlib
 from array import array
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
@@ -16,21 +15,18 @@ from typing import Any
 import numpy
 
 from distill.data.chat_template import ChatTemplate, Message, reader_of
-from distill.data.records import CLOSING, LISTS, PROMPTS, RENDERED, THINKING
+from distill.data.records import CLOSING, LISTS, PROMPTS, RENDERED, SPELLED_END, THINKING
 from distill.data.samples import Sample, last_tokens
 from distill.data.sources import Document, holds_records, read_documents
-from distill.engines.torch.hugging_face import encode_behind, encode_text, load_tokenizer
+from distill.engines.tokenizer import open_tokenizer
+from distill.engines.torch.hugging_face import encode_behind, encode_text
 from distill.errors import DataError
-from distill.files import is_gguf, require_path
-from distill.gguf.head import open_head
-from distill.gguf.library import GgufFile
-from distill.gguf.tokenizer import chat_templates
+from distill.files import require_path
 from distill.recipe import Chat, Corpus, Source
 from distill.vocabulary.vocabulary import opening_of
 
 ANY_ANSWER = "An answer."
-SPELLED_END = "answers that spell their end token: learnt with one"
-CHARACTERS_PER_TOKEN = 8  # more than any prompt needs; it bounds the text that is encoded for a prompt
+CHARACTERS_PER_TOKEN = 8  # More than any prompt needs. It bounds the text that is encoded for a prompt.
 
 
 def _rank(seed: int, *parts: object) -> bytes:
@@ -45,8 +41,8 @@ def _drawn(seed: int, *parts: object) -> float:
 class ChatPrompts:
     """Conversations as prompts, by the target's template and the recipe's section `chat`.
 
-    A prompt of more than `longest` tokens keeps its last ones; `dropped` counts those and what the template refuses,
-    `lengths` are those of all prompts before that.
+    A prompt of more than `longest` tokens keeps its last tokens. `dropped` counts cut prompts and refusals of the
+    template. `lengths` are the tokens of all prompts before they are cut.
     """
 
     def __init__(self, template: ChatTemplate, longest: int, seed: int) -> None:
@@ -54,10 +50,10 @@ class ChatPrompts:
         self.opening = opening_of(template.tokenizer)
         self.dropped: Counter[str] = Counter()
         self.lengths: list[int] = []
-        self._told: set[tuple[str, str]] = set()  # names of documents, and the arguments that were counted
+        self._counted: set[tuple[str, str]] = set()  # names of documents, and their arguments that are counted
 
     def prompt(self, document: Document) -> Sample | None:
-        """The prompt of a conversation's first answer, with what renders its further turns; None for one left out."""
+        """The prompt of a conversation's first answer, with its further turns. None if it is left out."""
         assert document.messages is not None
         settings = self.template.settings
         try:
@@ -73,7 +69,7 @@ class ChatPrompts:
         head, *further = _turns_asked(document.messages)
         if not any(one["role"] == "system" for one in document.messages):
             head = [*self.system(document.name), *head]
-        # What a tool returned answers a call that this target may not make: the conversation ends before it.
+        # A tool's result answers a call that this target may not make, so that the conversation ends before it.
         asked = takewhile(lambda turn: "user" in turn and "tool" not in turn, map(_roles, further))
         turns, refused = further[: min(len([*asked]), settings.turns - 1)], ""
         thinking = document.arguments.get(settings.thinking_argument, self.thinking(document.name))
@@ -96,24 +92,26 @@ class ChatPrompts:
             no_question = "tool" not in _roles(further[len(turns)])
             why = refused or ("an answer that no question follows" if no_question else "a tool's result")
             self.dropped[f"turns of conversations after {why}" if not refused else f"later turns: {why}"] += 1
-        said = [turn[0]["content"] if _roles(turn) == ["user"] and "parts" not in turn[0] else turn for turn in turns]
-        chat = {"messages": head, "turns": said, "thinking": thinking, "arguments": template.arguments(thinking)}
+        texts = [turn[0]["content"] if _roles(turn) == ["user"] and "parts" not in turn[0] else turn for turn in turns]
+        chat = {"messages": head, "turns": texts, "thinking": thinking, "arguments": template.arguments(thinking)}
         if mark := RENDERED.search("".join(one["content"] for one in head if one["role"] == "user")):
-            self.dropped[f"prompts that hold marks of a chat template (`{mark[0]}`): asked as they stand"] += 1
+            self.dropped[f"prompts that hold marks of a chat template (`{mark[0]}`): asked unchanged"] += 1
         mode = {None: "", True: "thinking", False: "no thinking"}[thinking]
         label = ", ".join(filter(None, (document.label, mode)))
         return Sample(document.name, ids, [], document.split, document.source, label, chat=chat)
 
     def _shortened(self, ids: list[int]) -> list[int]:
-        """The ids of a prompt, the last ones of one that is too long."""
+        """The ids of a prompt. A prompt that is too long keeps its last ids."""
         self.lengths.append(len(ids))
         if len(ids) > self.longest:
             self.dropped[f"beginnings of prompts of more than {self.longest} tokens"] += 1
         return last_tokens(ids, self.longest, self.opening)
 
     def given(self, document: Document) -> Iterator[tuple[list[int], list[int]]]:
-        """Prompt and answer of each of a conversation's answers, as token ids; of held-out text the last one alone,
-        because intervals take samples for independent."""
+        """The token ids of each answer of a conversation and of the prompt before it.
+
+        A held-out conversation gives only its last answer, because intervals assume independent samples.
+        """
         assert document.messages is not None
         learnt = [one["role"] == "assistant" and one.get("weight") != 0 for one in document.messages]
         places = [at for at, counts in enumerate(learnt) if counts]
@@ -138,21 +136,21 @@ class ChatPrompts:
                 self.dropped["empty answers"] += 1
 
     def _ended_once(self, message: Message) -> dict[str, Any]:
-        """The message without its weight, and an answer without the end tokens that the template writes itself.
+        """The message without its weight. An answer loses the end tokens that the template writes.
 
-        ValueError for an answer that goes on behind one.
+        ValueError for an answer that goes on after an end token.
         """
-        found = {name: value for name, value in message.items() if name != "weight"}
+        kept = {name: value for name, value in message.items() if name != "weight"}
         if message["role"] == "assistant":
-            found["content"], rest = self.template.split_at_end(message["content"])
+            kept["content"], rest = self.template.split_at_end(message["content"])
             if rest:
-                raise ValueError("an answer that goes on behind an end token")
-        return found
+                raise ValueError("an answer that goes on after an end token")
+        return kept
 
     def _rendered(self, document: Document) -> str:
-        """The prompt of a document of one question, if the target's template has written it already; else nothing.
+        """The prompt of a document with one question, if the target's template has rendered it already. Else empty.
 
-        ValueError for a rendered text that is not one to answer.
+        ValueError for a rendered text that does not end with a question.
         """
         asked, *rest = [one for one in document.messages or () if one["role"] != "assistant"]
         text = asked["content"]
@@ -162,57 +160,57 @@ class ChatPrompts:
             return ""
         messages = self.template.conversation_of(text)
         if messages is None:
-            raise ValueError("a prompt that is rendered, and otherwise than the target's template writes it")
+            raise ValueError("a rendered prompt that differs from the rendering of the target's template")
         if messages[-1]["role"] != "user":
             raise ValueError("a rendered prompt that holds its answer")
         return self.template.text(messages)
 
     def _template_of(self, document: Document) -> ChatTemplate:
-        """The template with what a conversation's record gives it; ValueError where it does not write that."""
+        """The template with the arguments of a conversation's record. ValueError as `of_conversation`."""
         template, lacking = self.template.of_conversation(document.arguments)
         for name in lacking:
-            if (document.name, name) not in self._told:
-                self._told.add((document.name, name))
+            if (document.name, name) not in self._counted:
+                self._counted.add((document.name, name))
                 self.dropped[f"template argument `{name[:40]}` of a record, which the target's template lacks"] += 1
         return template
 
     def _thought(self, document: Document, answer: Mapping[str, Any]) -> bool | None:
-        """Whether an answer was written with thinking on; None where the recipe does not say that it matters."""
+        """Whether an answer was written with thinking on. None if the recipe does not set thinking."""
         settings = self.template.settings
         if settings.thinking is None or settings.thinking_argument in document.arguments:
             return None
         return any(answer.get(name) for name in THINKING) or CLOSING in str(answer["content"])
 
     def system(self, name: str) -> list[dict[str, Any]]:
-        """The system prompt of the recipe that the seed draws for a name, as messages: one, or none."""
+        """The system prompt that the seed draws for a name, as a list of one message. Empty without system prompts."""
         prompts = self.template.settings.system
         if not prompts:
             return []
         return [{"role": "system", "content": self.draw(name, "system", prompts)}]
 
     def draw(self, name: str, what: str, choices: Sequence[str]) -> str:
-        """One of the texts, as the seed draws it for a name and a purpose."""
+        """The text that the seed draws for a name and a purpose."""
         return choices[int(_drawn(self.seed, name, what) * len(choices))]
 
     def thinking(self, name: str) -> bool | None:
-        """Whether the seed draws thinking for a name; None where the recipe leaves it to the template."""
+        """Whether the seed draws thinking for a name. None if the recipe leaves it to the template."""
         share = self.template.settings.thinking
         return None if share is None else _drawn(self.seed, name, "thinking") < share
 
 
 def _roles(turn: Sequence[Message]) -> list[str]:
-    return [one["role"] for one in turn]
+    return [message["role"] for message in turn]
 
 
 def _turns_asked(messages: Sequence[Message]) -> list[list[Message]]:
-    """The messages before each answer, without the answers; an open last question is one of them."""
-    found: list[list[Message]] = [[]]
-    for before, one in zip([None, *messages], messages, strict=False):
+    """The messages before each answer and after the last answer, without the answers."""
+    turns: list[list[Message]] = [[]]
+    for before, message in zip([None, *messages], messages, strict=False):
         if before is not None and before["role"] == "assistant":
-            found.append([])
-        if one["role"] != "assistant":
-            found[-1].append(one)
-    return found
+            turns.append([])
+        if message["role"] != "assistant":
+            turns[-1].append(message)
+    return turns
 
 
 def cut_prompts(
@@ -227,16 +225,16 @@ def cut_prompts(
     taken: set[bytes] | None = None,
     dropped: Counter[str] | None = None,
 ) -> Iterator[Sample]:
-    """At most `count` prompts: of exactly `tokens` ids each from texts, of any length from conversations.
+    """At most `count` prompts: exactly `tokens` ids each from texts, and any number of ids from conversations.
 
-    One whose ids' digest is in `taken`, where each is noted, is left out and counted in `dropped`, unless further
-    questions to learn from follow it.
+    `taken` holds the digests of all prompts so far. An equal prompt is left out and counted in `dropped`, unless
+    further questions to learn from follow it.
 
     All beginnings come before all second parts, and so on, each round in an order drawn from the seed, so that few
-    prompts already cover many documents. A later part starts at a line, at least `stride` characters after the last.
-    With `weights`, sources take turns in these proportions as long as each has some left.
+    prompts already cover many documents. A later part starts at a line, at least `stride` characters after the part
+    before. With `weights`, sources alternate in these proportions until a source is exhausted.
     """
-    # Of each candidate: the number of its part, its document's and its source's, and its offset; its rank by the seed.
+    # For each candidate: the numbers of its part, document and source, and its offset. `ranks` order by the seed.
     candidates, ranks = array("q"), bytearray()
     names: dict[str, int] = {}  # of the sources
     for number, document in enumerate(documents):
@@ -248,9 +246,9 @@ def cut_prompts(
     order = numpy.lexsort((*numpy.frombuffer(ranks, ">u8").reshape(-1, 4).T[::-1], columns[:, 0]))
     if weights is not None:
         order = _mixed(order, columns[order, 2], [weights[name] for name in names])
-    found, taken = 0, set() if taken is None else taken
+    yielded, taken = 0, set() if taken is None else taken
     for place in order:
-        if found == count:
+        if yielded == count:
             break
         document, offset = documents[int(columns[place, 1])], int(columns[place, 3])
         if document.messages is not None:
@@ -262,17 +260,17 @@ def cut_prompts(
         if prompt is None:
             continue
         goes_on = document.split == "train" and prompt.chat is not None and prompt.chat["turns"]
-        own = hashlib.sha256(array("i", prompt.prompt)).digest()
-        if own in taken and not goes_on:
+        digest = hashlib.sha256(array("i", prompt.prompt)).digest()
+        if digest in taken and not goes_on:
             (Counter() if dropped is None else dropped)["prompts equal to another"] += 1
             continue
-        taken.add(own)
-        found += 1
+        taken.add(digest)
+        yielded += 1
         yield prompt
 
 
 def _beginnings(document: Document, stride: int) -> Iterator[int]:
-    """The offsets at which prompts may begin: of a conversation one, of a text its lines, `stride` or more apart."""
+    """The offsets at which prompts may begin: 0 for a conversation, lines at least `stride` apart for a text."""
     offset = 0
     while offset < len(document.text) or (not offset and document.messages is not None):
         yield offset
@@ -283,14 +281,13 @@ def _beginnings(document: Document, stride: int) -> Iterator[int]:
 
 
 def _mixed(order: Any, sources: Any, weights: Sequence[float]) -> Any:
-    """Candidates [N], of these sources each, in an order in which each source has its share of every beginning, by its
-    weight; weight 0 leaves a source out."""
+    """The candidates [N] of `sources` [N] in an order with shares by weight. Weight 0 leaves a source out."""
     first, turns = numpy.zeros(len(order), int), numpy.zeros(len(order))
     for source, weight in enumerate(weights):
-        own = numpy.flatnonzero(sources == source)
-        if weight > 0 and len(own):
-            first[own], turns[own] = own[0], numpy.arange(1, len(own) + 1) / weight
-    mixed = numpy.lexsort((first, turns))  # of equal turns that source goes first whose first candidate does
+        places = numpy.flatnonzero(sources == source)
+        if weight > 0 and len(places):
+            first[places], turns[places] = places[0], numpy.arange(1, len(places) + 1) / weight
+    mixed = numpy.lexsort((first, turns))  # Among equal turns, the source with the earlier first candidate comes first.
     return order[mixed[turns[mixed] > 0]]
 
 
@@ -300,15 +297,18 @@ ENDINGS = {
     **dict.fromkeys((".jsonl", ".ndjson", ".json"), "jsonl"),
     **dict.fromkeys((".csv", ".tsv"), "csv"),
     ".parquet": "parquet",
-}  # anything else is text, unless it holds records in JSON
-FIELDS = ", ".join(("text", *PROMPTS)) + f" or {', '.join(LISTS)} (lists)"  # that are read
-SEED = 0  # of the order in which pieces of texts are taken
+}  # Other files are text, unless they hold records in JSON.
+FIELDS = ", ".join(("text", *PROMPTS)) + f" or {', '.join(LISTS)} (lists)"
+SEED = 0  # of the order of pieces of texts
 
 
 @dataclass(frozen=True)
 class UserPrompts:
-    """Prompts that are measured, others of the same files for what has to be fitted, what was left out and why, the
-    plain texts of the files, and how the prompts are asked."""
+    """Prompts of a user's files: `measured` prompts, and `others` for fits.
+
+    `dropped` counts what was left out by its reason. `texts` are the plain texts of the files. `asked` describes the
+    form in which the prompts are asked.
+    """
 
     measured: list[Sample]
     others: list[Sample]
@@ -319,15 +319,15 @@ class UserPrompts:
     @property
     def longest(self) -> int:
         """The tokens of the longest measured prompt."""
-        return max(len(one.prompt) for one in self.measured)
+        return max(len(sample.prompt) for sample in self.measured)
 
     def classes(self) -> list[str]:
-        """The class of each measured prompt: its label, else the file that it came from."""
+        """The class of each measured prompt: its label, or else its file."""
         return [prompt.label or prompt.source or "prompts" for prompt in self.measured]
 
 
 def sources_of(paths: Sequence[Path], option: str = "--prompts") -> tuple[Source, ...]:
-    """Files and folders as sources of the corpus, by their endings; DataError for one that is missing or empty."""
+    """Files and folders as sources of the corpus, by their endings. DataError for a missing or empty file."""
     sources = []
     for path in paths:
         require_path(path, option)
@@ -355,12 +355,12 @@ def read_user_prompts(
     answer: int = 0,
     least: int = 2,
 ) -> UserPrompts:
-    """Up to `count` prompts, and `others` more of the same files where something has to be fitted.
+    """Up to `count` prompts, and `others` more of the same files for fits.
 
-    Conversations go through the target's chat template, up to the first question; plain texts are cut into prompts of
-    `tokens` tokens, with room for `answer` tokens between them; of several numbers of tokens as many prompts each.
-    `room` is the most tokens of a prompt. Loads no weights. Raises DataError for fewer than `least` prompts, or too few
-    others, and where no text has so many tokens.
+    The target's chat template renders conversations up to the first question. Plain texts are cut into prompts of
+    `tokens` tokens, with room for `answer` tokens between them. Several numbers of `tokens` share the prompts equally.
+    A prompt has at most `room` tokens. Loads no weights. Raises DataError for fewer than `least` prompts, for too few
+    others, and if no text has so many tokens.
     """
     with open_tokenizer(target) as tokenizer:
         try:
@@ -380,14 +380,14 @@ def read_user_prompts(
         cut = functools.partial(cut_prompts, encode=to_ids, seed=SEED, chat=chats, dropped=dropped)
         size = min(size, room)
         prompts = [*cut(documents, count=first, tokens=size, stride=4 * (size + answer))]
-        texts = [one for one in documents if one.messages is None] if longer else []
+        texts = [document for document in documents if document.messages is None] if longer else []
         for number, further in enumerate(longer):
             wanted = (count + others - len(prompts)) // (len(longer) - number)
-            found = [*cut(texts, count=wanted, tokens=further, stride=4 * further)] if further <= room else []
-            if not found:
+            more = [*cut(texts, count=wanted, tokens=further, stride=4 * further)] if further <= room else []
+            if not more:
                 what = f"no text gives a prompt of {further} tokens (the context has room for {room})"
                 raise DataError(what, "give longer texts, more prompts (--count), or fewer --prompt-tokens")
-            prompts += found
+            prompts += more
     dropped += Counter({} if chats is None else chats.dropped)
     least += min(others, 2)
     if len(prompts) < least:
@@ -395,18 +395,18 @@ def read_user_prompts(
         raise DataError(
             f"the files give {len(prompts)} prompts{left}",
             f"give more or longer ones, {least} at least; plain texts are cut into prompts of {size} tokens "
-            "(--prompt-tokens, where the command has it)",
+            "(--prompt-tokens, if the command has it)",
         )
     spare = min(others, max(len(prompts) - count, len(prompts) // 2))
     measured, rest = prompts[: min(count, len(prompts) - spare)], prompts[len(prompts) - spare :]
-    plain = {one.name: one.text for one in documents if one.messages is None}
+    plain = {document.name: document.text for document in documents if document.messages is None}
     cuts = sum(prompt.id.rpartition("@")[0] in plain for prompt in measured)
     asked = _how_asked(cuts, len(measured) - cuts, [size, *longer], has_template)
     return UserPrompts(measured, rest, dict(dropped), [*plain.values()], asked)
 
 
 def _how_asked(cuts: int, chats: int, sizes: Sequence[int], has_template: bool) -> str:
-    """How prompts are asked, and how to ask them the other way."""
+    """The form in which prompts are asked, and the way to ask them in the other form."""
     parts = []
     if cuts:
         other = '. To ask each line in the chat template, write it as {"prompt": "…"} into a .jsonl file'
@@ -419,17 +419,10 @@ def _how_asked(cuts: int, chats: int, sizes: Sequence[int], has_template: bool) 
     return "; ".join(parts)
 
 
-@contextmanager
-def open_tokenizer(target: str) -> Iterator[Any]:
-    """The tokenizer of a folder or a GGUF file, as `ChatTemplate` uses it; loads no weights."""
-    with ExitStack() as stack:
-        yield GgufTokenizer(target, stack) if is_gguf(target) else load_tokenizer(target)
-
-
 def user_message(target: str, text: str, chat: Chat, required: bool) -> list[int] | None:
-    """Token ids of a text as a user's message behind the first system prompt of `chat`, up to where the answer begins.
+    """Token ids of a text as a user's message after the first system prompt of `chat`, up to the answer.
 
-    None for a target without a chat template, DataError where one is `required`, or refuses the message.
+    None for a target without a chat template. DataError if a template is `required`, or refuses the message.
     """
     with open_tokenizer(target) as tokenizer:
         if not tokenizer.chat_template:
@@ -441,49 +434,3 @@ def user_message(target: str, text: str, chat: Chat, required: bool) -> list[int
             return ChatTemplate(tokenizer, chat).prompt([*system, {"role": "user", "content": text}])
         except ValueError as error:
             raise DataError(str(error), "continue the text as it is: --no-chat") from error
-
-
-class GgufTokenizer:
-    """A GGUF file's own tokenizer and chat template, as `ChatTemplate` and `encode` use those of transformers."""
-
-    def __init__(self, reference: str, stack: ExitStack) -> None:
-        head = open_head(Path(reference))
-        values, templates = head.values, chat_templates(head)
-        self.chat_template: Any = (
-            templates if len(templates) > 1 else templates.get("default")
-        )  # as transformers has it
-        self.file = GgufFile(Path(reference), vocabulary_only=True)
-        stack.callback(self.file.close)
-        self._special = {name: self._piece(values.get(f"tokenizer.ggml.{name}_token_id")) for name in ("bos", "eos")}
-
-    def _piece(self, token: Any) -> str:
-        return self.decode([token]) if isinstance(token, int) and 0 <= token < self.file.head_rows else ""
-
-    def decode(self, ids: Sequence[int]) -> str:
-        """The text of token ids."""
-        return self.file.detokenize(list(ids)).decode("utf-8", "replace")
-
-    def apply_chat_template(
-        self, messages: list[Any], *, tokenize: bool, add_generation_prompt: bool, tools: Any, **arguments: Any
-    ) -> str:
-        """The messages as text, rendered as transformers renders templates."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
-        special = {f"{name}_token": text for name, text in self._special.items()}
-        template = self.chat_template
-        if not isinstance(template, str):
-            template = template["tool_use" if tools and "tool_use" in template else "default"]
-        rendered: Any = render_jinja_template(
-            [messages],
-            tools=tools,
-            chat_template=template,
-            add_generation_prompt=add_generation_prompt,
-            **special,
-            **arguments,
-        )
-        texts = rendered[0] if isinstance(rendered, tuple) else rendered
-        return str(texts if isinstance(texts, str) else texts[0])
-
-    def __call__(self, text: str, *, add_special_tokens: bool, **_: Any) -> dict[str, list[int]]:
-        """Token ids of a text, its control tokens read as such."""
-        return {"input_ids": self.file.tokenize(text, parse_special=True, add_special=add_special_tokens)}

@@ -1,10 +1,9 @@
 """`distill record`: a proxy that passes bytes on, and gives copies of the exchanges to the process that writes them.
 
-Each piece is passed on as it came, and only then parsed. Nothing here can change a reply, or delay it for longer than
-parsing one piece takes. One line for each answer, as `answers.traffic` reads them, is made of the bodies of an
-exchange. What a line could not hold without loss is left out, with the reason: a prompt that is more than text or
-messages (images, token ids), a tool call that the request forced. Thinking that the server parsed out has one name in a
-line, whatever the server calls it.
+Each piece is passed on unchanged and parsed afterwards. The proxy cannot change a reply, and delays it by no more than
+the parsing of one piece. Each answer becomes a line that `answers.traffic` reads. An answer that no line can hold
+without loss is left out with a reason, such as a prompt with images or token ids, or a tool call that the request
+forced. Thinking that the server parsed out has the same name in all lines.
 """
 
 from __future__ import annotations
@@ -40,18 +39,18 @@ from distill.progress import note, noting, warn
 
 # ── The exchanges of one connection ──
 
-MAX_BYTES = 16 * 2**20  # of a request or reply that is recorded
+MAX_BYTES = 16 * 2**20  # of a recorded request or reply
 MAX_HEADER_BYTES = 2**16
 BROKEN, FULL = "broken off", "a full queue"
 COMPLETE = {h11.DONE, h11.MUST_CLOSE, h11.CLOSED}  # states of a side that has sent its whole message
-OPT_OUT = b"x-distill-record"  # the header of a request that is not to be recorded; any value but yes
+OPT_OUT = b"x-distill-record"  # A request with this header and another value than yes is not recorded.
 
 
 @dataclass
 class Exchange:
-    """A request for a completion and its reply, or the reason why they are left out.
+    """A request for a completion and its reply, or the fault for which they are left out.
 
-    `reserve` says whether so many more bytes may be kept; those that `reserved` counts are given back in the end.
+    `reserve` returns whether a number of further bytes may be kept. `reserved` bytes are released in the end.
     """
 
     kind: str
@@ -62,7 +61,7 @@ class Exchange:
     reserved: int = 0
 
     def add(self, body: bytearray, data: bytes) -> None:
-        """Keep a part of a body, while the exchange is one to be kept."""
+        """Keep a part of a body, unless the exchange has a fault."""
         if not self.fault and len(body) + len(data) > MAX_BYTES:
             self.fault = "too large"
         if not self.fault and not self.reserve(len(data)):
@@ -76,16 +75,16 @@ class Exchange:
             body += data
 
     def release(self) -> None:
-        """Give back the bytes that were reserved."""
+        """Release the reserved bytes."""
         self.reserve(-self.reserved)
         self.reserved = 0
 
 
 class Watcher:
-    """Gives `take` each successful exchange, and `leave_out` the reason of each other one; raises nothing.
+    """Calls `take` with each successful exchange, and `leave_out` with the reason for any other. Raises nothing.
 
-    `sample` is the share of exchanges that are kept, `reserve` as of Exchange. Where h11 cannot read what passes
-    (another protocol, several requests at once), the watching ends, not the connection.
+    `sample` is the share of exchanges that are kept. `reserve` is that of Exchange. If h11 cannot read the bytes
+    (another protocol, several requests at once), the watching ends and the connection goes on.
     """
 
     def __init__(
@@ -101,30 +100,30 @@ class Watcher:
         self._await_request()
 
     def _await_request(self) -> None:
-        # Each event that one of them reads, the other one "sends", so that both know where the exchange is. New ones
-        # for each exchange: h11 takes HTTP/1.0 for the last of a connection, whatever client and server agree on.
+        # Each side "sends" the events that the other side reads, so that both know the state of the exchange. Each
+        # exchange has new sides, because h11 takes an HTTP/1.0 exchange for the last of its connection.
         self._requests = h11.Connection(h11.SERVER, MAX_HEADER_BYTES)
         self._replies = h11.Connection(h11.CLIENT, MAX_HEADER_BYTES)
 
     @property
     def busy(self) -> bool:
-        """Whether a reply is under way, as far as it can be read."""
+        """Whether a reply that can be read is under way."""
         return not self._lost and self._requests.our_state in (h11.SEND_RESPONSE, h11.SEND_BODY)
 
     def sent(self, data: bytes) -> None:
-        """Look at bytes of the client; none: it sends no more."""
+        """Read bytes of the client. No bytes mean that it sends no more."""
         self._feed("_requests", data)
 
     def replied(self, data: bytes) -> None:
-        """Look at bytes of the server; none: it sends no more."""
+        """Read bytes of the server. No bytes mean that it sends no more."""
         self._feed("_replies", data)
 
     def close(self) -> None:
-        """The connection has ended."""
+        """Note the end of the connection."""
         self._lose(BROKEN)
 
     def _lose(self, reason: str) -> None:
-        """End the watching; counted, but where the connection has ended between two exchanges."""
+        """End the watching, and count the reason unless the connection has ended between two exchanges."""
         if self._exchange is not None:
             self._exchange.release()
             self._leave_out(self._exchange.fault or reason)
@@ -140,12 +139,12 @@ class Watcher:
                 self._read(side, self._replies if side is self._requests else self._requests)
                 if getattr(self, name) is side:
                     return
-                data = side.trailing_data[0]  # behind the exchange that has ended
+                data = side.trailing_data[0]  # after the exchange that has ended
                 if not data:
                     return
         except h11.ProtocolError:
             self._lose("HTTP that h11 does not read" if data else BROKEN)
-        except Exception as error:  # a fault of ours must not end a reply
+        except Exception as error:  # A bug in distill must not end a reply.
             self._lose(f"a fault in distill ({type(error).__name__})")
 
     def _read(self, side: h11.Connection, other: h11.Connection) -> None:
@@ -154,7 +153,7 @@ class Watcher:
             if event is h11.NEED_DATA:
                 return
             if event is h11.PAUSED or isinstance(event, h11.ConnectionClosed):
-                if event is h11.PAUSED and side.trailing_data[0]:  # what is not read would gather in memory
+                if event is h11.PAUSED and side.trailing_data[0]:  # Unread bytes would gather in memory.
                     switched = side.their_state is h11.SWITCHED_PROTOCOL
                     self._lose("another protocol" if switched else "requests before the reply")
                 return
@@ -181,7 +180,7 @@ class Watcher:
         elif isinstance(event, h11.EndOfMessage) and side is self._replies:
             self._exchange = None
             if not exchange.fault and side.our_state not in COMPLETE:
-                exchange.fault = BROKEN  # the server did not wait for the whole request
+                exchange.fault = BROKEN  # The server did not wait for the whole request.
             if exchange.fault:
                 self._leave_out(exchange.fault)
             else:
@@ -200,7 +199,7 @@ class Watcher:
 
 
 def _sendable(event: Any) -> Any:
-    """The event as h11 sends it: it reads HTTP/1.0, and sends HTTP/1.1 alone, whose requests name a host."""
+    """The event in HTTP/1.1. h11 reads HTTP/1.0 and sends HTTP/1.1, whose requests name a host."""
     if getattr(event, "http_version", b"1.1") == b"1.1":
         return event
     headers = event.headers.raw_items()
@@ -213,9 +212,9 @@ def _sendable(event: Any) -> Any:
 # ── From bodies to lines ──
 
 REDACTED = "[redacted]"
-OF_MESSAGE = ("role", "content", *records.OF_MESSAGE)  # what a template reads of a message
+OF_MESSAGE = ("role", "content", *records.OF_MESSAGE)  # fields of a message that a template reads
 OF_TOOLS = ("id", "type", "function", "arguments", "description", "parameters", "properties", "required")
-# What holds no text of a person: the names of a line's own fields, and the values that some of them usually have.
+# Names of a line's fields, and usual values of these fields. They hold no text of a person.
 NAMES = frozenset((*OF_LINE, *OF_MESSAGE, *OF_TOOLS))
 USUAL = {
     "role": ("system", "developer", "user", "assistant", "tool"),
@@ -227,7 +226,7 @@ LLAMA_ENDS = {"eos": "stop", "limit": "length", "word": "stop_string", None: Non
 
 
 def read_exchange(kind: str, request: bytes, reply: bytes) -> Iterator[dict[str, Any] | str]:
-    """A line for each answer of a successful exchange, or the reason why it is left out.
+    """Yield a line for each answer of a successful exchange, or the reason why the answer is left out.
 
     `reply` is a JSON object or a stream of server-sent events.
     """
@@ -241,29 +240,27 @@ def read_exchange(kind: str, request: bytes, reply: bytes) -> Iterator[dict[str,
     except ValueError as reason:
         yield str(reason)
         return
-    except (AttributeError, KeyError, TypeError):  # a foreign body has any form
+    except (AttributeError, KeyError, TypeError):  # A foreign body has any form.
         yield "a request or reply of another form"
         return
     for choice in choices:
         try:
-            found = _fault(choice, line.get("prompt", "")) or _with_answer(line, asked, choice)
+            yield _fault(choice, line.get("prompt", "")) or _with_answer(line, asked, choice)
         except ValueError as reason:
-            found = str(reason)
-        yield found
+            yield str(reason)
 
 
 def redacted(value: Any, patterns: Sequence[re.Pattern[str]]) -> Any:
-    """A line with every text that a pattern matches, and a number that one matches, replaced by REDACTED, one pattern
-    after the other."""
+    """A line in which REDACTED replaces each match of the patterns in texts, and each number with a match."""
     if isinstance(value, dict):
         return {
-            name if name in NAMES else redacted(name, patterns): one
-            if one in USUAL.get(name, ())
-            else redacted(one, patterns)
-            for name, one in value.items()
+            name if name in NAMES else redacted(name, patterns): inner
+            if inner in USUAL.get(name, ())
+            else redacted(inner, patterns)
+            for name, inner in value.items()
         }
     if isinstance(value, list):
-        return [redacted(one, patterns) for one in value]
+        return [redacted(inner, patterns) for inner in value]
     if value is None or isinstance(value, bool):
         return value
     text = str(value)
@@ -273,10 +270,10 @@ def redacted(value: Any, patterns: Sequence[re.Pattern[str]]) -> Any:
 
 
 def _object(raw: bytes, fault: str, halves: bool = False) -> dict[str, Any]:
-    found = parse_object(raw, halves)
-    if isinstance(found, str):
+    content = parse_object(raw, halves)
+    if isinstance(content, str):
         raise ValueError(fault)
-    return found
+    return content
 
 
 def _prompt(asked: dict[str, Any]) -> dict[str, Any]:
@@ -296,106 +293,111 @@ def _messages(asked: dict[str, Any]) -> dict[str, Any]:
         raise ValueError("a tool call that is forced or forbidden")
     if tools and not has_form(tools, [{}]):
         raise ValueError("tools that are not a list of objects")
-    messages = [_as_asked(one) for one in asked["messages"]]
+    messages = [_as_asked(message) for message in asked["messages"]]
     if not messages or messages[-1]["role"] == "assistant":
         raise ValueError("no question at the end of the messages")
     line: dict[str, Any] = {"messages": messages}
-    if arguments := efforts(asked) | (asked.get("chat_template_kwargs") or {}):  # a TypeError for what is no mapping
+    if arguments := efforts(asked) | (asked.get("chat_template_kwargs") or {}):  # TypeError if it is no mapping
         line["chat_template_kwargs"] = arguments
     return line | ({"tools": tools} if tools else {})
 
 
 def _as_asked(message: dict[str, Any]) -> dict[str, Any]:
     """A message of a request in the form of a line."""
-    found = message_of(message, Counter())
-    if "parts" in found:
+    read = message_of(message, Counter())
+    if "parts" in read:
         raise ValueError("a message of several parts")
     if unknown := unread_fields(message, OF_MESSAGE):
         raise ValueError(f"a message with `{unknown[0][:40]}`, a field that is not known")
-    return {**{name: found[name] for name in found if name != "weight"}, "role": message["role"]}
+    return {**{name: read[name] for name in read if name != "weight"}, "role": message["role"]}
 
 
 def _events(reply: bytes) -> Iterator[dict[str, Any]]:
-    """The objects of a reply: one of a whole reply, that of each event of a streamed one.
+    """The object of a whole reply, or the objects of a stream's events.
 
-    A piece of a stream may hold half of a character, and the next one the other half.
+    An event may hold half of a character, and the next event the other half.
     """
     if reply.lstrip()[:1] == b"{":
         yield _object(reply, "a reply that is not a JSON object", halves=True)
         return
     for raw in reply.splitlines():
         name, _, value = raw.partition(b":")
-        if name == b"error":
+        if name == b"error" or (name == b"event" and value.strip() == b"error"):
             raise ValueError("an error within the reply")
         if name == b"data" and value.strip() != b"[DONE]":
             yield _object(value, "an event that is not a JSON object", halves=True)
 
 
 def _choices(kind: str, events: list[dict[str, Any]], several: bool) -> list[dict[str, Any]]:
-    """The choices of a reply in their order, put together from their events; ValueError where `several` come in pieces
-    that do not say whose they are."""
-    found: dict[int, dict[str, Any]] = {}
+    """The choices of a reply in their order, joined from their events.
+
+    ValueError if `several` choices come in pieces that cannot be told apart.
+    """
+    choices: dict[int, dict[str, Any]] = {}
     usage: dict[str, Any] = {}
     for event in events:
         usage = event.get("usage") or usage
         if event.get("error"):
             raise ValueError("an error within the reply")
         end = LLAMA_ENDS.get(event.get("stop_type"), "unknown")
-        own = {"text": event.get("content"), "finish_reason": end}  # llama-server's own API has no choices
+        native = {"text": event.get("content"), "finish_reason": end}  # llama-server's native API has no choices.
         if end == "stop":
-            own["stop_reason"] = None  # an end token: stop strings have a type of their own
-        pieces = event.get("choices", [own])
+            native["stop_reason"] = None  # an end token, because stop strings have another type
+        pieces = event.get("choices", [native])
         for place, piece in zip(_places(pieces, len(events) == 1, several), pieces, strict=True):
             new: dict[str, Any] = {"text": [], "more": {}, "calls": [], "end": None, "fault": "", "model": ""}
-            one = found.setdefault(place, new)
-            if several and one["end"] is not None and piece.get("finish_reason"):
+            choice = choices.setdefault(place, new)
+            if several and choice["end"] is not None and piece.get("finish_reason"):
                 raise ValueError(SAME_INDEX)
             part = piece if kind != CHAT else piece.get("message") or piece.get("delta") or {}
-            if part.get("function_call"):
-                one["fault"] = "a function_call"
+            if kind == CHAT and (unknown := unread_fields(part, OF_MESSAGE)):
+                choice["fault"] = f"an answer with `{unknown[0][:40]}`, a field that is not known"
             for name in THINKING if kind == CHAT else ():
                 if value := part.get(name):
-                    one["more"].setdefault(name, []).append(value)
+                    choice["more"].setdefault(name, []).append(value)
             for at, call in enumerate(part.get("tool_calls") or () if kind == CHAT else ()):
-                _add_call(one["calls"], at, call, whole=len(events) == 1)
-            one["text"].append(part.get("text" if kind != CHAT else "content") or "")
-            one["end"] = piece.get("finish_reason") or one["end"]
-            one["ended_by"] = piece.get("stop_reason", "unknown")  # vLLM: the stop string, None for an end token
-            one["model"] = event.get("model") or one["model"]
-    if not found:
+                _add_call(choice["calls"], at, call, whole=len(events) == 1)
+            choice["text"].append(part.get("text" if kind != CHAT else "content") or "")
+            choice["end"] = piece.get("finish_reason") or choice["end"]
+            choice["ended_by"] = piece.get("stop_reason", "unknown")  # vLLM: the stop string, None for an end token
+            choice["model"] = event.get("model") or choice["model"]
+    if not choices:
         raise ValueError("an empty answer")
-    counted = usage.get("completion_tokens") if len(found) == 1 else None
+    counted = usage.get("completion_tokens") if len(choices) == 1 else None
     thought = (usage.get("completion_tokens_details") or {}).get("reasoning_tokens")
-    for one in found.values():
-        one["text"], one["more"] = joined(one["text"]), {name: joined(value) for name, value in one["more"].items()}
-        if not isinstance(one["text"], str if kind != CHAT else (str, list)):
+    for choice in choices.values():
+        choice["text"] = joined(choice["text"])
+        choice["more"] = {name: joined(value) for name, value in choice["more"].items()}
+        if not isinstance(choice["text"], str if kind != CHAT else (str, list)):
             raise TypeError("an answer of another form")
-        if one["end"] == "length":  # within a character, whose other bytes the target did not write
-            one["text"] = one["text"].rstrip("\ufffd") if isinstance(one["text"], str) else one["text"]
-        if thought and not one["more"] and CLOSING not in one["text"]:
-            one["fault"] = one["fault"] or "thinking that the server hides"
-        one["counted"] = counted if isinstance(counted, int) else None
-    return [found[index] for index in sorted(found)]
+        if choice["end"] == "length" and isinstance(choice["text"], str):
+            choice["text"] = choice["text"].rstrip("\ufffd")  # The limit cut a character.
+        if thought and not choice["more"] and CLOSING not in choice["text"]:
+            choice["fault"] = choice["fault"] or "thinking that the server hides"
+        choice["counted"] = counted if isinstance(counted, int) else None
+    return [choices[index] for index in sorted(choices)]
 
 
 def _places(pieces: list[dict[str, Any]], whole: bool, several: bool) -> list[int]:
-    """The places of an event's choices: their indices, or those in the list of a `whole` reply whose indices are not
-    distinct. ValueError where `several` come in pieces that do not say whose they are."""
-    found = [piece.get("index", at) for at, piece in enumerate(pieces)]
+    """The places of an event's choices: their indices, or their order in a `whole` reply if two indices are equal.
+
+    ValueError if `several` choices come in pieces that cannot be told apart.
+    """
+    places = [piece.get("index", at) for at, piece in enumerate(pieces)]
     if not whole and len(pieces) == 1 and several and "index" not in pieces[0]:
         raise ValueError("pieces of several choices without an index")
-    if len(set(found)) == len(found):
-        return found
+    if len(set(places)) == len(places):
+        return places
     if not whole:
         raise ValueError(SAME_INDEX)
     return list(range(len(pieces)))
 
 
 def joined(pieces: list[Any]) -> Any:
-    """One value of those that a stream's events gave a field: their texts, or lists, one after the other.
+    """Join the values that a stream's events gave a field: texts or lists.
 
-    A character that came in two halves is one. Where each piece repeats the text before it, the last is the whole;
-    ValueError where two pieces may mean that or not, and for half of a character.
+    The two halves of a character are joined. If each piece repeats the text before it, the last piece is the whole.
+    ValueError if two pieces may or may not be repeated so, and for half of a character.
     """
     if not all(isinstance(piece, str) for piece in pieces):
         return functools.reduce(operator.add, filter(None, pieces))
@@ -412,10 +414,10 @@ def joined(pieces: list[Any]) -> Any:
 
 
 def _add_call(calls: list[tuple[int, dict[str, Any]]], at: int, piece: dict[str, Any], whole: bool) -> None:
-    """Add a piece of a tool call to the calls, each with its index: arguments come as text in pieces, the rest once.
+    """Add a piece of a tool call to the calls with their indices. Arguments come as text in pieces, other fields once.
 
-    Of a `whole` reply each piece is a call. Else an id that is not that of the last call under its index begins another
-    one. ValueError for pieces that may be of one call or of two.
+    Each piece of a `whole` reply is a call. In a stream, another id under the same index begins another call.
+    ValueError for pieces that may belong to one call or to two.
     """
     index, function = piece.get("index", at), piece.get("function") or {}
     last = None if whole else next((call for place, call in reversed(calls) if place == index), None)
@@ -428,13 +430,14 @@ def _add_call(calls: list[tuple[int, dict[str, Any]]], at: int, piece: dict[str,
         calls.append((index, last))
     if name and known and (name != known or not piece.get("id")):
         raise ValueError(MIXED_CALLS)
-    own = last["function"]
+    joined_function = last["function"]
     last |= {key: value for key, value in piece.items() if key not in ("index", "function") and value not in (None, "")}
     for key, value in function.items():
-        if key == "arguments" and value and isinstance(own.get(key), dict):
-            raise ValueError(MIXED_CALLS)  # a second object, or text behind one
+        before = joined_function.get(key)
+        if key == "arguments" and value and isinstance(before, dict):
+            raise ValueError(MIXED_CALLS)  # a second object, or text after an object
         text = key == "arguments" and isinstance(value, str)
-        own[key] = (own.get(key) or "") + value if text else own.get(key) if value is None else value
+        joined_function[key] = (before or "") + value if text else before if value is None else value
 
 
 MIXED_CALLS = "pieces of tool calls that cannot be told apart"
@@ -457,7 +460,7 @@ def _fault(choice: dict[str, Any], prompt: str) -> str:
 
 
 def _with_answer(line: dict[str, Any], asked: dict[str, Any], choice: dict[str, Any]) -> dict[str, Any]:
-    """The line of one answer. Behind a stop string the target wrote no end token, so that the reason is not `stop`."""
+    """The line of an answer. The target writes no end token before a stop string, so the reason is then not `stop`."""
     end = choice["end"]
     if end == "stop" and (asked.get("stop") or asked.get("stop_token_ids")) and choice["ended_by"] is not None:
         end = "stop_string"
@@ -471,22 +474,22 @@ def _with_answer(line: dict[str, Any], asked: dict[str, Any], choice: dict[str, 
 
 
 # ── The process that redacts exchanges and writes them ──
-# A process, not a thread: JSON and regular expressions hold Python's lock, one bad pattern for minutes, and no
-# reply may wait for them. Nothing is on the disk that has not been redacted. Its stdout has the counts after each
-# exchange, as a line of JSON; it ends with its stdin.
+# JSON and regular expressions hold Python's lock, and a bad pattern holds it for minutes. A separate process keeps
+# replies from waiting. Nothing is written before it is redacted. After each exchange, stdout has the counts as a
+# line of JSON. The process ends with its stdin.
 
 TAKEN, KEPT, BYTES, FILES = "exchanges", "kept", "bytes", "files"
 FAILED = "a failed write"
-MOST_REASONS, OTHER = 100, "other reasons"  # that are counted by name: hostile requests have new fields each
+MAX_REASONS, OTHER = 100, "other reasons"  # More reasons are not named, because hostile requests have new fields.
 FILE_BYTES = 64_000_000  # of a full file
-BINARY = getattr(os, "O_BINARY", 0)  # on Windows, or each newline becomes two characters
+BINARY = getattr(os, "O_BINARY", 0)  # Without it, Windows writes two characters for each newline.
 
 
 class Writer:
-    """Files `traffic-TIME.jsonl` in a folder, mode 0600, of at most FILE_BYTES; none is ever deleted.
+    """Files `traffic-TIME.jsonl` in a folder, mode 0600, of at most FILE_BYTES. No file is ever deleted.
 
-    Names grow with time and are never used twice, so that a reader knows a file again. Files hold whole lines: what a
-    failed write left of one is taken back. `counts` has what was kept, and what was left out by reason.
+    Names grow with time and are never used twice, so that a reader recognises a file. Files hold whole lines. The part
+    of a line that a failed write leaves is removed. `counts` has what was kept, and what was left out by reason.
     """
 
     def __init__(self, folder: Path, patterns: Sequence[str]) -> None:
@@ -498,23 +501,23 @@ class Writer:
         self._size = 0
 
     def take(self, kind: str, request: bytes, reply: bytes) -> None:
-        """Write the answers of one exchange (see read_exchange). A fault of the disk is said once, and counted."""
+        """Write the answers of one exchange (see read_exchange). A disk fault is warned of once, and counted."""
         self.counts[TAKEN] += 1
         try:
-            found = [redacted(one, self.patterns) for one in read_exchange(kind, request, reply)]
-            lines = [one if isinstance(one, str) else _encoded(one) for one in found]
-        except Exception as error:  # a body that is nested too deeply, say, must not end the process
+            answers = [redacted(answer, self.patterns) for answer in read_exchange(kind, request, reply)]
+            lines = [answer if isinstance(answer, str) else _encoded(answer) for answer in answers]
+        except Exception as error:  # A body, such as one that is nested too deeply, must not end the process.
             lines = [f"a fault in distill ({type(error).__name__})"]
         for line in lines:
             if isinstance(line, str):
-                self.counts[line if line in self.counts or len(self.counts) < MOST_REASONS else OTHER] += 1
+                self.counts[line if line in self.counts or len(self.counts) < MAX_REASONS else OTHER] += 1
                 continue
             try:
                 self._write(line + b"\n")
             except OSError as error:
                 if not self.counts[FAILED]:
                     fault = explain_write_fault(self._path, error).what
-                    warn(f"distill record: {fault}; replies go on, and what cannot be written is left out")
+                    warn(f"distill record: {fault}; replies go on, and answers that cannot be written are left out")
                 self.counts[FAILED] += 1
 
     def _write(self, line: bytes) -> None:
@@ -528,7 +531,7 @@ class Writer:
             try:
                 os.ftruncate(self._file, self._size)
             except OSError:
-                self.close()  # the half line stays the last of its file, where readers leave it out
+                self.close()  # The half line stays the last line of its file, which readers skip.
             raise
         self._size += len(line)
         self.counts.update({KEPT: 1, BYTES: len(line)})
@@ -542,7 +545,7 @@ class Writer:
         self.counts[FILES] += 1
 
     def close(self) -> None:
-        """End the file; the next line begins another."""
+        """End the file. The next line begins another file."""
         if self._file is not None:
             with contextlib.suppress(OSError):
                 os.close(self._file)
@@ -550,24 +553,24 @@ class Writer:
 
 
 def _encoded(line: dict[str, Any]) -> bytes | str:
-    """A line as it is written, or the reason why it cannot be."""
+    """The bytes of a line, or the reason why it cannot be written."""
     text = json.dumps(line, ensure_ascii=False)
     return text.encode() if is_utf8(text) else "half of a character (a lone surrogate)"
 
 
 def read_exchanges(source: BinaryIO) -> Iterator[tuple[str, bytes, bytes]]:
-    """Kind, request and reply of each exchange that the proxy has pickled; a last one that is not whole is left out."""
+    """Kind, request and reply of each exchange that the proxy has pickled. An incomplete last exchange is skipped."""
     with contextlib.suppress(EOFError, pickle.UnpicklingError):
         while True:
             yield pickle.load(source)
 
 
 def main() -> None:
-    """Write the exchanges that stdin brings, behind a line of JSON with the folder and the patterns."""
-    for number in (signal.SIGINT, signal.SIGTERM):  # sent to all of a group: the proxy ends this process, by its stdin
+    """Write the exchanges from stdin, after a line of JSON with the folder and the patterns."""
+    for number in (signal.SIGINT, signal.SIGTERM):  # They go to the whole group. The proxy ends this process by stdin.
         signal.signal(number, signal.SIG_IGN)
-    with contextlib.suppress(OSError, AttributeError):  # Windows has no such call
-        os.nice(5)  # the server comes first
+    with contextlib.suppress(OSError, AttributeError):  # Windows has no such call.
+        os.nice(5)  # The server has priority.
     folder, patterns = json.loads(sys.stdin.buffer.readline())
     writer = Writer(Path(folder), patterns)
     for exchange in read_exchanges(sys.stdin.buffer):
@@ -580,8 +583,8 @@ def main() -> None:
 
 MODULE = "distill.data.recorder"
 PIECE_BYTES = 2**16
-QUEUE_BYTES = 64 * 2**20  # of open exchanges, and of those that wait to be written
-PARTING_SECONDS = 10.0  # for replies under way when the command ends, and for what waits to be written
+QUEUE_BYTES = 64 * 2**20  # of open exchanges and of exchanges that wait to be written
+PARTING_SECONDS = 10.0  # for replies under way and for waiting exchanges when the command ends
 PROGRESS_SECONDS = 10.0
 MAX_OPEN_FILES = 65_536
 UNREACHED, ENDED, LATE = "the server cannot be reached", "no process that writes", "too late to be written"
@@ -590,9 +593,9 @@ NOT_LEFT_OUT = (TAKEN, KEPT, BYTES, FILES)
 
 @dataclass(frozen=True)
 class Recording:
-    """What `record` does: where it listens, where it passes requests on, and what it writes where.
+    """Settings of `record`: the addresses of the server and of the proxy, and the folder to write to.
 
-    `patterns` are regular expressions, whose matches are redacted; `sample` is the share of exchanges that are kept.
+    Matches of the regular expressions in `patterns` are redacted. `sample` is the share of exchanges that are kept.
     """
 
     upstream: tuple[str, int]
@@ -603,7 +606,7 @@ class Recording:
 
 
 class Proxy:
-    """Connections to one server, and the process that writes their exchanges; `counts` has what became of them."""
+    """Connections to one server, and the process that writes their exchanges."""
 
     def __init__(self, settings: Recording, queue_bytes: int = QUEUE_BYTES) -> None:
         self.settings, self.queue_bytes = settings, queue_bytes
@@ -615,11 +618,11 @@ class Proxy:
 
     @property
     def counts(self) -> Counter[str]:
-        """Answers, bytes and files written, and the number of exchanges or answers left out for each reason."""
+        """Written answers, bytes and files, and the number of exchanges or answers left out for each reason."""
         return self._own + self._written
 
     async def run(self, stop: asyncio.Event, ready: Callable[[int], None]) -> None:
-        """Serve until `stop` is set, then let replies under way come to their end; `ready` is told the port.
+        """Serve until `stop` is set, then wait for replies under way. `ready` is called with the port.
 
         Raises RecipeError for an address that cannot be listened at.
         """
@@ -632,12 +635,12 @@ class Proxy:
             *(sys.executable, "-c", f"import sys; sys.path[:] = {sys.path}; from {MODULE} import main; main()"),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
-            start_new_session=True,  # Ctrl-C is for the proxy alone
+            start_new_session=True,  # Ctrl-C reaches the proxy alone.
         )
         self._queue = self._process.stdin
         assert self._queue is not None
         self._queue.write(json.dumps([str(self.settings.folder), self.settings.patterns]).encode() + b"\n")
-        told = [asyncio.create_task(self._read_counts()), asyncio.create_task(self._show())]
+        reading, showing = asyncio.create_task(self._read_counts()), asyncio.create_task(self._show())
         await server.start_serving()
         ready(server.sockets[0].getsockname()[1])
         await stop.wait()
@@ -645,27 +648,27 @@ class Proxy:
         await self._part()
         self._queue.close()
         try:
-            await asyncio.wait_for(asyncio.gather(told[0], self._process.wait()), PARTING_SECONDS)
+            await asyncio.wait_for(asyncio.gather(reading, self._process.wait()), PARTING_SECONDS)
         except TimeoutError:
             self._process.kill()
             await self._process.wait()
         if lost := self._handed - self._written[TAKEN]:
             warn(f"distill record: {lost} exchanges are lost: does a pattern of --redact, or the disk, take too long?")
             self._own[LATE] = lost
-        told[1].cancel()
+        showing.cancel()
 
     async def _part(self) -> None:
-        """End connections, those with a reply under way when it has ended or PARTING_SECONDS have passed."""
+        """End connections. A reply under way may take PARTING_SECONDS more."""
         loop = asyncio.get_running_loop()
         deadline = loop.time() + PARTING_SECONDS
         busy = sum(watcher.busy for watcher in self._open.values())
         if busy:
             note(f"replies under way: {busy}; another signal ends them")
-        told: set[asyncio.Task[None]] = set()
+        cancelled: set[asyncio.Task[None]] = set()
         while self._open:
             for task, watcher in self._open.items():
-                if loop.time() > deadline or not (watcher.busy or task in told):
-                    told.add(task)
+                if loop.time() > deadline or not (watcher.busy or task in cancelled):
+                    cancelled.add(task)
                     task.cancel()
             await asyncio.sleep(0.02)
 
@@ -682,7 +685,7 @@ class Proxy:
             there = asyncio.create_task(_pass(client_in, server_out, watcher.sent))
             try:
                 await _pass(server_in, client_out, watcher.replied)
-            finally:  # the server has ended the connection, or the client is gone, and the server is to stop
+            finally:  # The server has ended the connection, or the client is gone and the server must stop.
                 there.cancel()
                 server_out.transport.abort()
         except asyncio.CancelledError:
@@ -690,7 +693,7 @@ class Proxy:
         finally:
             watcher.close()
             client_out.close()
-            with contextlib.suppress(OSError, asyncio.CancelledError):  # until the client has all of it
+            with contextlib.suppress(OSError, asyncio.CancelledError):  # until the client has received everything
                 await client_out.wait_closed()
             del self._open[task]
 
@@ -707,14 +710,14 @@ class Proxy:
                 if await client_in.read(PIECE_BYTES):
                     client_out.write(head.encode() + b"connection: close\r\n\r\n" + body)
                     client_out.write_eof()
-                    while await client_in.read(PIECE_BYTES):  # closed with unread bytes, the reply would be lost
+                    while await client_in.read(PIECE_BYTES):  # Closing with unread bytes would lose the reply.
                         pass
 
     def _leave_out(self, reason: str) -> None:
         self._own[reason] += 1
 
     def _reserve(self, count: int) -> bool:
-        """Whether `count` more bytes of open exchanges may be kept beside all others and those that wait."""
+        """Whether `count` more bytes of open exchanges may be kept."""
         waiting = 0 if self._queue is None else self._queue.transport.get_write_buffer_size()
         if count > 0 and self._held + count + waiting > self.queue_bytes:
             return False
@@ -747,11 +750,11 @@ class Proxy:
             await asyncio.sleep(PROGRESS_SECONDS)
             if shown != self.counts:
                 shown = self.counts
-                await asyncio.to_thread(note, f"so far: {summary(shown)}")  # nobody may be reading stderr
+                await asyncio.to_thread(note, f"so far: {summary(shown)}")  # Perhaps nobody reads stderr.
 
 
 async def _pass(reader: asyncio.StreamReader, writer: asyncio.StreamWriter, look: Callable[[bytes], None]) -> None:
-    """Send on what comes, and the end; where either side is gone, the other one gets to know."""
+    """Send on all bytes and the end. If one side is gone, the other side's connection is aborted."""
     try:
         while data := await reader.read(PIECE_BYTES):
             writer.write(data)
@@ -772,7 +775,7 @@ def summary(counts: Counter[str]) -> str:
 
 
 def record(settings: Recording, ready: Callable[[int], None]) -> Counter[str]:
-    """Proxy and record until SIGINT or SIGTERM, in the main thread; the counts. See Proxy.run."""
+    """Proxy and record in the main thread until SIGINT or SIGTERM. Return the counts. See Proxy.run."""
     proxy = Proxy(settings)
 
     async def serve() -> None:
@@ -786,10 +789,10 @@ def record(settings: Recording, ready: Callable[[int], None]) -> Counter[str]:
 
 
 def _allow_connections() -> None:
-    """Allow this process as many open files as it may have: each connection takes two."""
+    """Raise this process's limit of open files, because each connection takes two."""
     try:
         import resource
-    except ImportError:  # Windows has no such limit
+    except ImportError:  # Windows has no such limit.
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with contextlib.suppress(ValueError, OSError):

@@ -2,7 +2,7 @@
 
 `distill serve`, `distill record` and the reader of served logs read requests by this one table. A field is honoured by
 `serve`, or harmless at named values or at each value of its kind. `serve` refuses every other value and every other
-field by name. A recorded answer is left out where a field steers it: the target would write another one by itself.
+field by name. A recorded answer is left out if a field steers it, because the target alone would write another answer.
 
 Sources: openai-python's types of parameters, vLLM's and SGLang's protocol.py and llama-server's server-schema.cpp, of
 November 2026, with fields of earlier versions.
@@ -31,8 +31,11 @@ PROMPT = (str, [int], [str], [[int]])
 
 @dataclass(frozen=True)
 class Field:
-    """What is known of a field: forms of its value (`files.has_form`), the values at which it asks for nothing (None:
-    each one of its kind), whether `serve` honours it, and whether other values steer the answer. Null is no value."""
+    """A field of a request. Null is no value.
+
+    `kinds` are the forms of its value (`files.has_form`). At `neutral` values it asks for nothing (None: at every value
+    of its kind). `serve` fulfils an `honoured` field. Other values of a field that `steers` change the answer.
+    """
 
     kinds: Kinds
     neutral: tuple[Any, ...] | None = ()
@@ -40,15 +43,16 @@ class Field:
     steers: bool = False
 
     def fits(self, value: Any) -> bool:
-        """Whether a value is of the field's kind; True and False are no numbers."""
+        """Whether a value is of the field's kind. True and False are no numbers."""
         finite = not isinstance(value, float) or math.isfinite(value)
         return finite and any(has_form(value, kind) for kind in self.kinds)
 
     def asks(self, value: Any) -> bool:
-        """Whether a value asks for something; 1, 1.0 and True are compared with their types."""
+        """Whether a value asks for something. 1 and 1.0 are equal, and True differs from both."""
         if value is None or (self.neutral is None and self.fits(value)):
             return False
-        return not any(isinstance(value, bool) == isinstance(one, bool) and value == one for one in self.neutral or ())
+        same_type = (one for one in self.neutral or () if isinstance(value, bool) == isinstance(one, bool))
+        return value not in same_type
 
 
 def _fields(names: str, kinds: Kinds, *neutral: Any, **more: Any) -> dict[str, Field]:
@@ -59,7 +63,7 @@ def _free(names: str, kinds: Kinds) -> dict[str, Field]:
     return {name: Field(kinds, None) for name in names.split()}
 
 
-# What `serve` honours, with the least and the largest value of numbers.
+# The least and the largest value of numbers that `serve` honours.
 LIMITS: dict[str, tuple[float, float]] = {
     **{"max_tokens": (1, 2**31), "max_completion_tokens": (1, 2**31), "n_predict": (-1, 2**31)},
     **{"temperature": (0, 100), "top_k": (-1, 2**31), "top_p": (1e-9, 1), "min_p": (0, 1)},
@@ -91,7 +95,7 @@ _TEMPLATE = {
     **_fields("thinking", (*SWITCH, *OBJECT), honoured=True),
 }
 
-# Harmless whatever they say: names, and settings of what is off or of what a server keeps.
+# Harmless at every value: names, settings of methods that are off, and settings of a server's caches.
 _FREE = {
     **_free("user safety_identifier prompt_cache_key prompt_cache_retention session_id", WORDS),
     **_free("metadata custom_labels", OBJECT),
@@ -105,7 +109,7 @@ _FREE = {
     **_free("reasoning_budget_end_tags", ([str],)),
 }
 
-# Harmless at the values that are named.
+# Harmless at the named values.
 _SAMPLERS = {
     **_fields("presence_penalty frequency_penalty dry_multiplier mirostat xtc_probability dynatemp_range", NUMBER, 0),
     **_fields("repeat_penalty typical_p tfs_z length_penalty", NUMBER, 1),
@@ -203,7 +207,7 @@ FIELDS: dict[str, dict[str, Field]] = {
         **_fields("add_special_tokens", SWITCH, True),
     },
 }
-# Of either form: servers of the other one get fields, too, which say nothing there.
+# The fields of both forms, because clients also send a form the other form's fields.
 KNOWN = {
     **FIELDS[TEXT],
     **FIELDS[CHAT],
@@ -213,13 +217,13 @@ KNOWN = {
 
 
 def fault_of_request(request: Mapping[str, Any], form: str) -> tuple[str, str] | None:
-    """What `serve` refuses of a request and what to do about it, the first field that it does not fulfil; else None."""
+    """The first field that `serve` does not fulfil, with a hint. None if it fulfils the request."""
     for name, value in request.items():
         field = FIELDS[form].get(name)
         if field is None:
             here = "chat" if form == CHAT else "text"
             elsewhere = f" of {here} completions" if name in KNOWN else ""
-            return f"`{name[:60]}` is no field{elsewhere} that is known here", "leave it out"
+            return f"`{name[:60]}` is no known field{elsewhere}", "leave it out"
         if value is None:
             continue
         if not field.fits(value):
@@ -238,16 +242,16 @@ def fault_of_request(request: Mapping[str, Any], form: str) -> tuple[str, str] |
 
 
 def _shown(value: Any) -> str:
-    """A value for a message: long ones by their kind."""
+    """A value for a message. A long value is shown by its kind."""
     text = json.dumps(value)
     return text if len(text) <= 40 else kind_of(value)
 
 
 def steered(request: Mapping[str, Any], line: bool = True) -> str:
-    """The reason why a request's answer is not known to be what the target writes after its prompt; empty where it is.
+    """The reason why the target may not write a request's answer by itself. Empty if it does.
 
-    A `line` of a log may have documents, which it gives the template itself, and columns of its own. What is empty asks
-    for nothing.
+    A `line` of a log may have documents, which are given to the template, and unknown columns. Empty values ask for
+    nothing.
     """
     for name, value in request.items():
         field = KNOWN.get(name)

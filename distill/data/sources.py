@@ -41,14 +41,13 @@ from distill.recipe import Corpus, Source
 
 # ── Records one by one, from files of JSON (an object a line, or one array), csv and parquet, and from hub data sets ──
 
-Record = tuple[str, dict[str, Any]]  # where it stands, and its fields
+Record = tuple[str, dict[str, Any]]  # its place, and its fields
 
 
 def read_records(source: Source, paths: list[Path], dropped: Counter[str]) -> Iterator[Record]:
-    """All records of a source; `paths` are its files, none for a hub data set.
+    """All records of a source. `paths` are its files. A hub data set has none.
 
-    Counts in `dropped` what the files lack. Raises DataError for a file that cannot be read, is of another format, or
-    is empty.
+    `dropped` counts what the files lack. Raises DataError for a file that is unreadable, empty or of another format.
     """
     if source.kind == "hub":
         yield from _hub(source)
@@ -71,20 +70,22 @@ def read_records(source: Source, paths: list[Path], dropped: Counter[str]) -> It
 
 
 def holds_records(path: Path) -> bool:
-    """Whether a file, whatever its name, is JSON whose first record holds a text, a prompt or messages."""
+    """Whether a file is JSON, under any name, and its first record holds a text, a prompt or messages."""
     try:
-        found = next(read_json_records(path), None)
+        first = next(read_json_records(path), None)
     except (DataError, OSError):
         return False
-    return found is not None and form_of(found[1], Source(kind="jsonl", path=str(path))) is not None
+    return first is not None and form_of(first[1], Source(kind="jsonl", path=str(path))) is not None
 
 
 # ── JSON: a record a line, or one array of records, on one line or indented ──
 
 
 def read_json_records(path: Path) -> Iterator[Record]:
-    """The records of a file of JSON, which may hold halves of characters; a list of messages in the place of a record
-    is one with `messages`."""
+    """The records of a file of JSON, which may hold halves of characters.
+
+    A list of messages in place of a record becomes a record with `messages`.
+    """
     begun = False
     with open(path, "rb") as handle:
         for number, raw in enumerate(handle, 1):
@@ -110,31 +111,31 @@ def _line_fault(path: Path, number: int, fault: str) -> DataError:
 
 
 def _whole_file(path: Path, number: int, first: bytes, fault: str) -> Iterator[Record]:
-    """The records of a file that is one indented JSON value; `fault` is what its first line alone has."""
+    """The records of a file that is one indented JSON value. `fault` is that of its first line alone."""
     try:
-        found = _records_of(parse_json(path.read_bytes(), halves=True))
+        records = _records_of(parse_json(path.read_bytes(), halves=True))
     except ValueError as error:
         indented = first.rstrip()[-1:] in (b"[", b"{", b",")
         raise (DataError(f"{path}: {error}", "correct it") if indented else _line_fault(path, number, fault)) from None
-    if isinstance(found, str):
-        raise DataError(f"{path}: {found}", "give one JSON object a line, or one array of objects")
-    for at, record in enumerate(found, 1):
+    if isinstance(records, str):
+        raise DataError(f"{path}: {records}", "give one JSON object a line, or one array of objects")
+    for at, record in enumerate(records, 1):
         yield f"record {at}", record
 
 
 def _records_of(value: Any) -> list[dict[str, Any]] | str:
-    """The records in a JSON value: an object, a list of messages, or an array of these; else what is wrong."""
+    """The records in a JSON value: an object, a list of messages, or an array of these. Otherwise the fault."""
     if isinstance(value, dict):
         return [value]
     if _is_messages(value):
         return [{"messages": value}]
-    if isinstance(value, list) and all(isinstance(one, dict) or _is_messages(one) for one in value):
-        return [one if isinstance(one, dict) else {"messages": one} for one in value]
+    if isinstance(value, list) and all(isinstance(each, dict) or _is_messages(each) for each in value):
+        return [each if isinstance(each, dict) else {"messages": each} for each in value]
     return f"a JSON object is needed, got {kind_of(value)}"
 
 
 def _is_messages(value: Any) -> bool:
-    return bool(value) and has_form(value, [{}]) and all({"role", "from"} & set(one) for one in value)
+    return bool(value) and has_form(value, [{}]) and all({"role", "from"} & set(each) for each in value)
 
 
 # ── csv ──
@@ -143,8 +144,8 @@ DELIMITERS = ",;\t|"
 
 
 def _csv(wanted: set[str], dropped: Counter[str], path: Path) -> Iterator[Record]:
-    """Rows by the names in the first line, which shows the delimiter, too."""
-    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # a text may be longer than the module's default of 128 kB
+    """Rows by the names in the first line, which also shows the delimiter."""
+    csv.field_size_limit(min(sys.maxsize, 2**31 - 1))  # A text may be longer than the module's default of 128 kB.
     before, rows = 0, None
     try:
         with open(path, encoding="utf-8-sig", newline="") as handle:
@@ -165,10 +166,10 @@ def _csv(wanted: set[str], dropped: Counter[str], path: Path) -> Iterator[Record
                         f"{', '.join(names)[:200]}",
                         "put quotation marks around a text that holds the delimiter, or use jsonl",
                     )
-                found = {name: cell for name, cell in row.items() if cell is not None}
-                if len(found) < len(names):
+                record = {name: cell for name, cell in row.items() if cell is not None}
+                if len(record) < len(names):
                     dropped["csv rows shorter than their header: the fields that they lack"] += 1
-                yield place, found
+                yield place, record
     except UnicodeDecodeError as error:
         raise DataError(f"{path} is not UTF-8", "convert it") from error
     except csv.Error as error:
@@ -177,7 +178,7 @@ def _csv(wanted: set[str], dropped: Counter[str], path: Path) -> Iterator[Record
 
 
 def delimiter_of(first: str, wanted: Iterable[str]) -> str:
-    """The delimiter of a header line: one that separates a wanted name, else one that separates anything."""
+    """The delimiter of a header line: a sign that separates a wanted name, or else a sign that separates anything."""
     headers = {sign: [cell.strip() for cell in next(csv.reader([first], delimiter=sign), [])] for sign in DELIMITERS}
     known = [sign for sign in DELIMITERS if set(wanted) & set(headers[sign])]
     several = [sign for sign in DELIMITERS if len(headers[sign]) > 1]
@@ -185,7 +186,7 @@ def delimiter_of(first: str, wanted: Iterable[str]) -> str:
 
 
 def _header(path: Path, cells: Sequence[str], wanted: set[str]) -> list[str]:
-    """The names of the columns, those without one numbered; DataError for a line that is no header."""
+    """The names of the columns. Unnamed columns are numbered. DataError for a line that is no header."""
     names = [cell.strip() or f"column {number}" for number, cell in enumerate(cells, 1)]
     twice = [name for name, count in Counter(names).items() if count > 1]
     if names and (twice or not wanted & set(names)):
@@ -223,13 +224,14 @@ def _hub(source: Source) -> Iterator[Record]:
     import datasets
 
     datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # the DataError below reports its faults, once
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # The DataError below reports its faults once.
     try:
-        at = {} if Path(source.path).exists() else {"revision": hub_commit(source.path, "dataset")}  # that keys name
-        found = datasets.load_dataset(source.path, source.subset, split=source.hub_split, streaming=True, **at)
-        for number, record in enumerate(found, 1):
+        # Keys of stages name this commit.
+        at = {} if Path(source.path).exists() else {"revision": hub_commit(source.path, "dataset")}
+        records = datasets.load_dataset(source.path, source.subset, split=source.hub_split, streaming=True, **at)
+        for number, record in enumerate(records, 1):
             yield f"record {number}", _without_nulls(record)
-    except Exception as error:  # the hub client raises many kinds; each means that the data set is not available
+    except Exception as error:  # The hub client raises many kinds. Each means that the data set is not available.
         kind = type(error).__name__
         wanted = f"subset {source.subset}, split {source.hub_split}"
         what = f"cannot read data set {source.path} ({wanted}): `datasets` stopped with {kind}"
@@ -237,7 +239,7 @@ def _hub(source: Source) -> Iterator[Record]:
 
 
 def _without_nulls(record: dict[str, Any]) -> dict[str, Any]:
-    """A row of Arrow without the nulls that it gives every struct for the fields of all others."""
+    """A row of Arrow without nulls. Arrow gives every struct the fields of all structs of a column."""
 
     def without(value: Any) -> Any:
         if isinstance(value, dict):
@@ -254,11 +256,11 @@ PIECE = 16_384  # characters, some 4,000 tokens: several blocks, and hundreds of
 
 @dataclass(frozen=True)
 class Document:
-    """A text, its name within its source, the split it belongs to, and the source's own name.
+    """A text with its name within its source, its split and the name of its source.
 
-    A conversation has its `messages`, which end with a question or an answer; its text is then the questions alone.
-    `arguments` are those that its record gives the chat template, `tools` and `documents` among them. `label` is the
-    class that reports show. `own`: the target wrote the conversation, its answers included.
+    The `messages` of a conversation end with a question or an answer, and its text is the questions alone. `arguments`
+    are those that the record gives the chat template, `tools` and `documents` included. Reports show the class `label`.
+    `own`: the target wrote the conversation with its answers.
     """
 
     name: str
@@ -272,9 +274,9 @@ class Document:
 
     @property
     def has_answer(self) -> bool:
-        """Whether it gives text to learn from: all but conversations without an answer that is learnt do."""
+        """Whether it gives text to learn from: a plain text does, and a conversation with an answer that is learnt."""
         return self.messages is None or any(
-            one["role"] == "assistant" and one.get("weight") != 0 for one in self.messages
+            message["role"] == "assistant" and message.get("weight") != 0 for message in self.messages
         )
 
     @property
@@ -283,14 +285,14 @@ class Document:
         return (
             self.text
             if self.messages is None
-            else "\n\n".join(one["content"] for one in self.messages if one != UNANSWERED)
+            else "\n\n".join(message["content"] for message in self.messages if message != UNANSWERED)
         )
 
 
 class Documents(Sequence[Document]):
-    """Documents in a file without a name in `folder`, gone when the process ends: some bytes of each are in memory.
+    """Documents in an unnamed file in `folder`, which vanishes with the process. Memory holds some bytes of each.
 
-    Complete from `sealed` on, which comes before the first is read.
+    All documents are appended before `sealed`, and read after it.
     """
 
     def __init__(self, folder: Path | None = None) -> None:
@@ -298,19 +300,19 @@ class Documents(Sequence[Document]):
         with faults_explained(self._folder):
             self._folder.mkdir(parents=True, exist_ok=True)
             self._file = tempfile.TemporaryFile(dir=self._folder)  # noqa: SIM115 - closed with the last reference
-        weakref.finalize(self, self._file.raw.close)  # without writing what a full disk did not take
+        weakref.finalize(self, self._file.raw.close)  # The raw file skips a last write, which a full disk would refuse.
         self._ends, self._splits, self._numbers = array("Q", [0]), bytearray(), array("Q")
         self._of: Documents | None = None
 
     def append(self, document: Document) -> None:
-        """One more, behind all others."""
+        """Add a document at the end."""
         with faults_explained(self._folder):
             self._ends.append(self._ends[-1] + self._file.write(pickle.dumps(document)))
         self._splits.append(SPLITS.index(document.split))
         self._numbers.append(len(self._numbers))
 
     def sealed(self) -> Documents:
-        """These, of which all are on disk."""
+        """Write all documents to the disk, and return them."""
         with faults_explained(self._folder):
             self._file.flush()
         return self
@@ -320,18 +322,18 @@ class Documents(Sequence[Document]):
 
     def __getitem__(self, index: Any) -> Any:
         if isinstance(index, slice):
-            return [self[one] for one in range(len(self))[index]]
+            return [self[place] for place in range(len(self))[index]]
         number = self._numbers[index]
         self._file.seek(self._ends[number])
         return pickle.loads(self._file.read(self._ends[number + 1] - self._ends[number]))
 
     def shuffled(self, split: Split, seed: int) -> Documents:
-        """Those of a split, in an order that the seed draws."""
-        found, number = copy(self), SPLITS.index(split)
-        found._of = self  # whose file is open as long as one of both is used
-        found._numbers = array("Q", (one for one in self._numbers if self._splits[one] == number))
-        random.Random(seed).shuffle(found._numbers)
-        return found
+        """The documents of a split, in an order that the seed draws."""
+        part, wanted = copy(self), SPLITS.index(split)
+        part._of = self  # keeps the file open
+        part._numbers = array("Q", (number for number in self._numbers if self._splits[number] == wanted))
+        random.Random(seed).shuffle(part._numbers)
+        return part
 
 
 def fingerprint(text: str) -> str:
@@ -342,8 +344,8 @@ def fingerprint(text: str) -> str:
 def split_of(name: str, validation: float, test: float) -> Split:
     """Split of the document called `name`, the same on every machine and in every version of the corpus.
 
-    `validation` and `test` are the fractions of names (0 to 1) that go to those splits. Only the name is
-    hashed, never the text or its rank, so a document that changes or moves among others keeps its split.
+    `validation` and `test` are the fractions of names (0 to 1) that go to those splits. Only the name is hashed, so
+    that a document keeps its split if its text or its place changes.
     """
     point = int.from_bytes(hashlib.sha256(name.encode("utf-8", "surrogatepass")).digest()[:8], "big") / 2**64
     if point < test:
@@ -352,7 +354,7 @@ def split_of(name: str, validation: float, test: float) -> Split:
 
 
 def source_path(source: Source) -> Path:
-    """The folder or file of a local source; raises DataError when it does not exist."""
+    """The folder or file of a local source. Raises DataError if it does not exist."""
     if source.path == "python:stdlib":
         return Path(sysconfig.get_paths()["stdlib"])
     path = Path(source.path)
@@ -380,29 +382,29 @@ def question_files(corpus: Corpus) -> list[str]:
 
 
 def source_files(source: Source) -> list[Path]:
-    """The files of a source that is neither a tree nor a hub data set: one, or all that match its path.
+    """The files of a source that is neither a tree nor a hub data set: the file, or all files that match its path.
 
-    Raises DataError where there is none.
+    Raises DataError without a file.
     """
     if not any(sign in source.path for sign in "*?[") or Path(source.path).exists():
         return [source_path(source)]
     try:
-        found = sorted(path for path in map(Path, glob.glob(source.path, recursive=True)) if path.is_file())
+        files = sorted(path for path in map(Path, glob.glob(source.path, recursive=True)) if path.is_file())
     except (OSError, ValueError, re.error):
-        found = []
-    if not found:
+        files = []
+    if not files:
         raise DataError(f"corpus source {source.path} matches no file", "correct corpus.sources in the recipe")
-    return found
+    return files
 
 
 _BLANK = re.compile(r"\n\r?\n")
 
 
 def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
-    """Pieces of `size` to 2 · `size` characters, cut at paragraph breaks where possible, else at line breaks.
+    """Pieces of `size` to 2 · `size` characters, cut at paragraph breaks if possible, or else at line breaks.
 
-    A text of at most 2 · `size` characters is one piece. Cuts depend on the text before them alone: a file that grows
-    keeps its pieces but the last.
+    A text of at most 2 · `size` characters is one piece. A cut depends only on the text before it, so that a growing
+    file keeps all pieces except the last.
     """
     start = 0
     while len(text) - start > 2 * size:
@@ -415,21 +417,20 @@ def cut_text(text: str, size: int = PIECE) -> Iterator[str]:
 
 
 def question_name(question: str) -> str:
-    """The name that gives a conversation its split, in the corpus and in traffic alike: its first question's, so that
-    no prompt is in two splits, whatever was said after it."""
+    """The name that decides a conversation's split, by its first question, so that no prompt is in two splits."""
     return f"question#{fingerprint(question.strip())}"
 
 
 def _document(corpus: Corpus, source: Source, name: str, text: str, **more: Any) -> Document:
-    """A document of a source, in the split that the source, its first question or its name gives it."""
-    asked = [one["content"] for one in more.get("messages", ()) if one["role"] == "user"]
-    own = split_of(question_name(asked[0]) if asked else name, corpus.validation, corpus.test)
-    split = own if source.split == "by-name" else source.split
+    """A document of a source. The source, its first question or its name decides the split."""
+    asked = [message["content"] for message in more.get("messages", ()) if message["role"] == "user"]
+    by_name = split_of(question_name(asked[0]) if asked else name, corpus.validation, corpus.test)
+    split = by_name if source.split == "by-name" else source.split
     return Document(name, split, text, Path(source.path).name, own=source.kind == "target", **more)
 
 
 def tree_files(source: Source) -> dict[str, Path]:
-    """The files of a tree that match its pattern and are not excluded, in order, by their names below its folder."""
+    """The files of a tree that match its pattern and are not excluded, in order, by their paths below its folder."""
     root = source_path(source)
     places = ((path.relative_to(root), path) for path in sorted(root.glob(source.pattern)) if path.is_file())
     return {place.as_posix(): path for place, path in places if not set(source.exclude) & set(place.parts)}
@@ -446,10 +447,10 @@ def without_mark(text: str, dropped: Counter[str]) -> str:
 
 
 def _tree(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Document]:
-    """The files of a tree; those of JSON records as what they hold, unless the source says that they are text."""
+    """The files of a tree. Files of JSON records are read as records, unless the source has form text."""
     for name, path in tree_files(source).items():
         try:
-            text = without_mark(path.read_bytes().decode("utf-8"), dropped)  # with its own line ends
+            text = without_mark(path.read_bytes().decode("utf-8"), dropped)  # Line ends are kept.
         except UnicodeDecodeError:
             dropped["not UTF-8"] += 1
             continue
@@ -457,14 +458,14 @@ def _tree(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Doc
             raise DataError(f"{path} cannot be read: {error.strerror}", "exclude it, or correct it") from error
         if source.form != "text" and text.lstrip()[:1] in ("[", "{") and holds_records(path):
             records = source.model_copy(update={"path": str(path), "kind": "jsonl", "form": "auto"})
-            for one in _records(corpus, records, read_json_records(path), dropped):
-                yield replace(one, source=Path(source.path).name)
+            for document in _records(corpus, records, read_json_records(path), dropped):
+                yield replace(document, source=Path(source.path).name)
         else:
             yield _file(corpus, source, name, text)
 
 
 def _texts(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Document]:
-    """Text files; pieces of long ones are named by content, as records are."""
+    """Text files. Pieces of long files are named by their content, like records."""
     for path in source_files(source):
         try:
             text = without_mark(utf8_text(path.read_bytes(), str(path)), dropped)
@@ -476,7 +477,7 @@ def _texts(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Do
 
 
 def _file(corpus: Corpus, source: Source, name: str, text: str) -> Document:
-    """A text as it is, or with form prompt as a user's message."""
+    """A text, or with form prompt a user's message."""
     if source.form != "prompt":
         return _document(corpus, source, name, text)
     messages = ({"role": "user", "content": text},)
@@ -484,9 +485,9 @@ def _file(corpus: Corpus, source: Source, name: str, text: str) -> Document:
 
 
 def _records(corpus: Corpus, source: Source, records: Iterable[Record], dropped: Counter[str]) -> Iterator[Document]:
-    """Records as texts or conversations; those that are neither are counted in `dropped`.
+    """Records as texts or conversations. `dropped` counts records that are neither.
 
-    Raises DataError for a first record that has none of the fields that are read.
+    Raises DataError for a first record without a field that is read.
     """
     origin, named = Path(source.path).name, source.fields.get("label", "category")
     field, first = source.fields.get("text", "text"), True
@@ -529,14 +530,14 @@ def _records(corpus: Corpus, source: Source, records: Iterable[Record], dropped:
 
 
 def _asked_alone(messages: Messages) -> Messages:
-    """The messages with nothing in the place of their answers."""
+    """The messages with empty answers, up to the last question."""
     while messages[-1]["role"] == "assistant":
         messages = messages[:-1]
-    return tuple(UNANSWERED if one["role"] == "assistant" else one for one in messages)
+    return tuple(UNANSWERED if message["role"] == "assistant" else message for message in messages)
 
 
 def _way_to_text(record: Mapping[str, Any], form: str | None, source: Source) -> str:
-    """The next step for a record without a text; of one with a single field of text, the line that names it."""
+    """The next step for a record without a text. A single field of text gives the line that names it."""
     names = [name for name, value in record.items() if isinstance(value, str)]
     if len(names) != 1:
         return "set `fields` or `form` of this corpus source"
@@ -546,17 +547,17 @@ def _way_to_text(record: Mapping[str, Any], form: str | None, source: Source) ->
 
 
 def _read_source(corpus: Corpus, source: Source, dropped: Counter[str]) -> Iterator[Document]:
-    """A source's documents; raises DataError where it has none at all."""
-    before, files, found = dropped.copy(), 0, False
+    """A source's documents. Raises DataError if it has no text."""
+    before, files, has_text = dropped.copy(), 0, False
     if source.kind in ("tree", "text"):
         documents = (_tree if source.kind == "tree" else _texts)(corpus, source, dropped)
     else:
         paths = [] if source.kind == "hub" else source_files(source)
         documents = _records(corpus, source, read_records(source, paths, dropped), dropped)
     for document in documents:
-        files, found = files + 1, found or bool(document.text.strip())
+        files, has_text = files + 1, has_text or bool(document.text.strip())
         yield document
-    if not found:
+    if not has_text:
         left = ", ".join(f"{count} {reason}" for reason, count in (dropped - before).items())
         excluded = f" outside {', '.join(source.exclude)}" if source.exclude else ""
         none = source.kind == "tree" and not files and not left
@@ -569,25 +570,25 @@ UNREAD = "beyond corpus.max_documents (rest of a source unread)"  # a reason for
 
 
 def _unrendered(
-    corpus: Corpus, source: Source, one: Document, talk_of: Callable[[str], Messages | None], dropped: Counter[str]
+    corpus: Corpus, source: Source, read: Document, talk_of: Callable[[str], Messages | None], dropped: Counter[str]
 ) -> Document:
-    """A text that a chat template has rendered, as the conversation that it is; any other document as it is."""
-    if one.messages is not None or source.form != "auto" or one.own:
-        return one
+    """The conversation of a text that the target's chat template has rendered, or the document unchanged."""
+    if read.messages is not None or source.form != "auto" or read.own:
+        return read
     try:
-        messages, reason = talk_of(one.text), ""
+        messages, reason = talk_of(read.text), ""
     except ValueError as error:
         messages, reason = None, str(error)
     if messages is not None:
         messages = messages if source.given else _asked_alone(messages)
         text = questions(messages)
-        name = f"{one.source}#{fingerprint(text)}"
-        return _document(corpus, source, name, text, messages=messages, label=one.label)
-    if not reason and (mark := RENDERED.search(one.text[:BEGINNING])):
+        name = f"{read.source}#{fingerprint(text)}"
+        return _document(corpus, source, name, text, messages=messages, label=read.label)
+    if not reason and (mark := RENDERED.search(read.text[:BEGINNING])):
         reason = f"texts that look rendered by another chat template (`{mark[0]}`)"
     if reason:
         dropped[f"{reason}: read as plain text"] += 1
-    return one
+    return read
 
 
 def read_documents(
@@ -596,10 +597,10 @@ def read_documents(
     folder: Path | None = None,
     talk_of: Callable[[str], Messages | None] | None = None,
 ) -> tuple[Documents, Counter[str]]:
-    """All documents of a corpus in a fixed order, on the disk of `folder`, and the number of dropped ones by reason.
+    """All documents of a corpus in a fixed order, stored in `folder`, and the number of dropped documents by reason.
 
-    `talk_of` gives the conversation that the target's chat template has rendered as a text, None for any other text.
-    Without it, a text is a text.
+    `talk_of` returns the conversation that the target's chat template has rendered as a text, or None. Without
+    `talk_of`, all texts are plain texts.
 
     Raises DataError for a missing or unreadable source and for a corpus without a needed split, RunError for a full
     disk.
@@ -613,20 +614,20 @@ def read_documents(
             if taken >= corpus.max_documents:
                 dropped[UNREAD] += 1
                 break
-            one = read if talk_of is None else _unrendered(corpus, source, read, talk_of, dropped)
-            content = hashlib.sha256(one.text.encode()).digest()
-            if not one.text.strip():
+            document = read if talk_of is None else _unrendered(corpus, source, read, talk_of, dropped)
+            content = hashlib.sha256(document.text.encode()).digest()
+            if not document.text.strip():
                 dropped["empty"] += 1
-            elif one.split not in source.keep:
-                dropped[f"of split {one.split}, not kept"] += 1
+            elif document.split not in source.keep:
+                dropped[f"of split {document.split}, not kept"] += 1
             elif content in texts:
                 dropped["duplicate"] += 1
             else:
-                if one.name in names:  # another text of that name, from another source
-                    one = replace(one, name=f"{one.source}/{one.name}#{content.hex()[:8]}")
-                names.add(one.name)
+                if document.name in names:  # Another source has another text of that name.
+                    document = replace(document, name=f"{document.source}/{document.name}#{content.hex()[:8]}")
+                names.add(document.name)
                 texts.add(content)
-                documents.append(one)
+                documents.append(document)
     require_splits(documents.sealed(), dropped, needed)
     return documents, dropped
 
@@ -636,11 +637,11 @@ def require_splits(documents: Sequence[Document], dropped: Counter[str], needed:
     for split in needed:
         if not any(document.split == split for document in documents):
             why = "".join(f", {count} dropped: {reason}" for reason, count in dropped.items())
-            short = any(one.name == one.source for one in documents)
-            counts = ", ".join(f"{sum(one.split == name for one in documents)} {name}" for name in SPLITS)
+            short = any(document.name == document.source for document in documents)
+            counts = ", ".join(f"{sum(each.split == name for each in documents)} {name}" for name in SPLITS)
             raise DataError(
                 f"the corpus has no {split} document ({len(documents)} documents in all: {counts}{why})",
-                "add documents: tens are needed, as a hash of their names divides them by corpus.validation and "
+                "add documents: tens are needed, because a hash of their names divides them by corpus.validation and "
                 "corpus.test; or give a source its `split`"
                 + (f"; a text file of at most {2 * PIECE:,} characters is one document" if short else ""),
             )

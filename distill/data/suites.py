@@ -15,10 +15,11 @@ from pathlib import Path
 from typing import Any
 
 from distill.data.chat_template import ChatTemplate, next_prompt
-from distill.data.prompts import ENDINGS, SEED, ChatPrompts, open_tokenizer
+from distill.data.prompts import ENDINGS, SEED, ChatPrompts
 from distill.data.records import turns_of
 from distill.data.samples import Sample, last_tokens
 from distill.data.sources import Document, read_records
+from distill.engines.tokenizer import open_tokenizer
 from distill.errors import DataError
 from distill.files import file_digest, has_form, names_of, require_path
 from distill.recipe import Chat, Source
@@ -38,7 +39,7 @@ PLACEHOLDER = "FULL BENCHMARK DATA SHOULD BE FETCHED FROM THE SOURCE USING SPECD
 
 @dataclass(frozen=True)
 class Question:
-    """A question of a suite; `kind` is the category in the file, `category` the one that papers report."""
+    """A question of a suite. `kind` is the category in the file, and `category` is the category in papers."""
 
     id: str
     category: str
@@ -48,7 +49,7 @@ class Question:
 
 @dataclass(frozen=True)
 class Suite:
-    """A suite and the questions in its file; `digest` begins the SHA-256 of the file."""
+    """A suite and the questions in its file. `digest` is the beginning of the file's SHA-256."""
 
     name: str
     file: str
@@ -56,21 +57,21 @@ class Suite:
     questions: list[Question]
 
     def take(self, count: int | None, seed: int) -> tuple[list[Question], list[Question]]:
-        """Return `count` questions of each category (None: all of them), and the others.
+        """Return `count` questions of each category (None: all questions), and the others.
 
-        The seed draws the questions. Kinds take turns within a category, and categories take turns in the result, so
-        that any beginning of it resembles the whole.
+        The seed draws the questions. Kinds alternate within a category, and categories alternate in the result, so that
+        any beginning of it resembles the whole.
         """
-        drawn = sorted(self.questions, key=lambda one: hashlib.sha256(f"{seed}/{one.id}".encode()).digest())
-        categories = dict.fromkeys(one.category for one in self.questions)
-        ordered = [in_turns([one for one in drawn if one.category == name], "kind") for name in categories]
+        drawn = sorted(self.questions, key=lambda each: hashlib.sha256(f"{seed}/{each.id}".encode()).digest())
+        categories = dict.fromkeys(question.category for question in self.questions)
+        ordered = [in_turns([each for each in drawn if each.category == name], "kind") for name in categories]
         parts = [part[:count] for part in ordered], [part[len(part[:count]) :] for part in ordered]
         chosen, others = (in_turns(chain.from_iterable(part), "category") for part in parts)
         return chosen, others
 
     def words(self, chosen: Sequence[Question], turns: int, seed: int) -> str:
-        """Return the name of the suite and what was taken of it, in words."""
-        counts = Counter(one.category for one in chosen)
+        """Return a phrase with the name of the suite and the numbers of chosen questions."""
+        counts = Counter(question.category for question in chosen)
         each = {*counts.values()}
         share = f"{counts.most_common()[-1][1]} to {max(each)}" if len(each) > 1 else f"{max(each)}"
         whole = "all" if len(chosen) == len(self.questions) else f"{len(chosen)} of {len(self.questions)}"
@@ -82,18 +83,18 @@ class Suite:
 
 
 def in_turns(questions: Iterable[Question], name: str) -> list[Question]:
-    """Return the questions in an order in which the values of an attribute take turns."""
+    """Return the questions in an order in which the values of an attribute alternate."""
     groups: dict[str, list[Question]] = {}
-    for one in questions:
-        groups.setdefault(getattr(one, name), []).append(one)
-    return [one for row in zip_longest(*groups.values()) for one in row if one is not None]
+    for question in questions:
+        groups.setdefault(getattr(question, name), []).append(question)
+    return [question for row in zip_longest(*groups.values()) for question in row if question is not None]
 
 
 def read_suite(path: Path, option: str = "--suite") -> Suite:
     """Read the file of a suite.
 
-    Spec-Bench counts MT-Bench's eight categories as one, as its authors do. Raises DataError for a file of another
-    form, for questions that stand in it twice, and for placeholders in place of questions.
+    MT-Bench's eight categories count as one category of Spec-Bench, as in its paper. Raises DataError for a file of
+    another form, for repeated questions, and for placeholders in place of questions.
     """
     require_path(path, option)
     if not path.is_file():
@@ -104,7 +105,7 @@ def read_suite(path: Path, option: str = "--suite") -> Suite:
     for number, (place, record) in enumerate(read_records(Source(kind=kind, path=str(path)), [path], Counter()), 1):
         if not has_form(record, FORM) or not record["turns"] or not all(map(str.strip, record["turns"])):
             raise DataError(
-                f"{path}: {place} is no question of a suite (it has: {names_of(record)})",
+                f"{path}: {place} is not a question of a suite (it has: {names_of(record)})",
                 "a record needs `category` (a text) and `turns` (a list of texts); --prompts reads other records",
             )
         placeholders += any(PLACEHOLDER in turn for turn in record["turns"])
@@ -115,20 +116,20 @@ def read_suite(path: Path, option: str = "--suite") -> Suite:
             f"{path}: {placeholders} of {len(questions)} questions are placeholders",
             "complete the file with NVIDIA's specdec_bench (prepare_data.py)",
         )
-    twice = [name for name, count in Counter(one.id for one in questions).items() if count > 1]
+    twice = [name for name, count in Counter(question.id for question in questions).items() if count > 1]
     if twice:
-        raise DataError(f"{path}: question_id {twice[0][:40]} stands there twice", "correct the file")
-    kinds = {one.kind for one in questions}
+        raise DataError(f"{path}: question_id {twice[0][:40]} occurs twice", "correct the file")
+    kinds = {question.kind for question in questions}
     if kinds > {*MT_BENCH}:
-        questions = [replace(one, category="MT-Bench") if one.kind in MT_BENCH else one for one in questions]
+        questions = [replace(each, category="MT-Bench") if each.kind in MT_BENCH else each for each in questions]
     return Suite(NAMES.get(frozenset(kinds), path.stem), path.name, file_digest(path)[:12], questions)
 
 
 @dataclass(frozen=True)
 class SuitePrompts:
-    """The questions of a suite as prompts of a target: the first turns of those `asked` and of some `others`.
+    """The questions of a suite as prompts of a target: the first turns of the `asked` questions and of some `others`.
 
-    `longest` is the largest number of tokens that a prompt may have, of later turns too; `words` names the suite.
+    `longest` is the maximum number of tokens of a prompt, later turns included. `words` names the suite.
     """
 
     suite: Suite
@@ -151,21 +152,21 @@ class SuitePrompts:
         `write` continues prompts as the target does, and `text_of` decodes an answer. A turn that the chat template
         refuses ends its question, and a long prompt keeps its last tokens. Both are counted in `dropped`.
         """
-        asked = [[one] for one in self.asked]
+        asked = [[first] for first in self.asked]
         answers: list[list[str]] = [[] for _ in self.asked]
         with open_tokenizer(self.target) as tokenizer:
             prompts = ChatPrompts(ChatTemplate(tokenizer, self.chat), self.room, SEED)
             for turn in range(1, self.chat.turns):
-                going_on = [at for at, own in enumerate(asked) if len(own) == turn and len(_further(own[0])) >= turn]
+                going_on = [at for at, asks in enumerate(asked) if len(asks) == turn and len(_further(asks[0])) >= turn]
                 written = write([asked[at][-1].prompt for at in going_on]) if going_on else []
                 for at, ids in zip(going_on, written, strict=True):
                     answers[at].append(text_of(ids))
                     following = self._next(prompts, asked[at][0], answers[at])
                     asked[at] += [] if following is None else [following]
-        return [one for own in asked for one in own], [at for at, own in enumerate(asked) for _ in own]
+        return [prompt for turns in asked for prompt in turns], [at for at, turns in enumerate(asked) for _ in turns]
 
     def _next(self, prompts: ChatPrompts, first: Sample, answers: Sequence[str]) -> Sample | None:
-        """Return the prompt of the turn after these answers; None where the template refuses it."""
+        """Return the prompt of the turn after these answers. None if the template refuses it."""
         try:
             ids = next_prompt(prompts.template, first.chat or {}, answers)
         except ValueError as error:
@@ -192,14 +193,14 @@ def suite_prompts(
     a target without a chat template and for a question that its template refuses.
     """
     chosen, others = suite.take(count, seed)
-    chat = chat.model_copy(update={"turns": max(len(one.turns) for one in suite.questions)})
+    chat = chat.model_copy(update={"turns": max(len(question.turns) for question in suite.questions)})
     with open_tokenizer(target) as tokenizer:
         prompts = ChatPrompts(ChatTemplate(tokenizer, chat), room, SEED)
-        asked = [_first(prompts, suite, one) for one in chosen]
+        asked = [_first(prompts, suite, question) for question in chosen]
         dropped = Counter(prompts.dropped)
-        rest = [_first(prompts, suite, one) for one in others[:spare]]
-        longest = max(_longest(prompts.template, one, new_tokens) for one in asked)
-    turns = sum(len(one.turns) for one in chosen)
+        rest = [_first(prompts, suite, question) for question in others[:spare]]
+        longest = max(_longest(prompts.template, prompt, new_tokens) for prompt in asked)
+    turns = sum(len(question.turns) for question in chosen)
     words = suite.words(chosen, turns, seed)
     return SuitePrompts(suite, chat, target, asked, rest, room, min(longest, room), words, dropped)
 
@@ -208,11 +209,11 @@ SLACK = 16  # tokens by which an answer may grow when its text is tokenized agai
 
 
 def _longest(template: ChatTemplate, prompt: Sample, new_tokens: int) -> int:
-    """Return the most tokens that a prompt of the question may have."""
+    """Return the maximum number of tokens of a prompt of the question."""
     later = len(_further(prompt))
     try:
         last = next_prompt(template, prompt.chat, ["a"] * later) if prompt.chat and later else None
-    except ValueError:  # the question ends where the template refuses a turn
+    except ValueError:  # The question ends before a turn that the template refuses.
         last = None
     return max(len(prompt.prompt), len(last or ()) + later * (new_tokens + SLACK))
 
@@ -222,8 +223,8 @@ def _first(prompts: ChatPrompts, suite: Suite, question: Question) -> Sample:
     messages = tuple(turns_of(question.turns))
     name = f"{suite.file}#{question.id}"
     document = Document(name, "test", "\n\n".join(question.turns), suite.file, messages, question.category)
-    found = prompts.prompt(document)
-    if found is None:
+    prompt = prompts.prompt(document)
+    if prompt is None:
         reason = next(reversed(prompts.dropped))
         raise DataError(f"question {question.id} of {suite.file}: {reason}", "give a target whose template takes it")
-    return replace(found, label=question.category)
+    return replace(prompt, label=question.category)

@@ -20,7 +20,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from distill.engines.llama_cpp.model import GgufModel, ends_of, token_bytes_of
+from distill.engines.llama_cpp.model import GgufModel, token_bytes_of
 from distill.errors import DataError
 from distill.files import kind_of, parse_json
 from distill.machine import install_extra
@@ -56,10 +56,10 @@ class Tokens:
         return cls(bytes_of, tuple(end for end in ends if end < len(bytes_of)), Encoder(vocabulary).text)
 
     @classmethod
-    def of_gguf(cls, model: GgufModel) -> Tokens:
-        """From a GGUF file; `ends` are the tokens with which llama.cpp ends a text."""
+    def of_gguf(cls, model: GgufModel, ends: Sequence[int]) -> Tokens:
+        """From a GGUF file."""
         write = model.file.tokenize
-        return cls(token_bytes_of(model), tuple(ends_of(model)), lambda data: write(data.decode("utf-8", "ignore")))
+        return cls(token_bytes_of(model), tuple(ends), lambda data: write(data.decode("utf-8", "ignore")))
 
     @cached_property
     def library(self) -> Any:

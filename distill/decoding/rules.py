@@ -22,6 +22,7 @@ from distill.decoding.drafters import NOTHING, Drafter
 from distill.decoding.grammar import Constraint, State
 from distill.decoding.lengths import Proposal
 from distill.decoding.verify import Random
+from distill.engines.loaded import LoadedPair
 from distill.engines.model import ROOT, Ints, Model
 from distill.engines.torch.model import TorchLogits
 from distill.errors import DataError
@@ -119,6 +120,12 @@ class Rules:
     def by_argmax(self) -> bool:
         """Whether the target's largest logit alone decides, so that no distribution is computed."""
         return self.sampler.temperature == 0 and self.sampler.repetition_penalty == 1 and self.verifier == "greedy"
+
+
+def rules_of_pair(pair: LoadedPair, sampler: Sampler = GREEDY, draws: Random = Rules.random) -> Rules:
+    """How a pair's target writes texts: every text ends where the target ends it."""
+    verifier = "token" if sampler.temperature else "greedy"
+    return Rules(sampler, verifier, pair.ends, draws, stop_before(pair.token_bytes, pair.text_ends))
 
 
 # ── A model under a grammar, and a drafter that proposes forced tokens for free ──

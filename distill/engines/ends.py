@@ -1,57 +1,84 @@
-"""What ends a target's texts: the tokens that its files name, the token with which its chat template ends a turn, and
-an end of a turn that is plain text. Every command decodes with what `target_ends` finds."""
+"""The tokens and texts that end a target's texts. Every command decodes with the ends that `target_ends` finds."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
+import re
 from dataclasses import dataclass
 from typing import Any
 
-from distill.engines.torch.hugging_face import end_ids, load_tokenizer, stated_ends, turn_ends
-from distill.errors import DistillError
+from distill.engines.tokenizer import FileTokenizer, open_tokenizer, special_tokens
+from distill.engines.torch.hugging_face import encode, stated_ends
 from distill.files import is_gguf
-from distill.progress import warn_once
+from distill.progress import note_once, warn_once
+
+FIRST_LINE = re.compile(r"\s*\S[^\n]*")
+MIN_CHARACTERS = 2  # A single character may be a part of an answer.
 
 
 @dataclass(frozen=True)
 class Ends:
-    """The ids that end a text, and the texts that end an answer in a conversation; `words` say which they are."""
+    """The ids and the texts that end an answer. `words` name them for a user.
+
+    `unnamed` are the ids that the chat template alone shows, so that a server has to be told of them.
+    """
 
     ids: list[int]
     texts: tuple[str, ...]
+    unnamed: list[int]
     words: str
 
 
-def target_ends(reference: str, tokenizer: Any = None, known: Sequence[int] = ()) -> Ends:
-    """What ends the texts of a model, its `tokenizer` loaded where it is not given; reads no weights.
+def turn_end(tokenizer: Any) -> tuple[list[int], str]:
+    """The special token that the chat template writes first after an answer, as a list of one id, or else the text.
 
-    `known` are the ids that llama.cpp takes for ends. A GGUF file whose tokenizer cannot be imported has these alone.
-    Ends that no file names, and a model without any, are said once on stderr.
+    If a conversation ends without either, the end before the next question counts. Both are empty if the template shows
+    no end, and if there is no template.
     """
-    ids: set[int] = {*known}
-    texts: tuple[str, ...] = ()
+    turns = [("user", "QUESTION"), ("assistant", "ANSWER"), ("user", "FURTHER")]
+    messages = [{"role": role, "content": content} for role, content in turns]
+    for count in (2, 3):
+        try:
+            whole = str(tokenizer.apply_chat_template(messages[:count], tokenize=False))
+        except Exception:  # There is no template, or it refuses these turns. Templates are foreign programs.
+            continue
+        after = whole.rpartition("ANSWER")[2] if "ANSWER" in whole else ""
+        after = after.partition("FURTHER")[0]
+        if not after.strip():
+            continue
+        ids = encode(tokenizer, after.lstrip())[:1]
+        if ids and ids[0] in special_tokens(tokenizer):
+            begins = ids[0] == tokenizer.bos_token_id != tokenizer.eos_token_id  # the next question
+            return ([] if begins else ids), ""
+        line = FIRST_LINE.match(after.rstrip())
+        return [], line[0] if line and len(line[0].strip()) >= MIN_CHARACTERS else ""
+    return [], ""
+
+
+def target_ends(reference: str, tokenizer: Any = None) -> Ends:
+    """The ends of a model's texts. Its tokenizer is loaded if it is not given. No weights are read.
+
+    A line on stderr names the ends once in a process. A warning names ends that no file names, and says that a model
+    has none.
+    """
     if tokenizer is None:
-        with contextlib.suppress(DistillError):
-            tokenizer = load_tokenizer(reference)
-    if tokenizer is None:
-        words = f"tokens {sorted(ids)}" if ids else "nothing"
+        with open_tokenizer(reference) as opened:
+            return target_ends(reference, opened)
+    if isinstance(tokenizer, FileTokenizer):
+        stated = {*tokenizer.ends}
     else:
-        stated = {*known, *({tokenizer.eos_token_id, *stated_ends(reference)} - {None})}
-        ids |= {*stated, *end_ids(reference, tokenizer)}
-        beyond, text = turn_ends(tokenizer)
-        ids |= {*beyond}
-        texts = (text,) if text and not beyond else ()
-        names = [str(tokenizer.convert_ids_to_tokens(one)) for one in sorted(ids)]
-        words = ", ".join([*names, *(f"the text {one!r}" for one in texts)]) or "nothing"
-        if untold := [one for one in beyond if one not in stated]:
-            name = tokenizer.convert_ids_to_tokens(untold[0])
-            warn_once(
-                f"{reference}: its template ends a turn with {name}, which none of its files names: texts end there"
-            )
-        if texts:
-            warn_once(f"{reference}: its template ends a turn with the text {text!r}: answers end before it")
-    if not ids and not texts:
+        stated = {tokenizer.eos_token_id, *stated_ends(reference)} - {None}
+    turn, text = turn_end(tokenizer)
+    unnamed, ids = [token for token in turn if token not in stated], sorted({*stated, *turn})
+    texts = (text,) if text else ()
+    words = ", ".join([*(tokenizer.decode([token]) for token in ids), *([f"the text {text!r}"] if text else [])])
+    if unnamed:
+        shown = tokenizer.decode(unnamed)
+        warn_once(f"{reference}: its template ends a turn with {shown}, which none of its files names: texts end there")
+    if texts:
+        warn_once(f"{reference}: its template ends a turn with the text {text!r}: texts end before it")
+    if words:
+        note_once(f"{reference}: texts end at {words}")
+    else:
         place = "tokenizer.ggml.eos_token_id" if is_gguf(reference) else "eos_token_id in config.json"
         warn_once(f"{reference} names nothing that ends a text ({place}): each goes on to its most tokens")
-    return Ends(sorted(ids), texts, words)
+    return Ends(ids, texts, unnamed, words or "nothing")

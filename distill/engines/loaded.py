@@ -21,7 +21,7 @@ from torch import Tensor
 
 from distill.devices import pick_device
 from distill.engines.ends import target_ends
-from distill.engines.llama_cpp.model import GgufModel, ends_of
+from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.model import Model
 from distill.engines.torch.draft_weights import LEAST, LONGEST, TEXT, Weights, best_weights
 from distill.engines.torch.equality import (
@@ -79,7 +79,7 @@ MOST_BITS = 0.9  # of a file's weights: with fewer, what is held in bfloat16 tak
 class LoadedPair(contextlib.AbstractContextManager["LoadedPair"]):
     """Both models, ready to decode; the draft is the target itself if none was asked for.
 
-    `ends` are the ids that end a text, `text_ends` texts that end an answer (`target_ends`). `tokenizer` and
+    `ends` are the ids that end a text, `text_ends` the texts that end it (`target_ends`). `tokenizer` and
     `hugging_face` (target, draft) are the objects of transformers, None for GGUF files; `pytorch` says how they decode.
     `options` are what the models were loaded with, None for models that were loaded elsewhere. `costs` keeps what
     rounds cost by depth, see `round_costs.pair_costs`. Closes its models when used as a context.
@@ -448,7 +448,7 @@ def _load_files(
         raise
     backend: Literal["ik", "gguf"] = "ik" if gguf.target.library == "ik" else "gguf"
     kept = gguf.model_dump(mode="json") | {"target": target, "draft": draft, "threads": thread_count(threads)}
-    ends = target_ends(target, known=ends_of(big))
+    ends = target_ends(target)
     return LoadedPair(backend, target, big, small, ends.ids, options=kept, text_ends=ends.texts)
 
 

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.data.packing import pack, scored_documents
-from distill.data.prompts import UserPrompts, open_tokenizer, read_user_prompts
+from distill.data.prompts import UserPrompts, read_user_prompts
 from distill.data.samples import NEW, SEEN, Request, Sample, how_to_redo, prompt_seed, read_prompts, repetition
 from distill.data.suites import Suite, SuitePrompts, suite_prompts
 from distill.decoding.batch import refill
@@ -39,23 +39,18 @@ from distill.decoding.calibration import Recorded, Recorder
 from distill.decoding.decode import Round, decode_text, room_for
 from distill.decoding.drafters import ModelDrafter, distribution_sampler
 from distill.decoding.lengths import Features, features_of
-from distill.decoding.rules import GREEDY, Rules
+from distill.decoding.rules import GREEDY, Rules, rules_of_pair
 from distill.decoding.text_index import LONGEST, TextIndex
 from distill.decoding.verify import Random
 from distill.devices import as_float64, pick_device
+from distill.engines.ends import target_ends
 from distill.engines.loaded import LoadedPair, context_of, growing_decoder, load_pair, pair_of_models, with_rows
 from distill.engines.model import Model
 from distill.engines.pairs import require_pair
 from distill.engines.server_commands import DRAWN_AMONG
+from distill.engines.tokenizer import open_tokenizer
 from distill.engines.torch.blocks import Packed, hidden_states, packed_logits, scored_states
-from distill.engines.torch.hugging_face import (
-    encode_text,
-    end_ids,
-    load_model,
-    load_tokenizer,
-    read_kept,
-    settled_target,
-)
+from distill.engines.torch.hugging_face import encode_text, load_model, load_tokenizer, read_kept, settled_target
 from distill.engines.torch.model import model_name
 from distill.errors import DataError
 from distill.files import is_gguf, write_result, write_text
@@ -442,7 +437,7 @@ def write_texts(
     rows = with_rows(target, min(ROWS, len(prompts))) if len(prompts) > 1 else None
     asked = enumerate(zip(prompts, seeds, limits, strict=True))
     waiting = deque(Request(str(number), list(ids), seed, limit) for number, (ids, seed, limit) in asked)
-    for reply in refill(rows or target, waiting, rules.sampler, rules.ends, vocabulary):
+    for reply in refill(rows or target, waiting, rules.sampler, rules.ends, vocabulary, rules.stop):
         written[reply.id] = reply.ids
         progress.step()
     if rows is not None:
@@ -560,7 +555,7 @@ def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> Eval
     if options.divergences:
         seeds = [prompt_seed(options.seed, prompt.id) for prompt in opened.prompts]
         limit = min(options.settings.new_tokens, opened.block - max(map(len, ids)))  # served prompts may be long
-        rules = Rules(options.sampler, "token" if options.sampler.temperature else "greedy", first.ends)
+        rules = rules_of_pair(first, options.sampler)
         texts = sampled = write_texts(first.target, ids, limit, rules, size, seeds)
         answers = zip(ids, texts, strict=True)  # each prompt with its text behind it, which is scored
         own = pack((([*prompt, *text], len(prompt)) for prompt, text in answers), opened.block, False)
@@ -569,7 +564,7 @@ def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> Eval
         if opened.given is not None and len(opened.given):
             measured["files"] = sum_by_document(_values(pairs, opened.given, options.sampler, size, "files"))
     if opened.decoded and (options.sampler != GREEDY or not texts):
-        texts = write_texts(first.target, ids, options.settings.new_tokens, Rules(ends=first.ends), size)
+        texts = write_texts(first.target, ids, options.settings.new_tokens, rules_of_pair(first), size)
     written = [*zip(ids, texts, strict=False)]  # none where nothing is asked for
     for name in opened.decoded:
         rounds[name] = record_rounds(pairs[name].draft, written, first.ends, length=options.settings.length)
@@ -744,7 +739,7 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
     written: list[Text] = [
         (prompt.tolist(), answer.tolist()) for prompt, answer in map(texts.answers.ids, range(len(texts.answers)))
     ]
-    ends = set(end_ids(recipe.target.model, load_tokenizer(recipe.target.model)))
+    ends = target_ends(recipe.target.model, load_tokenizer(recipe.target.model)).ids
     rounds: dict[str, list[list[Recorded]]] = {}
     for name, draft in drafts_of(recipe, run, device):
         for domain, drafts in measured.items():
@@ -909,7 +904,7 @@ def evaluate_grid(grid: Grid, prompts: Prompts, options: EvaluationOptions) -> E
 
 def every_turn(asked: SuitePrompts, pair: LoadedPair, options: EvaluationOptions) -> tuple[UserPrompts, list[int]]:
     """The prompts of all turns of a suite, later ones after the target's greedy answers; the question of each."""
-    new_tokens, rules = options.settings.new_tokens, Rules(ends=pair.ends)
+    new_tokens, rules = options.settings.new_tokens, rules_of_pair(pair)
     write = functools.partial(write_texts, pair.target, new_tokens=new_tokens, rules=rules)
     turns, units = asked.all_turns(write, pair.text)
     found = UserPrompts(turns, [], dict(asked.dropped), [])

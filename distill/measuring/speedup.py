@@ -30,12 +30,13 @@ from distill.decoding.configured import check_configurations, configured_sampler
 from distill.decoding.ngrams import NGramTable, open_table
 from distill.decoding.other_vocabulary import read_with
 from distill.decoding.round_costs import PROMPTS
-from distill.decoding.rules import Rules
+from distill.decoding.rules import rules_of_pair
 from distill.decoding.table_drafter import guesses, names_of_fits
+from distill.engines.ends import target_ends
 from distill.engines.llama_cpp.model import MOST_LEAVES
 from distill.engines.loaded import LoadedPair, growing_decoder, load_pair, room_for_prompts, settled_decoding
 from distill.engines.torch.blocks import Packed
-from distill.engines.torch.hugging_face import end_ids, load_tokenizer
+from distill.engines.torch.hugging_face import load_tokenizer
 from distill.errors import DataError, RecipeError
 from distill.files import read_result, write_result, write_text
 from distill.gguf.importing import file_type
@@ -161,8 +162,7 @@ def calibrate_pair(
     @cache
     def written(sampler: Sampler) -> list[list[int]]:
         draws = random.Random(f"{settings.seed}/{names_of_fits(sampler.temperature > 0)[0]}").random
-        rules = Rules(sampler, "token" if sampler.temperature else "greedy", pair.ends, draws)
-        return write_texts(pair.target, prompts, new_tokens, rules)
+        return write_texts(pair.target, prompts, new_tokens, rules_of_pair(pair, sampler, draws))
 
     for one in settings.configurations:
         sampler = configured_sampler(one, settings.sampler)
@@ -178,7 +178,8 @@ def calibrate_pair(
             drawn = pair.target if one.verified_by == "token" and sampler.temperature else None
             drafted[end] = record_rounds(pair.draft, texts, pair.ends, sampler, drawn, draws)
         else:
-            rules, title = Rules(sampler, one.verified_by, pair.ends, draws), "rounds of other texts, drawn, prompts"
+            rules = replace(rules_of_pair(pair, sampler, draws), verifier=one.verified_by)
+            title = "rounds of other texts, drawn, prompts"
             drafted[end] = decode_rounds(pair.target, pair.draft, prompts, LENGTH, new_tokens, rules, title)
     return calibrate(drafted, f"{len(prompts)} texts of {split}", counted)
 
@@ -363,8 +364,9 @@ def _load(recipe: Recipe, settings: PairSettings, backend: str) -> LoadedPair:
     if backend == "pytorch":
         return settings.load()
     pair = settings.load(recipe.corpus.block, min(settings.largest_tree, MOST_LEAVES))
-    # All backends end their texts with the same tokens: llama.cpp knows some more by their names.
-    return replace(pair, ends=end_ids(recipe.target.model, load_tokenizer(recipe.target.model)))
+    # All backends end their texts alike. llama.cpp knows some more end tokens by their names.
+    ends = target_ends(recipe.target.model, load_tokenizer(recipe.target.model))
+    return replace(pair, ends=ends.ids, text_ends=ends.texts)
 
 
 # ── `distill speedup TARGET DRAFT`: any pair on the user's prompts, without a recipe's run ──
@@ -415,7 +417,7 @@ def measure_any_pair(
     with settings.load(tokens, settings.largest_tree, alone=other_vocabulary) as pair:
         units: list[int] = []
         if asked is not None:
-            write = partial(write_texts, pair.target, new_tokens=new_tokens, rules=Rules(ends=pair.ends))
+            write = partial(write_texts, pair.target, new_tokens=new_tokens, rules=rules_of_pair(pair))
             turns, units = asked.all_turns(write, pair.text)
             prompts = replace(prompts, measured=turns, dropped=dict(asked.dropped))
         measured, spare = [one.prompt for one in prompts.measured], [one.prompt for one in prompts.others]

@@ -61,7 +61,7 @@ from distill.pipeline.running import forget_begun, run_pipeline
 from distill.pipeline.stages import NAMES, find_stage, require_part
 from distill.planning.hours import Rehearsed, StageEstimate, bounds, estimate_table, planned_hours, rehearsed_hours
 from distill.progress import Caution, Progress, watched
-from distill.recipe import Recipe, dump_recipe, is_path
+from distill.recipe import Recipe, dump_recipe, is_path, parse_recipe
 from distill.recipe.recipe import not_loadable, not_run
 from distill.run import Run
 from distill.surgery.cutter import check_cut, check_smaller, planned_layers
@@ -420,7 +420,7 @@ def _with(section: Any, values: dict[str, Any]) -> Any:
 
 
 def shortened(recipe: Recipe, runs: Path) -> Recipe:
-    """The recipe of a rehearsal in the folder `runs`."""
+    """The recipe of a rehearsal in the folder `runs`; RecipeError if a shortened value is not a valid one."""
     name = recipe.name[: 100 - len(SUFFIX)] + SUFFIX
     train, speedup, processes = recipe.train, recipe.speedup, process_count()
     steps = STEPS
@@ -446,7 +446,7 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
     if processes > 1:  # each needs a group of prompts and a shard of distributions
         values["answers.group"] = min(recipe.answers.group, max(1, PROMPTS // processes))
         values["teacher.shard_blocks"] = 1
-    return _with(recipe, values)
+    return parse_recipe(_with(recipe, values).model_dump(mode="json"), f"the rehearsal of {recipe.name}")
 
 
 def _shortened_corpus(recipe: Recipe) -> Any:

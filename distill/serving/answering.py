@@ -1,4 +1,4 @@
-"""A pair opened to continue texts as one request asks, and a pair that answers one prompt after the other."""
+"""A pair opened to continue texts by one request, and a pair that answers one prompt after the other."""
 
 from __future__ import annotations
 
@@ -7,13 +7,12 @@ import random
 import sys
 import threading
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from distill.data.chat_template import ChatTemplate
-from distill.data.prompts import open_tokenizer
 from distill.decoding.calibration import Calibration
 from distill.decoding.configured import (
     NO_COSTS,
@@ -32,6 +31,7 @@ from distill.decoding.round_costs import pair_costs
 from distill.decoding.rules import BytesOf, Constrained, Forced, Rules, characters, stop_before
 from distill.engines.llama_cpp.model import GgufModel, token_bytes_of
 from distill.engines.loaded import LoadedPair, Opening, context_of
+from distill.engines.tokenizer import open_tokenizer
 from distill.engines.torch.hugging_face import encode_text
 from distill.errors import DataError
 from distill.files import is_gguf
@@ -47,7 +47,6 @@ class Continuation:
     `calibrations` by name. `lossy` allows a configuration
     that changes the target's distribution; the summary then says so. `grammar` is its kind and text, see
     `grammar.constraint`. `table` holds n-grams of the target (a file, or a run that has one), for drafter table.
-    `message`: the text is an answer of a conversation, which the target's `text_ends` end, too.
     """
 
     configuration: Configuration
@@ -58,7 +57,6 @@ class Continuation:
     lossy: bool = False
     grammar: tuple[str, str] | None = None
     table: Path | None = None
-    message: bool = False
 
     @property
     def lossy_reason(self) -> str | None:
@@ -81,15 +79,15 @@ class Continuation:
 def opened(opening: Opening, request: Continuation, tokens: int) -> Iterator[tuple[LoadedPair, DraftReader | None]]:
     """The pair with room for texts of this many tokens, and the reader of a draft of another vocabulary.
 
-    Beyond the end of the draft's context, decoding goes on without it, which stderr says.
+    After the end of the draft's context, decoding goes on without the draft. A line on stderr says so.
     """
     request.require_lossless()
     configuration, target = request.configuration, opening.target
     name = name_of_fit(configuration, request.sampler)
     if configuration.needs_calibration and name not in request.calibrations:
         greedy = configuration.counts_ngrams and "table" in request.calibrations
-        other = "that of greedy texts stands" if greedy else "the drafter's own probabilities stand"
-        note(f"there is no calibration `{name}`: {other} in for it")
+        other = "the calibration of greedy texts replaces" if greedy else "the drafter's probabilities replace"
+        note(f"there is no calibration `{name}`: {other} it")
     if configuration.other_vocabulary and is_gguf(target.model) and not opening.pytorch.in_bits:
         raise DataError(f"drafter {configuration.drafter} reads both tokenizers from Hugging Face folders")
     alone = not configuration.asks_the_draft
@@ -129,7 +127,7 @@ def begin(
     verifier = (
         configuration.verified_by if configuration.drafts else "token" if request.sampler.temperature else "greedy"
     )
-    stop = stop_before(shown_bytes(pair, grammar), [*request.stop, *(pair.text_ends if request.message else ())])
+    stop = stop_before(shown_bytes(pair, grammar), [*request.stop, *pair.text_ends])
     rules = Rules(request.sampler, verifier, pair.ends, draws, stop, grammar)
     # Costs are kept of this pair, or are timed after the prompt.
     costs = pair_costs(pair, [ids], configuration.longest_round) if configuration.needs_costs else NO_COSTS
@@ -145,21 +143,23 @@ def begin(
 
 
 def shown_bytes(pair: LoadedPair, grammar: Constraint | None) -> BytesOf:
-    """The bytes of tokens; none for those that end a text of a grammar, so that it is one."""
+    """The bytes of tokens. The end tokens of a grammar have no bytes, so that the text obeys the grammar."""
     silent = () if grammar is None else grammar.ends
     return lambda token: b"" if token in silent else pair.token_bytes(token)
 
 
 def _tokens(pair: LoadedPair) -> Tokens:
-    """The pair's vocabulary as grammars need it."""
+    """The pair's vocabulary for grammars."""
     if isinstance(pair.target, GgufModel):
-        return Tokens.of_gguf(pair.target)
+        return Tokens.of_gguf(pair.target, pair.ends)
     return Tokens.of(pair.vocabulary, pair.ends)
 
 
 def pieces(bytes_of: BytesOf, result: Decoded, rounds: Iterable[Sequence[int]]) -> Iterator[tuple[str, bool]]:
-    """The text of tokens as they become certain, and whether each was drafted and accepted; at the end the rest of one
-    that a stop string cut."""
+    """The text of each certain token, and whether the token was drafted and accepted.
+
+    If a stop string cuts a token, the last piece is the rest of that token.
+    """
     shown, decoder = 0, characters()
     for new in rounds:
         for token in new:
@@ -168,14 +168,16 @@ def pieces(bytes_of: BytesOf, result: Decoded, rounds: Iterable[Sequence[int]]) 
     yield decoder.decode(result.rest, final=True), False
 
 
-SESSIONS = 8  # that are kept
+MAX_SESSIONS = 8
 
 
 class Answerer:
-    """A pair that answers prompts in turn. Its target does not read again what a prompt shares with the last text;
-    greedy requests that are equal but for their prompt are one session, which goes on learning. A drawn text has a
-    session of its own, because its draws begin with the seed. `context` are the tokens of a prompt and its answer at
-    most."""
+    """A pair that answers prompts in turn. A prompt and its answer have at most `context` tokens.
+
+    The target does not read the beginning again that a prompt shares with the last text. Greedy requests that differ
+    only in their prompt share a session, which goes on learning. Each drawn text has a new session, because its draws
+    begin with the seed.
+    """
 
     def __init__(self, pair: LoadedPair, reader: DraftReader | None, template: ChatTemplate, context: int) -> None:
         self.pair, self.reader, self.template = pair, reader, template
@@ -188,7 +190,6 @@ class Answerer:
 
     def session(self, request: Continuation, ids: Sequence[int]) -> Session:
         """The session that decodes a request; DataError as `begin`."""
-        request = replace(request, message=True)
         found = next((session for one, session in self._sessions if one == request), None)
         if found is None:
             costs = dict(self.pair.costs)
@@ -198,7 +199,7 @@ class Answerer:
                 self._held = []
         if not request.sampler.temperature:
             others = [one for one in self._sessions if one[0] != request]
-            self._sessions = [(request, found), *others[: SESSIONS - 1]]
+            self._sessions = [(request, found), *others[: MAX_SESSIONS - 1]]
         return found
 
     @cached_property
@@ -206,13 +207,13 @@ class Answerer:
         return _tokens(self.pair)
 
     def constraint(self, kind: str, grammar: str) -> Constraint:
-        """A grammar, made once; DataError for an invalid one, and for one of which a part would not be obeyed."""
+        """A grammar, which is made once. DataError for an invalid grammar, and if a part would not be obeyed."""
         with self._making:
-            found = self._constraints.pop((kind, grammar), None) or constraint(kind, grammar, self._tokens)
-            if found.warnings:
-                raise DataError(f"the grammar would not be obeyed in this: {found.warnings[0]}", "leave that out")
-            self._constraints = dict([*self._constraints.items()][1 - SESSIONS :]) | {(kind, grammar): found}
-        return found
+            made = self._constraints.pop((kind, grammar), None) or constraint(kind, grammar, self._tokens)
+            if made.warnings:
+                raise DataError(f"the grammar would not be obeyed in this: {made.warnings[0]}", "leave that out")
+            self._constraints = dict([*self._constraints.items()][1 - MAX_SESSIONS :]) | {(kind, grammar): made}
+        return made
 
     def prompt(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any] | None = None) -> list[int]:
         """Token ids of messages up to their answer; DataError if the template refuses them or leaves out a part."""
@@ -221,7 +222,7 @@ class Answerer:
             text = template.text(messages)
         except ValueError as error:
             raise DataError(str(error)) from None
-        calls = [call.get("function", call)["name"] for one in messages for call in one.get("tool_calls", ())]
+        calls = [call.get("function", call)["name"] for each in messages for call in each.get("tool_calls", ())]
         if lost := next((name for name in calls if name not in text), None):
             raise DataError(f"the target's chat template leaves out a call of the tool {lost}")
         return encode_text(template.tokenizer, text)
@@ -230,27 +231,30 @@ class Answerer:
         """Number of new tokens for which the context has room after a prompt; DataError if there is none."""
         room = self.capacity - len(ids)
         if room < 1 or not ids:
-            raise DataError(f"{len(ids)} tokens in a context of {self.capacity}", "send some, and fewer")
+            hint = "shorten the prompt" if ids else "send a prompt"
+            raise DataError(f"{len(ids)} tokens in a context of {self.capacity}", hint)
         return room
 
     def answer(
         self, request: Continuation, ids: Sequence[int], limit: int, result: Decoded
     ) -> Iterator[tuple[str, bool]]:
-        """The pieces of an answer of at most `limit` tokens, and whether each was drafted and accepted. Special tokens
-        have no text, as in servers. DataError as `begin`, before the first piece is asked for."""
+        """The pieces of an answer of at most `limit` tokens, and whether each was drafted and accepted.
+
+        Special tokens have no text, as in other servers. DataError as `begin`, before the first piece.
+        """
         session, room = self.session(request, ids), min(limit, self.room(ids))
         return self._pieces(session, ids, room, result)
 
     def _pieces(self, session: Session, ids: Sequence[int], limit: int, result: Decoded) -> Iterator[tuple[str, bool]]:
-        same = (at for at, (one, held) in enumerate(zip(ids[:-1], self._held, strict=False)) if one != held)
-        held = next(same, min(len(ids) - 1, len(self._held)))
+        pairs = enumerate(zip(ids[:-1], self._held, strict=False))
+        shared = next((at for at, (token, held) in pairs if token != held), min(len(ids) - 1, len(self._held)))
         self._held = []
-        yield from pieces(self._bytes_of, result, session.stream(ids, limit, result, held))
+        yield from pieces(self._bytes_of, result, session.stream(ids, limit, result, shared))
         self._held = [*ids, *result.tokens][: self.pair.target.lengths[0]]
 
 
 def _visible(pair: LoadedPair) -> BytesOf:
-    """The bytes of tokens; none for special ones and those that end a text."""
+    """The bytes of tokens. Special tokens and end tokens have no bytes."""
     if isinstance(pair.target, GgufModel):
         bytes_of = token_bytes_of(pair.target)
         return lambda token: b"" if token in pair.ends else bytes_of[token]
@@ -260,7 +264,7 @@ def _visible(pair: LoadedPair) -> BytesOf:
 
 @contextlib.contextmanager
 def answering(opening: Opening, chat: Chat, request: Continuation, context: int) -> Iterator[Answerer]:
-    """The loaded pair; DataError for a target without a chat template and a configuration that cannot be drafted."""
+    """The loaded pair. DataError for a target without a chat template, and as `begin`."""
     model = opening.target.model
     with open_tokenizer(model) as tokenizer:
         if not tokenizer.chat_template:

@@ -1,8 +1,8 @@
-"""`distill serve-check`: a pair on the user's own server, with and without its draft, and what explains a shortfall.
+"""`distill serve-check`: a pair on the user's server, with and without its draft, and the reasons for a shortfall.
 
-The servers are started here, or already run, and prompts are replayed on them and by our own decoder. Completions of
-token ids come with llama-server's own counts, or vLLM's from its /metrics. vLLM's formats are those of the version in
-server_commands.VLLM.
+The servers are started here, or already run. The same prompts are replayed on the servers and by distill's decoder.
+llama-server counts drafted tokens for each request. vLLM's counts come from its /metrics. vLLM's formats are those of
+the version in server_commands.VLLM.
 """
 
 from __future__ import annotations
@@ -56,8 +56,8 @@ from distill.serving.results import (
 from distill.serving.server import Event, Http, LlamaServer, Running, started
 from distill.tables import UNKNOWN, Numbers, speed_ratio
 
-# Whatever else could shape a distribution is switched off: a server has defaults of its own, vLLM's from the model's
-# generation_config.json. llama-server's samplers come in the order of this list, which is the order of ours.
+# Every other setting that shapes a distribution is switched off. Servers have defaults, which vLLM reads from the
+# model's generation_config.json. llama-server applies its samplers in the order of this list, as distill does.
 LLAMA_PLAIN: dict[str, Any] = {
     "samplers": ["temperature", "top_k", "top_p", "min_p"],
     "repeat_penalty": 1.0,
@@ -69,18 +69,18 @@ LLAMA_PLAIN: dict[str, Any] = {
 VLLM_PLAIN: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
 GREEDY = SamplerSettings(temperature=0)
 PLAIN_SERVER, DRAFT_SERVER = "plain", "draft"  # names of the two servers
-SETTLED_SECONDS, PATIENCE_SECONDS = 0.05, 2.0  # vLLM's counters are written by another task of it than replies
+SETTLED_SECONDS, PATIENCE_SECONDS = 0.05, 2.0  # Another task of vLLM than that of replies writes its counters.
 WARM_TOKENS = 8
 
 
 @dataclass(frozen=True)
 class Reply(Text):
-    """One completion: `count` tokens, seconds until the first of them and until the end, as this client saw them.
+    """One completion: `count` tokens, seconds to the first token and to the end, by this client's clock.
 
-    `cached` are the tokens of the prompt that the server did not compute again, `later_seconds` those that it took for
-    all tokens behind the first, by its own clock. `started` is the moment at which the request was sent, `times` are
-    those of its events with tokens (perf_counter): a llama-server sends one for each token, vLLM for each step. The
-    counts of a server that counts for no single request are those of a text without a draft; `own` are vLLM's with it.
+    `cached` tokens of the prompt came from the server's cache. `later_seconds` is the time of all tokens after the
+    first, by the server's clock. `started` is the moment of the request, and `times` are the moments of the events with
+    tokens (perf_counter). llama-server sends an event for each token, and vLLM for each step. If a server does not
+    count single requests, the counts are those of a text without a draft. `request_counts` are vLLM's for the request.
     """
 
     count: int
@@ -90,18 +90,18 @@ class Reply(Text):
     times: Sequence[float] = ()
     cached: int = 0
     later_seconds: float | None = None
-    own: Counts | None = None
+    request_counts: Counts | None = None
 
     @property
     def end(self) -> float:
-        """The moment at which it was complete."""
+        """The moment at which the reply was complete."""
         return self.started + self.seconds
 
 
 class Client(ABC):
-    """A server that continues token ids under `sampler`; threads may share it once `alone` is false.
+    """A server that continues token ids under `sampler`.
 
-    While `alone` is true, requests come one at a time.
+    While `alone` is true, requests are sent one at a time. Otherwise threads may share the client.
     """
 
     kind: str
@@ -111,43 +111,40 @@ class Client(ABC):
         self.http, self.url, self.sampler, self.alone = http, http.url, sampler, True
 
     def sampling(self, seed: int) -> dict[str, Any]:
-        """The sampler's settings and a seed, as both kinds of server name them."""
+        """The sampler's settings and a seed, under the names of both kinds of server."""
         return self.sampler.model_dump() | {"seed": seed}
 
     @abstractmethod
     def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
-        """Up to `limit` tokens after these, from a cold cache; `seed` is that of a sampled text."""
+        """Up to `limit` tokens after these, from a cold cache. `seed` is that of a sampled text."""
 
     @abstractmethod
     def drafts(self) -> bool | None:
-        """Whether it speculates; None where it does not say."""
+        """Whether the server speculates. None if it does not show that."""
 
     @abstractmethod
     def build(self) -> str:
-        """The build or version that it names."""
+        """The server's build or version."""
 
     @abstractmethod
     def context(self) -> int | None:
-        """The tokens that a text may have; None where it does not say."""
+        """The maximum tokens of a text. None if the server does not show it."""
 
     def totals(self) -> Counts | None:
-        """Its counters of speculation, summed over engines; None where it shows none."""
+        """The server's counters of speculation, summed over engines. None if it has none."""
         received = self.http.get("/metrics")
         return totals_of(received.content.decode("utf-8", "replace"), self.prefix) if received.status == 200 else None
 
 
 def _timed(written: Sequence[Sequence[int]], received: Received) -> tuple[list[int], float, Sequence[float]]:
-    """The tokens of a reply's events, the seconds until the first of them, and the moments of those that hold some.
-
-    What follows them at once, such as the counts of tokens, would look like a step that took no time.
-    """
+    """The tokens of a reply's events, the seconds to the first event, and the moments of the events with tokens."""
     times, holding = received.times, sum(map(bool, written))
     first_seconds = times[0] - received.started if times else received.seconds
     return [token for tokens in written for token in tokens], first_seconds, times[: holding or None]
 
 
 class LlamaTimings(BaseModel):
-    """What llama-server counts for a request: generated, drafted and accepted tokens, cached ones of the prompt."""
+    """llama-server's counts of a request: generated, drafted and accepted tokens, and cached tokens of the prompt."""
 
     predicted_n: int | None = None
     predicted_ms: float = 0.0
@@ -157,14 +154,14 @@ class LlamaTimings(BaseModel):
 
 
 class LlamaEvent(Event):
-    """An event of /completion; the last has the timings."""
+    """An event of /completion. The last event has the timings."""
 
     tokens: Sequence[int] = ()
     timings: LlamaTimings | None = None
 
 
 class LlamaModelMeta(BaseModel):
-    """What llama-server says of its model."""
+    """llama-server's description of its model."""
 
     n_vocab: int | None = None
 
@@ -202,7 +199,7 @@ class LlamaPrompt(BaseModel):
 
 
 class LlamaClient(Client):
-    """A llama-server, started by us (with --metrics) or by the user."""
+    """A llama-server, started here (with --metrics) or by the user."""
 
     kind, prefix = "llama-server", "llamacpp"
 
@@ -213,7 +210,7 @@ class LlamaClient(Client):
         events, received = self.http.stream("/completion", LlamaEvent, body | {"stream": True})
         timings = events[-1].timings
         if timings is None:
-            raise ServingError(f"{self.url} gives no timings with its replies", "llama-server of this year does")
+            raise ServingError(f"{self.url} gives no timings with its replies", "use a llama-server from 2026 or later")
         tokens, first_seconds, times = _timed([event.tokens for event in events], received)
         count = len(tokens) if timings.predicted_n is None else timings.predicted_n
         counts = Counts.of_text(count, timings.draft_n, timings.draft_n_accepted)
@@ -227,7 +224,7 @@ class LlamaClient(Client):
         return self.http.find("/props", LlamaProps).build_info or "a build that does not name itself"
 
     def slots(self) -> list[LlamaSlot]:
-        """Its slots; none where it does not show them."""
+        """The server's slots. Empty if it does not show them."""
         received = self.http.get("/slots")
         try:
             return LlamaSlots.validate_json(received.content if received.status == 200 else b"[]")
@@ -235,20 +232,21 @@ class LlamaClient(Client):
             return []
 
     def drafts(self) -> bool | None:
-        """Whether its slots speculate."""
-        said = [slot.speculative for slot in self.slots() if slot.speculative is not None]
-        return any(said) if said else None
+        """Whether the server's slots speculate."""
+        speculative = [slot.speculative for slot in self.slots() if slot.speculative is not None]
+        return any(speculative) if speculative else None
 
     def context(self) -> int | None:
-        """The tokens of its smallest slot."""
+        """The tokens of the smallest slot."""
         return min((slot.n_ctx for slot in self.slots() if slot.n_ctx is not None), default=None)
 
     def vocabulary_size(self) -> int | None:
-        """Tokens of its model; None where it does not say."""
-        return next((one.meta.n_vocab for one in self.http.find("/v1/models", ServedModels).data if one.meta), None)
+        """Tokens of the model's vocabulary. None if the server does not show it."""
+        served = self.http.find("/v1/models", ServedModels).data
+        return next((model.meta.n_vocab for model in served if model.meta), None)
 
     def tokenize(self, text: str) -> list[int]:
-        """The ids of a text as the server reads it, control tokens in it as such."""
+        """The server's ids of a text. Control tokens in it are read as such."""
         return self.http.read(
             "/tokenize", LlamaIds, {"content": text, "add_special": False, "parse_special": True}
         ).tokens
@@ -259,7 +257,7 @@ class LlamaClient(Client):
 
 
 class LlamaSlot(BaseModel):
-    """What a slot says of itself; `n_ctx` are the tokens that it takes."""
+    """A slot. It takes `n_ctx` tokens."""
 
     speculative: bool | None = None
     n_ctx: int | None = None
@@ -269,13 +267,13 @@ LlamaSlots = TypeAdapter(list[LlamaSlot])  # /slots
 
 
 class PromptTokens(BaseModel):
-    """Of the tokens of a prompt."""
+    """Counts of a prompt's tokens."""
 
     cached_tokens: int | None = None
 
 
 class VllmUsage(BaseModel):
-    """What vLLM counts for a request."""
+    """vLLM's counts of a request."""
 
     completion_tokens: int | None = None
     prompt_tokens_details: PromptTokens | None = None
@@ -288,7 +286,7 @@ class VllmChoice(BaseModel):
 
 
 class VllmDrafting(BaseModel):
-    """What vLLM drafted for one request: the rounds that accepted 0, 1, … tokens, and their sums."""
+    """vLLM's drafting of one request: the number of rounds that accepted 0, 1, … tokens, and sums."""
 
     acceptance_histogram: list[int]
     num_spec_steps: int
@@ -297,20 +295,20 @@ class VllmDrafting(BaseModel):
 
     @property
     def counts(self) -> Counts:
-        """As of a server's counters."""
+        """The same counts as those of a server's counters."""
         exactly = self.acceptance_histogram
         by_position = tuple(sum(exactly[place:]) for place in range(1, len(exactly)))
         return Counts(self.num_spec_steps, self.num_draft_tokens, self.num_accepted_draft_tokens, by_position)
 
 
 class VllmMetrics(BaseModel):
-    """Of a server that was started with --per-request-spec-decode-metrics."""
+    """Metrics of a server that was started with --per-request-spec-decode-metrics."""
 
     speculative_decoding: VllmDrafting | None = None
 
 
 class VllmEvent(Event):
-    """An event of /v1/completions; the last ones have usage and metrics."""
+    """An event of /v1/completions. The last events have usage and metrics."""
 
     choices: Sequence[VllmChoice] = ()
     usage: VllmUsage | None = None
@@ -326,97 +324,100 @@ class VllmVersion(BaseModel):
 class VllmClient(Client):
     """A vLLM server that the user started.
 
-    A reply without counts of its own gets, while `alone` is true, what the server's counters rose by.
+    If a reply has no counts and `alone` is true, it gets the increase of the server's counters.
     """
 
     kind, prefix, counts_requests = "vllm", "vllm", False
 
     def __init__(self, http: Http, sampler: SamplerSettings = GREEDY, model: str | None = None) -> None:
         super().__init__(http, sampler)
-        names = [model] if model else [one.id for one in http.read("/v1/models", ServedModels).data]
+        names = [model] if model else [served.id for served in http.read("/v1/models", ServedModels).data]
         if len(names) != 1:
             raise ServingError(f"{self.url} serves {len(names)} models: {', '.join(names)[:200]}", "name one: --model")
         self.model = names[0]
 
     def complete(self, ids: Sequence[int], limit: int, seed: int = 0) -> Reply:
-        """Up to `limit` tokens; a salt of its own keeps the request out of the prefix cache."""
+        """Up to `limit` tokens. A fresh salt keeps the request out of the prefix cache."""
         body = VLLM_PLAIN | self.sampling(seed)
-        body |= {"top_k": self.sampler.top_k or -1}  # which every vLLM takes for none; some refuse 0
+        body |= {"top_k": self.sampler.top_k or -1}  # Every vLLM takes -1 for no top-k, and some refuse 0.
         body |= {"model": self.model, "prompt": list(ids), "max_tokens": limit}
         body |= {"cache_salt": secrets.token_hex(16), "return_token_ids": True}
         body |= {"stream": True, "stream_options": {"include_usage": True}}
         before = self.totals() if self.alone and not self.counts_requests else None
         events, received = self.http.stream("/v1/completions", VllmEvent, body)
-        written = [[token for one in event.choices for token in one.token_ids or ()] for event in events]
+        written = [[token for choice in event.choices for token in choice.token_ids or ()] for event in events]
         tokens, first_seconds, times = _timed(written, received)
         usage = next((event.usage for event in reversed(events) if event.usage is not None), VllmUsage())
         count = len(tokens) if usage.completion_tokens is None else usage.completion_tokens
         cached = (usage.prompt_tokens_details or PromptTokens()).cached_tokens or 0
         drafting = (event.metrics.speculative_decoding for event in events if event.metrics is not None)
-        own = next((one.counts for one in drafting if one is not None), None)
-        self.counts_requests = own is not None
-        risen = own if own is not None or before is None else self._risen(before)
-        counts = Counts.of_text(count, *((risen.drafted, risen.accepted, risen.rounds) if risen else ()))
-        return Reply(tokens, counts, count, first_seconds, received.seconds, received.started, times, cached, own=own)
+        request_counts = next((part.counts for part in drafting if part is not None), None)
+        self.counts_requests = request_counts is not None
+        rise = request_counts if request_counts is not None or before is None else self._rise(before)
+        counts = Counts.of_text(count, *((rise.drafted, rise.accepted, rise.rounds) if rise else ()))
+        return Reply(
+            *(tokens, counts, count, first_seconds, received.seconds, received.started, times, cached),
+            request_counts=request_counts,
+        )
 
-    def _risen(self, before: Counts) -> Counts:
-        """What the counters rose by."""
-        risen = self._settled(before) - before
-        if min(risen.rounds, risen.drafted, risen.accepted) < 0:
-            what = f"the counters of {self.url} fell: another server answered, or it was started again"
-            raise ServingError(what, "they are one server's: give the address of one of them, not of a load balancer")
-        return risen
+    def _rise(self, before: Counts) -> Counts:
+        """The increase of the server's counters."""
+        rise = self._settled(before) - before
+        if min(rise.rounds, rise.drafted, rise.accepted) < 0:
+            what = f"the counters of {self.url} fell: another server answered, or the server was restarted"
+            raise ServingError(what, "each server has its counters: give the address of one, not of a load balancer")
+        return rise
 
     def _settled(self, before: Counts) -> Counts:
-        """The counters once they stand still."""
+        """The counters after they stop changing."""
         deadline, last = time.monotonic() + PATIENCE_SECONDS, before
         while True:
-            found = self.totals() or before
-            if (found == last and found != before) or time.monotonic() > deadline:
-                return found
-            last = found
+            totals = self.totals() or before
+            if (totals == last and totals != before) or time.monotonic() > deadline:
+                return totals
+            last = totals
             time.sleep(SETTLED_SECONDS)
 
     def context(self) -> int | None:
-        """The max_model_len of its model."""
+        """The max_model_len of the model."""
         served = self.http.find("/v1/models", ServedModels).data
-        return next((one.max_model_len for one in served if one.id == self.model), None)
+        return next((model.max_model_len for model in served if model.id == self.model), None)
 
     def build(self) -> str:
-        """/version; empty where there is none."""
+        """The version of /version. Empty without one."""
         return self.http.find("/version", VllmVersion).version or ""
 
     def drafts(self) -> bool:
-        """Whether it speculates: its counters exist then alone."""
+        """Whether the server speculates. Only then its counters exist."""
         return self.totals() is not None
 
 
 def client_of(http: Http, sampler: SamplerSettings = GREEDY, model: str | None = None) -> Client:
-    """The client of a server that runs, of the kind that it is found to be."""
+    """The client of a running server, of the kind that the server turns out to be."""
     if kind_of_server(http) == "vllm":
         return VllmClient(http, sampler, model)
     return LlamaClient(http, sampler)
 
 
 def kind_of_server(http: Http) -> str:
-    """llama-server or vllm, by what only one of them has; ServingError for another server, or none."""
+    """llama-server or vllm, by a route that only one of them has. ServingError for another server, or none."""
     if http.find("/props", LlamaProps).build_info is not None:
         return "llama-server"
     if http.find("/version", VllmVersion).version is not None:
         return "vllm"
-    said = http.words(http.get("/props").content)
-    hint = "correct the address"
-    raise ServingError(f"{http.url} is neither llama-server nor vLLM, by /props ({said}) and /version", hint)
+    words, hint = http.words(http.get("/props").content), "correct the address"
+    raise ServingError(f"{http.url} is neither llama-server nor vLLM, by /props ({words}) and /version", hint)
 
 
-# ── clients of servers that are started here, and of those that run ──
+# ── Clients of servers that are started here, and of running servers ──
 
 
 @dataclass(frozen=True)
 class Addresses:
-    """Where servers run. `files` are target and draft as GGUF, for our decoder,
-    `n_max` the draft length that the server was started with, None: found in its counters; `probabilistic`: it draws
-    its drafts."""
+    """Addresses of running servers, and the GGUF `files` of target and draft for distill's decoder.
+
+    `n_max` is the server's draft length. None takes it from the counters. A `probabilistic` server draws its drafts.
+    """
 
     url: str
     plain: str | None = None
@@ -432,12 +433,12 @@ class Addresses:
 def opened(
     server: LlamaServer, seconds: tuple[float, float], sampler: SamplerSettings = GREEDY
 ) -> Iterator[LlamaClient]:
-    """A client of a llama-server that runs within the block; ServingError where it has a draft and leaves it unused."""
+    """A client of a llama-server that runs within the block. ServingError if the server does not use its draft."""
     with started(server, seconds[0]) as running:
 
         def death() -> str | None:
-            found = running.death()
-            return None if found is None else f"{server.binary} ended ({found}); its last lines:\n{running.tail()}"
+            reason = running.death()
+            return None if reason is None else f"{server.binary} ended ({reason}); its last lines:\n{running.tail()}"
 
         with contextlib.closing(Http(running.url, seconds[1], death=death)) as http:
             client = LlamaClient(http, sampler)
@@ -447,7 +448,7 @@ def opened(
 
 
 def _unused(server: LlamaServer, running: Running) -> ServingError:
-    """Why a server runs without the draft that it was given: llama-server says so in its log alone."""
+    """The error that a server runs without its draft. Only llama-server's log names the reason."""
     reason = compare_pair(str(server.target), str(server.draft)).llama_cpp
     words = ("draft", "specul", "vocab")
     lines = [line for line in running.text().splitlines() if " I " not in line and any(word in line for word in words)]
@@ -461,8 +462,7 @@ def _unused(server: LlamaServer, running: Running) -> ServingError:
 def connected(
     places: Addresses, seconds: float, stack: ExitStack, sampler: SamplerSettings, prompts: Sequence[Sequence[int]]
 ) -> dict[str, Client]:
-    """Clients of the servers that run; ServingError for one in the other's place, or whose model lacks an id of the
-    prompts: it would answer with the text of another."""
+    """Clients of running servers. ServingError for exchanged addresses, and if a model lacks an id of the prompts."""
     largest = max(map(max, prompts))
     clients: dict[str, Client] = {}
     for name, url in ((PLAIN_SERVER, places.plain), (DRAFT_SERVER, places.url)):
@@ -474,37 +474,38 @@ def connected(
         if name == PLAIN_SERVER and drafts:
             raise ServingError(f"{client.url} drafts, and was given as the plain server", "correct --plain-url")
         if name != PLAIN_SERVER and drafts is False:
-            hint = "start it with the draft; llama-server drops one whose vocabulary does not fit and only logs it"
-            raise ServingError(f"{client.url} serves without a draft: it says so itself", hint)
+            hint = "start it with the draft; llama-server drops a draft of another vocabulary, and only logs that"
+            raise ServingError(f"{client.url} reports that it serves without a draft", hint)
         size = client.vocabulary_size() if isinstance(client, LlamaClient) else None
         if size is not None and largest >= size:
             what = f"{client.url} serves a model of {size} tokens, and the prompts have token {largest}"
-            raise ServingError(what, "it is another model than the prompts are for: correct --url, or the run")
+            raise ServingError(what, "the prompts are for another model: correct --url, or the run")
     return clients
 
 
-# ── prompts replayed on servers: cold caches, one request at a time ──
+# ── Prompts replayed on servers: cold caches, one request at a time ──
 
-Replayed = Sequence[Sequence[Reply]]  # of one configuration, by prompt and repeat, one request at a time
+Replayed = Sequence[Sequence[Reply]]  # replies of a configuration by prompt and repeat
 
 
 def sums_of(texts: Replayed) -> tuple[Numbers, Numbers]:
     """Tokens [P] and seconds [P] of all replies, by prompt."""
-    tokens, seconds = ([sum(getattr(reply, name) for reply in own) for own in texts] for name in ("count", "seconds"))
+    tokens = [sum(reply.count for reply in replies) for replies in texts]
+    seconds = [sum(reply.seconds for reply in replies) for replies in texts]
     return numpy.array(tokens, float), numpy.array(seconds, float)
 
 
 def warm(client: Client, prompts: Sequence[Sequence[int]]) -> None:
-    """One throw-away text: lazily made buffers and kernels are not to be measured."""
+    """Request one untimed text, because the first text creates buffers and kernels."""
     client.complete(prompts[0], WARM_TOKENS)
 
 
 def interleaved(
     clients: Mapping[str, Client], prompts: Sequence[Sequence[int]], limit: int, repeats: int, title: str
 ) -> dict[str, list[list[Reply]]]:
-    """Every prompt on every server, one request at a time; the servers' order turns from prompt to prompt.
+    """Send every prompt to every server, one request at a time. The servers' order rotates from prompt to prompt.
 
-    Sampled texts of one prompt differ by their seed, which is the number of the repeat.
+    The number of the repeat is the seed of a sampled text.
     """
     replayed: dict[str, list[list[Reply]]] = {name: [[] for _ in prompts] for name in clients}
     order = list(clients.items())
@@ -516,33 +517,33 @@ def interleaved(
                 reply = client.complete(prompt, limit, repeat)
                 if reply.cached:
                     raise ServingError(
-                        f"{client.url} took {reply.cached} tokens of a prompt from its cache, though it was asked not "
-                        "to",
-                        "switch its prompt cache off: the times would be of a warm one",
+                        f"{client.url} took {reply.cached} tokens of a prompt from its cache against the request",
+                        "switch its prompt cache off, because a warm cache shortens the times",
                     )
                 replayed[name][place].append(reply)
             progress.step()
     return replayed
 
 
-# ── the same prompts by our decoder, counted as the server counts ──
+# ── The same prompts by distill's decoder, with the server's way of counting ──
 
 
 class ServerDrafter(ModelDrafter):
-    """A draft that goes on behind an end token, as llama-server's does: its drafted tokens are counted alike."""
+    """A draft that continues after an end token, as llama-server's does, so that drafted tokens are counted alike."""
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """A chain, whatever ends a text."""
+        """A chain that no end token stops."""
         return super().propose(context, limit, ())
 
 
 @dataclass(frozen=True)
 class ServerRules:
-    """How a server decodes: its sampler, tokens drafted at most, and whether drafts are drawn or the best tokens.
+    """A server's way of decoding: its sampler, the maximum of drafted tokens, and whether drafts are drawn.
 
-    Drawn ones (`probabilistic`) come from the draft at the served temperature, whatever else the sampler does, of a
-    llama-server from its DRAWN_AMONG likeliest tokens, and are verified by rejection sampling. Best ones are compared
-    with the target's own draw by llama-server; vLLM rejects them as drafts of certainty, which accepts as many.
+    `probabilistic` drafts are drawn from the draft at the served temperature, without the other settings of the
+    sampler. llama-server draws among the DRAWN_AMONG likeliest tokens. Rejection sampling verifies them. Otherwise the
+    draft's best tokens are drafted. llama-server compares them with the target's draw. vLLM treats them as drafts with
+    probability 1, which accepts as many.
     """
 
     sampler: Sampler
@@ -553,7 +554,7 @@ class ServerRules:
     def decode_files(
         self, target: Path, draft: Path, prompts: Sequence[Sequence[int]], limit: int, samples: int, threads: int | None
     ) -> list[list[Text]]:
-        """Our decoder's `samples` texts behind each prompt, from cold caches."""
+        """The texts of distill's decoder: `samples` after each prompt, from cold caches."""
         place = parse_section(Target, {"model": str(target)})
         room = max(map(len, prompts)) + limit + 2 * self.n_max + 1
         drawn = Sampler(self.sampler.temperature, 0 if self.vllm else DRAWN_AMONG)
@@ -577,10 +578,10 @@ class ServerRules:
 
 
 def our_text(result: Decoded) -> Text:
-    """A decoded text with the counts that llama-server has for it.
+    """A decoded text with llama-server's counts.
 
-    Tokens behind the end of a text are drafted, and not accepted. Nor is a drafted end token, unless it is the last of
-    its round (common_sampler_sample_and_accept_n): it counts as the target's own.
+    Tokens after the end of a text are drafted and not accepted. A drafted end token counts as the target's, and not as
+    accepted, unless it is the last token of its round (common_sampler_sample_and_accept_n).
     """
     drafted, accepted = sum(r.drafted for r in result.rounds), sum(result.from_draft)
     last = next((place for place, drawn in enumerate(reversed(result.from_draft)) if not drawn), 0)
@@ -590,8 +591,8 @@ def our_text(result: Decoded) -> Text:
 
 
 def vllm_text(result: Decoded, prompt: int, limit: int, ends: Collection[int]) -> Text:
-    """A text that was decoded beyond its end, cut there, with the counts that vLLM has for it: every round that began
-    before the end, whole (v1/core/sched/scheduler.py). `prompt` are the tokens before the text."""
+    """A text after `prompt` tokens, cut at its end, with vLLM's counts: all of every round that began before the end
+    (v1/core/sched/scheduler.py)."""
     stop = next((place for place, token in enumerate(result.tokens) if token in ends), limit - 1) + 1
     stop = min(stop, limit, len(result.tokens))
     # The target's context lacks the text's last token, which the round's step reads.
@@ -600,31 +601,31 @@ def vllm_text(result: Decoded, prompt: int, limit: int, ends: Collection[int]) -
     return Text(result.tokens[:stop], Counts.of_text(stop, drafted, accepted, len(rounds)))
 
 
-PASSES = 2  # requests for each that is sent at once, at least
+PASSES = 2  # A load sends at least this many times the number of concurrent requests.
 
 
-# ── Servers under load: a fixed number of requests at once, each followed by the next, and what users wait for ──
+# ── Servers under load: a fixed number of concurrent requests, and the times that users wait ──
 
 
 @dataclass(frozen=True)
 class Answered:
-    """A request to a prompt, by its place, that was answered."""
+    """The reply to the prompt with this number."""
 
     prompt: int
     reply: Reply
 
     def tokens_by(self, moment: float) -> float:
-        """The tokens that had arrived by then."""
+        """The tokens that had arrived by a moment."""
         if self.reply.end <= moment or not len(self.reply.times):
             return self.reply.count
-        arrived = sum(one <= moment for one in self.reply.times)
+        arrived = sum(time <= moment for time in self.reply.times)
         return self.reply.count * arrived / len(self.reply.times)
 
 
 def send(client: Client, prompts: Sequence[Sequence[int]], limit: int, together: int) -> list[Answered]:
-    """The requests of one replay, answered, this many at once; prompts are taken again where they are fewer.
+    """Send the requests of one replay, `together` at once, and return the replies. Few prompts are repeated.
 
-    The first fault ends all.
+    The first fault ends the replay.
     """
     ended = threading.Event()
 
@@ -636,13 +637,12 @@ def send(client: Client, prompts: Sequence[Sequence[int]], limit: int, together:
 
     waiting = deque(range(max(len(prompts), PASSES * together)))
     with contextlib.closing(at_once(ask, waiting, together, ended.set)) as answered:
-        return [request for _, request in sorted(answered, key=lambda one: one[0])]
+        return [request for _, request in sorted(answered, key=lambda numbered: numbered[0])]
 
 
 @dataclass(frozen=True)
 class Served:
-    """What a configuration did under a load: the `wall` seconds that the load was on, with the tokens [P] and seconds
-    [P] of the requests to each of P prompts in that time; and all replies."""
+    """All replies under a load of `wall` seconds, with the tokens [P] and seconds [P] of each prompt in that time."""
 
     replies: Sequence[Reply]
     tokens: Numbers
@@ -651,28 +651,28 @@ class Served:
 
     @classmethod
     def alone(cls, replayed: Replayed) -> Served:
-        """Of requests that were sent one at a time, other servers' between them."""
+        """The load of requests that were sent one at a time, alternately with other servers' requests."""
         tokens, seconds = sums_of(replayed)
-        return cls([reply for own in replayed for reply in own], tokens, seconds, float(seconds.sum()))
+        return cls([reply for replies in replayed for reply in replies], tokens, seconds, float(seconds.sum()))
 
     @classmethod
     def under(cls, replays: Sequence[Sequence[Answered]], prompts: int) -> Served:
-        """Of whole replays. A load of this many at once is on until the first request ends that none follows: the rest
-        would count a server that is less and less loaded."""
+        """The load of whole replays. It ends with the first request that no further request follows."""
         tokens, seconds, wall = numpy.zeros(prompts), numpy.zeros(prompts), 0.0
         for replay in replays:
-            last = max(one.reply.started for one in replay)
-            until = min(one.reply.end for one in replay if one.reply.end > last)
-            wall += until - min(one.reply.started for one in replay)
-            for one in replay:
-                tokens[one.prompt] += one.tokens_by(until)
-                seconds[one.prompt] += min(one.reply.end, until) - one.reply.started
-        return cls([one.reply for replay in replays for one in replay], tokens, seconds, float(wall))
+            last = max(answered.reply.started for answered in replay)
+            until = min(answered.reply.end for answered in replay if answered.reply.end > last)
+            wall += until - min(answered.reply.started for answered in replay)
+            for answered in replay:
+                tokens[answered.prompt] += answered.tokens_by(until)
+                seconds[answered.prompt] += min(answered.reply.end, until) - answered.reply.started
+        return cls([answered.reply for replay in replays for answered in replay], tokens, seconds, float(wall))
 
     def speed(self, configuration: str, together: int, base: Served | None) -> ServedSpeed:
-        """The figures, with the speedup over `base` of the same prompts."""
+        """The figures, with the speedup over `base` on the same prompts."""
         count, rate = sum(reply.count for reply in self.replies), float(self.tokens.sum()) / self.wall
-        later = [(one.seconds - one.first_seconds) / (one.count - 1) for one in self.replies if one.count > 1]
+        several = [reply for reply in self.replies if reply.count > 1]
+        later = [(reply.seconds - reply.first_seconds) / (reply.count - 1) for reply in several]
         columns = None if base is None else (self.tokens, self.seconds, base.tokens, base.seconds)
         return ServedSpeed(
             configuration=configuration,
@@ -681,14 +681,14 @@ class Served:
             requests_per_second=rate * len(self.replies) / max(count, 1),
             tokens_per_second=rate,
             in_flight=float(self.seconds.sum()) / self.wall,
-            first_seconds=percentiles([one.first_seconds for one in self.replies]),
+            first_seconds=percentiles([reply.first_seconds for reply in self.replies]),
             token_seconds=percentiles(later),
             speedup=UNKNOWN if columns is None else speed_ratio(*columns),
         )
 
 
 def percentiles(values: Sequence[float]) -> tuple[float, float]:
-    """The median and the 95th percentile; NaN of none."""
+    """The median and the 95th percentile. NaN without values."""
     if not values:
         return math.nan, math.nan
     return float(numpy.median(values)), float(numpy.quantile(values, 0.95))
@@ -703,34 +703,33 @@ def speeds_under(
     replayed: Mapping[str, Replayed],
     title: str,
 ) -> list[ServedSpeed]:
-    """Every load on each server, behind what was `replayed` one at a time; `title` is what the server that drafts is
-    called.
+    """The speeds of every load on each server, after those of the requests `replayed` one at a time.
 
-    Loads and servers take turns in every repeat, so that a slow spell of the machine meets all of them.
+    `title` names the server that drafts. Loads and servers alternate in every repeat, so that a slow phase of the
+    machine affects all of them.
     """
-    served = {(1, name): Served.alone(own) for name, own in replayed.items()}
+    served = {(1, name): Served.alone(texts) for name, texts in replayed.items()}
     replays: dict[tuple[int, str], list[list[Answered]]] = {(load, name): [] for load in loads for name in clients}
     progress, order = Progress("under load", repeats * len(replays)), list(replays)
     for repeat in range(repeats):
         for load, name in order if repeat % 2 == 0 else order[::-1]:
             replays[load, name].append(send(clients[name], prompts, limit, load))
             progress.step(note=f"{load} at once")
-    served |= {of: Served.under(found, len(prompts)) for of, found in replays.items()}
-    plain = {load: own for (load, name), own in served.items() if name == PLAIN_SERVER}
+    served |= {of: Served.under(answered, len(prompts)) for of, answered in replays.items()}
+    plain = {load: figures for (load, name), figures in served.items() if name == PLAIN_SERVER}
     return [
-        own.speed(name, load, None) if name == PLAIN_SERVER else own.speed(title, load, plain.get(load))
-        for (load, name), own in served.items()
+        figures.speed(name, load, None) if name == PLAIN_SERVER else figures.speed(title, load, plain.get(load))
+        for (load, name), figures in served.items()
     ]
 
 
 @dataclass(frozen=True)
 class CheckSettings:
-    """What is checked: the prompts, up to `limit` new tokens after each, `repeats` times.
+    """Settings of a check: the prompts, with up to `limit` new tokens after each, `repeats` times.
 
-    Under a sampler that is not greedy, each repeat of a prompt is a text of its own. `made` are the run's own target
-    and draft, where there is a run; `predicted` is its greedy acceptance rate at this draft length. `template` is the
-    pair's own. `seconds` limit a server's start and a reply. `context` are the tokens that the pair takes, of a server
-    that is started for the check alone.
+    If the sampler is not greedy, each repeat of a prompt gives another text. `made` are target and draft of the run, if
+    there is a run. `predicted` is the run's greedy acceptance rate at this draft length. `template` is the pair's.
+    `seconds` limit a server's start and a reply. `context` is the pair's context, if the check starts the server.
     """
 
     prompts: Sequence[Sample]
@@ -749,28 +748,28 @@ class CheckSettings:
     @property
     def ids(self) -> list[list[int]]:
         """The token ids of the prompts."""
-        return [one.prompt for one in self.prompts]
+        return [sample.prompt for sample in self.prompts]
 
     @property
     def samples(self) -> int:
-        """Different texts behind each prompt."""
+        """The number of different texts after each prompt."""
         return self.repeats if self.sampler.temperature else 1
 
     def replies(self, client: Client, prompts: Sequence[Sequence[int]]) -> list[Counts]:
-        """What is drafted and accepted behind each of these prompts."""
+        """The counts of drafted and accepted tokens after each of these prompts."""
         return counts_of(
             [[client.complete(prompt, self.limit, seed) for seed in range(self.samples)] for prompt in prompts]
         )
 
 
-Begun = Callable[[ServeReport], object]  # is given the report with its first figures: a part that adds to it may fail
+Begun = Callable[[ServeReport], object]  # gets the report with its first figures, because a later part may fail
 
 
 @dataclass
 class Check:
-    """A check in progress: its parts add to `report`.
+    """A check in progress. Its parts add to `report`.
 
-    `texts` are the counts of the server that drafts. `files` are target and draft, where they are known.
+    `texts` are the counts of the server that drafts. `files` are target and draft, if they are known.
     """
 
     settings: CheckSettings
@@ -782,14 +781,14 @@ class Check:
 
 
 def check_started(settings: CheckSettings, server: LlamaServer, begun: Begun = lambda report: None) -> ServeReport:
-    """Start llama-server with and without the draft and compare them; ServingError for one that fails to serve."""
+    """Start llama-server with and without the draft and compare them. ServingError if a server fails to serve."""
     assert server.draft is not None
     files = server.target, server.draft
     server = replace(server, parallel=max(settings.concurrency))
     with ExitStack() as stack:
         clients: dict[str, Client] = {
-            name: stack.enter_context(opened(one, settings.seconds, settings.sampler))
-            for name, one in ((PLAIN_SERVER, server.plain), (DRAFT_SERVER, server))
+            name: stack.enter_context(opened(started_server, settings.seconds, settings.sampler))
+            for name, started_server in ((PLAIN_SERVER, server.plain), (DRAFT_SERVER, server))
         }
         check = _replay(settings, clients, server, files)
         begun(check.report)
@@ -804,7 +803,7 @@ def check_started(settings: CheckSettings, server: LlamaServer, begun: Begun = l
 
 
 def check_addresses(settings: CheckSettings, places: Addresses, begun: Begun = lambda report: None) -> ServeReport:
-    """Compare servers that run; ServingError for one that does not answer, refuses, or does not draft."""
+    """Compare running servers. ServingError for a server that does not answer, refuses, or does not draft."""
     with ExitStack() as stack:
         clients = connected(places, settings.seconds[1], stack, settings.sampler, settings.ids)
         target, draft = places.files or (Path(places.model or places.url), Path("?"))
@@ -819,9 +818,9 @@ def check_addresses(settings: CheckSettings, places: Addresses, begun: Begun = l
 def _replay(
     settings: CheckSettings, clients: Mapping[str, Client], server: LlamaServer, files: tuple[Path, Path] | None
 ) -> Check:
-    """All prompts one at a time on each server: speeds, and the acceptance rate of the one that drafts.
+    """Send all prompts one at a time to each server, and report speeds and the acceptance rate.
 
-    A draft length that is not known (n_max 0) is read from the counters, which have a place for each drafted token.
+    An unknown draft length (n_max 0) is read from the counters, which have a place for each drafted token.
     """
     ids, drafting = settings.ids, clients[DRAFT_SERVER]
     for client in clients.values():
@@ -832,24 +831,24 @@ def _replay(
     after = drafting.totals()
     totals = None if before is None or after is None else after - before
     texts, notes = counts_of([replies[: settings.samples] for replies in replayed[DRAFT_SERVER]]), list[str]()
-    replies = [reply for own in replayed[DRAFT_SERVER] for reply in own]
-    given = [reply.own for reply in replies if reply.own is not None]
-    if len(given) == len(replies):  # whoever else uses the server
-        totals = summed(given)
+    replies = [reply for repeated in replayed[DRAFT_SERVER] for reply in repeated]
+    counted = [reply.request_counts for reply in replies if reply.request_counts is not None]
+    if len(counted) == len(replies):  # Other users of the server do not change these counts.
+        totals = summed(counted)
     if totals is not None and totals.accepted != sum(reply.counts.accepted for reply in replies):
         totals = None
         notes.append(
-            "the counters did not rise by what the replies say: several servers answer at this address, or others use "
-            "it, so the rounds that accepted each position are not known"
+            "the counters did not rise by the counts of the replies, because several servers answer at this address "
+            "or others use it: the rounds that accepted each position are not known"
         )
     if not any(text.drafted for text in texts):
         raise ServingError(
             f"{drafting.url} drafted nothing: it serves without a draft",
             "start it with the draft (llama-server: -md FILE --spec-type draft-simple; vLLM: --speculative-config); "
-            "of several vLLM servers behind one address give that of one: counters are one server's",
+            "if one address stands for several vLLM servers, give the address of one server, because each has counters",
         )
-    own = acceptance(f"{drafting.kind}, its own counts", texts, totals)
-    server = replace(server, n_max=server.n_max or len(own.by_position or ()))
+    accepted = acceptance(f"{drafting.kind}, its own counts", texts, totals)
+    server = replace(server, n_max=server.n_max or len(accepted.by_position or ()))
     speeds = speeds_under(clients, ids, settings.limit, (), settings.repeats, replayed, _title(server))
     greedy = not settings.sampler.temperature
     plain = replayed[PLAIN_SERVER] if greedy and PLAIN_SERVER in replayed else []
@@ -865,7 +864,7 @@ def _replay(
         prompts=len(settings.prompts),
         new_tokens=settings.limit,
         left_out=settings.left_out,
-        acceptance=[own],
+        acceptance=[accepted],
         predicted=settings.predicted if greedy else math.nan,
         speeds=speeds,
         same_texts=sum(plain[0].tokens == draft[0].tokens for plain, draft in pairs),
@@ -884,7 +883,7 @@ def _title(server: LlamaServer) -> str:
 
 
 def _compare(check: Check, clients: Mapping[str, Client]) -> None:
-    """Add what our decoder accepts, how files and templates differ, and the speeds under load."""
+    """Add the acceptance of distill's decoder, the differences of files and templates, and the speeds under load."""
     settings, report = check.settings, check.report
     if check.files is not None:
         _decode_ours(check, check.files, clients[DRAFT_SERVER].kind == "vllm")
@@ -899,14 +898,13 @@ def _compare(check: Check, clients: Mapping[str, Client]) -> None:
 
 
 def _decode_ours(check: Check, files: tuple[Path, Path], vllm: bool) -> None:
-    """Add what our decoder accepts with the served files and, where they are others, with the run's own, and how the
-    files differ, with the loss."""
+    """Add the acceptance of distill's decoder with the served files and with differing files of the run."""
     settings, report, length = check.settings, check.report, check.server.n_max
     from_run = results.from_run(files, settings.made)
     in_pair = results.in_pair(files)
     if not length:
         report.differences += from_run + in_pair
-        report.notes.append("the server does not say how many tokens it drafts: give --n-max for our decoder's figures")
+        report.notes.append("the server does not show its draft length: give --n-max for the figures of our decoder")
         return
     rules = ServerRules(Sampler.of(settings.sampler), length, check.server.probabilistic, vllm)
 
@@ -927,16 +925,16 @@ def _decode_ours(check: Check, files: tuple[Path, Path], vllm: bool) -> None:
 
 
 def _counts_on(settings: CheckSettings, server: LlamaServer) -> list[Counts]:
-    """What is drafted and accepted by a server that is started for this alone."""
+    """The counts of drafted and accepted tokens of a server that is started for this measurement."""
     with opened(replace(server, parallel=1), settings.seconds, settings.sampler) as client:
         return settings.replies(client, settings.ids)
 
 
 def _other_drafts(check: Check) -> None:
-    """Add what the server accepts whose drafts are made the other way, drawn or not."""
+    """Add the acceptance of a server that makes drafts in the other way: drawn, or the best tokens."""
     server, report = check.server, check.report
     if not server.has(SAMPLING):
-        report.notes.append(f"this build has no {SAMPLING}, which newer builds have: it drafts the draft's best tokens")
+        report.notes.append(f"this build lacks {SAMPLING} of newer builds: it drafts the draft's best tokens")
         return
     other = replace(server, probabilistic=not server.probabilistic)
     note(f"the same with {other.title}")
@@ -946,7 +944,7 @@ def _other_drafts(check: Check) -> None:
 
 
 def _compare_template(check: Check, client: LlamaClient) -> None:
-    """Add the difference of the server's chat template from the pair's own, and what it costs on conversations."""
+    """Add the difference of the server's chat template from the pair's, and its cost on conversations."""
     settings, report, template = check.settings, check.report, check.settings.template
     if template is None:
         return
@@ -957,14 +955,14 @@ def _compare_template(check: Check, client: LlamaClient) -> None:
         report.notes.append("the server renders no conversation, so templates were not compared")
         return
     difference = results.template_difference(ours, theirs)
-    before, there, behind = ours.partition(results.PROBE)
+    before, there, after = ours.partition(results.PROBE)
     if difference is None or not there:
         return
-    conversations = {}  # the user's message of each prompt that is a conversation of one, by the prompt's place
+    conversations = {}  # The user's message of each prompt with one message, by the prompt's number.
     for place, prompt in enumerate(settings.prompts):
         text = template.tokenizer.decode(prompt.prompt)
-        if text.startswith(before) and text.endswith(behind) and len(text) > len(before) + len(behind):
-            conversations[place] = text[len(before) : len(text) - len(behind)]
+        if text.startswith(before) and text.endswith(after) and len(text) > len(before) + len(after):
+            conversations[place] = text[len(before) : len(text) - len(after)]
     if not conversations:
         report.notes.append("no prompt is a conversation of one message, so the template's cost was not measured")
         report.differences.append(difference)

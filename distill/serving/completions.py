@@ -1,6 +1,7 @@
-"""`distill serve`: a pair behind chat and text completions in OpenAI's form, one request at a time.
+"""`distill serve`: chat and text completions of a pair in OpenAI's form, one request at a time.
 
-A thread decodes; requests wait for it in a queue that has an end. A request whose client is gone ends with its round.
+One thread decodes. Requests wait for it in a bounded queue. If a client disconnects, its request ends with the current
+round.
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ from starlette.routing import Route
 from distill.data.requests import CHAT, TEXT, fault_of_request
 from distill.decoding.decode import Decoded
 from distill.engines.loaded import Opening
+from distill.engines.torch.hugging_face import encode_text
 from distill.errors import DataError, DistillError, RecipeError
 from distill.files import parse_object
 from distill.progress import note, noting, warn
@@ -48,21 +50,21 @@ from distill.serving.requests import (
     usage_of,
 )
 
-LOOK_SECONDS = 0.1  # between two looks whether the client is still there
-READ_SECONDS = 30.0  # that a request may take until its prompt is rendered
-MOST_BYTES = 16 * 2**20  # of a request
+POLL_SECONDS = 0.1  # between two checks whether the client is still connected
+READ_SECONDS = 30.0  # maximum time to read a request and render its prompt
+MAX_BYTES = 16 * 2**20  # of a request
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 @dataclass(frozen=True)
 class Failed:
-    """Why a request is not answered, with its HTTP status."""
+    """The reason why a request is not answered, with its HTTP status."""
 
     status: int
     words: object
 
     def body(self) -> dict[str, Any]:
-        """As OpenAI writes it."""
+        """The error in OpenAI's form."""
         words = ": ".join(line.strip() for line in str(self.words).splitlines())
         kind = {500: "server_error", 503: "unavailable_error"}.get(self.status, "invalid_request_error")
         return {"error": {"message": words, "type": kind, "code": self.status}}
@@ -77,12 +79,12 @@ def _bug(error: Exception) -> Failed:
     return Failed(500, f"a bug in distill: {type(error).__name__}")
 
 
-Piece = str | Failed | None  # of an answer; None ends it
+Piece = str | Failed | None  # a part of an answer. None ends the answer.
 
 
 @dataclass
 class Job:
-    """A request under way: what it decodes, where its pieces go, and whether its client has left."""
+    """A request under way: its prompt, the queue of its pieces, and whether its client has disconnected."""
 
     ids: list[int]
     limit: int
@@ -95,11 +97,11 @@ class Job:
 
 
 async def _apart(call: Callable[[], Job]) -> Job:
-    """What a call gives, in a thread of its own that the end of the process does not wait for."""
+    """The result of a call in a new thread. The end of the process does not wait for the thread."""
     loop, done = asyncio.get_running_loop(), concurrent.futures.Future[Job]()
 
     def run() -> None:
-        done.set_running_or_notify_cancel()  # a thread cannot be ended
+        done.set_running_or_notify_cancel()  # A thread cannot be ended.
         try:
             done.set_result(call())
         except BaseException as error:
@@ -110,10 +112,10 @@ async def _apart(call: Callable[[], Job]) -> Job:
 
 
 class Completions:
-    """The routes, and the one thread that decodes; at most `queue` requests wait for it.
+    """The routes, and the thread that decodes. At most `queue` requests wait for it.
 
-    `hosts` are the names under which requests may come (None: any), so that no web page reaches a server on loopback
-    under a name of its own.
+    Requests must name one of the `hosts` (None: any), so that no web page reaches a server on loopback through another
+    host name.
     """
 
     def __init__(
@@ -121,20 +123,20 @@ class Completions:
     ) -> None:
         self.answerer, self.request, self.name, self.queue, self.hosts = answerer, request, name, queue, hosts
         self.jobs: list[Job] = []
-        self.begun = 0  # requests that are being read
+        self.reading = 0  # requests that are being read
         self.thread = ThreadPoolExecutor(1)
         models = {"object": "list", "data": [{"id": name, "object": "model", "owned_by": "distill"}]}
         routes = [Route(f"/v1/{path}", self.complete, methods=["POST"]) for path in ("chat/completions", "completions")]
-        for path, found in (("/v1/models", models), ("/health", {"status": "ok"})):
-            routes.append(Route(path, partial(self._told, found)))
+        for path, content in (("/v1/models", models), ("/health", {"status": "ok"})):
+            routes.append(Route(path, partial(self._static, content)))
         self.app = Starlette(routes=routes)
 
-    async def _told(self, found: dict[str, Any], http: HttpRequest) -> Response:
+    async def _static(self, content: dict[str, Any], http: HttpRequest) -> Response:
         failed = self._foreign(http)
-        return JSONResponse(found) if failed is None else failed.reply()
+        return JSONResponse(content) if failed is None else failed.reply()
 
     async def complete(self, http: HttpRequest) -> Response:
-        """Answer a request, whole or as events; a mistake gets status 400, a full queue 503."""
+        """Answer a request, whole or as events. A mistake gets status 400, and a full queue 503."""
         form = CHAT if "chat" in http.url.path else TEXT
         job = await self._read(http, form)
         if isinstance(job, Failed):
@@ -157,10 +159,10 @@ class Completions:
         return JSONResponse({**head, "choices": choices, **_figures(job)})
 
     async def _read(self, http: HttpRequest, form: str) -> Job | Failed:
-        """What a request decodes, or why it cannot be. Its prompt is rendered in a thread, since templates may loop."""
-        if len(self.jobs) + self.begun > self.queue:
-            return Failed(503, f"{self.queue} requests wait already: try again later")
-        self.begun += 1
+        """The job of a request, or the reason for none. A thread renders the prompt, because templates may loop."""
+        if len(self.jobs) + self.reading > self.queue:
+            return Failed(503, f"the queue is full ({self.queue} requests). Try again later")
+        self.reading += 1
         try:
             async with asyncio.timeout(READ_SECONDS):
                 if (failed := self._foreign(http) or _no_json(http)) is not None:
@@ -168,22 +170,22 @@ class Completions:
                 body = bytearray()
                 async for part in http.stream():
                     body += part
-                    if len(body) > MOST_BYTES:
-                        return Failed(413, f"the request is larger than {MOST_BYTES} bytes")
+                    if len(body) > MAX_BYTES:
+                        return Failed(413, f"the request is larger than {MAX_BYTES} bytes")
                 return await _apart(partial(self._job, bytes(body), form))
         except TimeoutError:
             return Failed(408, f"reading the request and rendering its prompt took more than {READ_SECONDS:g} s")
         except DistillError as error:
             return Failed(400, error)
         except ClientDisconnect:
-            return Failed(400, "the client has left")
+            return Failed(400, "the client has disconnected")
         except Exception as error:
             return _bug(error)
         finally:
-            self.begun -= 1
+            self.reading -= 1
 
     def _foreign(self, http: HttpRequest) -> Failed | None:
-        """Why a web page of another server may not ask; None for all others."""
+        """The refusal of a request from another server's web page. None for any other request."""
         host, origin = http.headers.get("host", ""), http.headers.get("origin")
         try:
             name, page = urlsplit(f"//{host}").hostname, urlsplit(origin or "").netloc
@@ -194,7 +196,7 @@ class Completions:
         return None if origin is None or page == host else Failed(403, f"web pages of {origin[:60]} may not ask here")
 
     def _job(self, body: bytes, form: str) -> Job:
-        """What a request decodes; RecipeError, which names the field, for one that is not fulfilled as it is."""
+        """The job of a request. RecipeError, with the field's name, for a request that cannot be fulfilled."""
         asked = parse_object(body)
         if isinstance(asked, str):
             raise RecipeError(f"the request is {asked}, not a JSON object")
@@ -211,7 +213,7 @@ class Completions:
             ids = self._rendered(asked)
         else:
             prompt = prompt_of(asked)
-            ids = self.answerer.pair.encode(prompt) if isinstance(prompt, str) else prompt
+            ids = encode_text(self.answerer.template.tokenizer, prompt) if isinstance(prompt, str) else prompt
         room = self.answerer.room(ids)
         if not all(0 <= token < self.answerer.pair.target.vocabulary_size for token in ids):
             raise RecipeError("`prompt`: a token id that the model does not have")
@@ -238,11 +240,11 @@ class Completions:
             raise RecipeError(f"`messages`: {error.what}", error.hint) from None
 
     def _decode(self, job: Job, loop: asyncio.AbstractEventLoop) -> None:
-        """In the thread: decode a job until its end, or until its client has left."""
+        """Decode a job in the thread, until its end or until its client has disconnected."""
         last, mistake = None, 400
         try:
             parts = self.answerer.answer(job.request, job.ids, job.limit, job.result)
-            # What stops a text now is a fault of the models, or of a grammar that cannot go on.
+            # From here on, the models or a grammar without a continuation cause an error.
             mistake = 500 if job.request.grammar is None else 400
             while not job.gone.is_set() and (part := next(parts, None)) is not None:
                 loop.call_soon_threadsafe(job.pieces.put_nowait, part[0])
@@ -255,24 +257,24 @@ class Completions:
             loop.call_soon_threadsafe(job.pieces.put_nowait, last)
 
     async def _pieces(self, job: Job, http: HttpRequest) -> AsyncIterator[str | Failed]:
-        """The texts of a job as they come, or why it ends; none any more once the client has left."""
-        looked = time.monotonic()
+        """The texts of a job as they come, or its failure. Nothing more comes after the client has disconnected."""
+        polled = time.monotonic()
         try:
             while True:
                 with contextlib.suppress(TimeoutError):
-                    piece = await asyncio.wait_for(job.pieces.get(), LOOK_SECONDS)
+                    piece = await asyncio.wait_for(job.pieces.get(), POLL_SECONDS)
                     if piece is None:
                         return
                     yield piece
-                if time.monotonic() - looked > LOOK_SECONDS:
-                    looked = time.monotonic()
+                if time.monotonic() - polled > POLL_SECONDS:
+                    polled = time.monotonic()
                     if await http.is_disconnected():
                         return
         finally:
             job.gone.set()
 
     async def _events(self, job: Job, http: HttpRequest, head: dict[str, Any]) -> AsyncIterator[str]:
-        """A job as events, the last of which has its timings."""
+        """A job as events. The last event has its timings."""
 
         def event(text: str, reason: str | None = None, **more: Any) -> str:
             content = (
@@ -300,15 +302,15 @@ class Completions:
 
 
 def _no_json(http: HttpRequest) -> Failed | None:
-    """Why a body is not read: a web page may send any other kind to a server that it knows nothing of."""
+    """The refusal of another body than JSON. Web pages may send other bodies to foreign servers without asking."""
     kind = http.headers.get("content-type", "").partition(";")[0].strip().lower()
     return None if kind == "application/json" else Failed(415, "send `Content-Type: application/json`")
 
 
 def _figures(job: Job) -> dict[str, Any]:
-    """Usage as OpenAI names it, and timings as llama-server does."""
+    """Usage under OpenAI's names, and timings under llama-server's."""
     result, count, made = job.result, len(job.ids), len(job.result.tokens)
-    drafted = {"draft_n": sum(one.drafted for one in result.rounds), "draft_n_accepted": sum(result.from_draft)}
+    drafted = {"draft_n": sum(each.drafted for each in result.rounds), "draft_n_accepted": sum(result.from_draft)}
     prompt = {"prompt_n": count, "prompt_ms": 1e3 * result.prefill_seconds}
     predicted = {"predicted_n": made, "predicted_ms": 1e3 * result.seconds}
     predicted["predicted_per_second"] = result.tokens_per_second()
@@ -319,7 +321,7 @@ def _figures(job: Job) -> dict[str, Any]:
 def serve(
     opening: Opening, chat: Chat, request: Continuation, context: int, address: tuple[str, int], queue: int
 ) -> None:
-    """Serve until SIGINT or SIGTERM; RecipeError, before models load, for an address that cannot be listened at."""
+    """Serve until SIGINT or SIGTERM. RecipeError, before models load, if the address cannot be listened at."""
     try:
         listening = socket.create_server(address, family=socket.AF_INET6 if ":" in address[0] else socket.AF_INET)
     except OSError as error:
@@ -329,16 +331,18 @@ def serve(
     if hosts is None:
         warn(f"{address[0]} can be reached from outside: requests are neither encrypted nor checked")
     with listening, answering(opening, chat, request, context) as answerer:
-        own = Completions(answerer, request, opening.target.model.rstrip("/").rpartition("/")[2], queue, hosts)
-        server: Any = uvicorn.Server(uvicorn.Config(own.app, log_level="warning", access_log=False, lifespan="off"))
-        server.capture_signals = contextlib.nullcontext  # ours, below
+        name = opening.target.model.rstrip("/").rpartition("/")[2]
+        completions = Completions(answerer, request, name, queue, hosts)
+        config = uvicorn.Config(completions.app, log_level="warning", access_log=False, lifespan="off")
+        server: Any = uvicorn.Server(config)
+        server.capture_signals = contextlib.nullcontext  # `noting` handles signals.
 
         def stop(number: int) -> None:
             server.should_exit = True
-            for job in own.jobs:
+            for job in completions.jobs:
                 job.gone.set()
 
         note(f"http://{address[0]}:{listening.getsockname()[1]}/v1 answers; Ctrl-C ends it")
         with noting(stop):
             server.run(sockets=[listening])
-        own.thread.shutdown()
+        completions.thread.shutdown()

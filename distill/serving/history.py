@@ -1,5 +1,7 @@
-"""The results of `distill serve-check` that are kept, and the comparison of a result with the last one on the same
-prompts: servers lose acceptance between builds, and nobody notices."""
+"""The kept results of `distill serve-check`, and the comparison of a result with the last result on the same prompts.
+
+Servers may lose acceptance between builds, and nobody notices.
+"""
 
 from __future__ import annotations
 
@@ -19,10 +21,10 @@ from distill.tables import paired_ratio_interval
 
 @dataclass(frozen=True)
 class KeptCheck:
-    """One result: the server's own counts behind each prompt, and what they were measured with.
+    """One result: the server's counts after each prompt, and the settings of the measurement.
 
-    `prompts` is the digest of the prompts' token ids. `served` are the server's flags. `speeds` are tokens per second
-    of the server that drafts and of the plain one (None where there was none), one request at a time.
+    `prompts` is the digest of the prompts' token ids. `served` are the server's flags. `speeds` are the tokens per
+    second of the drafting server and of the plain server (None without one), one request at a time.
     """
 
     time: str
@@ -37,7 +39,7 @@ class KeptCheck:
     speeds: tuple[float, float | None]
 
     def is_like(self, other: KeptCheck) -> bool:
-        """Whether another result is of the same prompts, sampler and draft length, so that the two can be compared."""
+        """Whether another result has the same prompts, sampler and draft length, so that both can be compared."""
         names = ("prompts", "new_tokens", "n_max", "sampler")
         return all(getattr(self, name) == getattr(other, name) for name in names)
 
@@ -51,7 +53,7 @@ class History:
 
 
 def read_history(path: Path) -> History:
-    """Read the results that are kept in a file; none where there is no file."""
+    """Read the kept results of a file. A missing file has none."""
     if not path.exists():
         return History()
     try:
@@ -66,9 +68,9 @@ def digest_of(prompts: Sequence[Sequence[int]]) -> str:
 
 
 def kept(report: ServeReport) -> KeptCheck:
-    """Return what is kept of a report."""
-    alone = [one.tokens_per_second for one in report.speeds if one.concurrency == 1]
-    plain = alone[0] if len(alone) > 1 else None  # which comes first
+    """Return the part of a report that is kept."""
+    alone = [speed.tokens_per_second for speed in report.speeds if speed.concurrency == 1]
+    plain = alone[0] if len(alone) > 1 else None  # The plain server comes first.
     return KeptCheck(
         time=now(),
         server=report.server,
@@ -84,13 +86,14 @@ def kept(report: ServeReport) -> KeptCheck:
 
 
 def compared(report: ServeReport, history: History) -> ServeReport:
-    """Return the report with the change since the last result that it can be compared with, if there is one."""
-    found = kept(report)
-    last = next((one for one in reversed(history.checks) if one.is_like(found)), None)
+    """Return the report with the change since the last comparable result, if there is one."""
+    latest = kept(report)
+    last = next((check for check in reversed(history.checks) if check.is_like(latest)), None)
     if last is None:
         return report
-    sides = [([text.accepted for text in one.texts], [text.drafted for text in one.texts]) for one in (last, found)]
-    before, after = (summed(one.texts) for one in (last, found))
+    checks = (last, latest)
+    sides = [([text.accepted for text in check.texts], [text.drafted for text in check.texts]) for check in checks]
+    before, after = (summed(check.texts) for check in checks)
     change = Change(
         time=last.time,
         build=last.build,
@@ -98,11 +101,11 @@ def compared(report: ServeReport, history: History) -> ServeReport:
         before=before.accepted / before.drafted,
         after=after.accepted / after.drafted,
         rise=paired_ratio_interval(*sides[0], *sides[1]),
-        tokens_per_second=(last.speeds[0], found.speeds[0]),
+        tokens_per_second=(last.speeds[0], latest.speeds[0]),
     )
     return replace(report, change=change)
 
 
 def keep(path: Path, history: History, report: ServeReport) -> None:
-    """Add a result to those that are kept in a file."""
+    """Add a result to the kept results in a file."""
     write_result(path, replace(history, checks=[*history.checks, kept(report)]))

@@ -1,6 +1,6 @@
-"""What a request asks of `distill serve`: messages or a prompt, a sampler, where the answer ends, and a grammar.
+"""Readers of the fields of a request to `distill serve`: messages or a prompt, sampler, end of the answer, grammar.
 
-Each function raises RecipeError, which names the field, for what is not fulfilled. See distill/data/requests.py for the
+Each function raises RecipeError with the field's name if a value cannot be honoured. distill/data/requests.py has the
 table of fields.
 """
 
@@ -20,7 +20,7 @@ from distill.machine import install_extra
 from distill.sampler import Sampler
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-# Keys of a message that say nothing where they are empty, and those that a template does not read.
+# Keys of a message that may be empty. No template reads them.
 EMPTY_OF_MESSAGE = ("refusal", "audio", "annotations", "function_call", "weight")
 LEVELS = ("none", "minimal", "low", "medium", "high", "xhigh", "max")
 LENGTHS = ("max_tokens", "max_completion_tokens", "n_predict")
@@ -29,29 +29,29 @@ STREAM_OPTIONS = {"include_usage": (True, False), "continuous_usage_stats": (Fal
 
 def messages_of(asked: Mapping[str, Any]) -> list[dict[str, Any]]:
     """The messages of a request in the form of records."""
-    found = []
-    for number, one in enumerate(asked.get("messages") or []):
+    messages = []
+    for number, message in enumerate(asked.get("messages") or []):
         place = f"messages[{number}]"
-        for name, value in one.items():
+        for name, value in message.items():
             known = name in ("role", "content", *OF_MESSAGE) or (name in EMPTY_OF_MESSAGE and not value)
             if not known:
                 raise RecipeError(f"`{place}.{name[:60]}` is not supported", "leave it out")
-        if one.get("role") not in ROLES:
-            raise RecipeError(f"`{place}.role` is {one.get('role')!r:.40}", f"give one of {', '.join(ROLES)}")
-        for part in one["content"] if isinstance(one.get("content"), list) else ():
+        if message.get("role") not in ROLES:
+            raise RecipeError(f"`{place}.role` is {message.get('role')!r:.40}", f"give one of {', '.join(ROLES)}")
+        for part in message["content"] if isinstance(message.get("content"), list) else ():
             if isinstance(part, dict) and (more := next((name for name in part if name not in ("type", "text")), None)):
                 raise RecipeError(f"`{place}.content`: the key `{more[:60]}` of a part is not supported", "send text")
         try:
-            found.append(normal({name: value for name, value in one.items() if name not in EMPTY_OF_MESSAGE}))
+            messages.append(normal({name: value for name, value in message.items() if name not in EMPTY_OF_MESSAGE}))
         except ValueError as error:
             raise RecipeError(f"`{place}`: {error}") from None
-    if not found:
+    if not messages:
         raise RecipeError("`messages` is missing or empty", "send a question")
-    return found
+    return messages
 
 
 def prompt_of(asked: Mapping[str, Any]) -> str | list[int]:
-    """The prompt of a text completion: a text, or token ids; also as a list of one."""
+    """The prompt of a text completion: a text or token ids. A list of one prompt is read, too."""
     prompt = asked.get("prompt")
     if isinstance(prompt, list) and prompt and not isinstance(prompt[0], int):
         if len(prompt) > 1:
@@ -59,42 +59,45 @@ def prompt_of(asked: Mapping[str, Any]) -> str | list[int]:
         prompt = prompt[0]
     if not prompt:
         raise RecipeError("`prompt` is missing or empty", "send some text to continue")
-    found: str | list[int] = prompt
-    return found
+    text_or_ids: str | list[int] = prompt
+    return text_or_ids
 
 
 def template_arguments(asked: Mapping[str, Any], declared: Collection[str]) -> dict[str, Any]:
-    """The arguments of a chat template that has `declared` them: those of `chat_template_kwargs`, documents, and how
-    much to think."""
-    own = asked.get("chat_template_kwargs") or {}
+    """The arguments for a chat template with these `declared` variables: kwargs, documents and efforts of thinking."""
+    arguments = asked.get("chat_template_kwargs") or {}
     given = [name for name in EFFORTS if asked.get(name) is not None]
     if len(given) > 1:
-        raise RecipeError(f"`{given[0]}` and `{given[1]}` both say how much to think", "send one of them")
+        raise RecipeError(f"`{given[0]}` and `{given[1]}` both set the effort of thinking", "send one of them")
     thinking = efforts(asked)
     for name in given:
         value, keys = asked[name], {"reasoning": {"effort"}, "thinking": {"type"}}.get(name, set())
         effort = thinking.get("reasoning_effort", LEVELS[0])
         if (isinstance(value, dict) and value.keys() != keys) or not thinking or effort not in LEVELS:
             raise RecipeError(f"`{name}` cannot be {json.dumps(value)[:60]}", "see the table in docs/serving.md")
-        thinking = {argument: one for argument, one in thinking.items() if argument in declared}
+        thinking = {argument: setting for argument, setting in thinking.items() if argument in declared}
         if not thinking or ("reasoning_effort" not in thinking and effort != LEVELS[0]):
             raise RecipeError(f"`{name}`: the target's chat template does not read it", "leave it out")
-    places = {name: f"chat_template_kwargs.{name[:60]}" for name in own}
+    places = {name: f"chat_template_kwargs.{name[:60]}" for name in arguments}
     places |= {"documents": "documents"} if asked.get("documents") else {}
     for name, place in places.items():
         if name not in declared:
             raise RecipeError(f"`{place}`: the target's chat template does not read it", "leave it out")
-    return thinking | ({"documents": asked["documents"]} if asked.get("documents") else {}) | own
+    outside = thinking | ({"documents": asked["documents"]} if asked.get("documents") else {})
+    if twice := next((name for name in outside if name in arguments and arguments[name] != outside[name]), None):
+        place = twice if twice == "documents" else given[0]
+        raise RecipeError(f"`{place}` and `chat_template_kwargs.{twice}` differ", "send one of them")
+    return outside | arguments
 
 
 def sampler_of(asked: Mapping[str, Any], usual: Sampler) -> Sampler:
-    """The sampler of a request: `usual` with what it names. A top-k of -1 is none."""
-    given = {one.name: asked[one.name] for one in fields(Sampler) if asked.get(one.name) is not None}
+    """The sampler of a request: `usual` with the settings of the request. A top-k of -1 means no limit."""
+    given = {setting.name: asked[setting.name] for setting in fields(Sampler) if asked.get(setting.name) is not None}
     return replace(usual, **given | ({"top_k": 0} if given.get("top_k") == -1 else {}))
 
 
 def limit_of(asked: Mapping[str, Any], room: int) -> int:
-    """New tokens at most."""
+    """The maximum of new tokens."""
     given = {name: asked[name] for name in LENGTHS if asked.get(name) is not None}
     if len({*given.values()}) > 1:
         raise RecipeError(f"{' and '.join(f'`{name}`' for name in given)} differ", "send one of them")
@@ -107,27 +110,27 @@ def limit_of(asked: Mapping[str, Any], room: int) -> int:
 def stops_of(asked: Mapping[str, Any]) -> tuple[str, ...]:
     """The texts before which an answer ends."""
     stop = asked.get("stop")
-    found = (stop,) if isinstance(stop, str) else tuple(stop or ())
-    if not all(found):
+    stops = (stop,) if isinstance(stop, str) else tuple(stop or ())
+    if not all(stops):
         raise RecipeError("`stop`: an empty stop string would end every text before it begins", "leave it out")
-    return found
+    return stops
 
 
 def usage_of(asked: Mapping[str, Any]) -> bool | None:
-    """Whether a stream ends with an event of its own for the usage; None where the request does not say."""
+    """Whether a stream ends with a separate event for the usage. None if the request does not set that."""
     options = asked.get("stream_options") or {}
     for name, value in options.items():
-        if value is not None and not any(value is one for one in STREAM_OPTIONS.get(name, ())):
+        if value is not None and not any(value is known for known in STREAM_OPTIONS.get(name, ())):
             raise RecipeError(f"`stream_options.{name[:60]}` is not supported with {json.dumps(value)[:40]}")
-    found: bool | None = options.get("include_usage")
-    return found
+    include: bool | None = options.get("include_usage")
+    return include
 
 
 # ── Grammars ──
 
 
 def grammar_of(asked: Mapping[str, Any]) -> tuple[str, str, str] | None:
-    """The field that gives a grammar, its kind and its text (see `decoding.grammar`); None without one."""
+    """The field that gives a grammar, its kind and its text (see `decoding.grammar`). None without a grammar."""
     given = [name for name, field in GRAMMARS.items() if field.asks(asked.get(name))]
     if not given:
         return None
@@ -141,7 +144,7 @@ def grammar_of(asked: Mapping[str, Any]) -> tuple[str, str, str] | None:
 
 
 def _grammar(name: str, value: Any, place: str) -> tuple[str, str]:
-    """Kind and text of a grammar as a field of this name has it, which stands at a `place`."""
+    """Kind and text of the grammar in a field `name` at a `place` of the request."""
     if name == "response_format":
         return _format(value)
     if name == "structured_outputs":
@@ -158,7 +161,7 @@ def _grammar(name: str, value: Any, place: str) -> tuple[str, str]:
 
 
 def _written(text: str, lark: bool) -> tuple[str, str]:
-    """A grammar in GBNF, or in llguidance's notation: where it says so, and where a field may hold `lark`."""
+    """A grammar in GBNF, or in llguidance's notation if the text or the field (`lark`) shows that."""
     return "lark" if text.startswith("%llguidance") or (lark and "::=" not in text) else "gbnf", text
 
 
@@ -169,7 +172,7 @@ def _choice(place: str, texts: Any) -> tuple[str, str]:
 
 
 def _format(value: Mapping[str, Any]) -> tuple[str, str]:
-    """`response_format`: OpenAI's, and llama-server's with the schema of a json_object."""
+    """The grammar of OpenAI's `response_format`, or of llama-server's with the schema of a json_object."""
     kind, place = value.get("type"), "response_format"
     if kind == "json_object":
         _require_known(value, place, ("type", "schema"))
@@ -187,7 +190,7 @@ def _format(value: Mapping[str, Any]) -> tuple[str, str]:
 
 
 def _structured(value: Mapping[str, Any]) -> tuple[str, str]:
-    """`structured_outputs` of vLLM: one of its grammars, and how other libraries would write JSON."""
+    """The grammar of vLLM's `structured_outputs`. Settings of other grammar libraries are accepted at usual values."""
     place = "structured_outputs"
     kinds = {"json": "guided_json", "regex": "regex", "grammar": "guided_grammar", "choice": "guided_choice"}
     kinds |= {"json_object": "guided_json_object"}
@@ -195,7 +198,7 @@ def _structured(value: Mapping[str, Any]) -> tuple[str, str]:
     usual |= {"disable_additional_properties": (False,)}
     _require_known(value, place, (*kinds, *usual))
     for name, values in usual.items():
-        if value.get(name) is not None and not any(value[name] is one for one in values):
+        if value.get(name) is not None and not any(value[name] is known for known in values):
             raise RecipeError(f"`{place}.{name}` is not supported with {json.dumps(value[name])[:40]}")
     given = [name for name in kinds if value.get(name) is not None]
     if len(given) != 1:

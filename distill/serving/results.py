@@ -1,5 +1,5 @@
-"""What `distill serve-check` found on the user's own server, as dataclasses, of which JSON is made; differences from
-what the draft was made and measured for; the report's sentences and tables.
+"""Results of `distill serve-check` as dataclasses, which are written as JSON; differences from the settings that the
+draft was made and measured for; the report's sentences and tables.
 
 Legend: τ tokens per round.
 """
@@ -36,16 +36,16 @@ from distill.tables import (
     table_of,
 )
 
-LEAST_LOSS = 0.01  # tokens per round: less is rounding
+MIN_LOSS = 0.01  # tokens per round. A smaller difference is rounding.
 
 
 @dataclass(frozen=True)
 class ServedAcceptance:
-    """Drafted and accepted tokens of the same prompts, as `source` counts them.
+    """Drafted and accepted tokens of the same prompts, counted by `source`.
 
-    `rate` is accepted ÷ drafted. `tokens_per_round` counts all steps of the target behind the prompt, those without a
-    draft too. Intervals resample prompts. `by_position` holds, of the rounds that drafted, the share that accepted the
-    token at each position; None where the source does not say.
+    `rate` is accepted ÷ drafted. `tokens_per_round` counts all steps of the target after the prompt, with and without a
+    draft. Intervals resample prompts. `by_position` holds the share of the drafting rounds that accepted the token at
+    each position. It is None if the source does not count that.
     """
 
     source: str
@@ -60,9 +60,9 @@ class ServedAcceptance:
 class ServedSpeed:
     """One configuration under one load: `concurrency` requests at once, each followed by the next.
 
-    `in_flight` is the mean number of them. `first_seconds`, until the first token, and `token_seconds`, for each behind
-    it, are the median and the 95th percentile over requests. The speedup is over the plain server, in tokens per second
-    of a request's time; NaN for that itself.
+    `in_flight` is the mean number of requests. `first_seconds` is the time to the first token. `token_seconds` is the
+    time per later token. Both are the median and the 95th percentile over requests. The speedup is over the plain
+    server, in tokens per second of a request's time. It is NaN for the plain server.
     """
 
     configuration: str
@@ -78,10 +78,10 @@ class ServedSpeed:
 
 @dataclass(frozen=True)
 class Difference:
-    """Something that differs from what the draft was made and measured for.
+    """A setting that differs from the setting that the draft was made and measured for.
 
-    `loss` are the tokens per round that it costs: measured with the difference and without, on the same prompts; NaN
-    where it was not measured.
+    `loss` is the cost in tokens per round, measured with and without the difference on the same prompts. It is NaN if
+    it was not measured.
     """
 
     what: str
@@ -93,13 +93,13 @@ class Difference:
     @property
     def explains(self) -> bool:
         """Whether the whole interval of the loss is more than rounding."""
-        return self.loss.low > LEAST_LOSS
+        return self.loss.low > MIN_LOSS
 
 
 @dataclass(frozen=True)
 class Change:
-    """The acceptance rate on the same prompts in the last result that is kept (`before`, of this time, build and flags)
-    and now (`after`), its rise with the interval by prompt, and the tokens per second of both."""
+    """The acceptance rate on the same prompts in the last kept result (`before`, with time, build and flags) and now
+    (`after`). The interval of `rise` resamples prompts."""
 
     time: str
     build: str
@@ -119,12 +119,12 @@ class Change:
 class ServeReport:
     """A pair on the user's server, with and without its draft, under `sampler` and from cold caches.
 
-    `acceptance` holds the server's own counts first. `reference` is our decoder on the same prompts, with
-    the run's own files where there is a run, and `short` the tokens per round that the server lacks.
-    `predicted` is what the run measured for the same draft length on its own test prompts; NaN where there is no run,
-    and of sampled requests. `same_texts` of `texts` have the tokens of the plain server. `digest` is that of the
-    prompts, `lengths` are their tokens, and `by_prompt` the server's counts behind each. The server takes `context`
-    tokens; None where it does not say. `change` is that since the last result on the same prompts.
+    `acceptance` holds the server's counts first. `reference` is distill's decoder on the same prompts, with the run's
+    files if there is a run. `short` is the number of tokens per round that the server lacks. `predicted` is the run's
+    acceptance rate for the same draft length on its test prompts. It is NaN without a run and for sampled requests.
+    `same_texts` of `texts` have the tokens of the plain server. `digest` identifies the prompts, `lengths` are their
+    tokens, and `by_prompt` has the server's counts after each prompt. `context` is the server's context in tokens, or
+    None if unknown. `change` compares the last result on the same prompts.
     """
 
     command: str
@@ -153,13 +153,13 @@ class ServeReport:
     change: Change | None = None
 
 
-# ── What servers and our own decoder drafted and accepted: by text, by a server's counters, and the rates of both ──
+# ── Drafted and accepted tokens of servers and of distill's decoder: by text, by a server's counters, and rates ──
 
 
 @dataclass(frozen=True)
 class Counts:
-    """Rounds that drafted, drafted and accepted tokens, and those accepted at each drafted position where that is
-    known: of a server since its start, or of texts, which have `later` tokens behind the first."""
+    """Drafting rounds, drafted and accepted tokens, and accepted tokens at each drafted position if known, of a server
+    since its start or of texts. Texts have `later` tokens after the first."""
 
     rounds: int = 0
     drafted: int = 0
@@ -169,9 +169,12 @@ class Counts:
 
     @classmethod
     def of_text(cls, tokens: int, drafted: int = 0, accepted: int = 0, rounds: int | None = None) -> Counts:
-        """Of one text of `tokens`. The first comes from the prompt's step. Where the rounds are not counted, as
-        llama-server counts none for a request, they are the tokens that were not accepted: of every later step one
-        token is the target's own. A text that ends within a round accepted more than it has."""
+        """The counts of one text of `tokens`.
+
+        The prompt's step gives the first token. llama-server counts no rounds of a request. The rounds are then the
+        tokens that were not accepted, because each later step adds one token of the target. A text that ends within a
+        round accepted more tokens than it has.
+        """
         later = max(0, tokens - 1)
         rounds = max(min(1, later), later - accepted) if rounds is None else rounds
         return cls(rounds, drafted, accepted, (), later)
@@ -185,32 +188,32 @@ class Counts:
     def _with(self, other: Counts, sign: int) -> Counts:
         places = zip_longest(self.by_position, other.by_position, fillvalue=0)
         pairs = ((getattr(self, name), getattr(other, name)) for name in ("rounds", "drafted", "accepted", "later"))
-        rounds, drafted, accepted, later = (own + sign * one for own, one in pairs)
-        return Counts(rounds, drafted, accepted, tuple(own + sign * one for own, one in places), later)
+        rounds, drafted, accepted, later = (left + sign * right for left, right in pairs)
+        return Counts(rounds, drafted, accepted, tuple(left + sign * right for left, right in places), later)
 
 
 @dataclass(frozen=True)
 class Text:
-    """The tokens of a text (none where a server gives no ids), with its counts."""
+    """The tokens of a text, with its counts. A server that gives no ids leaves the tokens empty."""
 
     tokens: list[int]
     counts: Counts
 
 
 def counts_of(texts: Sequence[Sequence[Text]]) -> list[Counts]:
-    """The counts of texts, summed over those behind each prompt."""
-    return [summed(text.counts for text in own) for own in texts]
+    """The counts of texts, summed over the texts after each prompt."""
+    return [summed(text.counts for text in after_prompt) for after_prompt in texts]
 
 
 def summed(counts: Iterable[Counts]) -> Counts:
-    """All of them together."""
+    """The sum of all counts."""
     return sum(counts, Counts())
 
 
 def totals_of(text: str, prefix: str) -> Counts | None:
-    """The counters of speculation in Prometheus text, summed over engines; None where one is missing.
+    """The counters of speculation in Prometheus text, summed over engines. None if a counter is missing.
 
-    llama-server and vLLM name them alike but for their prefix.
+    The counters of llama-server and vLLM differ in the prefix of their names.
     """
     metric = rf"^{prefix}:spec_decode_num_(\w+)_total(?:{{(.*)}})? +(\d+(?:\.\d+)?(?:e\+?\d\d?)?)(?= |$)"
     sums: dict[str, float] = defaultdict(float)
@@ -226,7 +229,7 @@ def totals_of(text: str, prefix: str) -> Counts | None:
 
 
 def acceptance(source: str, texts: Sequence[Counts], totals: Counts | None = None) -> ServedAcceptance:
-    """Both rates with their intervals over prompts; `totals` of the same texts give the positions."""
+    """Both rates with their intervals over prompts. `totals` of the same texts give the positions."""
     drafted, accepted = [text.drafted for text in texts], [text.accepted for text in texts]
     later, rounds = [text.later for text in texts], [text.rounds for text in texts]
     positions = None
@@ -243,12 +246,12 @@ def acceptance(source: str, texts: Sequence[Counts], totals: Counts | None = Non
 
 
 def rise_of_tokens(before: Sequence[Counts], after: Sequence[Counts]) -> Interval:
-    """τ of `after` less τ of `before`, of the same prompts."""
+    """τ of `after` minus τ of `before` on the same prompts."""
     sides = [([text.later for text in side], [text.rounds for text in side]) for side in (before, after)]
     return paired_ratio_interval(*sides[0], *sides[1])
 
 
-# ── Differences: an option of llama-server is undone by appending the server's own default, as the last one counts ──
+# ── Differences: the last value of an option counts, so that appending llama-server's default undoes the option ──
 
 
 class Option(NamedTuple):
@@ -261,7 +264,7 @@ class Option(NamedTuple):
 
 
 def _cached(model: str, variable: str, names: str) -> list[Option]:
-    """The options of the types of a model's cached keys and values; a K in a name stands for either."""
+    """The options of the types of a model's cached keys and values. A K in a name stands for either."""
     what, parts = f"the type of the {model}'s cached ", {"k": "keys", "v": "values"}
     spelt = {k: tuple(names.replace("K", k).split()) for k in parts}
     return [Option(what + part, variable + k.upper(), "f16", spelt[k]) for k, part in parts.items()]
@@ -284,47 +287,47 @@ def _same(option: Option, value: str) -> bool:
 
 
 def option_differences(settings: LlamaServer, environment: Mapping[str, str]) -> list[tuple[Difference, LlamaServer]]:
-    """Each option that differs from the server's default, with the server that lacks this difference alone."""
-    found = []
+    """Each option that differs from the server's default, with the server that lacks only this difference."""
+    differing = []
     for option in OPTIONS:
-        # The server takes the last value that was given, else the environment's, else its default.
+        # The server takes the last value of the command line, else the environment's value, else its default.
         given = [value for name, value in itertools.pairwise(settings.served) if name in option.names]
         value = given[-1] if given else environment.get(option.variable, option.default)
         if not _same(option, value):
             undone = replace(settings, further=(*settings.further, option.names[0], option.default))
-            found.append((Difference(option.what, value, option.default, f"leave {option.names[0]} out"), undone))
-    return found
+            differing.append((Difference(option.what, value, option.default, f"leave {option.names[0]} out"), undone))
+    return differing
 
 
-# ── files ──
+# ── Files ──
 
 
 def from_run(files: tuple[Path, Path], made: tuple[Path, Path] | None) -> list[Difference]:
-    """Where the served target and draft are not those of the run (`made`)."""
+    """The differences of the served target and draft from those of the run (`made`)."""
     return [
-        Difference(f"the {role}'s file", str(served), str(own), f"serve the run's {role}, or train on this pair")
-        for role, served, own in zip(("target", "draft"), files, made or files, strict=True)
-        if served.resolve() != own.resolve()
+        Difference(f"the {role}'s file", str(served), str(of_run), f"serve the run's {role}, or train on this pair")
+        for role, served, of_run in zip(("target", "draft"), files, made or files, strict=True)
+        if served.resolve() != of_run.resolve()
     ]
 
 
 def in_pair(files: tuple[Path, Path]) -> list[Difference]:
-    """Where the vocabularies of target and draft do not belong together."""
+    """The difference of the vocabularies of target and draft, if they do not fit."""
     fault = compare_pair(str(files[0]), str(files[1])).llama_cpp
     return [] if fault is None else [Difference("the vocabulary", fault[0], "that of the target", fault[1])]
 
 
-# ── what a server says ──
+# ── The server's chat template ──
 
 PROBE = "distill asks"
 
 
 def template_difference(ours: str, theirs: str) -> Difference | None:
-    """Whether two templates render the probing conversation alike."""
+    """The difference of two templates in the probing conversation. None if they render it alike."""
     if ours == theirs:
         return None
     lost = "" if PROBE in theirs else ", which leaves the user's message out"
-    advice = "serve with the target's own template: leave --chat-template out (it takes Jinja: a name is taken as text)"
+    advice = "serve with the target's template: leave --chat-template out (it takes Jinja, and reads a name as text)"
     return Difference("the chat template", _shown(theirs) + lost, _shown(ours), advice)
 
 
@@ -332,40 +335,41 @@ def _shown(text: str) -> str:
     return repr(text if len(text) <= 120 else text[:120] + "…")
 
 
-# ── sentences ──
+# ── Sentences ──
 
-OURS = "distill, "  # before the files of our decoder, as a source of counts
-EXPLAINED_SHARE = 0.5  # of a shortfall: differences that explain less leave something to look for
+OURS = "distill, "  # The name of distill's decoder as a source of counts begins with this.
+EXPLAINED_SHARE = 0.5  # If differences explain a smaller share of a shortfall, the user must look for more causes.
 
 
 def sentences(report: ServeReport) -> list[str]:
-    """About the acceptance rate, differences, the texts and the speed, in order of weight."""
-    found = [] if report.change is None else [_changed(report.change, report)]
-    found.append(_beside(report, report.acceptance[0]))
-    found += [_difference(one) for one in sorted(report.differences, key=lambda one: not one.explains)]
-    if report.short.low > LEAST_LOSS:
-        short, explained = report.short.mean, sum(one.loss.mean for one in report.differences if one.explains)
+    """Sentences about the acceptance rate, differences, texts and speed. The most important come first."""
+    lines = [] if report.change is None else [_changed(report.change, report)]
+    lines.append(_accepted(report, report.acceptance[0]))
+    differences = sorted(report.differences, key=lambda difference: not difference.explains)
+    lines += map(_difference, differences)
+    if report.short.low > MIN_LOSS:
+        short, explained = report.short.mean, sum(cause.loss.mean for cause in differences if cause.explains)
         if explained < EXPLAINED_SHARE * short:
-            found.append(
+            lines.append(
                 f"{short - explained:.2f} of the missing {short:.2f} tokens per round are not explained by "
-                f"these differences. What is left is the build ({report.build}) and its back end: try it without a GPU "
+                f"these differences. The build ({report.build}) and its back end remain: try it without a GPU "
                 "(--n-gpu-layers 0 --n-gpu-layers-draft 0), then another build (scripts/build_llama_cpp.sh)."
             )
     if report.same_texts < report.texts:
-        found.append(
+        lines.append(
             f"With the draft, {report.texts - report.same_texts} of {report.texts} texts differ from the plain "
-            "server's, as happens between nearly equal tokens: steps of several tokens round otherwise than of one."
+            "server's. Steps of several tokens round differently, which decides between nearly equal tokens."
         )
-    return [*found, _speed(report)]
+    return [*lines, _speed(report)]
 
 
-def _beside(report: ServeReport, own: ServedAcceptance) -> str:
-    text = f"The server accepts {own.accepted} of {own.drafted} drafted tokens: {_both(own)}"
+def _accepted(report: ServeReport, served: ServedAcceptance) -> str:
+    text = f"The server accepts {served.accepted} of {served.drafted} drafted tokens: {_both(served)}"
     if report.reference is not None:
         text += f"; our decoder with {report.reference.source.removeprefix(OURS)} {_both(report.reference)}"
-        if report.short.low > LEAST_LOSS:
+        if report.short.low > MIN_LOSS:
             text += f". It lacks {shown(report.short)} tokens per round"
-        elif report.short.high < -LEAST_LOSS:
+        elif report.short.high < -MIN_LOSS:
             text += f". It has {-report.short.mean:.2f} tokens per round more"
         else:
             text += ": as predicted"
@@ -377,38 +381,38 @@ def _beside(report: ServeReport, own: ServedAcceptance) -> str:
 def _changed(change: Change, report: ServeReport) -> str:
     word = "FELL" if change.fell else "rose" if change.rise.low > 0 else "is the same within its interval"
     flags = "" if change.served == report.served else f" Its flags were `{change.served}`."
-    speeds = " → ".join(f"{one:.1f}" for one in change.tokens_per_second)
+    speeds = " → ".join(f"{speed:.1f}" for speed in change.tokens_per_second)
     return (
         f"Acceptance {word}: {change.before:.2f} → {change.after:.2f} since build {change.build} of {change.time} "
         f"(interval of the difference {shown(change.rise, '+.3f')}, by prompt), {speeds} tokens/s.{flags}"
     )
 
 
-def _both(found: ServedAcceptance) -> str:
-    return f"acceptance rate {shown(found.rate, '%')}, {shown(found.tokens_per_round)} tokens per round"
+def _both(rates: ServedAcceptance) -> str:
+    return f"acceptance rate {shown(rates.rate, '%')}, {shown(rates.tokens_per_round)} tokens per round"
 
 
-def _difference(one: Difference) -> str:
-    what = f"{one.what} is {one.found}, not {one.expected}"
-    if one.explains:
-        return f"EXPLAINED: {what}: that costs {shown(one.loss)} tokens per round. To mend it, {one.advice}."
-    if math.isnan(one.loss.mean):
-        return f"Not measured: {what}. If the acceptance rate is low, {one.advice}."
-    return f"Not a cause: {what}: it costs {shown(one.loss)} tokens per round."
+def _difference(cause: Difference) -> str:
+    what = f"{cause.what} is {cause.found}, not {cause.expected}"
+    if cause.explains:
+        return f"EXPLAINED: {what}: that costs {shown(cause.loss)} tokens per round. To mend it, {cause.advice}."
+    if math.isnan(cause.loss.mean):
+        return f"Not measured: {what}. If the acceptance rate is low, {cause.advice}."
+    return f"Not a cause: {what}: it costs {shown(cause.loss)} tokens per round."
 
 
 def _speed(report: ServeReport) -> str:
-    rises = [one for one in report.speeds if not math.isnan(one.speedup.mean)]
-    if not rises:
-        return "Without a plain server beside it (--plain-url) no speedup was measured."
-    parts = [f"{shown(one.speedup)} with {one.concurrency} at once" for one in rises]
+    speeds = [speed for speed in report.speeds if not math.isnan(speed.speedup.mean)]
+    if not speeds:
+        return "No speedup was measured without a plain server (--plain-url)."
+    parts = [f"{shown(speed.speedup)} with {speed.concurrency} at once" for speed in speeds]
     text = f"Speed over the plain server: {', '.join(parts)}."
-    if any(one.speedup.mean >= 1 for one in rises):
+    if any(speed.speedup.mean >= 1 for speed in speeds):
         return text
     return f"{text} With n_max {report.n_max} the draft makes no load faster here."
 
 
-# ── tables ──
+# ── Tables ──
 
 
 def serving_blocks(report: ServeReport) -> list[Block]:
@@ -423,10 +427,10 @@ def serving_blocks(report: ServeReport) -> list[Block]:
     ]
     if report.differences:
         of_differences: Columns[Difference] = {
-            "what differs": lambda one: one.what,
-            "found": lambda one: one.found,
-            "expected": lambda one: one.expected,
-            "tokens per round lost": lambda one: one.loss,
+            "what differs": lambda cause: cause.what,
+            "found": lambda cause: cause.found,
+            "expected": lambda cause: cause.expected,
+            "tokens per round lost": lambda cause: cause.loss,
         }
         blocks.append(table_of(report.differences, of_differences, report.command, "differences"))
     if report.left_out:
@@ -445,14 +449,14 @@ def _sampled(report: ServeReport) -> str:
 def _acceptance(report: ServeReport) -> Table:
     rows: list[Row] = [
         [
-            one.source,
-            one.accepted,
-            one.drafted,
-            Cell(one.rate, "%"),
-            one.tokens_per_round,
-            ", ".join(f"{share:.2f}" for share in one.by_position or ()),
+            counted.source,
+            counted.accepted,
+            counted.drafted,
+            Cell(counted.rate, "%"),
+            counted.tokens_per_round,
+            ", ".join(f"{share:.2f}" for share in counted.by_position or ()),
         ]
-        for one in report.acceptance
+        for counted in report.acceptance
     ]
     if known(report.predicted):
         rows.append(["the run's own measurement", None, None, Cell(report.predicted, "%"), None, ""])
@@ -461,16 +465,16 @@ def _acceptance(report: ServeReport) -> Table:
 
 
 def _by_context(report: ServeReport) -> list[Block]:
-    """The server's acceptance by the length of the context, which is the prompt's, and how much of it was measured."""
+    """The server's acceptance by the length of the prompt, and the part of the context that was measured."""
     groups: dict[str, list[Counts]] = {}
     longest = max(report.lengths, default=0)
-    for length, counts in sorted(zip(report.lengths, report.by_prompt, strict=True), key=lambda one: one[0]):
+    for length, counts in sorted(zip(report.lengths, report.by_prompt, strict=True), key=lambda pair: pair[0]):
         groups.setdefault(depth_label(length, longest), []).append(counts)
     columns: Columns[tuple[str, ServedAcceptance, int]] = {
-        "tokens before the answer": lambda one: one[0],
-        "prompts": lambda one: one[2],
-        "acceptance rate": lambda one: Cell(one[1].rate, "%"),
-        "tokens per round": lambda one: one[1].tokens_per_round,
+        "tokens before the answer": lambda row: row[0],
+        "prompts": lambda row: row[2],
+        "acceptance rate": lambda row: Cell(row[1].rate, "%"),
+        "tokens per round": lambda row: row[1].tokens_per_round,
     }
     rows = [(label, acceptance(label, texts), len(texts)) for label, texts in groups.items()]
     title = "by length of context"
@@ -484,16 +488,16 @@ def _speeds(report: ServeReport) -> Table:
         return Cell(seconds * 1e3, ".1f")
 
     columns: Columns[ServedSpeed] = {
-        "load": lambda one: f"{one.concurrency} at once",
-        "configuration": lambda one: one.configuration,
-        "requests": lambda one: one.requests,
-        "in flight": lambda one: Cell(one.in_flight, ".1f"),
-        "requests/s": lambda one: Cell(one.requests_per_second, ".3g"),
-        "tokens/s": lambda one: one.tokens_per_second,
-        "first token, ms, p50": lambda one: milliseconds(one.first_seconds[0]),
-        "first token, ms, p95": lambda one: milliseconds(one.first_seconds[1]),
-        "per token, ms, p50": lambda one: milliseconds(one.token_seconds[0]),
-        "per token, ms, p95": lambda one: milliseconds(one.token_seconds[1]),
-        "speedup": lambda one: Cell(one.speedup, "×"),
+        "load": lambda speed: f"{speed.concurrency} at once",
+        "configuration": lambda speed: speed.configuration,
+        "requests": lambda speed: speed.requests,
+        "in flight": lambda speed: Cell(speed.in_flight, ".1f"),
+        "requests/s": lambda speed: Cell(speed.requests_per_second, ".3g"),
+        "tokens/s": lambda speed: speed.tokens_per_second,
+        "first token, ms, p50": lambda speed: milliseconds(speed.first_seconds[0]),
+        "first token, ms, p95": lambda speed: milliseconds(speed.first_seconds[1]),
+        "per token, ms, p50": lambda speed: milliseconds(speed.token_seconds[0]),
+        "per token, ms, p95": lambda speed: milliseconds(speed.token_seconds[1]),
+        "speedup": lambda speed: Cell(speed.speedup, "×"),
     }
     return table_of(report.speeds, columns, report.command, "speed")

@@ -44,10 +44,11 @@ SomeEvent = TypeVar("SomeEvent", bound=Event)
 
 
 class Http:
-    """Requests to one address, of which none is sent again: a failed one is a finding. Threads may share it.
+    """Requests to one address. No request is retried, because a failure is a finding. Threads may share an Http.
 
-    `seconds` are those that a reply may take. `death` says how the server's process ended and shows its last lines,
-    None while it runs or where it is not ours. `key` names the environment variable that holds the server's key.
+    A reply may take `seconds`. `death` returns how the server's process ended, with its last lines. It returns None
+    while the process runs, and for a process that was not started here. `key` names the environment variable that holds
+    the server's key.
     """
 
     def __init__(
@@ -57,18 +58,18 @@ class Http:
         self.client = HttpClient(seconds, CONNECTIONS, key, "--key")
 
     def get(self, path: str, body: dict[str, Any] | None = None) -> Received:
-        """A reply of any status, to a POST of a body where there is one; ServingError where none comes."""
+        """A reply of any status to a GET, or to a POST of a body. ServingError without a reply."""
         try:
             return self.client.send(self.url + path, body)
         except Unanswered as fault:
             raise self._unanswered(fault.reason) from None
 
     def read(self, path: str, form: type[Form], body: dict[str, Any] | None = None) -> Form:
-        """The JSON object that the server replies with; ServingError for anything else."""
+        """The JSON object of the server's reply. ServingError for any other reply."""
         return self._read(path, self._succeeded(path, body).content, form)
 
     def find(self, path: str, form: type[Form]) -> Form:
-        """The JSON object at a path, empty where there is none; ServingError for a missing key."""
+        """The JSON object at a path, or an empty form. ServingError for a missing key."""
         received = self.get(path)
         if received.status in KEYLESS:
             raise self._refused(path, received.status, received.content)
@@ -80,7 +81,7 @@ class Http:
     def stream(self, path: str, form: type[SomeEvent], body: dict[str, Any]) -> tuple[list[SomeEvent], Received]:
         """The events of a streamed reply.
 
-        Events are parsed after the last one, so that this client takes little time from a server on the same machine.
+        Events are parsed after the last event, so that this client takes little time from a server on this machine.
         """
         received, events = self._succeeded(path, body), list[SomeEvent]()
         for line in received.content.splitlines():
@@ -96,7 +97,7 @@ class Http:
         return events, received
 
     def words(self, content: bytes) -> str:
-        """What the server says in a reply, without its key."""
+        """The server's message in a reply, without its key."""
         return self.client.words(content)
 
     def _succeeded(self, path: str, body: dict[str, Any] | None) -> Received:
@@ -112,7 +113,7 @@ class Http:
             raise self._unreadable(path, content) from None
 
     def _unreadable(self, path: str, content: bytes) -> ServingError:
-        """The fault of a reply whose form is none of llama-server's or vLLM's."""
+        """The error for a reply whose form is neither llama-server's nor vLLM's."""
         what = f"{self.url}{path} sent a reply that is neither llama-server's nor vLLM's: {self.words(content)}"
         return ServingError(what, NEITHER)
 
@@ -120,7 +121,7 @@ class Http:
         if reason == "no reply in time":
             hint = "ask for fewer --tokens, or wait longer (--wait)"
             return ServingError(f"{self.url} did not answer within {self.seconds:g} s", hint)
-        for _ in range(20):  # a process that was killed is known to be dead a moment later
+        for _ in range(20):  # The death of a process shows a moment later.
             death = self.death()
             if death is not None:
                 return ServingError(f"the server died under a request: {death}", "see why in its last lines")
@@ -131,7 +132,7 @@ class Http:
         return ServingError(f"{self.url} broke the connection under a request", "see its log: it may have died")
 
     def _refused(self, path: str, status: int, content: bytes) -> ServingError:
-        """The fault of a request that the server did not take, in its own words."""
+        """The error for a request that the server refused, with the server's message."""
         text, hint = self.words(content), "see the server's log"
         if status in KEYLESS:
             hint = "name the environment variable that holds its key: --key NAME"
@@ -152,20 +153,20 @@ class Http:
 HOST = "127.0.0.1"
 TAIL_LINES = 8  # of a server's log in a message
 STOP_SECONDS = 10.0
-KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has none
+KILL = getattr(signal, "SIGKILL", signal.SIGTERM)  # Windows has no SIGKILL.
 POLL_SECONDS, HEALTH_SECONDS = 0.02, 2.0
-HELP_SECONDS = 60.0  # a program that prints its options takes as long, with a driver to load
+HELP_SECONDS = 60.0  # A program may load a driver before it prints its options.
 PARENT_DEATH = 1  # prctl's PR_SET_PDEATHSIG
-# One cache for all slots, as a llama-server has that chooses their number itself. With a cache for each slot, which
-# `--parallel` alone means, llama.cpp decodes only neighbouring slots together: of 32 slots, two busy ones take two
-# passes over the weights.
+# One cache for all slots is llama-server's default if it chooses the number of slots. `--parallel` alone gives each
+# slot a cache. llama.cpp then decodes only neighbouring slots together, and two busy slots of 32 may take two passes
+# over the weights.
 UNIFIED = "--kv-unified"
-PORTS = 3  # free ports that are tried: another process may take one before the server does
+PORTS = 3  # Another process may take a free port before the server does.
 
 
 @functools.cache
 def _options(binary: Path) -> str:
-    """What a program prints about its options; empty where it does not."""
+    """The text that a program prints about its options. Empty without such a text."""
     with contextlib.suppress(OSError, subprocess.SubprocessError):
         shown = subprocess.run([str(binary), "--help"], capture_output=True, timeout=HELP_SECONDS, check=False)
         return (shown.stdout + shown.stderr).decode("utf-8", "replace")
@@ -174,11 +175,11 @@ def _options(binary: Path) -> str:
 
 @dataclass(frozen=True)
 class LlamaServer:
-    """How a llama-server is started; without `draft` it decodes plainly.
+    """Settings to start a llama-server. Without `draft` it decodes plainly.
 
-    It takes `parallel` requests at once, each with a context of `context` tokens. `probabilistic` drafts are drawn from
-    the draft and verified by rejection sampling; others are its best tokens. `further` are arguments of the user's,
-    which come last and so win.
+    The server takes `parallel` requests at once, each with a context of `context` tokens. `probabilistic` drafts are
+    drawn from the draft and verified by rejection sampling. Otherwise the draft's best tokens are drafted. `further`
+    are the user's arguments. They come last, and the last value of an option counts.
     """
 
     binary: Path
@@ -199,19 +200,19 @@ class LlamaServer:
 
     @property
     def title(self) -> str:
-        """What it is called in tables."""
+        """The server's name in tables."""
         if self.draft is None:
             return "plain"
         floor = f", p_min {self.p_min:g}" if self.p_min else ""
         return f"n_max {self.n_max}{floor}{', probabilistic' if self.probabilistic else ''}"
 
     def has(self, option: str) -> bool:
-        """Whether this build has an option, by its own list of them."""
+        """Whether this build's list of options has an option."""
         return option in _options(self.binary)
 
     @property
     def served(self) -> list[str]:
-        """The arguments that matter to a user: models, drafting, and their own options."""
+        """The arguments that a user cares about: models, drafting, and the user's options."""
         drafts = self.draft is not None
         draft = str(self.draft) if drafts else None
         pair = pair_arguments(str(self.target), draft, self.n_max, self.p_min, self.probabilistic)
@@ -220,24 +221,24 @@ class LlamaServer:
 
     def command(self, port: int) -> list[str]:
         """The whole command line."""
-        own = ["--host", HOST, "--port", str(port), "--parallel", str(self.parallel)]
-        own += ["--ctx-size", str(self.context * self.parallel), "--metrics", "--no-ui", "--cache-ram", "0"]
-        own += [UNIFIED] if self.parallel > 1 and self.has(UNIFIED) else []
+        arguments = ["--host", HOST, "--port", str(port), "--parallel", str(self.parallel)]
+        arguments += ["--ctx-size", str(self.context * self.parallel), "--metrics", "--no-ui", "--cache-ram", "0"]
+        arguments += [UNIFIED] if self.parallel > 1 and self.has(UNIFIED) else []
         if self.threads is not None:
-            own += ["--threads", str(self.threads)]
-        return [str(self.binary), *own, *self.served]
+            arguments += ["--threads", str(self.threads)]
+        return [str(self.binary), *arguments, *self.served]
 
 
 OF_DRAFT_SHORT = {"-md", "-otd", "-cmoed", "-ncmoed", *(f"-{short}d" for short in SHORT.values())}
 
 
 def is_of_draft(option: str) -> bool:
-    """Whether an option of llama-server is of the draft: without one, the server would load it all the same."""
+    """Whether an option of llama-server concerns the draft. Such an option alone makes the server load a draft."""
     return option.startswith("--spec-") or option.endswith("-draft") or option in OF_DRAFT_SHORT
 
 
 def without_options(arguments: Sequence[str], dropped: Callable[[str], bool]) -> tuple[str, ...]:
-    """The user's own arguments without some options and their values."""
+    """The user's arguments without the `dropped` options and their values."""
     kept, rest = [], list(arguments)
     while rest:
         argument = rest.pop(0)
@@ -269,7 +270,7 @@ class Running:
         return "\n".join(f"    {line[:200]}" for line in lines) or "    (it wrote nothing)"
 
     def death(self) -> str | None:
-        """How the process ended; None while it runs."""
+        """The signal or status with which the process ended. None while it runs."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             code = self.process.wait(timeout=0)
             return f"signal {-code}" if code < 0 else f"status {code}"
@@ -277,19 +278,19 @@ class Running:
 
 
 def require_binary(binary: Path) -> Path:
-    """The program, found; RecipeError for one that is missing or cannot be run."""
-    found = shutil.which(binary)
-    if found is None:
+    """The path of a program. RecipeError if it is missing or cannot be run."""
+    place = shutil.which(binary)
+    if place is None:
         hint = "give the path of llama-server (scripts/build_llama_cpp.sh builds one)"
         raise RecipeError(f"--server {binary}: there is no such program, or it cannot be run", hint)
-    return Path(found)
+    return Path(place)
 
 
 @contextlib.contextmanager
 def started(settings: LlamaServer, seconds: float) -> Iterator[Running]:
-    """The server, once it is healthy; it is ended with the block, whatever ends it, and with this process.
+    """A healthy server. It ends with the block and with this process, for whatever reason these end.
 
-    Raises ServingError where it exits, or is not healthy after `seconds`, with the last lines of its log.
+    Raises ServingError, with the last lines of the log, if the server exits or is not healthy after `seconds`.
     """
     with tempfile.TemporaryDirectory(prefix="distill-serve-") as folder:
         for attempt in range(PORTS):
@@ -305,7 +306,7 @@ def started(settings: LlamaServer, seconds: float) -> Iterator[Running]:
 
 
 def free_port() -> int:
-    """A port of loopback that nobody listens at."""
+    """A free port of loopback."""
     with socket.socket() as listener:
         listener.bind((HOST, 0))
         return int(listener.getsockname()[1])
@@ -319,7 +320,7 @@ def _spawn(settings: LlamaServer, port: int, log: Path) -> subprocess.Popen[byte
                 stdin=subprocess.DEVNULL,
                 stdout=file,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,  # a Ctrl-C is ours to handle: the server must not vanish under a request
+                start_new_session=True,  # Ctrl-C must not end the server during a request.
                 preexec_fn=_tie_to_parent(),
             )
     except OSError as error:
@@ -328,15 +329,15 @@ def _spawn(settings: LlamaServer, port: int, log: Path) -> subprocess.Popen[byte
 
 
 def _tie_to_parent() -> Callable[[], object] | None:
-    """What makes Linux kill the server when this process dies in any manner; nothing elsewhere."""
+    """A function that makes Linux kill the server when this process dies. None on other systems."""
     if not sys.platform.startswith("linux"):
         return None
-    # Found here: the forked child must not load anything.
+    # The library is loaded here, because the forked child must not load anything.
     return functools.partial(ctypes.CDLL(None).prctl, PARENT_DEATH, signal.SIGKILL)
 
 
 def _wait_healthy(running: Running, seconds: float, last: bool) -> bool:
-    """Whether the server is healthy; False where its port was taken meanwhile and another can be tried."""
+    """Wait until the server is healthy. False if another process took its port and another port can be tried."""
     deadline = time.monotonic() + seconds
     with contextlib.closing(HttpClient(HEALTH_SECONDS, 1)) as client:
         while time.monotonic() < deadline:
@@ -349,7 +350,7 @@ def _wait_healthy(running: Running, seconds: float, last: bool) -> bool:
                 if client.send(f"{running.url}/health").status == 200:
                     if running.death() is None:
                         return True
-                    continue  # another server answers at this port
+                    continue  # Another server answers at this port.
             time.sleep(POLL_SECONDS)
     raise ServingError(
         f"{shlex.join(running.settings.command(0))[:600]}\n  was not healthy after {seconds:g} s; its last lines:\n"
@@ -373,18 +374,18 @@ def _exited(running: Running, death: str) -> ServingError:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
-    """End the server, and what a program around it has started: asked first, killed where they do not listen."""
+    """End the server and the processes that a program around it has started. Kill them if SIGTERM does not."""
     try:
         _signal(process, signal.SIGTERM)
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(STOP_SECONDS)
-    finally:  # a second signal, too, leaves no server behind
+    finally:  # A second signal must not leave the server running.
         _signal(process, KILL)
         process.wait()
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> None:
-    """Send a signal to the process group that a server was started in; on Windows, to the process alone."""
+    """Send a signal to the process group of a server. On Windows, the process alone gets it."""
     with contextlib.suppress(OSError):
         if sys.platform == "win32":
             process.terminate()

@@ -26,20 +26,18 @@ GREEN, RESET = "\x1b[32m", "\x1b[0m"
 def stream(
     opening: Opening, text: str, limit: int, request: Continuation, message: Sequence[int] | None = None
 ) -> None:
-    """Continue `text` by at most `limit` tokens, printing them as rounds end, and a summary on stderr. Of a `message`,
-    the token ids of a conversation up to its answer, only the answer is printed.
+    """Continue `text` by at most `limit` tokens. Print it round by round, and a summary on stderr.
 
-    Accepted tokens are green on a terminal; elsewhere the text alone is printed. Raises DataError for a prompt that is
-    empty or fills the target's context, for trees in a model that takes none, and for a configuration that would change
-    the target's distribution.
+    `message` holds the token ids of a conversation up to its answer. Only the answer is then printed. Accepted tokens
+    are green on a terminal. Raises DataError for a prompt that is empty or fills the target's context, for trees in a
+    model that takes none, and for a configuration that would change the target's distribution.
     """
     model = opening.target.model
     ids = encode_prompt(model, text) if message is None else message
     room = _room(ids, limit, context_of(model))
-    request = replace(request, message=message is not None)
     with opened(opening, request, len(ids) + room) as (pair, reader):
         session, result = begin(pair, reader, request, ids), Decoded()
-        # Nothing is printed before all is known to be possible.
+        # All faults of the request have shown before anything is printed.
         print(text if message is None else "", end="", flush=True)
         grammar = session.rules.constraint
         coloured = request.configuration.drafts and sys.stdout.isatty()
@@ -75,7 +73,7 @@ def _summary(result: Decoded) -> str:
 
 
 def show(parts: Iterable[tuple[str, bool]], marks: tuple[str, str]) -> str:
-    """Print the pieces of a text, with `marks` around those that were drafted; the text without them."""
+    """Print the pieces of a text, with `marks` around drafted pieces. Return the text without marks."""
     drafted, text = False, ""
     try:
         for piece, accepted in parts:
@@ -115,11 +113,11 @@ def typed_lines() -> Iterator[str]:
 
 
 class Conversation:
-    """The messages so far, and what answers them; each line of a user is a question or a command."""
+    """The messages so far, and the pair that answers. Each line of a user is a question or a command."""
 
     def __init__(self, answerer: Answerer, request: Continuation, limit: int) -> None:
         self.answerer, self.request, self.limit = answerer, request, limit
-        self.system = [{"role": "system", "content": one} for one in answerer.template.settings.system[:1]]
+        self.system = [{"role": "system", "content": text} for text in answerer.template.settings.system[:1]]
         self.messages, self.speed = self.system, 0.0
 
     def take(self, line: str) -> bool:
@@ -150,14 +148,14 @@ class Conversation:
         return True
 
     def answer(self, messages: list[dict[str, Any]], request: Continuation) -> tuple[str, float]:
-        """The text of an answer, which is printed, and its tokens a second."""
+        """Print an answer. Return its text and its tokens per second."""
         ids, result, capacity = self.answerer.prompt(messages), Decoded(), self.answerer.capacity
         if len(ids) >= capacity:
-            hint = "/new begins another one"
+            hint = "/new begins another conversation"
             raise DataError(f"this takes {len(ids)} tokens, and the context holds {capacity}", hint)
         text = show(self.answerer.answer(request, ids, self.limit, result), marks())
         line = f"{len(result.tokens)} tokens, {result.tokens_per_second():.1f} tokens/s"
-        if result.rounds:
+        if result.rounds and result.tokens:
             accepted, drafted = sum(result.from_draft), sum(one.drafted for one in result.rounds)
             line += f", {accepted / len(result.tokens):.0%} drafted ({accepted}/{drafted} accepted)"
         note(line)
@@ -169,7 +167,7 @@ class Conversation:
 
 
 def converse(opening: Opening, chat: Chat, request: Continuation, context: int, limit: int) -> None:
-    """Answer what is typed, until its end or /quit; a mistake is one message, and the conversation goes on."""
+    """Answer typed lines until their end or /quit. A mistake gives one message, and the conversation goes on."""
     with answering(opening, chat, request, context) as answerer:
         talk = Conversation(answerer, request, limit)
         note(HELP)

@@ -54,11 +54,11 @@ from distill.data.samples import (
 from distill.data.sources import question_files
 from distill.data.traffic import SOURCE, write_traffic
 from distill.devices import barrier, process_count, process_index, process_share
+from distill.engines.ends import target_ends
 from distill.engines.torch.hugging_face import (
     context_length,
     empty_model,
     encode,
-    end_ids,
     load_config,
     load_tokenizer,
     local_snapshot,
@@ -121,7 +121,7 @@ def rules_of(recipe: Recipe, tokenizer: Any, template: ChatTemplate | None = Non
     """The rules of requests and answers."""
     config = load_config(recipe.target.model)
     context: int = context_length(config) or config.get_text_config().max_position_embeddings
-    ends = set(end_ids(recipe.target.model, tokenizer))
+    ends = target_ends(recipe.target.model, tokenizer).ids
 
     def text_of(ids: Sequence[int]) -> str:
         return decoded(tokenizer, [token for token in ids if token not in ends])
@@ -639,7 +639,7 @@ class QuestionRequests:
         self.plain = not tokenizer.chat_template
         self.template = (PlainTexts if self.plain else ChatTemplate)(tokenizer, recipe.chat)
         self.chat = ChatPrompts(self.template, recipe.corpus.block - recipe.answers.new_tokens, recipe.seed)
-        self.ends = end_ids(recipe.target.model, tokenizer)
+        self.ends = target_ends(recipe.target.model, tokenizer).ids
         self.rules = rules_of(recipe, tokenizer)
         self._headers: dict[str, UserHeader] = {}
         self._require_room()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import deque
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
@@ -16,19 +16,12 @@ from distill.data.samples import Reply, Request, decoded, listed
 from distill.decoding.batch import refill
 from distill.decoding.rules import Stop, stop_before, token_bytes
 from distill.devices import pick_device
+from distill.engines.ends import Ends, target_ends, turn_end
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import BatchedTorchModel, growing_decoder
 from distill.engines.model import Model
 from distill.engines.pairs import VocabularyMetadata, compare_pair
-from distill.engines.torch.hugging_face import (
-    encode_behind,
-    end_ids,
-    load_target,
-    real_tokens,
-    stated_ends,
-    text_folder,
-    turn_end,
-)
+from distill.engines.torch.hugging_face import encode_behind, load_target, real_tokens, text_folder
 from distill.engines.torch.products import prepacked
 from distill.errors import DataError, EndpointError, PairError
 from distill.gguf.head import open_head
@@ -57,11 +50,11 @@ def require_gguf(target: str, path: str, setting: str) -> VocabularyMetadata:
     return pair.draft
 
 
-def _stop_of(recipe: Recipe, ends: Sequence[int]) -> Stop | None:
-    """The check for stop strings; None without any."""
-    if not recipe.answers.stop:
+def _stop_of(recipe: Recipe, ends: Ends) -> Stop | None:
+    """The check for stop strings and for the texts of `ends`; None without any."""
+    if not (texts := [*recipe.answers.stop, *ends.texts]):
         return None
-    return stop_before(token_bytes(Vocabulary.read(text_folder(recipe.target.model)), ends), recipe.answers.stop)
+    return stop_before(token_bytes(Vocabulary.read(text_folder(recipe.target.model)), ends.ids), texts)
 
 
 class _LocalWriter:
@@ -72,8 +65,9 @@ class _LocalWriter:
 
     engine: Model
 
-    def __init__(self, recipe: Recipe, ends: Sequence[int], vocabulary: int) -> None:
-        self.ends, self.vocabulary = ends, vocabulary
+    def __init__(self, recipe: Recipe, tokenizer: Any, config: Any) -> None:
+        ends = target_ends(recipe.target.model, tokenizer)
+        self.ends, self.vocabulary = ends.ids, real_tokens(config, tokenizer)
         self.stop = _stop_of(recipe, ends)
         self.sampler = replace(Sampler.of(recipe.sampler), repetition_penalty=recipe.answers.repetition_penalty)
         self.notes: list[str] = []
@@ -107,7 +101,7 @@ class TorchWriter(_LocalWriter):
 
     def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
         model = load_target(recipe.target, pick_device(recipe.device))
-        super().__init__(recipe, end_ids(recipe.target.model, tokenizer), real_tokens(model.config, tokenizer))
+        super().__init__(recipe, tokenizer, model.config)
         fast, reason = prepacked(model) if recipe.pytorch.prepack else (model, "")
         self.notes += filter(None, [reason])
         try:
@@ -124,7 +118,7 @@ class GgufWriter(_LocalWriter):
         settings = recipe.answers.writer
         assert settings is not None and settings.gguf is not None
         require_gguf(recipe.target.model, settings.gguf, "answers.writer.gguf")
-        super().__init__(recipe, end_ids(recipe.target.model, tokenizer), real_tokens(config, tokenizer))
+        super().__init__(recipe, tokenizer, config)
         # A prompt with its answer fits a block, at each turn of a conversation.
         context = max(2, recipe.corpus.block)
         self.engine = GgufModel(settings.gguf, context=context, options=recipe.gguf_options("target"))
@@ -160,12 +154,11 @@ class ServerWriter:
         assert settings is not None
         self.settings, self.recipe, self.tokenizer = settings, recipe, tokenizer
         self.together = settings.connections
-        self.ends, self.vocabulary = end_ids(recipe.target.model, tokenizer), real_tokens(config, tokenizer)
-        stated = {tokenizer.eos_token_id, *stated_ends(recipe.target.model)}
-        self.unstated = [token for token in turn_end(tokenizer) if token not in stated]  # ends that no file names
-        ends = (*turn_end(tokenizer), tokenizer.eos_token_id, *self.ends)
-        self.end = next(token for token in ends if token is not None)
-        self.stop = _stop_of(recipe, self.ends)
+        ends = target_ends(recipe.target.model, tokenizer)
+        self.ends, self.unnamed, self.vocabulary = ends.ids, ends.unnamed, real_tokens(config, tokenizer)
+        usual = *turn_end(tokenizer)[0], tokenizer.eos_token_id, *self.ends
+        self.end = [token for token in usual if token is not None][:1]
+        self.stops, self.stop = [*recipe.answers.stop, *ends.texts], _stop_of(recipe, ends)
         self.endpoint = Endpoint(settings, "answers.writer")
         self.miscounted = 0
         self.all_tokens = 0  # the form of ALL_TOKENS that the servers have not refused
@@ -345,9 +338,9 @@ class ServerWriter:
             "spaces_between_special_tokens": False,
         }
         top_k = {"top_k": sampler.top_k} if sampler.top_k else ALL_TOKENS[self.all_tokens]
-        body |= {"stop_token_ids": self.unstated} if self.unstated else {}  # vLLM, SGLang
+        body |= {"stop_token_ids": self.unnamed} if self.unnamed else {}  # vLLM, SGLang
         body = {name: value for name, value in body.items() if name not in self.refused or value != OFF[name]}
-        return body | top_k | ({"stop": list(answers.stop)} if answers.stop else {})
+        return body | top_k | ({"stop": self.stops} if self.stops else {})
 
     def _reply(self, request: Request, answer: Completion, scores: Scores | None = None) -> Reply:
         """The reply of a server's answer to the request, with the scores of the answer's tokens."""
@@ -375,7 +368,7 @@ class ServerWriter:
             new, ended = new[: last + 1], True
         if ended and not by_string and not (new and new[-1] in self.ends):
             # The end token is the one that the server names, or that of the template or the tokenizer.
-            new = [*new, next((int(token) for token in choice.ended_by if token in self.ends), self.end)]
+            new += [int(token) for token in choice.ended_by if token in self.ends][:1] or self.end
         ended, new = ended and len(new) <= request.limit, new[: request.limit]
         return Reply(request.id, new, ended, scores="" if scores is None else scores.fitted(len(new)).packed())
 

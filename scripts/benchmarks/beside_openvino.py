@@ -199,7 +199,8 @@ def convert(python: str, model: Path, kind: str, place: Path) -> Path:
 def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Every way to decode, and what all of them are given."""
     from distill.data.samples import read_prompts
-    from distill.engines.torch.hugging_face import end_ids, load_tokenizer
+    from distill.engines.ends import target_ends
+    from distill.engines.torch.hugging_face import load_tokenizer
     from distill.gguf.importing import read_import, write_import
     from distill.gguf.writer import export_gguf
     from distill.machine import thread_count
@@ -239,7 +240,7 @@ def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
         small = convert(options.openvino, Path(draft), kind, folder / f"draft-{kind}")
         add("openvino", model, dtype=kind, drafter="draft", length=1, draft=str(small))
     prompts = [one.prompt for one in read_prompts(run, "test")][: options.count]
-    ends = end_ids(str(source), load_tokenizer(str(source)))
+    ends = target_ends(str(source), load_tokenizer(str(source))).ids
     given = {"run": str(run.folder), "folder": str(folder), "prompts": prompts, "tokens": options.tokens}
     given |= {"threads": thread_count(options.threads), "ends": ends}
     return ways, given

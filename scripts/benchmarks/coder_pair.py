@@ -89,7 +89,8 @@ def texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
 def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
     """Every way to decode, and what all of them are given."""
     from distill.data.prompts import read_user_prompts, sources_of
-    from distill.engines.torch.hugging_face import end_ids, load_tokenizer
+    from distill.engines.ends import target_ends
+    from distill.engines.torch.hugging_face import load_tokenizer
     from distill.gguf.importing import read_import, write_import
     from distill.machine import thread_count
     from distill.recipe import Chat, Corpus
@@ -141,7 +142,7 @@ def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
             add("openvino", str(converted["target"]), drafter, converted["sibling"], which, length=length)
     corpus = Corpus(sources=sources_of(options.prompts))
     read = read_user_prompts(target, corpus, Chat(), options.count, 0, 64, base.CONTEXT - options.tokens - 16)
-    ends = end_ids(whole, load_tokenizer(whole))
+    ends = target_ends(whole, load_tokenizer(whole)).ids
     given = {"folder": str(folder), "prompts": [one.prompt for one in read.measured], "tokens": options.tokens}
     return ways, given | {"threads": thread_count(options.threads), "ends": ends, "server": options.server}
 

@@ -40,8 +40,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from distill.data.samples import Request, Sample, prompt_seed, read_prompts
 from distill.decoding.batch import refill
+from distill.engines.ends import target_ends
 from distill.engines.loaded import BatchedTorchModel
-from distill.engines.torch.hugging_face import end_ids, load_model, load_tokenizer
+from distill.engines.torch.hugging_face import load_model, load_tokenizer
 from distill.errors import DistillError
 from distill.files import write_json
 from distill.progress import Progress
@@ -67,7 +68,7 @@ class Texts:
 
     def __init__(self, target: Any, recipe: Recipe, prompts: list[Sample], options: Any, vocabulary: int) -> None:
         sampler = Sampler.of(recipe.sampler)
-        ends = end_ids(recipe.target.model, load_tokenizer(recipe.target.model))
+        ends = target_ends(recipe.target.model, load_tokenizer(recipe.target.model)).ids
         limit = min(options.new_tokens, target.config.max_position_embeddings - max(len(one.prompt) for one in prompts))
         rows = BatchedTorchModel(target, recipe.answers.batch, vocabulary)
         asked = deque(Request(one.id, one.prompt, prompt_seed(recipe.seed, one.id), limit) for one in prompts)

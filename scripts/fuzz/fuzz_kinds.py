@@ -674,8 +674,9 @@ def read_imports(world: World, found: bytes) -> Readers:
 
 def read_gguf(world: World, found: bytes) -> Readers:
     """llama.cpp itself: the vocabulary alone as for a prompt, then the model, a text and its bytes."""
-    from distill.engines.llama_cpp.model import GgufModel, ends_of, token_bytes_of
+    from distill.engines.llama_cpp.model import GgufModel, token_bytes_of
     from distill.engines.loaded import encode_prompt
+    from distill.engines.tokenizer import FileTokenizer
 
     path = world.put("model.gguf", found)
 
@@ -684,7 +685,7 @@ def read_gguf(world: World, found: bytes) -> Readers:
             ids = model.file.tokenize("def alpha(beta): total")[:12] or [0]
             model.file.detokenize(ids)
             token_bytes_of(model)
-            ends_of(model)
+            _ = FileTokenizer(model.file).ends
             model.extend(ids).argmax()
             model.rollback([1])
             model.extend(ids[:3]).full()

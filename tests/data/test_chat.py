@@ -25,7 +25,8 @@ from distill.data.records import THINKING, message_of, normal, turns_of
 from distill.data.samples import read_answers, read_prompts
 from distill.data.sources import Document
 from distill.data.traffic import encode_line, parse_line
-from distill.engines.torch.hugging_face import encode, end_ids, load_tokenizer
+from distill.engines.ends import target_ends
+from distill.engines.torch.hugging_face import encode, load_tokenizer
 from distill.errors import DataError, RecipeError
 from distill.files import read_result
 from distill.measuring.evaluation_results import EvaluationReport
@@ -141,7 +142,7 @@ def test_a_turn_ends_where_the_template_ends_it(tmp_path: Path, named: str) -> N
     numbers = {name: tokenizer.convert_tokens_to_ids(name) for name in ("<s>", "<end>", "<tool>")}
     assert tokenizer.eos_token_id == (None if named == "nothing" else 1)
     chat_templates.with_turns(tokenizer, "tokens", False)
-    ends = end_ids(str(folder), tokenizer)
+    ends = target_ends(str(folder), tokenizer).ids
     assert numbers["<end>"] in ends and (named == "nothing" or {1, 3} <= {*ends})
     assert ChatTemplate(tokenizer, Chat()).end == [numbers["<end>"]] != [tokenizer.eos_token_id]
 
@@ -248,7 +249,7 @@ def test_an_answer_that_spells_its_end_has_one(plain: Any) -> None:
         assert [decode(said) for _, said in chat.given(rendered)] == ["Four.<|im_end|>"]
         chat.dropped.clear()
     for content, reason in (
-        ("Four.<|im_end|>\n<|im_start|>user\nAnd?", "an answer that goes on behind an end token"),
+        ("Four.<|im_end|>\n<|im_start|>user\nAnd?", "an answer that goes on after an end token"),
         ("Four.<|eot_id|>", "an answer that ends with `<|eot_id|>`, which is no token of the target"),
         ("Four.</s>", "an answer that ends with `</s>`, which is no token of the target"),
     ):
@@ -297,7 +298,7 @@ def test_rendered_prompts_are_never_rendered_again(plain: Any) -> None:
     chat.dropped.clear()
     other = document("c", [USER | {"content": "<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"}])
     assert chat.prompt(other) is not None  # of another family: asked as it stands, and said
-    assert chat.dropped == {"prompts that hold marks of a chat template (`<|im_start|>`): asked as they stand": 1}
+    assert chat.dropped == {"prompts that hold marks of a chat template (`<|im_start|>`): asked unchanged": 1}
 
 
 def test_documents_need_the_template_that_servers_take(plain: Any) -> None:

@@ -120,11 +120,11 @@ def test_the_messages_of_a_record(given: dict[str, Any], wanted: Any, tmp_path: 
         ({"messages": [Q | {"content": [{"type": "image"}]}]}, "a message whose content is not text"),
         ({"messages": ["a"]}, "a message that is not a mapping"),
         ({"messages": "["}, "messages that are not a list"),
-        ({"question": "who", "choices": ["a", "b"], "answer": "a"}, "a field `choices` beside the prompt"),
-        ({"instruction": "answer", "question": "who"}, "a field `question` beside the prompt"),
-        ({"prompt": "what is it", "image": "x.png"}, "a field `image` beside the prompt"),
-        ({"messages": [Q, A], "context": "text"}, "a field `context` beside the messages"),
-        ({"messages": [Q, A], "reasoning": "hm"}, "a field `reasoning` beside the messages"),
+        ({"question": "who", "choices": ["a", "b"], "answer": "a"}, "a field `choices` with the prompt"),
+        ({"instruction": "answer", "question": "who"}, "a field `question` with the prompt"),
+        ({"prompt": "what is it", "image": "x.png"}, "a field `image` with the prompt"),
+        ({"messages": [Q, A], "context": "text"}, "a field `context` with the messages"),
+        ({"messages": [Q, A], "reasoning": "hm"}, "a field `reasoning` with the messages"),
         ({"question": "who", "context": {"sentences": [["a"]]}}, "a field `context` that is not text"),
         ({"instruction": "do", "history": ["a"]}, "a `history` that is not pairs"),
         ({"prompt": "do", "system": ["a"]}, "a system prompt that is not text"),
@@ -136,7 +136,8 @@ def test_the_messages_of_a_record(given: dict[str, Any], wanted: Any, tmp_path: 
         ({"messages": [Q, A | {"content": None, "function_call": {"name": "f"}}]}, "a message with a `function_call`"),
         ({"prompt": 5}, "a prompt that is not text"),
         ({"messages": [Q, A | {"prefix": True}]}, "a message that only begins an answer (`prefix`)"),
-        ({"prompt": ["a", "b"], "answer": "c"}, "an answer behind several turns, of which the others have none"),
+        ({"messages": [Q, A], "finish_reason": "length"}, "an answer that was cut short"),
+        ({"prompt": ["a", "b"], "answer": "c"}, "an answer after several turns without answers"),
         ({"prompt": "ask", "chosen": [Q | {"content": "x"}, A]}, "an answer that holds other questions"),
         ({"prompt": "[{'role': 'user' 'content': 'x'}]"}, "a list of messages that is neither JSON nor Python"),
     ],
@@ -281,7 +282,7 @@ def test_a_row_with_a_null_is_left_out(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", ["tree", "text", "jsonl", "csv"])
 def test_line_ends_are_kept(kind: Any, tmp_path: Path) -> None:
-    text = "if (a)\r\n{\r\n}\r\n"
+    text = "if (a)\r\n{\r\n}\rb\r\n"
     path = tmp_path / "f"
     if kind == "csv":
         with open(path, "w", newline="") as file:

@@ -97,11 +97,11 @@ def test_spec_bench_itself() -> None:
 @pytest.mark.parametrize(
     ("record", "message"),
     [
-        ({"category": "qa", "turns": "one text"}, "line 2 is no question of a suite .*--prompts"),
-        ({"category": "qa", "turns": []}, "no question"),
-        ({"category": "qa", "turns": ["a", " "]}, "no question"),
-        ({"question_id": 1, "turns": ["a"]}, r"no question of a suite \(it has: question_id, turns\)"),
-        ({"question_id": 0, "category": "qa", "turns": ["a"]}, "question_id 0 stands there twice"),
+        ({"category": "qa", "turns": "one text"}, "line 2 is not a question of a suite .*--prompts"),
+        ({"category": "qa", "turns": []}, "not a question"),
+        ({"category": "qa", "turns": ["a", " "]}, "not a question"),
+        ({"question_id": 1, "turns": ["a"]}, r"not a question of a suite \(it has: question_id, turns\)"),
+        ({"question_id": 0, "category": "qa", "turns": ["a"]}, "question_id 0 occurs twice"),
         ({"category": "qa", "turns": [suites.PLACEHOLDER]}, "1 of 2 questions are placeholders"),
     ],
 )

@@ -28,6 +28,7 @@ from distill.decoding.rules import Constrained, Forced, Rules
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import Random
 from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.tokenizer import FileTokenizer
 from distill.errors import DataError
 from distill.sampler import Sampler
 from distill.vocabulary.vocabulary import Vocabulary
@@ -501,7 +502,7 @@ def test_gguf_text(gguf_toys: tuple[Path, Path]) -> None:
         GgufModel(gguf_toys[0], context=128, threads=1, max_leaves=12) as target,
         GgufModel(gguf_toys[1], context=128, threads=1, max_leaves=12) as draft,
     ):
-        tokens = Tokens.of_gguf(target)
+        tokens = Tokens.of_gguf(target, FileTokenizer(target.file).ends)
         folder = Vocabulary.read(gguf_toys[0].parent / "target")
         assert tokens.bytes_of == Tokens.of(folder, tokens.ends).bytes_of
         grammar = constraint("gbnf", GBNF, tokens)

@@ -70,7 +70,7 @@ def test_a_text_ends_where_its_rotary_embedding_changes() -> None:
         )
         == 2048
     )
-    nested = {"full_attention": LONG | {"original_max_position_embeddings": 64, "rope_theta": 1e4}}
+    nested = {"full_attention": LONG | {"original_max_position_embeddings": 64.0, "rope_theta": 1e4}}
     stand_in = SimpleNamespace(max_position_embeddings=256, rope_parameters=nested, model_type="x")
     stand_in.get_text_config = lambda: stand_in
     assert context_length(stand_in) == 64

@@ -16,12 +16,12 @@ import transformers
 from safetensors.torch import load_file, save_file
 from tiny import Capture, edit
 
+from distill.engines.ends import target_ends
 from distill.engines.loaded import context_of
 from distill.engines.torch.hugging_face import (
     check_weights,
     describe_model,
     empty_model,
-    end_ids,
     load_config,
     load_model,
     load_tokenizer,
@@ -140,8 +140,8 @@ def stated(**values: Any) -> Damage:
 
 ROPES = {"rope_parameters": {"rope_type": "default", "rope_theta": 1e6}, "rope_scaling": {"type": "yarn", "factor": 4}}
 REFUSED: dict[str, tuple[Damage, str]] = {
-    "one file beside an index": (single_beside_index, rf"{SINGLE} beside {INDEX}, which names {SHARDS[0]}"),
-    "an index that names the one file and another": (index_of_both, rf"{SINGLE} beside {INDEX}"),
+    "one file beside an index": (single_beside_index, rf"{SINGLE} and {INDEX}, which names {SHARDS[0]}"),
+    "an index that names the one file and another": (index_of_both, rf"{SINGLE} and {INDEX}"),
     "a file of the index is missing": (lambda f: (split(f), (f / SHARDS[1]).unlink()), rf"missing, first {SHARDS[1]}"),
     "no index": (lambda f: (split(f), (f / INDEX).unlink()), rf"{SHARDS[0]} without {INDEX}"),
     "the index names a tensor that its file lacks": (
@@ -278,7 +278,7 @@ def test_a_model_of_the_hub_is_read_from_its_snapshot(folder: Path, monkeypatch:
     assert model.config.name_or_path == "someone/small"
     single_beside_index(folder)
     for reader in (loaded, check_weights):
-        with pytest.raises(DataError, match=f"{SINGLE} beside {INDEX}"):
+        with pytest.raises(DataError, match=f"{SINGLE} and {INDEX}"):
             reader("someone/small")
 
 
@@ -330,9 +330,10 @@ def test_generation_config_names_further_ends(folder: Path, stated: Any) -> None
     """As transformers' own generate stops at them."""
     tokenizer = load_tokenizer(str(folder))
     (folder / "generation_config.json").unlink(missing_ok=True)
-    before = end_ids(str(folder), tokenizer)
+    before = target_ends(str(folder), tokenizer).ids
     edit(folder / "generation_config.json", eos_token_id=stated)
-    assert end_ids(str(folder), tokenizer) == sorted({*before, *(stated if isinstance(stated, list) else [stated])})
+    further = stated if isinstance(stated, list) else [stated]
+    assert target_ends(str(folder), tokenizer).ids == sorted({*before, *further})
     model = loaded(folder)
     assert model.generation_config.eos_token_id == stated
 
@@ -340,7 +341,7 @@ def test_generation_config_names_further_ends(folder: Path, stated: Any) -> None
 def test_a_damaged_end_is_refused(folder: Path) -> None:
     edit(folder / "generation_config.json", eos_token_id="</s>")
     with pytest.raises(DataError, match="eos_token_id is '</s>'"):
-        end_ids(str(folder), load_tokenizer(str(folder)))
+        target_ends(str(folder), load_tokenizer(str(folder)))
 
 
 def test_a_kind_of_layer_without_a_cache_is_refused_before_weights_are_read(world: Path, tmp_path: Path) -> None:

@@ -70,6 +70,9 @@ REAL: dict[str, dict[str, Any]] = {
 }
 
 
+LONGROPE = {"type": "longrope", "short_factor": [1.0], "long_factor": [2.0], "original_max_position_embeddings": 64}
+
+
 def named(values: Mapping[str, Any]) -> str:
     """The message of the door for these values of a Llama's config.json; empty where they pass."""
     config = {"model_type": "llama", **values}
@@ -119,6 +122,10 @@ def test_every_declared_key_of_another_type() -> None:
             "attn_logit_softcapping is 50.0, which a llama of transformers does not read",
         ),
         ({"residual_multiplier": 0.22}, "residual_multiplier is 0.22"),
+        (
+            {"model_type": "phi3", "rope_scaling": LONGROPE},
+            "rope_scaling.original_max_position_embeddings must be 4096",
+        ),
         ({"layer_types": ["sliding_attention"]}, "layer_types is list"),
         ({"no_rope_layers": [1, 0]}, "no_rope_layers"),
         ({"to_dict": "x"}, "hides a part of transformers"),

@@ -78,7 +78,7 @@ def test_no_proxy_stands_before_this_machine(monkeypatch: Patch) -> None:
             own.send("http://server.invalid/")
 
 
-@pytest.mark.parametrize(("variable", "value"), [("all_proxy", "socks5://127.0.0.1:9"), ("http_proxy", "ftp://a:9")])
+@pytest.mark.parametrize(("variable", "value"), [("all_proxy", "socks5h://127.0.0.1:9"), ("http_proxy", "ftp://a:9")])
 def test_a_proxy_that_cannot_be_used_stops_only_its_own_requests(monkeypatch: Patch, variable: str, value: str) -> None:
     monkeypatch.setitem(sys.modules, "socksio", None)
     monkeypatch.setenv(variable, value)

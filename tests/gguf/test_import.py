@@ -22,8 +22,10 @@ from test_tokenizers import questions, smollm2
 from tiny import Capture, Patch, needs_llama
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
-from distill.engines.llama_cpp.model import GgufModel, ends_of
+from distill.engines.ends import target_ends
+from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import load_pair
+from distill.engines.tokenizer import FileTokenizer
 from distill.engines.torch import hugging_face
 from distill.errors import DataError
 from distill.export import Original, compare
@@ -193,7 +195,7 @@ def test_template_and_ends_come_back(tmp_path: Path, llama: Path, tokenizer: Pre
     assert texts[0] == texts[1] and "<|im_start|>user" in texts[0]
     assert old(texts[0])["input_ids"] == new(texts[0])["input_ids"]
     config = AutoConfig.from_pretrained(tmp_path / "back")
-    ends = hugging_face.end_ids(str(tmp_path / "back"), new)
+    ends = target_ends(str(tmp_path / "back"), new).ids
     assert [new.convert_ids_to_tokens(end) for end in ends] == ["<|endoftext|>", "<|im_end|>"]
     assert hugging_face.real_tokens(config, new) == len(tokenizer) < config.vocab_size
 
@@ -277,7 +279,7 @@ def test_an_end_that_the_file_does_not_name_is_no_ordinary_token(llama: Path, tm
     known = [number for number, token in enumerate(tokens) if token in END_NAMES]
     path.write_bytes(unnamed)
     with closing(GgufModel(path)) as model:
-        assert known and ends_of(model) == known and read_import(path).tokenizer.ends == known
+        assert known and FileTokenizer(model.file).ends == known and read_import(path).tokenizer.ends == known
     for number in known:
         unnamed = unnamed.replace(tokens[number].encode(), b"x" * len(tokens[number].encode()))
     path.write_bytes(unnamed)

@@ -10,7 +10,8 @@ import tiny
 import torch
 
 from distill import api
-from distill.engines.torch.hugging_face import end_ids, load_model, load_tokenizer
+from distill.engines.ends import target_ends
+from distill.engines.torch.hugging_face import load_model, load_tokenizer
 from distill.sampler import Sampler
 
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}<|assistant|>"
@@ -38,7 +39,7 @@ def test_answers_stand_behind_the_template(place: Path, capsys: pytest.CaptureFi
     for at, text in enumerate(QUESTIONS):
         ids = tokenizer.apply_chat_template([{"role": "user", "content": text}], return_tensors="pt")["input_ids"]
         options = {"max_new_tokens": short_texts, "do_sample": False}
-        whole = big.generate(ids, eos_token_id=end_ids(str(place / "target"), tokenizer), **options)
+        whole = big.generate(ids, eos_token_id=target_ends(str(place / "target"), tokenizer).ids, **options)
         here = slice(ids.shape[1] - 1, whole.shape[1] - 1)
         own, drafted = (model(whole).logits[0, here].argmax(-1) for model in (big, small))
         found[("odd", "even")[at % 2]] += (own == drafted).tolist()

@@ -109,7 +109,7 @@ def test_a_pair_is_timed_once(folders: Path, tmp_path: Path, monkeypatch: pytest
     monkeypatch.setattr("distill.decoding.round_costs._plain_step", lambda pair: step[0])
     monkeypatch.setenv("DISTILL_CACHE", str(tmp_path))
     target, draft = Target(model=str(folders / "target")), folders / "draft"
-    assert decoded(draft, 3, 3, 5, 3) == [3, 5] and capsys.readouterr().err == ""
+    assert decoded(draft, 3, 3, 5, 3) == [3, 5] and [*capsys.readouterr().err.splitlines()][1:] == []  # but its ends
     (path,) = (tmp_path / "costs").iterdir()
     shutil.copytree(draft, tmp_path / "moved")
     assert decoded(tmp_path / "moved", 5, 4) == [] and decoded(draft, 6, 5) == [6] and decoded(draft, 6) == []

@@ -108,8 +108,8 @@ def test_replies(answerer: Answerer) -> None:
         ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "content is not text"),
         ({"messages": [{"role": "user", "content": "value " * 300}]}, "in a context of 256"),
         (ASKED | {"stop": ""}, "`stop`: an empty stop string"),
-        (ASKED | {"foo": 1}, "`foo` is no field that is known here"),
-        (ASKED | {"prompt": "a"}, "`prompt` is no field of chat completions"),
+        (ASKED | {"foo": 1}, "`foo` is no known field"),
+        (ASKED | {"prompt": "a"}, "`prompt` is no known field of chat completions"),
     ],
 )
 def test_requests_that_are_refused(answerer: Answerer, body: Any, words: str) -> None:
@@ -291,7 +291,8 @@ def test_what_is_honoured_reaches_the_decoder(answerer: Answerer) -> None:
     off = answerer.pair.encode("# user: a = b\n# def!: ")
     assert [job(answerer, **one).ids for one in thinking] == [off] * 5
     assert job(answerer, enable_thinking=True).ids == job(answerer).ids != off
-    for two in ({"max_tokens": 3, "n_predict": 4}, {"reasoning_effort": "none", "enable_thinking": False}):
+    twice = {"enable_thinking": True, "chat_template_kwargs": {"enable_thinking": False}}
+    for two in ({"max_tokens": 3, "n_predict": 4}, {"reasoning_effort": "none", "enable_thinking": False}, twice):
         with pytest.raises(RecipeError, match=r"`(n_predict|enable_thinking)`"):
             job(answerer, **two)
     with pytest.raises(RecipeError, match="`grammar` are two grammars"):
@@ -359,7 +360,7 @@ def test_json_objects_and_what_a_grammar_would_not_obey(answerer: Answerer) -> N
 def test_what_a_web_page_can_send(
     answerer: Answerer, headers: dict[str, str], body: Any, status: int, monkeypatch: Patch
 ) -> None:
-    monkeypatch.setattr(completions, "MOST_BYTES", 256)
+    monkeypatch.setattr(completions, "MAX_BYTES", 256)
     server = Completions(answerer, DRAFTING, "toy", 4, {"localhost", "::1", "here"})
     reply = sent(server, "/v1/chat/completions", body, headers)
     assert reply.status_code == status, reply.text
@@ -384,7 +385,7 @@ def test_a_client_cannot_hold_the_server(answerer: Answerer, monkeypatch: Patch)
             return time.monotonic() - started, health.status_code, (await asked).status_code
 
     seconds, health, status = asyncio.run(both())
-    assert (health, status, server.begun) == (200, 408, 0) and seconds < 1
+    assert (health, status, server.reading) == (200, 408, 0) and seconds < 1
 
 
 def test_our_faults_are_no_mistakes_of_the_client(answerer: Answerer, monkeypatch: Patch, capsys: Capture) -> None:

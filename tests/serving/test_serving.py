@@ -393,7 +393,7 @@ def test_a_running_pair_of_llama_servers(settings: LlamaServer) -> None:
         assert any("--plain-url" in sentence for sentence in sentences(alone))
         with pytest.raises(ServingError, match=r"drafts, and was given as the plain"):
             check_addresses(wanted(), Addresses(draft.url, draft.url))
-        with pytest.raises(ServingError, match=r"without a draft: it says so"):
+        with pytest.raises(ServingError, match=r"reports that it serves without a draft"):
             check_addresses(wanted(), Addresses(plain.url))
         large = replace(wanted(), prompts=[Sample("a", [1, 4000]), Sample("b", [2, 3])])
         with pytest.raises(ServingError, match=r"400 tokens, and the prompts have token 4000"):

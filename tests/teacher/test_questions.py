@@ -193,7 +193,7 @@ def test_what_check_refuses(talking: Path, capsys: Capture) -> None:
     opened = (plain, "chat.system=[]", "corpus.sources.0.openings=[The]")
     for overrides, said in (
         ((plain,), "chat.system: the target has no chat template"),
-        (opened[:2], "begin with no token of their own"),
+        (opened[:2], "begin with no fixed token"),
         ((*opened, "answers.prompt_tokens=64"), "(answers.prompt_tokens 64)"),
         (("corpus.sources.0.tokens=90",), "a question of corpus.sources may have 90 tokens"),
     ):

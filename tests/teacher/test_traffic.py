@@ -125,7 +125,7 @@ def test_a_run_learns_from_what_stood_there(world: Path, log: Path, first: Path)
     expected = train_pairs(tokenizer, lines)
     assert learnt_pairs(first) == [(p, a[: 64 - len(p)]) for p, a in expected]
     cut = sum(len(p) + len(a) > 64 for p, a in expected)
-    left = {name: count for name, count in pinned["left"].items() if name != traffic.AGAIN}
+    left = {name: count for name, count in pinned["left"].items() if name != traffic.REPEATED}
     assert (pinned["train"], pinned["bad"], left) == (len(expected), 2, {traffic.CUT: cut} if cut else {})
     assert not list(first.glob("answers/train/0*"))  # answers.prompts is 0: nothing was generated
     for split in ("validation", "test"):
@@ -254,7 +254,7 @@ def test_rotated_and_bad_files(world: Path, runs: Path, tmp_path: Path, capsys: 
 
     with mock.patch("distill.teacher.answers.write_traffic", rotated):
         said = tiny.refused(capsys, *call)
-    assert "was it rotated?" in said and "the same command reads it as it is then" in said
+    assert "was it rotated?" in said and "the same command reads the present file" in said
     assert tiny.call(*call) == 0
     with open(path, "a") as handle:
         handle.write("{}\n")
@@ -396,8 +396,8 @@ def test_measure_counts_whole_lines(tmp_path: Path, size: int) -> None:
         ('{"prompt": "a", "answer": "b", "thinking": "c"}', "a field `thinking` that is not a message's"),
         ('{"prompt": "a", "answer": "b", "finish_reason": "content_filter"}', "a `finish_reason` of another kind"),
         ('{"prompt": "a", "answer": "b", "finish_reason": 5}', "a `finish_reason` of another kind"),
-        ('{"prompt": "a", "answer": "b", "completion_tokens": "9"}', "a number of `completion_tokens` that is none"),
-        ('{"prompt": "a", "answer": "b", "usage": 9}', "a number of `completion_tokens` that is none"),
+        ('{"prompt": "a", "answer": "b", "completion_tokens": "9"}', "`completion_tokens` that are not a whole number"),
+        ('{"prompt": "a", "answer": "b", "usage": 9}', "`completion_tokens` that are not a whole number"),
         (
             '{"prompt": "a", "answer": "b", "usage": {"completion_tokens_details": {"reasoning_tokens": 9}}}',
             "thinking that the server hides",
@@ -493,7 +493,7 @@ def test_a_conversation_is_in_one_split(world: Path) -> None:
         lines = [traffic.parse_line(json.dumps(one).encode(), at) for at, one in enumerate(raw)]
         found = traffic.Sorted()
         held = {one.split for one in traffic.sort_lines(recipe, lines, tokenizer, found)}
-        assert not found.bad and set(found.left) <= {traffic.AGAIN}
+        assert not found.bad and set(found.left) <= {traffic.REPEATED}
         source = world / "talks.jsonl"
         source.write_text("".join(json.dumps({"messages": [*talk, said]}) + "\n" for talk in talks))
         corpus = recipe.corpus.model_copy(update={"sources": (Source(kind="jsonl", path=str(source)),)})
@@ -562,5 +562,5 @@ def test_thinking_that_a_server_hides(world: Path) -> None:
     for tokens, fits in ((12, True), (60, False)):
         line = traffic.parse_line(json.dumps(raw | {"completion_tokens": tokens}).encode(), 1)
         assert isinstance(line, traffic.Line)
-        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="its thinking is hidden"):
+        with contextlib.nullcontext() if fits else pytest.raises(ValueError, match="the server may hide thinking"):
             traffic.encode_line(line, tokenizer, None)

@@ -5,7 +5,6 @@ llama.cpp aborts the process on arguments out of range, so ids, lengths and indi
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import time
 from collections.abc import Sequence
@@ -23,7 +22,6 @@ from distill.engines.llama_cpp.context import FEW, Branches, GgufContext, GgufLo
 from distill.engines.model import NO_TREES, ROOT, Ints, PendingTree, Retold, check_call, check_chain, check_lengths
 from distill.errors import DataError
 from distill.files import cache_folder, digest, read_result, remember
-from distill.gguf.head import NO_TOKEN, open_head, token_key
 from distill.gguf.importing import file_name
 from distill.gguf.library import GgufFile
 from distill.machine import machine
@@ -399,23 +397,3 @@ def token_bytes_of(model: GgufModel) -> list[bytes]:
         b"" if llama.llama_vocab_get_attr(vocabulary, token) & silent else model.file.detokenize([token])
         for token in range(model.vocabulary_size)
     ]
-
-
-def ends_of(model: GgufModel) -> list[int]:
-    """The ids that end a text; without the ordinary token, often a comma, that llama.cpp takes for eos where the file
-    names none."""
-    return _ends(model.file)
-
-
-def ends_of_file(path: Path) -> list[int]:
-    """`ends_of` of a file, without its weights."""
-    with contextlib.closing(GgufFile(path, vocabulary_only=True)) as file:
-        return _ends(file)
-
-
-def _ends(file: GgufFile) -> list[int]:
-    llama, vocabulary = file.library, file.vocabulary
-    named = open_head(file.path).values.get(token_key("eos"), NO_TOKEN) != NO_TOKEN
-    eos = -1 if named else llama.llama_vocab_eos(vocabulary)
-    ends = [token for token in range(file.vocabulary_size) if llama.llama_vocab_is_eog(vocabulary, token)]
-    return [token for token in ends if token != eos or llama.llama_vocab_is_control(vocabulary, token)]

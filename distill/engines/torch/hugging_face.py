@@ -347,65 +347,6 @@ def _within(tokenizer: Any, piece: str) -> list[int]:
     return encode(tokenizer, piece)
 
 
-_TAG = re.compile(r"</?[a-z]+[1-6]?>")  # of HTML: some vocabularies, such as Gemma's, add them as tokens of plain text
-
-
-def special_tokens(tokenizer: Any) -> set[int]:
-    """The ids of special tokens, and of added ones that are more than white space or a tag of HTML."""
-    source = str(tokenizer.chat_template)
-
-    def plain(text: str) -> bool:
-        return not text.strip(" \t\r\n▁") or bool(_TAG.fullmatch(text) and text not in source)
-
-    marked = {number for number, token in tokenizer.added_tokens_decoder.items() if token.special}
-    added = {number for text, number in tokenizer.get_added_vocab().items() if not plain(text)}
-    return added | marked | set(tokenizer.all_special_ids)
-
-
-def turn_end(tokenizer: Any) -> list[int]:
-    """The special token that the chat template writes first behind an answer; empty where there is none."""
-    turns = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "MARK"}]
-    try:
-        before, whole = (tokenizer.apply_chat_template(turns[:count], tokenize=False) for count in (1, 2))
-    except Exception:  # it has none, or one that refuses this: templates are foreign programs
-        return []
-    tail = whole[len(before) :].rpartition("MARK")[2] if "MARK" in whole else ""
-    ids = encode(tokenizer, tail.lstrip())[:1] if tail.strip() else []
-    return ids if ids and ids[0] in special_tokens(tokenizer) else []
-
-
-FIRST_LINE = re.compile(r"\s*\S[^\n]*")
-SHORTEST = 2  # characters of an end that is text: a single one may stand in an answer
-
-
-def turn_ends(tokenizer: Any) -> tuple[list[int], str]:
-    """The special token that the chat template writes first after an answer, and the text that it writes there instead;
-    at the end of a conversation, or where there is nothing, before the next question. Empty without a template."""
-    turns = [("user", "QUESTION"), ("assistant", "ANSWER"), ("user", "FURTHER")]
-    messages = [{"role": role, "content": content} for role, content in turns]
-    for count in (2, 3):
-        try:
-            whole = str(tokenizer.apply_chat_template(messages[:count], tokenize=False))
-        except Exception:  # it has none, or one that refuses this: templates are foreign programs
-            continue
-        after = whole.rpartition("ANSWER")[2] if "ANSWER" in whole else ""
-        after = after.partition("FURTHER")[0]
-        if not after.strip():
-            continue
-        ids = encode(tokenizer, after.lstrip())[:1]
-        if ids and ids[0] in special_tokens(tokenizer):
-            return ids, ""
-        found = FIRST_LINE.match(after.rstrip())
-        return [], found[0] if found and len(found[0].strip()) >= SHORTEST else ""
-    return [], ""
-
-
-def end_ids(reference: str, tokenizer: Any) -> list[int]:
-    """Ids that end a text of a model: eos as config.json, the tokenizer and generation_config.json state it, and the
-    end of a turn as the chat template writes it, which none of these may know."""
-    return sorted({tokenizer.eos_token_id, *stated_ends(reference), *turn_ends(tokenizer)[0]} - {None})
-
-
 def stated_ends(reference: str) -> list[int]:
     """The end tokens of config.json, then of generation_config.json."""
     path = text_folder(reference) / "generation_config.json"
@@ -654,8 +595,8 @@ def context_length(config: Any) -> int | None:
         kind = next((kind for kind in BORDERS_OF_ROTARY if kind in str(one.get("rope_type"))), "")
         own = getattr(inner, BORDERS_OF_ROTARY.get(kind, ""), None)  # a key beside the parameters counts in Phi-3
         border = own if own is not None else one.get(BORDERS_OF_ROTARY.get(kind, ""))
-        if isinstance(border, int) and 0 < border < context:
-            context = border
+        if isinstance(border, int | float) and 0 < border < context:
+            context = int(border)
             if name := getattr(config, "_name_or_path", ""):  # of files, and not of a small model in their place
                 warn_once(
                     f"{name}: texts of at most {border} tokens: beyond, its rotary embedding ({kind}) gives all tokens "
