@@ -33,7 +33,7 @@ from distill.gguf.fields import Origin, Shape, read_shape
 from distill.gguf.head import open_head
 from distill.gguf.importing import file_type
 from distill.gguf.tokenizer import PROBE, as_llama_reads
-from distill.gguf.writer import export_files, own_file
+from distill.gguf.writer import export_files, target_gguf
 from distill.recipe import Recipe
 from distill.recipe.recipe import is_path, not_loadable
 from distill.run import Run
@@ -335,7 +335,7 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
         return [folder]
     texts = read_json(run.path("corpus", "documents-test.json"), [str])
     sources = {"draft": run.path("draft")}
-    own = own_file(recipe)
+    own = target_gguf(recipe)
     reason = not_loadable(recipe)
     if reason is None:
         sources["target"] = local_folder(recipe.target.model)

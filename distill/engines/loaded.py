@@ -64,7 +64,7 @@ from distill.gguf.families import FAMILIES
 from distill.gguf.head import open_head, type_name
 from distill.gguf.importing import one_engine
 from distill.gguf.library import GgufFile, require_possible
-from distill.gguf.writer import export_gguf, own_file
+from distill.gguf.writer import export_gguf, target_gguf
 from distill.machine import machine, thread_count, version_of
 from distill.progress import note, warn, warn_once
 from distill.recipe import Gguf, GgufOptions, PyTorch, Recipe, Target
@@ -501,7 +501,7 @@ def encode_prompt(reference: str, text: str) -> list[int]:
 
 def target_file(recipe: Recipe, place: Path, backend: str = "gguf") -> Path:
     """The target's GGUF file: its own, or one of the backend's type that is written to `place`."""
-    own = None if ":" in backend else own_file(recipe)
+    own = None if ":" in backend else target_gguf(recipe)
     kind = recipe.speedup.files.get(backend, recipe.speedup.outtype)
     return own or export_gguf(local_folder(recipe.target.model), place, kind).path
 

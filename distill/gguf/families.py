@@ -1,7 +1,7 @@
-"""The families of models that GGUF files are made of and read back from, and the sizes in a model's config.json.
+"""Model families that GGUF files are written for and read from, and the sizes in a model's config.json.
 
-llama.cpp's names, shapes and orders, from its converter (conversion/*.py) and models (src/models/*.cpp). Shapes are
-written with H hidden, Q all query heads, K all key heads, D one head, F the MLP's width.
+Names, shapes and orders are llama.cpp's (conversion/*.py, src/models/*.cpp). Letters of shapes: H hidden size, Q all
+query heads, K all key heads, D one head, F width of the MLP, G queries, keys and values, T gate and up.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ FOUR_NORMS: Parts = {
     "pre_feedforward_layernorm": ("ffn_norm", "H"),
     "post_feedforward_layernorm": ("post_ffw_norm", "H"),
 }
-BEHIND: Parts = {  # norms behind attention and MLP alone
+OUTPUT_NORMS: Parts = {  # norms of the outputs of attention and MLP, none of their inputs
     "post_attention_layernorm": ("post_attention_norm", "H"),
     "post_feedforward_layernorm": ("post_ffw_norm", "H"),
 }
 USUAL_PARTS: Parts = {**NORMS, **ATTENTION, **MLP}
-# Both halves of a fused tensor stay together in GGUF. G: queries, keys and values; T: gate and up.
+# Both halves of a fused tensor stay together in GGUF.
 FUSED: Parts = {
     **NORMS,
     "self_attn.qkv_proj": ("attn_qkv", "GH"),
@@ -48,19 +48,20 @@ QKV = frozenset(f"self_attn.{part}_proj" for part in "qkv")
 
 @dataclass(frozen=True)
 class Family:
-    """How one `model_type` is written.
+    """How llama.cpp writes the models of one `model_type`.
 
-    `interleaved`: q and k rows are reordered, because llama.cpp rotates neighbours where Hugging Face rotates halves.
-    `norm_shift` is added to norm weights, which Gemma stores less one. `biases` must be there, `more_biases` may: all
-    others are refused, because llama.cpp would ignore or refuse them. `defaults` are those of transformers for keys
-    that config.json may leave out. `ropes` are the kinds of rotary embedding that llama.cpp computes alike;
-    `rotates_part`: also of a part of each head. `full_every`: each n-th layer sees the whole context, the others a
-    window; a file may state another number. Where `window_layers` is given, llama.cpp computes windows with
-    these numbers of layers alone. `no_positions_every`: each n-th layer has none. `large_layers` are those of the
-    largest model of a family, by which llama.cpp knows it and scales its queries by hidden size over heads. `epsilon`
-    is the key of that of the norms. `scales` and `caps` (of logits; a file may lack them): keys in config.json, and
-    below the architecture's name in GGUF. `tied`: whether the head must be, or must not be, the embeddings.
-    `own_head_size`: heads need not make up the hidden size. `constants`: what else config.json says of every file.
+    `interleaved`: rows of q and k are reordered, because llama.cpp rotates neighbours and Hugging Face rotates halves.
+    `norm_shift` is added to norm weights (Gemma stores them minus 1). Parts of a layer in `biases` must have a bias.
+    Those in `more_biases` may have one. Other biases are refused, because llama.cpp ignores or refuses them.
+    `defaults`: transformers' values for keys that config.json may omit. `constants`: values of config.json that every
+    imported file gets. `ropes`: the rope types that llama.cpp computes like transformers. `rotates_part`: so does a
+    rotary embedding of only a part of each head. `full_every`: by default, every n-th layer sees the whole context and
+    the others a window. A file may state another n. `window_layers`: if not 0, llama.cpp computes windows only in
+    models with this number of layers. `no_positions_every`: every n-th layer has no rotary embedding. `large_layers`:
+    number of layers of the family's largest model. llama.cpp recognises that model by the number, and scales its
+    queries by hidden size / heads. `epsilon`: config.json's key for the epsilon of the norms. `scales` and `caps` (of
+    logits, optional): keys in config.json and, below the architecture's name, in GGUF. `tied`: the head must be (True)
+    or must not be (False) the embeddings. `free_head_size`: head size × heads may differ from the hidden size.
     """
 
     parts: Parts
@@ -82,7 +83,7 @@ class Family:
     scales: Mapping[str, str] = field(default_factory=dict)
     caps: tuple[str, ...] = ()
     tied: bool | None = None
-    own_head_size: bool = True
+    free_head_size: bool = True
     defaults: Mapping[str, Any] = field(default_factory=dict)
     constants: Mapping[str, Any] = field(default_factory=dict)
 
@@ -129,7 +130,7 @@ _BY_TYPE = {
         defaults=GEMMA3,
     ),
     "phi3": Family(
-        FUSED, states_head_size=False, ropes=("default", "longrope"), rotates_part=True, own_head_size=False
+        FUSED, states_head_size=False, ropes=("default", "longrope"), rotates_part=True, free_head_size=False
     ),
     "smollm3": replace(
         _LLAMA,
@@ -143,24 +144,24 @@ _BY_TYPE = {
         states_head_size=False,
         ropes=("default",),
         scales=GRANITE_SCALES,
-        own_head_size=False,
+        free_head_size=False,
         defaults=dict.fromkeys(GRANITE_SCALES, 1.0),
         constants=NO_BIASES,
     ),
     "olmo2": Family(
-        {**BEHIND, **ATTENTION, **WHOLE_NORMS, **MLP},
+        {**OUTPUT_NORMS, **ATTENTION, **WHOLE_NORMS, **MLP},
         states_head_size=False,
         tied=False,
-        own_head_size=False,
+        free_head_size=False,
         defaults={"rms_norm_eps": 1e-5},
         constants=NO_BIASES,
     ),
     "exaone4": Family(
-        {**BEHIND, **ATTENTION, **HEAD_NORMS, **MLP},
+        {**OUTPUT_NORMS, **ATTENTION, **HEAD_NORMS, **MLP},
         ropes=("default", "llama3"),
         full_every=4,
         window_layers=64,
-        own_head_size=False,
+        free_head_size=False,
         defaults={"rms_norm_eps": 1e-5, "sliding_window": 4096},
     ),
     "seed_oss": Family(
@@ -194,17 +195,17 @@ _BY_TYPE = {
         epsilon="layer_norm_eps",
         scales={"logit_scale": "logit_scale"},
         tied=True,
-        own_head_size=False,
+        free_head_size=False,
         defaults={"tie_word_embeddings": True, "sliding_window": 4096, "logit_scale": 0.0625, "layer_norm_eps": 1e-5},
         constants=NO_BIASES,
     ),
 }
 FAMILIES: Mapping[str, Family] = {
-    kind: replace(one, architecture=one.architecture or kind) for kind, one in _BY_TYPE.items()
+    kind: replace(family, architecture=family.architecture or kind) for kind, family in _BY_TYPE.items()
 }
-# model_type by llama.cpp's architecture: the first family that is written as it (mistral is written as llama).
+# llama.cpp's architecture -> model_type. "llama" stands for two families, and the first one in the table wins.
 MODEL_TYPES = {family.architecture: kind for kind, family in reversed(list(FAMILIES.items()))}
-# Keys of config.json and those below the architecture's name in GGUF, in the order of files.
+# Keys of config.json -> keys below the architecture's name in GGUF, in the order in which files are written.
 SIZES = {
     "max_position_embeddings": "context_length",
     "hidden_size": "embedding_length",
@@ -219,23 +220,23 @@ OUTER_NAMES = {
     "model.norm.weight": "output_norm.weight",
     "lm_head.weight": "output.weight",
 }
-LAYER_KINDS = {"full_attention", "sliding_attention"}  # that are exported, and masked by masks of our own
-# Factors of the rotary embedding, which stand in config.json and not among the weights.
+LAYER_KINDS = {"full_attention", "sliding_attention"}  # the kinds that can be exported
+# Tensors with factors of the rotary embedding. Hugging Face keeps the factors in config.json, not in the weights.
 LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS = (
     "rope_freqs.weight",
     "rope_factors_long.weight",
     "rope_factors_short.weight",
 )
-# Settings of yarn in config.json, and below rope.scaling. in GGUF.
+# Settings of yarn: keys in config.json -> keys below rope.scaling. in GGUF.
 YARN_KEYS = {"attention_factor": "yarn_attn_factor", "beta_fast": "yarn_beta_fast", "beta_slow": "yarn_beta_slow"}
-YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # which llama.cpp takes, whatever a file of these families says
-_OWN_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)\.(weight|bias)")
+YARN_BETAS = {"beta_fast": 32.0, "beta_slow": 1.0}  # llama.cpp uses these for the families here and ignores the file's
+_HUGGING_FACE_LAYER = re.compile(r"model\.layers\.(\d{1,9})\.(.+)\.(weight|bias)")
 _GGUF_LAYER = re.compile(r"blk\.(\d{1,9})\.(\w+)\.(weight|bias)")
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """A model's sizes, which name and shape its tensors; `tied`: the head is the embeddings."""
+    """Sizes of a model, from which the names and shapes of its tensors follow. `tied`: the head is the embeddings."""
 
     family: Family
     hidden: int
@@ -249,7 +250,7 @@ class Sizes:
 
     @classmethod
     def of(cls, config: Mapping[str, Any]) -> Sizes:
-        """The sizes by a config.json that names them all, but for the size of heads that make up the hidden size."""
+        """Read the sizes from a config.json with all keys. Only head_dim has a default: hidden size / heads."""
         family, hidden, heads = FAMILIES[config["model_type"]], config["hidden_size"], config["num_attention_heads"]
         return Sizes(
             family=family,
@@ -257,7 +258,7 @@ class Sizes:
             layers=config["num_hidden_layers"],
             heads=heads,
             kv_heads=config["num_key_value_heads"],
-            head_size=(family.own_head_size and config.get("head_dim")) or hidden // heads,
+            head_size=(family.free_head_size and config.get("head_dim")) or hidden // heads,
             mlp=config["intermediate_size"],
             vocabulary=config["vocab_size"],
             tied=bool(config.get("tie_word_embeddings", False)),
@@ -270,11 +271,11 @@ class Sizes:
 
     @property
     def query_scale(self) -> int:
-        """The `query_pre_attn_scalar` that llama.cpp takes for a Gemma with sliding windows."""
+        """The `query_pre_attn_scalar` that llama.cpp assumes for a Gemma with sliding windows."""
         return self.hidden // self.heads if self.layers == self.family.large_layers else self.head_size
 
     def expected_tensors(self, biases: Iterable[str]) -> dict[str, tuple[int, ...]]:
-        """Hugging Face name -> shape of every tensor that the model must have; `biases`: parts of a layer with one."""
+        """Hugging Face name -> shape of every tensor of the model. `biases`: parts of a layer that have a bias."""
         queries, keys = self.heads * self.head_size, self.kv_heads * self.head_size
         lengths = {"H": self.hidden, "Q": queries, "K": keys, "D": self.head_size, "F": self.mlp}
         lengths |= {"G": queries + 2 * keys, "T": 2 * self.mlp}
@@ -289,41 +290,43 @@ class Sizes:
         return expected if self.tied else {**expected, "lm_head.weight": (self.vocabulary, self.hidden)}
 
     def gguf_name(self, name: str) -> str | None:
-        """llama.cpp's name of a tensor by its Hugging Face name; None for one that the family does not have."""
-        match = _OWN_LAYER.fullmatch(name)
+        """llama.cpp's name for a tensor's Hugging Face name, or None if the family has no such tensor."""
+        match = _HUGGING_FACE_LAYER.fullmatch(name)
         if match and match[2] in self.family.parts and int(match[1]) < self.layers:
             return f"blk.{match[1]}.{self.family.parts[match[2]][0]}.{match[3]}"
         return OUTER_NAMES.get(name)
 
     def hugging_face_name(self, name: str) -> str | None:
-        """The inverse of `gguf_name`."""
+        """The inverse of `gguf_name`: the Hugging Face name, or None."""
         match = _GGUF_LAYER.fullmatch(name)
-        part = next((own for own, (theirs, _) in self.family.parts.items() if match and theirs == match[2]), None)
+        part = next((part for part, (gguf, _) in self.family.parts.items() if match and gguf == match[2]), None)
         if match and part is not None and int(match[1]) < self.layers:
             return f"model.layers.{match[1]}.{part}.{match[3]}"
-        return next((own for own, theirs in OUTER_NAMES.items() if theirs == name), None)
+        return next((outer for outer, gguf in OUTER_NAMES.items() if gguf == name), None)
 
     def reordered_heads(self, name: str) -> int:
-        """The heads whose rows have another order in GGUF, by the Hugging Face name; 0 for tensors that keep theirs."""
+        """Number of heads whose rows are reordered in GGUF, by Hugging Face name. 0 if the rows keep their order."""
         heads = {"self_attn.q_proj": self.heads, "self_attn.k_proj": self.kv_heads}
-        return heads.get(part_of(name), 0) if self.family.interleaved else 0
+        return heads.get(layer_part(name), 0) if self.family.interleaved else 0
 
     def norm_shift(self, name: str) -> float:
-        """What is added to the values of a tensor in GGUF."""
+        """The number that is added to the values of a tensor in GGUF, by Hugging Face name."""
         return self.family.norm_shift if name.endswith("norm.weight") else 0.0
 
 
 def period_of(full: Sequence[bool], usual: int) -> int | None:
-    """Every how many layers one is full, by which llama.cpp knows the order of windows: the family's usual number where
-    it fits; None for another kind of order."""
-    for period in (usual, *range(2, len(full) + 2)):  # not 1, all full: llama.cpp aborts
+    """The n of an order in which every n-th layer is full, or None for another order. llama.cpp states orders by n.
+
+    If several n fit, the family's `usual` n wins.
+    """
+    for period in (usual, *range(2, len(full) + 2)):  # llama.cpp aborts if every layer is full (1).
         if list(full) == [index % period == period - 1 for index in range(len(full))]:
             return period
     return None
 
 
 def kinds_of(config: Any) -> list[bool]:
-    """Which layers of a configuration have no window, or no positions, in a family where others have; else none."""
+    """Whether each layer has no window (or no rotary embedding). Empty if all layers of the family are alike."""
     family = FAMILIES.get(config.model_type)
     if family is None or not (family.full_every or family.no_positions_every):
         return []
@@ -333,7 +336,7 @@ def kinds_of(config: Any) -> list[bool]:
 
 
 def orders(model_type: str, layers: int) -> list[list[bool]]:
-    """The orders of the kinds that `kinds_of` tells apart that a file of a model of this many layers can state."""
+    """The orders of layers, as in `kinds_of`, that a GGUF file of a model with this many layers can state."""
     family = FAMILIES[model_type]
     periods: Iterable[int] = [family.no_positions_every] if family.no_positions_every else ()
     if family.full_every and family.window_layers in (0, layers):
@@ -341,6 +344,6 @@ def orders(model_type: str, layers: int) -> list[list[bool]]:
     return [[index % period == period - 1 for index in range(layers)] for period in periods]
 
 
-def part_of(name: str) -> str:
-    """The part of a layer in a tensor's name: `self_attn.q_proj` of `model.layers.0.self_attn.q_proj.bias`."""
+def layer_part(name: str) -> str:
+    """The part of a layer in a Hugging Face name: `self_attn.q_proj` for `model.layers.0.self_attn.q_proj.bias`."""
     return name.rsplit(".", 1)[0].split(".", 3)[-1]

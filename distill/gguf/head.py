@@ -1,7 +1,6 @@
-"""The head of a GGUF file, its metadata and list of tensors, without llama.cpp and without weights; and what
-llama.cpp knows of a file's tokens by itself.
+"""The head of a GGUF file: its metadata and list of tensors, read without llama.cpp and without weights.
 
-Format: ggml's docs/gguf.md, versions 2 and 3.
+The second part holds what llama.cpp knows about tokens without a file. Format: ggml's docs/gguf.md, versions 2 and 3.
 """
 
 from __future__ import annotations
@@ -28,17 +27,17 @@ if TYPE_CHECKING:
 
     TensorRow = tuple[str, tuple[int, ...], GGMLQuantizationType, int]  # name, shape, type, bytes
 
-# By gguf.GGUFValueType.
+# struct's codes by gguf.GGUFValueType.
 SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 STRING, ARRAY = 8, 9
 COPY_AGAIN = "export or copy the file again"
 PIECE = re.compile(r"(.+\.gguf)([.-](?:part|split))[\w-]*", re.IGNORECASE)
-MAX_ROWS = 2**22  # tokens; the rows of many lists
+MAX_ROWS = 2**22  # tokens
 EXPORT_AGAIN = "convert the model again, or give its Hugging Face folder"
 
 
 class _Cursor:
-    """Reads a mapped file in order; raises ValueError past its end, and for a type of value that is not known."""
+    """Reads a mapped file in order. Raises ValueError past the end of the file and for unknown types of values."""
 
     def __init__(self, data: mmap.mmap) -> None:
         self.data, self.at = data, 0
@@ -66,7 +65,7 @@ class _Cursor:
         return self.string().decode("utf-8", "replace")
 
     def value(self) -> Any:
-        """A value behind the number of its type: a number, bytes, or a list of either."""
+        """Read the number of a type and a value of that type: a number, bytes, or a list of either."""
         kind = self.number("I")
         if kind in SCALARS:
             return self.number(SCALARS[kind])
@@ -84,10 +83,10 @@ class _Cursor:
 class FileHead:
     """Metadata and the list of tensors. The methods read single values, check their form and raise DataError.
 
-    gguf.GGUFReader makes arrays of every string, seconds for a real vocabulary, and can read on past the end of a
-    damaged file. `values` are numbers, bytes, or lists of either, by key. By name of a tensor: `shapes`, lengths with
-    the fastest first; `kinds`, ggml's number of its type; `places`, the file and the first byte of its data; `sizes`,
-    the bytes of its data. `bytes` is the size of all files.
+    gguf.GGUFReader makes an array of every string, which takes seconds for a real vocabulary, and it can read past the
+    end of a damaged file. `values`: numbers, bytes, or lists of either, by key. By tensor name: `shapes`, lengths with
+    the fastest dimension first; `kinds`, ggml's numbers of types; `places`, files and the first bytes of data; `sizes`,
+    bytes of data. `bytes` is the size of all files.
     """
 
     def __init__(self, path: Path, data: mmap.mmap) -> None:
@@ -119,15 +118,15 @@ class FileHead:
         following = dict(itertools.pairwise([*sorted({*offsets.values()}), len(data) - start]))
         for name, offset in offsets.items():
             kind = known_type(self.kinds[name])
-            # Of a type whose blocks are not known here: all before the next tensor, with the padding.
+            # If the block size of a type is unknown, the size includes all bytes up to the next tensor.
             size = following[offset] - offset if kind is None else tensor_bytes(self.shapes[name], kind)
             if size < 0 or start + offset + size > len(data):
-                raise ValueError(f"it ends after {len(data)} bytes where it needs {start + offset + max(size, 0)}")
+                raise ValueError(f"it ends after {len(data)} bytes, but needs {start + offset + max(size, 0)}")
             self.sizes[name] = size
 
     @property
     def architecture(self) -> str:
-        """llama.cpp's name of the architecture, below which the model's own keys stand."""
+        """llama.cpp's name of the architecture. The model's own keys start with it."""
         return self.text("general.architecture") or self.refuse("it names no architecture")
 
     def refuse(self, what: str, hint: str = EXPORT_AGAIN) -> NoReturn:
@@ -135,62 +134,62 @@ class FileHead:
         raise DataError(f"{self.path}: {what}", hint)
 
     def text(self, key: str) -> str | None:
-        """A text; None where there is none."""
+        """Return a text, or None if the key is absent."""
         value = self.values.get(key)
         if value is None:
             return None
         try:
-            return bytes(value).decode() if isinstance(value, bytes) else self.refuse(f"{key} is no text")
+            return bytes(value).decode() if isinstance(value, bytes) else self.refuse(f"{key} is not a text")
         except UnicodeDecodeError:
             self.refuse(f"{key} is not UTF-8")
 
     def texts(self, key: str, errors: str = "strict") -> list[str]:
-        """A list of texts, empty where there is none; `errors` as of bytes.decode."""
+        """Return a list of texts, empty if the key is absent. `errors` is that of bytes.decode."""
         items = self.values.get(key, [])
         if not isinstance(items, list) or not all(isinstance(item, bytes) for item in items):
-            self.refuse(f"{key} is no list of texts")
+            self.refuse(f"{key} is not a list of texts")
         try:
             return [item.decode(errors=errors) for item in items]
         except UnicodeDecodeError:
             self.refuse(f"{key} holds a text that is not UTF-8")
 
     def numbers(self, key: str) -> list[Any]:
-        """A list of numbers, empty where there is none."""
+        """Return a list of numbers, empty if the key is absent."""
         items = self.values.get(key, [])
         if not isinstance(items, list) or any(isinstance(item, bytes | bool | list) for item in items):
-            self.refuse(f"{key} is no list of numbers")
+            self.refuse(f"{key} is not a list of numbers")
         return items
 
     def flag(self, key: str, default: bool) -> bool:
-        """True or false."""
+        """Return a bool."""
         value = self.values.get(key, default)
         return bool(value) if isinstance(value, bool | int) else self.refuse(f"{key} is neither true nor false")
 
-    def own(self, key: str) -> Any:
-        """A value below the architecture's name; of a list with one number a layer, the number where all are equal."""
+    def architecture_value(self, key: str) -> Any:
+        """Return the value of `key` below the architecture's name. A list of equal numbers gives the number."""
         value = self.values.get(f"{self.architecture}.{key}")
         if isinstance(value, list) and value:
             if len(set(value)) > 1:
-                self.refuse(f"{self.architecture}.{key} differs between layers, which transformers cannot hold")
+                self.refuse(f"{self.architecture}.{key} differs between layers, which transformers cannot express")
             return value[0]
         return value
 
     def count(self, key: str, default: int | None = None) -> int:
-        """A positive integer below the architecture's name."""
-        value = default if (stated := self.own(key)) is None else stated
+        """Return a positive integer below the architecture's name."""
+        value = default if (stated := self.architecture_value(key)) is None else stated
         if not isinstance(value, int) or isinstance(value, bool) or value <= 0:
             self.refuse(f"{self.architecture}.{key} is {value!r:.40}, not a positive integer")
         return int(value)
 
     def real(self, key: str, default: float | None = None) -> float:
-        """A positive number below the architecture's name, in the fewest digits that give the file's 32 bits."""
-        value = default if (stated := self.own(key)) is None else stated
+        """Return a positive number below the architecture's name, in the fewest digits that give the file's 32 bits."""
+        value = default if (stated := self.architecture_value(key)) is None else stated
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < 1e30:
             self.refuse(f"{self.architecture}.{key} is {value!r:.40}, not a positive number")
         return shortest(value)
 
     def size(self, key: str, smallest: int, largest: int) -> int | None:
-        """An integer within bounds below the architecture's name; None where there is none, or one for each layer."""
+        """Return an integer within bounds below the architecture's name. None if it is absent or a list by layer."""
         value = self.values.get(f"{self.architecture}.{key}")
         if value is None or isinstance(value, list):
             return None
@@ -200,8 +199,11 @@ class FileHead:
 
     @property
     def context(self) -> int | None:
-        """Tokens that a text may have: those that the model was made for, with longrope those before it was stretched,
-        because llama.cpp chooses its factors by the size of a context. None where the file does not say."""
+        """Tokens that a text may have, or None if the file does not say.
+
+        This is the length that the model was made for. For longrope it is the length before stretching, because
+        llama.cpp chooses longrope's factors by the size of a context.
+        """
         context = self.size("context_length", 1, 2**31 - 1)
         stretched = "rope_factors_long.weight" in self.shapes
         original = self.size("rope.scaling.original_context_length", 1, 2**31 - 1) if stretched else None
@@ -209,20 +211,20 @@ class FileHead:
 
     @property
     def head_sizes(self) -> tuple[int | None, int | None]:
-        """Sizes of an attention head's keys and values; None where the file gives one number a layer, or none."""
+        """Sizes of an attention head's keys and values. None if the file gives one number per layer, or none."""
         hidden, heads = self.size("embedding_length", 1, 2**20), self.size("attention.head_count", 1, 2**16)
         default = hidden // heads if hidden and heads else None
         keys, values = (self.size(f"attention.{part}_length", 1, 2**20) for part in ("key", "value"))
         return keys or default, values or default
 
     def refuse_value(self, key: str, rule: str) -> NoReturn:
-        """Raise DataError for a value below the architecture's name that breaks a rule."""
+        """Raise DataError for a value below the architecture's name. `rule` completes "it must …"."""
         name = f"{self.architecture}.{key}"
-        self.refuse(f"{name} is {self.values.get(name)!r:.60}, must {rule}", "export the file again")
+        self.refuse(f"{name} is {self.values.get(name)!r:.60}, but must {rule}", "export the file again")
 
 
 def shortest(value: float) -> float:
-    """A number of 32 bits in the fewest digits: 1e-05 for 9.999999747378752e-06."""
+    """Return a 32-bit number in the fewest digits: 1e-05 for 9.999999747378752e-06."""
     return float(str(np.float32(value)))
 
 
@@ -235,7 +237,7 @@ def tensor_bytes(shape: Sequence[int], kind: GGMLQuantizationType) -> int:
 
 
 def known_type(number: int) -> GGMLQuantizationType | None:
-    """The type of ggml with this number; None for one that the gguf package does not know."""
+    """Return ggml's type with this number, or None if the gguf package does not know it."""
     import gguf
 
     try:
@@ -245,7 +247,7 @@ def known_type(number: int) -> GGMLQuantizationType | None:
 
 
 def ggml_type(name: str) -> GGMLQuantizationType:
-    """The type of ggml with this name; DataError where there is none."""
+    """Return ggml's type with this name. Raises DataError if there is none."""
     import gguf
 
     try:
@@ -255,19 +257,19 @@ def ggml_type(name: str) -> GGMLQuantizationType:
 
 
 def type_name(number: int) -> str:
-    """A type's name, such as q4_k, or its number where none is known, as of ik_llama.cpp's own."""
+    """Return a type's name, such as q4_k. For an unknown type (ik_llama.cpp's own), return its number."""
     kind = known_type(number)
     return f"type {number}" if kind is None else kind.name.lower()
 
 
 def open_head(path: Path) -> FileHead:
-    """The head of a GGUF file; of the first part of a split one, with the tensors of all parts.
+    """Read the head of a GGUF file. For a split file, `path` is the first part and the head has the tensors of all.
 
-    Raises DataError where the file is missing, damaged or cut short, or its parts do not make up a model.
+    Raises DataError if the file is missing, damaged or truncated, or if its parts do not make up a model.
     """
     if (piece := PIECE.fullmatch(path.name)) and path.is_file():
         whole = shlex.quote(str(path.with_name(piece[1])))
-        what = f"{path} is a piece of {piece[1]}, which was cut for an upload"
+        what = f"{path} is a piece of {piece[1]}, which was cut up for an upload"
         raise DataError(what, f"join the pieces in their order: cat {whole}{piece[2]}* > {whole}")
     head = _open_one(path)
     count = head.values.get("split.count", 0)
@@ -275,25 +277,26 @@ def open_head(path: Path) -> FileHead:
         return head
     parts = split_parts(path)
     if len(parts) != count:
-        head.refuse(f"it is one of {count} parts of a model, which its name does not say", _names(count))
+        head.refuse(f"it is one of {count} parts of a model, but its name does not say so", _names(count))
     _require_number(head, parts.index(path), count)
     if path != parts[0]:
-        head.refuse(f"it is part {parts.index(path) + 1} of {count} of a model", f"give the first one, {parts[0]}")
+        head.refuse(f"it is part {parts.index(path) + 1} of {count} of a model", f"give the first part, {parts[0]}")
     missing = [part.name for part in parts if not part.is_file()]
     if missing:
-        head.refuse(f"{len(missing)} of its {count} parts are missing, first {missing[0]}", "put all into one folder")
+        what = f"{len(missing)} of its {count} parts are missing, first {missing[0]}"
+        head.refuse(what, "put all parts into one folder")
     for index, part in enumerate(parts[1:], 1):
         more = _open_one(part)
         _require_number(more, index, count)
         doubled = more.shapes.keys() & head.shapes.keys()
         if doubled:
-            more.refuse(f"an earlier part holds {min(doubled)} too", "copy the parts again, all from one model")
+            more.refuse(f"an earlier part also holds {min(doubled)}", "copy the parts again, all from one model")
         for table in ("shapes", "kinds", "places", "sizes"):
             getattr(head, table).update(getattr(more, table))
         head.bytes += more.bytes
     total = head.values.get("split.tensors.count", len(head.shapes))
     if total != len(head.shapes):
-        head.refuse(f"its parts hold {len(head.shapes)} tensors where it counts {total}", "copy the parts again")
+        head.refuse(f"its parts hold {len(head.shapes)} tensors, but its head counts {total}", "copy the parts again")
     return head
 
 
@@ -302,10 +305,10 @@ def _names(count: int) -> str:
 
 
 def _require_number(head: FileHead, index: int, count: int) -> None:
-    own = head.values.get("split.no"), head.values.get("split.count")
-    if own != (index, count):
-        by_head = f"by its head {own[0]!r:.20} (split.no, from 0) of {own[1]!r:.20}"
-        head.refuse(f"by its name it is part {index + 1} of {count}, {by_head}", _names(count))
+    number, parts = head.values.get("split.no"), head.values.get("split.count")
+    if (number, parts) != (index, count):
+        by_head = f"its head says {number!r:.20} (split.no, from 0) of {parts!r:.20}"
+        head.refuse(f"its name says part {index + 1} of {count}, {by_head}", _names(count))
 
 
 def _open_one(path: Path) -> FileHead:
@@ -319,9 +322,9 @@ def _open_one(path: Path) -> FileHead:
 
 
 def write_head(path: Path, writer: Any, rows: Sequence[TensorRow]) -> None:
-    """Write the fields that a gguf.GGUFWriter holds, and the tensors' infos, up to where their data begins.
+    """Write the fields of a gguf.GGUFWriter and the tensors' infos, up to the first byte of data.
 
-    Raises DataError for a value that its type cannot hold.
+    Raises DataError for a value that does not fit its type.
     """
     for name, shape, kind, size in rows:
         writer.add_tensor_info(name, shape, np.dtype(np.float32), size, raw_dtype=kind)
@@ -331,27 +334,28 @@ def write_head(path: Path, writer: Any, rows: Sequence[TensorRow]) -> None:
         writer.write_ti_data_to_file()
         writer.write_padding(writer.fout[0], writer.fout[0].tell())
     except (struct.error, TypeError, AttributeError, ValueError, OverflowError, IndexError) as error:
-        raise DataError(f"config.json or the tokenizer's files hold a value that GGUF cannot hold: {error}") from None
+        what = f"config.json or the tokenizer's files hold a value that GGUF cannot store: {error}"
+        raise DataError(what) from None
     finally:
         writer.close()
 
 
-# ── What llama.cpp knows of tokens by itself (llama-vocab.cpp): defaults by kinds of vocabulary, types by names ──
+# ── What llama.cpp knows about tokens without a file (llama-vocab.cpp): defaults by vocabulary, types by names ──
 
-NO_TOKEN = 2**32 - 1  # in a key that names a token
+NO_TOKEN = 2**32 - 1  # the value of a key that names no token
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # gguf.TokenType, and SentencePiece's own numbers
-# Roles whose word in tokenizer.ggml.WORD_token_id is another.
+# GGUF's words for roles in tokenizer.ggml.WORD_token_id, if they differ ("seperator" is GGUF's spelling).
 ROLE_WORDS = {"unk": "unknown", "sep": "seperator", "pad": "padding"}
-TURN_ENDS = ("eot", "eom")  # further ids that end a turn or a message, under their own words
+TURN_ENDS = ("eot", "eom")  # further ids that end a turn or a message
 
 
 def token_key(role: str) -> str:
-    """The key of a GGUF file that names the token of a role."""
+    """Return the key of a GGUF file that names the token of a role."""
     return f"tokenizer.ggml.{ROLE_WORDS.get(role, role)}_token_id"
 
 
 class Defaults(NamedTuple):
-    """The bos and eos of a kind of vocabulary, and whether llama.cpp adds them to a text."""
+    """bos and eos of a kind of vocabulary, and whether llama.cpp adds them to a text."""
 
     kind: str
     bos: int | None
@@ -360,20 +364,20 @@ class Defaults(NamedTuple):
     add_eos: bool
 
 
-# By tokenizer.ggml.model; llama.cpp's llama_vocab_type has one value per kind.
+# By tokenizer.ggml.model. Each kind is a value of llama.cpp's llama_vocab_type.
 DEFAULTS = {
     "gpt2": Defaults("BPE", 11, 11, False, False),
     "gemma4": Defaults("BPE", None, None, True, False),
     "llama": Defaults("SPM", 1, 2, True, False),
 }
-# Pre-tokenizers of BPE, by tokenizer.ggml.pre, that change those defaults.
+# Pre-tokenizers of BPE (tokenizer.ggml.pre) that change those defaults.
 PRE_ADDS_BOS = {*LLAMA3_NAMES, "tekken", "chameleon", "gemma4"}
 PRE_WITHOUT_BOS = {"chatglm-bpe", "glm4", "glm5"}
-ALWAYS_ADDS_BOS = "gemma4"  # whatever the file says
+ALWAYS_ADDS_BOS = "gemma4"  # even if the file says otherwise
 
 
 def stated_ends(head: FileHead) -> Defaults:
-    """llama.cpp's defaults for a file's vocabulary, with what the file says of added tokens in their place.
+    """Return llama.cpp's defaults for a file's vocabulary, with the file's own flags for added tokens.
 
     Some pre-tokenizers of BPE change the defaults. The file's own bos and eos are not read here.
     """
@@ -388,7 +392,7 @@ def stated_ends(head: FileHead) -> Defaults:
 
 
 def check_vocabulary(head: FileHead) -> None:
-    """Raise DataError for a list of tokens, an id or the shape of a tensor that no model has."""
+    """Raise DataError for a list of tokens, an id or a tensor shape that no model can have."""
     tokens = head.values.get("tokenizer.ggml.tokens")
     count = len(tokens) if isinstance(tokens, list) else None
     wrong = None
@@ -396,10 +400,10 @@ def check_vocabulary(head: FileHead) -> None:
         wrong = "tokenizer.ggml.tokens"
     first: dict[bytes, int] = {}
     for index, token in enumerate(tokens or () if wrong is None and count is not None else ()):
-        # An assertion of llama.cpp ends the process on two equal tokens; it names empty ones apart.
+        # Two equal tokens trigger an assertion of llama.cpp, which ends the process. Empty tokens get distinct names.
         if (other := first.setdefault(token or b"[EMPTY_%d]" % index, index)) != index:
             shown = token.decode("utf-8", "replace")
-            head.refuse(f"its tokens {other} and {index} are the same text, {shown!r:.60}", EXPORT_AGAIN)
+            head.refuse(f"its tokens {other} and {index} have the same text, {shown!r:.60}", EXPORT_AGAIN)
     for key in ("tokenizer.ggml.token_type", "tokenizer.ggml.scores"):
         listed = head.values.get(key)
         if count is not None and listed is not None and (not isinstance(listed, list) or len(listed) != count):
@@ -413,10 +417,10 @@ def check_vocabulary(head: FileHead) -> None:
         if not 1 <= len(shape) <= 4 or not all(0 < length < 2**40 for length in shape):
             wrong = f"the shape of {name}"
     if wrong is not None:
-        head.refuse(f"{wrong} is not one that a model can have", COPY_AGAIN)
+        head.refuse(f"{wrong} is not possible for a model", COPY_AGAIN)
 
 
-# Tokens that end a text, and are control tokens, whatever types a file gives them.
+# Tokens that end a text and count as control tokens, even if the file gives them another type.
 END_NAMES = frozenset(
     (
         *("<|eot_id|>", "<|im_end|>", "<|end|>", "<|return|>", "<|call|>", "<|flush|>", "<|calls|>", "<end_of_turn>"),
@@ -424,45 +428,46 @@ END_NAMES = frozenset(
         *("<end_of_utterance>", "<eos>", "<turn|>", "<|tool_response>", "<｜end▁of▁sentence｜>"),
     )
 )
-# Unless all of these end a text too, one of each group: then the type that the token has instead.
+# Exceptions: if the ends of a text include one token of each group, the token gets this type and ends no text.
 NO_END = {
     "<|end|>": (({"<|call|>", "<|calls|>"}, {"<|return|>", "<|flush|>"}), USER_DEFINED),
     "</s>": (({"<|tool_response>"},), NORMAL),
 }
 SHOWN_NAMES = frozenset(("<|channel|>", "<|message|>", "<|start|>", "<|constrain|>"))  # user-defined tokens
-# Roles that fill in the middle, an older word for each, and names that are control tokens where no key gives another.
+# Fill-in-the-middle roles (with an older word for each) -> names of their tokens, for files without a key for the role.
 FILL_NAMES: dict[tuple[str, ...], tuple[str, ...]] = {
     **{(f"fim_{word[:3]}", word): names for word, names in FILL.items()},
     ("fim_pad",): ("<|fim_pad|>", "<fim-pad>", "<fim_pad>", "<PAD>", "[PAD]"),
     ("fim_rep",): ("<|fim_repo|>", "<|repo_name|>", "<fim-repo>", "<REPO>", "<reponame>"),
     ("fim_sep",): ("<|file_sep|>",),
 }
-ENDING_FILL = ("fim_pad", "fim_rep", "fim_sep")  # whose tokens end a text
+ENDING_FILL = ("fim_pad", "fim_rep", "fim_sep")  # Tokens of these roles end a text.
 FILL_ROLES = tuple(role for roles in FILL_NAMES for role in roles)
 
 
 def types_and_ends(tokens: Sequence[str], types: Sequence[int], ids: Mapping[str, int]) -> tuple[list[int], list[int]]:
-    """llama.cpp's own types of the tokens, and the ids that end an answer, eos first.
+    """Return llama.cpp's own types of the tokens, and the ids that end an answer, eos first.
 
-    `types` are those of the file, `ids` those that it names, by role; several names of one role: llama.cpp takes any.
+    `types` and `ids` (by role) are the file's. If several tokens have a name of one role, llama.cpp may take any of
+    them. Here the first name wins.
     """
-    numbers, found_types = {token: index for index, token in enumerate(tokens)}, list(types)
+    numbers, changed_types = {token: index for index, token in enumerate(tokens)}, list(types)
     ends = {ids[role] for role in ("eos", *TURN_ENDS) if role in ids}
     for roles, names in FILL_NAMES.items():
         number = next((ids[role] for role in roles if role in ids), None)
-        if number is None and (found := [numbers[name] for name in names if name in numbers]):
-            number = found[0]
-            found_types[number] = CONTROL
+        if number is None and (candidates := [numbers[name] for name in names if name in numbers]):
+            number = candidates[0]
+            changed_types[number] = CONTROL
         if number is not None and roles[0] in ENDING_FILL:
             ends.add(number)
     for name in END_NAMES & numbers.keys():
         ends.add(numbers[name])
-        found_types[numbers[name]] = CONTROL
+        changed_types[numbers[name]] = CONTROL
     for name in SHOWN_NAMES & numbers.keys():
-        found_types[numbers[name]] = USER_DEFINED
+        changed_types[numbers[name]] = USER_DEFINED
     named = {tokens[number] for number in ends}
     for name, (groups, kind) in NO_END.items():
         if name in named and all(named & group for group in groups):
             ends.discard(numbers[name])
-            found_types[numbers[name]] = kind
-    return found_types, sorted(ends, key=lambda number: (number != ids["eos"], number))
+            changed_types[numbers[name]] = kind
+    return changed_types, sorted(ends, key=lambda number: (number != ids["eos"], number))

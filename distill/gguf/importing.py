@@ -1,7 +1,8 @@
-"""A GGUF file imported: into a folder that the user names, or into the cache, where every reader of folders finds it.
+"""Import a GGUF file as a model folder: a folder that the user names, or one in the cache that other readers use.
 
-The cache holds a folder for each file, by its path, size, times, inode and head: config.json and the tokenizer once the
-file is named, the weights once they are read. It can be deleted at any time.
+The cache has one folder for each file. Its name depends on the file's path, size, times, inode and head. config.json
+and the tokenizer are written when the file is first named, the weights when they are first read. The cache can be
+deleted at any time.
 """
 
 from __future__ import annotations
@@ -40,26 +41,28 @@ from distill.gguf.library import require_loadable
 from distill.gguf.tokenizer import ImportedTokenizer, imported_tokenizer
 from distill.progress import Progress, note
 
-# ── The tensors as model.safetensors: dequantised and put back into Hugging Face's order ──
-# A tensor is read, converted and written some rows at a time, so that memory does not grow with the model.
+# ── The tensors as model.safetensors: dequantised, in Hugging Face's order ──
+# Tensors are read, converted and written a few rows at a time, so that memory does not grow with the model.
 
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
-PART_VALUES = 2**21  # values of a tensor converted at a time, when written by each thread
+PART_VALUES = 2**21  # values of a tensor that one thread converts at a time
 ROTARY = (LLAMA3_FACTORS, LONG_FACTORS, SHORT_FACTORS)
 Dtype = Literal["float32", "bfloat16", "float16"]
 DTYPES: dict[str, Dtype] = {"F32": "float32", "BF16": "bfloat16", "F16": "float16"}  # GGUF's and safetensors' names
-FLOAT_BITS = {"F32": 24, "BF16": 8, "F16": 11}  # of a significand
+FLOAT_BITS = {"F32": 24, "BF16": 8, "F16": 11}  # bits of the significand
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
-MOST_STEPS = 1.5  # llama.cpp's files: 1.1 at most for a matrix quantised twice; another by 3 % of its deviation: 1.8
+# The difference of two roundings of one matrix, in steps of the types. llama.cpp's files have at most 1.1 for a matrix
+# quantised twice. A matrix that differs by 3 % of its standard deviation has 1.8.
+MAX_STEPS = 1.5
 
 
 @dataclass(frozen=True)
 class FileTensor:
-    """A tensor: its file, its type, its first byte, its shape [rows, …] as Hugging Face writes it.
+    """A tensor of a file. `shape` is that of Hugging Face, [rows, …], and `start` the first byte of the data.
 
-    `heads`: rows of this many heads are reordered; 0: none are. `shift` was added to the values by the exporter.
+    `heads`: number of heads whose rows are reordered, 0 for none. `shift`: what the exporter added to the values.
     """
 
     path: Path
@@ -77,14 +80,14 @@ class FileTensor:
 
     @property
     def bits(self) -> int:
-        """Bits of a value, its share of scales left out; of a float those of its significand."""
+        """Bits of a quantised value without its share of scales, or bits of a float's significand."""
         import gguf
 
         block, size = gguf.GGML_QUANT_SIZES[self.kind]
         return FLOAT_BITS.get(self.kind.name, 8 * size // block)
 
     def blocks(self) -> NDArray[np.uint8]:
-        """The rows of a matrix as the file has them, in blocks of its type [rows, blocks, bytes]; read when used."""
+        """Rows of a matrix in blocks of the file's type [rows, blocks, bytes]. The file is read when they are used."""
         import gguf
 
         block, size = gguf.GGML_QUANT_SIZES[self.kind]
@@ -92,11 +95,13 @@ class FileTensor:
         return np.memmap(self.path, np.uint8, "r", self.start, shape)
 
     def parts(self) -> Iterator[Floats]:
-        """The rows in order, some at a time, as fp32; of reordered tensors whole heads at a time."""
+        """Yield the rows in order, some at a time, as fp32. Reordered tensors come in whole heads."""
         import gguf
 
         block, size = gguf.GGML_QUANT_SIZES[self.kind]
-        rows = 1 if len(self.shape) == 1 and not self.heads else self.shape[0]  # a reordered bias has one value a row
+        rows = (
+            1 if len(self.shape) == 1 and not self.heads else self.shape[0]
+        )  # A reordered bias has one value per row.
         width = self.values // rows
         unit = rows // self.heads if self.heads else 1
         step = unit * max(1, PART_VALUES // (width * unit))
@@ -113,37 +118,37 @@ class FileTensor:
 
 
 def unpermuted(rows: NDArray[Any], heads: int) -> NDArray[Any]:
-    """Rows [heads·D, …] from llama.cpp's order, which rotates neighbours, to Hugging Face's, which rotates halves."""
+    """Reorder rows [heads·D, …] from llama.cpp's rope (neighbours rotate) to Hugging Face's (halves rotate)."""
     half = rows.shape[0] // heads // 2
     return rows.reshape(heads, half, 2, *rows.shape[1:]).swapaxes(1, 2).reshape(rows.shape)
 
 
-def are_one(first: FileTensor, second: FileTensor) -> bool:
-    """Whether two matrices of a shape are one that was rounded to two types: no value differs by more than MOST_STEPS.
+def are_one_matrix(first: FileTensor, second: FileTensor) -> bool:
+    """Whether two tensors are one matrix, rounded to two types: no value differs by more than MAX_STEPS.
 
-    A step is the range of 32 neighbours over its type's levels, the sum for both types. A value is off by half a step,
-    and by less than another half where scales are rounded and ends clipped.
+    A step is the range of 32 neighbours divided by the levels of the type, summed over both types. Rounding moves a
+    value by half a step, and by up to another half where scales are rounded and ends are clipped.
     """
-
     width = math.gcd(32, first.shape[-1])
 
-    def agree(one: Floats, other: Floats) -> bool:
-        groups = np.arange(0, one.size, width)
+    def agree(first_values: Floats, second_values: Floats) -> bool:
+        groups = np.arange(0, first_values.size, width)
         steps = np.zeros(len(groups), np.float32)
-        for values, bits in ((one, first.bits), (other, second.bits)):
-            low, high = (of.reduceat(values, groups) for of in (np.minimum, np.maximum))
+        for values, bits in ((first_values, first.bits), (second_values, second.bits)):
+            low, high = np.minimum.reduceat(values, groups), np.maximum.reduceat(values, groups)
             steps += (high.clip(min=0) - low.clip(max=0)) / np.float32(2**bits - 1)
-        return bool((np.maximum.reduceat(abs(one - other), groups) <= MOST_STEPS * steps).all())
+        differences = np.maximum.reduceat(abs(first_values - second_values), groups)
+        return bool((differences <= MAX_STEPS * steps).all())
 
     parts = zip(first.parts(), second.parts(), strict=True)
-    return all(agree(one.ravel(), other.ravel()) for one, other in parts)
+    return all(agree(first_rows.ravel(), second_rows.ravel()) for first_rows, second_rows in parts)
 
 
 def sources(head: FileHead, config: Mapping[str, Any]) -> dict[str, FileTensor]:
-    """The tensors of a file by their Hugging Face names, in the order of the model.
+    """Return the tensors of a file by their Hugging Face names, in the order of the model.
 
-    Raises DataError, with the name, for a tensor that the family does not have, that is missing, of another shape than
-    the metadata give, or of a type that the gguf package cannot read.
+    Raises DataError, with the tensor's name, if the family has no such tensor, if one is missing, if its shape differs
+    from the metadata, or if the gguf package cannot read its type.
     """
     sizes, model = Sizes.of(config), f"a {config['model_type']} of transformers"
     biases = {*sizes.family.biases}
@@ -154,17 +159,18 @@ def sources(head: FileHead, config: Mapping[str, Any]) -> dict[str, FileTensor]:
     for name in head.shapes:
         if name in ROTARY:
             continue
-        own = sizes.hugging_face_name(name)
-        if own is None:
-            head.refuse(f"tensor {name} has no place in {model}")
-        if own not in expected:
-            head.refuse(f"{model} has no {own}")
+        hf_name = sizes.hugging_face_name(name)
+        if hf_name is None:
+            head.refuse(f"{model} has no tensor for {name}")
+        if hf_name not in expected:
+            head.refuse(f"{model} has no {hf_name}")
         shape = tuple(reversed(head.shapes[name]))
-        if shape != expected[own]:
-            head.refuse(f"{name} is {list(shape)}, by the metadata it is {list(expected[own])}", "copy the file again")
+        if shape != expected[hf_name]:
+            what = f"{name} is {list(shape)}, but by the metadata it is {list(expected[hf_name])}"
+            head.refuse(what, "copy the file again")
         path, start = head.places[name]
-        heads, shift = sizes.reordered_heads(own), sizes.norm_shift(own)
-        tensors[own] = FileTensor(path, name, _kind(head, name, shape[-1]), start, shape, heads, shift)
+        heads, shift = sizes.reordered_heads(hf_name), sizes.norm_shift(hf_name)
+        tensors[hf_name] = FileTensor(path, name, _kind(head, name, shape[-1]), start, shape, heads, shift)
     missing = [name for name in expected if name not in tensors]
     if missing:
         head.refuse(f"{len(missing)} tensors are missing, the first is {missing[0]} by its Hugging Face name")
@@ -185,18 +191,19 @@ def _kind(head: FileHead, name: str, width: int) -> GGMLQuantizationType:
         head.refuse(what, "quantise the model to another type, such as q8_0")
     if kind.name == "NVFP4":
         head.refuse(
-            f"{name} is nvfp4, whose scales stand partly in other tensors", "quantise the model to another type"
+            f"{name} is nvfp4, a type that keeps some scales in other tensors", "quantise the model to another type"
         )
     block = gguf.GGML_QUANT_SIZES[kind][0]
     if width % block:
         head.refuse(
-            f"{name} is {kind.name}, in blocks of {block} values, and its rows have {width}", "copy the file again"
+            f"{name} is {kind.name}, whose blocks of {block} values do not divide rows of {width}",
+            "copy the file again",
         )
     return kind
 
 
 def rotary_factors(head: FileHead) -> dict[str, Floats]:
-    """The tensors of rotary factors by name; they stand in config.json, not among the weights."""
+    """Return the tensors of rotary factors by name. They go into config.json, not into the weights."""
     tensors = {}
     for name in ROTARY:
         if name in head.shapes:
@@ -208,11 +215,10 @@ def rotary_factors(head: FileHead) -> dict[str, Floats]:
 
 
 def stored_types(tensors: Mapping[str, FileTensor], dtype: Dtype | None, quantised: str) -> dict[str, str]:
-    """The type in which each tensor is stored, as safetensors names it.
+    """Return the dtype in which each tensor is stored, in safetensors' names.
 
-    With `dtype`, that one. Else floats stay as they are and quantised tensors become `quantised`; vectors, which GGUF
-    keeps in F32, take the type of the matrices where all of those have one of 16 bits and no vector loses a digit by
-    it.
+    `dtype` sets one for all. With None, floats keep their type and quantised tensors become `quantised`. GGUF keeps
+    vectors in F32: they take the 16-bit type of the matrices if all matrices share one and no vector loses a digit.
     """
     if dtype is not None:
         return dict.fromkeys(tensors, next(code for code, name in DTYPES.items() if name == dtype))
@@ -230,7 +236,7 @@ def stored_types(tensors: Mapping[str, FileTensor], dtype: Dtype | None, quantis
 
 
 def write_weights(place: Path, imported: Import) -> None:
-    """Write a safetensors file; DataError for a value that its type cannot hold."""
+    """Write a safetensors file. Raises DataError for a value that does not fit its type."""
     tensors, types = imported.tensors, imported.types
     progress = Progress("tensors", len(tensors), brief=True)
     with place.open("wb") as file:
@@ -248,12 +254,12 @@ def write_weights(place: Path, imported: Import) -> None:
 # ── The folder: one that the user names, or one in the cache ──
 
 WEIGHTS = "model.safetensors"
-CONTENT = "content.json"  # the digests of the small files, written last
-FORMAT = 4  # of the folders in the cache
+CONTENT = "content.json"  # digests of the small files, written after them
+FORMAT = 4  # version of the folders in the cache
 
 
 def file_type(path: Path) -> str:
-    """The type that a GGUF file names for its weights, such as q4_k_m, or that of most of its matrices."""
+    """Return the type that a GGUF file states for its weights, such as q4_k_m, or its matrices' commonest type."""
     import gguf
 
     head = open_head(path)
@@ -266,9 +272,9 @@ def file_type(path: Path) -> str:
 
 
 def one_engine(target: str, draft: str, in_bits: bool = False) -> tuple[str, str]:
-    """The references of a pair that decodes in one engine: a GGUF file beside a folder is imported, for PyTorch.
+    """Return the references of a pair that one engine decodes. If one is a GGUF file, it is imported for PyTorch.
 
-    Two GGUF files stay, for llama.cpp; files that PyTorch decodes `in_bits` of their own stay, too.
+    Two GGUF files stay as they are, for llama.cpp. With `in_bits`, PyTorch decodes the files themselves.
     """
     if in_bits or is_gguf(target) == is_gguf(draft):
         return target, draft
@@ -278,9 +284,9 @@ def one_engine(target: str, draft: str, in_bits: bool = False) -> tuple[str, str
 
 @dataclass(frozen=True)
 class Import:
-    """What a file holds but for the tensors' data: config.json, tokenizer, and tensors by Hugging Face's names.
+    """The content of a file without the tensors' data: config.json, tokenizer, and tensors by Hugging Face's names.
 
-    `tied`: that the file holds one matrix as embedding and as head, in words; empty where it does not.
+    `tied` says that the file holds the same matrix as embeddings and head. It is empty if it does not.
     """
 
     path: Path
@@ -292,39 +298,39 @@ class Import:
 
     @property
     def bytes(self) -> int:
-        """Size of the weights as they are stored."""
+        """Size of the weights in the types in which they are stored."""
         return sum(source.values * ITEM_BYTES[self.types[name]] for name, source in self.tensors.items())
 
     @property
     def quantised(self) -> list[str]:
-        """The types of the file's tensors that are no floats, by name."""
+        """Names of the quantised types in the file."""
         return sorted({source.kind.name for source in self.tensors.values()} - set(DTYPES))
 
     @property
     def retyped(self) -> str:
-        """What llama.cpp reads otherwise than the file says, to be put behind a line; empty where there is nothing."""
+        """State which tokens llama.cpp treats differently from the file's types, to append to a line. Empty if none."""
         tokens = self.tokenizer.retyped
         shown = ", ".join(tokens[:3]) + (" and others" if len(tokens) > 3 else "")
-        return f"; special by name, as in llama.cpp, against the file's types: {shown}" if tokens else ""
+        return f"; llama.cpp treats these as special by name, against the file's types: {shown}" if tokens else ""
 
 
 def read_import(path: Path, dtype: Dtype | None = None, quantised: str = "F32") -> Import:
-    """What a GGUF file would be as a folder, its weights stored as `dtype` (None: as `stored_types` says).
+    """Read a GGUF file for an import. The weights will be stored as `dtype`, or as `stored_types` says for None.
 
-    Raises DataError, by name, for an architecture, a pre-tokenizer, a tensor or a type that cannot be imported.
+    Raises DataError, with the name, for an architecture, pre-tokenizer, tensor or type that cannot be imported.
     """
     head = open_head(path)
     require_loadable(head)
     config = configuration(head, rotary_factors(head))
     tokenizer = imported_tokenizer(head)
     tensors, tied = sources(head, config), ""
-    twice = [tensors[name] for name in (EMBEDDING, HEAD) if name in tensors]
-    if len(twice) == 2 and FAMILIES[config["model_type"]].tied is not False and are_one(*twice):
+    matrices = [tensors[name] for name in (EMBEDDING, HEAD) if name in tensors]
+    if len(matrices) == 2 and FAMILIES[config["model_type"]].tied is not False and are_one_matrix(*matrices):
         del tensors[HEAD]
-        tensors[EMBEDDING] = max(twice, key=lambda one: one.bits)
+        tensors[EMBEDDING] = max(matrices, key=lambda matrix: matrix.bits)
         config["tie_word_embeddings"] = True
-        kinds = " and ".join(f"{one.name} ({one.kind.name})" for one in twice)
-        tied = f"; {kinds} are one matrix within their rounding, kept once as {tensors[EMBEDDING].kind.name}"
+        kinds = " and ".join(f"{matrix.name} ({matrix.kind.name})" for matrix in matrices)
+        tied = f"; {kinds} are the same matrix apart from rounding, kept once as {tensors[EMBEDDING].kind.name}"
     types = stored_types(tensors, dtype, quantised)
     main_type = Counter(types[name] for name in tensors).most_common(1)[0][0]
     ids = {f"{role}_token_id": tokenizer.ids.get(role) for role in ("bos", "pad")}
@@ -334,9 +340,9 @@ def read_import(path: Path, dtype: Dtype | None = None, quantised: str = "F32") 
 
 
 def write_import(imported: Import, out: Path) -> None:
-    """Write what `read_import` found as a Hugging Face folder `out`, whole or not at all.
+    """Write the result of `read_import` to a Hugging Face folder `out`, completely or not at all.
 
-    Raises RunError for a disk that is too small, before anything is written.
+    Raises RunError before the first write if the disk is too small.
     """
     _require_room(imported, out)
 
@@ -348,11 +354,11 @@ def write_import(imported: Import, out: Path) -> None:
 
 
 def folder_of(reference: str, weights: bool = True) -> Path:
-    """The folder in the cache of a GGUF file, imported if it is not there or damaged; without `weights`, its small
-    files alone.
+    """Return the cache folder of a GGUF file. The file is imported if the folder is absent or damaged.
 
-    Quantised weights are stored in bfloat16, whose 8 bits round them by less than their own types did. Raises DataError
-    for a file that cannot be imported, RunError where the disk is too small.
+    Without `weights`, only the small files are written. Quantised weights are stored in bfloat16, which rounds them
+    (8 bits) by less than their own types did. Raises DataError for a file that cannot be imported and RunError if the
+    disk is too small.
     """
     path = Path(reference)
     folder = cache_folder("imported") / file_name(path)
@@ -371,7 +377,7 @@ def folder_of(reference: str, weights: bool = True) -> Path:
 
 
 def _is_intact(folder: Path) -> bool:
-    """Whether the small files of a folder in the cache are those that were written."""
+    """Whether the small files of a cache folder are those that were written."""
     try:
         known = read_json(folder / CONTENT, {...: str})
         return digests_of({name: folder / name for name in known}) == known
@@ -380,7 +386,7 @@ def _is_intact(folder: Path) -> bool:
 
 
 def _into(folder: Path, imported: Import) -> None:
-    """Write the small files of a folder that other processes may be making or reading, each whole or not at all."""
+    """Write the small files one by one, each atomically. Other processes may write or read the same folder."""
     place = folder.with_name(f"{folder.name}.{os.getpid()}")
     try:
         write_folder(place, lambda temporary: _write_small(temporary, imported))
@@ -394,21 +400,21 @@ def _into(folder: Path, imported: Import) -> None:
 
 
 def file_name(path: Path) -> str:
-    """The name of a file in the cache: its own, and a digest of what tells it from another file of that name."""
+    """Return a file's name in the cache: its own name and a digest that differs for another file of that name."""
     try:
         with path.open("rb") as file:
             head = file.read(2**16)
         states = [part.stat() for part in split_parts(path) if part.exists()]
     except OSError as error:
         raise DataError(f"{path} cannot be read: {error.strerror}", "give a GGUF file or a model folder") from None
-    # A replaced file may have the old one's size, time of writing and head: its inode and the inode's time differ.
+    # A replaced file can have the same size, time of writing and head, but its inode and the inode's time differ.
     stated = [(state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino) for state in states]
     parts = [str(path.resolve()), stated, FORMAT, hashlib.sha256(head).hexdigest()]
     return f"{path.stem[:60]}-{hashlib.sha256(repr(parts).encode()).hexdigest()[:12]}"
 
 
 def _write_small(folder: Path, imported: Import) -> None:
-    """Everything but the weights."""
+    """Write all files except the weights."""
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "config.json", imported.config)
     content = json.dumps(imported.tokenizer.content, ensure_ascii=False, separators=(",", ":"))
@@ -426,14 +432,14 @@ def _require_room(imported: Import, out: Path) -> None:
     if imported.bytes > free:
         raise RunError(
             f"{imported.path.name} needs {imported.bytes / 1e9:.1f} GB as a folder, "
-            f"and {place} has {free / 1e9:.1f} GB",
-            f"free some, set DISTILL_CACHE to another disk, or store 16 bits a weight: "
+            f"but {place} has {free / 1e9:.1f} GB",
+            f"free some space, set DISTILL_CACHE to another disk, or store 16 bits per weight: "
             f"distill import-gguf {imported.path} OUT --dtype bfloat16, and name OUT instead of the file",
         )
 
 
 def check_import(reference: str) -> str:
-    """A line that a GGUF file can be imported; raises what `read_import` raises. No weights are read."""
+    """Return a line saying that a GGUF file can be imported. Raises what `read_import` raises. Reads no weights."""
     imported = read_import(Path(reference))
     kinds = f", {', '.join(imported.quantised)} dequantised" if imported.quantised else ""
     more = kinds + imported.tied + imported.retyped

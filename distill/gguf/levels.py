@@ -1,4 +1,4 @@
-"""The integers of a GGUF file's quantised tensors, and the scales that make them values; nothing is rounded.
+"""The integers of a GGUF file's quantised tensors, with the scales that turn them into values. Nothing is rounded.
 
 Legend: R rows, C columns, S scales of a row.
 """
@@ -18,8 +18,9 @@ Halves = NDArray[np.float16]
 class Levels(NamedTuple):
     """Values [R, C]: (`numbers` − the type's centre) · `scale` + `zero`.
 
-    A scale is a number for each 32 columns or, where there are bytes, one for each 256 times a byte for each group;
-    `zero` likewise. The bytes of Q6_K, which has no zero, are signed, as the numbers of Q8_0 are.
+    Without bytes, `scale` has one number for each group of 32 columns. With `scale_byte`, it has one number for each
+    256 columns, multiplied by the byte of each group. `zero` is stored likewise. The bytes of Q6_K (which has no zero)
+    and the numbers of Q8_0 are signed.
     """
 
     numbers: Bytes  # [R, C]
@@ -34,18 +35,18 @@ def _half(blocks: Bytes, start: int) -> Halves:
 
 
 def _nibbles(packed: Bytes) -> Bytes:
-    """[..., 2, n] of [..., n]: the lower halves of all bytes, then the upper ones."""
+    """Split bytes [..., n] into [..., 2, n]: the lower halves of all bytes, then the upper halves."""
     return np.stack((packed & 15, packed >> 4), -2)
 
 
-def _five(blocks: Bytes, start: int) -> Bytes:
-    """Numbers [..., 32] of 4 bytes with their fifth bits and 16 with the others."""
+def _five_bit_numbers(blocks: Bytes, start: int) -> Bytes:
+    """Return numbers [..., 32] from 4 bytes of fifth bits and 16 bytes of the other bits."""
     fifth = np.unpackbits(blocks[..., start : start + 4], axis=-1, bitorder="little")
     return _nibbles(blocks[..., start + 4 :]).reshape(fifth.shape) | fifth << 4
 
 
-def _of_k(blocks: Bytes, numbers: Bytes) -> Levels:
-    """Of Q4_K and Q5_K, whose 8 scales and 8 zeros of 6 bits lie in 12 bytes."""
+def _k_levels(blocks: Bytes, numbers: Bytes) -> Levels:
+    """Levels of Q4_K and Q5_K. Their 8 scales and 8 zeros of 6 bits share 12 bytes."""
     first, second, upper = (blocks[..., start : start + 4] for start in (4, 8, 12))
     scales = np.concatenate((first & 63, upper & 15 | first >> 2 & 48), -1)
     zeros = np.concatenate((second & 63, upper >> 4 | second >> 2 & 48), -1)
@@ -53,13 +54,13 @@ def _of_k(blocks: Bytes, numbers: Bytes) -> Levels:
 
 
 def _q4_k(blocks: Bytes) -> Levels:
-    return _of_k(blocks, _nibbles(blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32)))
+    return _k_levels(blocks, _nibbles(blocks[..., 16:].reshape(*blocks.shape[:-1], 4, 32)))
 
 
 def _q5_k(blocks: Bytes) -> Levels:
     lower = _nibbles(blocks[..., 48:].reshape(*blocks.shape[:-1], 4, 32)).reshape(*blocks.shape[:-1], 8, 32)
-    fifth = np.unpackbits(blocks[..., None, 16:48], axis=-2, bitorder="little")  # of group j: bit j of each byte
-    return _of_k(blocks, lower | fifth << 4)
+    fifth = np.unpackbits(blocks[..., None, 16:48], axis=-2, bitorder="little")  # Group j has bit j of each byte.
+    return _k_levels(blocks, lower | fifth << 4)
 
 
 def _q6_k(blocks: Bytes) -> Levels:
@@ -68,11 +69,11 @@ def _q6_k(blocks: Bytes) -> Levels:
     return Levels(lower.reshape(upper.shape) | upper << 4, _half(blocks, 208), scale_byte=blocks[..., 192:208])
 
 
-OF_BLOCKS: dict[str, Callable[[Bytes], Levels]] = {  # by type, of blocks [R, n, bytes]
+FROM_BLOCKS: dict[str, Callable[[Bytes], Levels]] = {  # ggml's type -> levels of blocks [R, n, bytes]
     "Q4_0": lambda blocks: Levels(_nibbles(blocks[..., 2:]), _half(blocks, 0)),
     "Q4_1": lambda blocks: Levels(_nibbles(blocks[..., 4:]), _half(blocks, 0), _half(blocks, 2)),
-    "Q5_0": lambda blocks: Levels(_five(blocks, 2), _half(blocks, 0)),
-    "Q5_1": lambda blocks: Levels(_five(blocks, 4), _half(blocks, 0), _half(blocks, 2)),
+    "Q5_0": lambda blocks: Levels(_five_bit_numbers(blocks, 2), _half(blocks, 0)),
+    "Q5_1": lambda blocks: Levels(_five_bit_numbers(blocks, 4), _half(blocks, 0), _half(blocks, 2)),
     "Q8_0": lambda blocks: Levels(blocks[..., 2:], _half(blocks, 0)),
     "Q4_K": _q4_k,
     "Q5_K": _q5_k,
@@ -81,6 +82,6 @@ OF_BLOCKS: dict[str, Callable[[Bytes], Levels]] = {  # by type, of blocks [R, n,
 
 
 def levels_of(kind: str, blocks: Bytes) -> Levels:
-    """The levels of blocks [R, n, bytes] of one of OF_BLOCKS."""
-    found, rows = OF_BLOCKS[kind](blocks), len(blocks)
-    return Levels._make(None if part is None else part.reshape(rows, -1) for part in found)
+    """Return the levels of blocks [R, n, bytes] of one of the types in FROM_BLOCKS."""
+    levels, rows = FROM_BLOCKS[kind](blocks), len(blocks)
+    return Levels._make(None if part is None else part.reshape(rows, -1) for part in levels)

@@ -1,5 +1,5 @@
-"""llama.cpp's library, or ik_llama.cpp's in its place: what a build can do, a model's options as its parameters, and a
-file as it loads it."""
+"""llama.cpp's library or ik_llama.cpp's: what a build can do, options as parameters, and a file as the library loads
+it."""
 
 from __future__ import annotations
 
@@ -29,13 +29,12 @@ from distill.recipe.measuring import NO_DEVICE, ON_CPU
 from distill.vocabulary.vocabulary import ids_around
 
 # ── ik_llama.cpp, a fork of llama.cpp with faster kernels for CPUs, under the names of llama.cpp's functions ──
-# Its library computes; a file's tokenizer, and grammars over it, stay llama.cpp's. The structures come from the package
-# `ik-llama-cpp-python`, which declares those of the library that it carries; the functions that it leaves out are
-# declared here, from its llama.h.
+# Its library computes. Tokenizers of files, and grammars, stay with llama.cpp. The package `ik-llama-cpp-python`
+# declares the structures of the library that it contains. Functions that it omits are declared here, from llama.h.
 
-REPACKED = {0, 8}  # ggml's numbers of f32 and q8_0
+REPACKED = {0, 8}  # ggml's numbers for f32 and q8_0
 _Handle, _Int = ctypes.c_void_p, ctypes.c_int32
-# Same name in both libraries, and what the package does not declare.
+# These functions have the same name in both libraries. The next ones are missing from the package.
 _DECLARED = (
     *("llama_backend_init", "llama_model_default_params", "llama_context_default_params", "llama_model_load_from_file"),
     *("llama_init_from_model", "llama_free", "llama_n_ubatch", "llama_batch_init", "llama_batch_free", "llama_decode"),
@@ -56,9 +55,9 @@ _LOG = ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
 
 @cache
 def ik_library(remember: Callable[[int, bytes, Any], None]) -> Any:
-    """The library, initialised, its log given to `remember(level, text, user data)`; DataError without the package.
+    """Load and initialise ik_llama.cpp. Its log goes to `remember(level, text, user data)`.
 
-    Cached for good, because the log callback must outlive every call into the library.
+    Raises DataError if the package is missing. The result is cached, because the log callback must outlive all calls.
     """
     try:
         declared: Any = importlib.import_module("ik_llama_cpp._ctypes_api")
@@ -77,7 +76,7 @@ def ik_library(remember: Callable[[int, bytes, Any], None]) -> Any:
         **functions,
         callback=callback,
         llama_model_free=declared.llama_free_model,
-        llama_get_memory=lambda context: context,  # the cache is reached through its context
+        llama_get_memory=lambda context: context,  # ik_llama.cpp reaches the cache through its context.
         llama_memory_seq_rm=functions["llama_kv_cache_seq_rm"],
         llama_memory_seq_cp=functions["llama_kv_cache_seq_cp"],
     )
@@ -86,10 +85,10 @@ def ik_library(remember: Callable[[int, bytes, Any], None]) -> Any:
 
 
 def _require_sizes(raw: Any, declared: Any) -> None:
-    """Raise DataError where the package declares a structure of another size than the library fills.
+    """Raise DataError if the package declares a structure with another size than the library fills.
 
-    On x86 a function that returns a structure writes it to the place that is passed before its arguments: what it
-    leaves of two fillings is beyond its end.
+    On x86, a function that returns a structure writes it to an address that is passed before the arguments. Bytes that
+    keep two different fillings lie past the structure's end.
     """
     if platform.machine() not in ("x86_64", "AMD64"):
         return
@@ -106,15 +105,16 @@ def _require_sizes(raw: Any, declared: Any) -> None:
         if -(-written // 8) * 8 != ctypes.sizeof(kind):
             raise DataError(
                 f"ik-llama-cpp-python {version_of('ik-llama-cpp-python')} declares {kind.__name__} with "
-                f"{ctypes.sizeof(kind)} bytes, and its library has {written}",
+                f"{ctypes.sizeof(kind)} bytes, but its library writes {written}",
                 f"install the version that is tested here: {install_extra('ik')}",
             )
 
 
 def repacks(head: FileHead) -> bool:
-    """Whether a file's weights are laid out anew for steps of several tokens.
+    """Whether the library may repack a file's weights for steps of several tokens.
 
-    Types of four bits and K types then differ between one token and two (KL 0.0005 to 0.05 on SmolLM2); q8_0 does not.
+    Repacked types of four bits and K types give other logits for two tokens than for one (KL 0.0005 to 0.05 on
+    SmolLM2). q8_0 does not.
     """
     return set(head.kinds.values()) <= REPACKED
 
@@ -122,25 +122,26 @@ def repacks(head: FileHead) -> bool:
 # ── llama-cpp-python's low-level API: loaded once, its log silenced, its last errors kept ──
 
 LOG_LEVEL_ERROR, LOG_LEVEL_CONTINUED = 4, 5
-UNKNOWN = "unknown model architecture"  # llama.cpp's words
+UNKNOWN = "unknown model architecture"  # llama.cpp's message
 ERRORS: deque[str] = deque(maxlen=4)
 AMX = "AMX_INT8"
-NOT_BESIDE_PYTORCH = "llama.cpp was compiled with AMX, whose tiles PyTorch's products in bfloat16 take from it"
+NOT_BESIDE_PYTORCH = "llama.cpp was compiled with AMX, whose tile configuration PyTorch's bfloat16 products release"
 
 
 def compiled_with(module: Any) -> list[str]:
-    """What a llama_cpp module was compiled with, by llama.cpp's names, such as AVX2."""
+    """Return the instruction sets that a llama_cpp module was compiled with, by llama.cpp's names, such as AVX2."""
     parts = module.llama_print_system_info().decode("utf-8", "replace").split("|")
     return [part.rpartition(":")[2].split("=")[0].strip() for part in parts if part.strip().endswith("= 1")]
 
 
 @cache
 def library() -> Any:
-    """The llama_cpp module, quiet and initialised; DataError when it is not installed, or was compiled with AMX.
+    """Load and initialise the llama_cpp module, with its log silenced.
 
-    Cached for good, because the log callback must outlive every call into the library.
+    Raises DataError if the module is missing or was compiled with AMX. The result is cached, because the log callback
+    must outlive all calls.
     """
-    # Without this a failed assertion inside ggml starts a debugger before it aborts.
+    # By default, a failed assertion inside ggml starts a debugger before it aborts.
     os.environ.setdefault("GGML_NO_BACKTRACE", "1")
     try:
         module: Any = importlib.import_module("llama_cpp")
@@ -170,19 +171,18 @@ def _remember(level: int, text: bytes, _user_data: Any) -> None:
 
 
 def engine_of(options: GgufOptions) -> Any:
-    """The library that computes under `options`, with llama.cpp's names of its functions; DataError where it is not
-    installed."""
+    """Return the library that computes under `options`, by llama.cpp's function names. DataError if it is missing."""
     return ik_library(_remember) if options.library == "ik" else library()
 
 
 def last_errors() -> str:
-    """llama.cpp's error messages since ERRORS was cleared."""
+    """Return llama.cpp's error messages since ERRORS was cleared."""
     return "; ".join(ERRORS) or "llama.cpp gave no reason"
 
 
 # ── What the installed build can do, and a model's options as llama.cpp's parameters ──
 
-GPU, INTEGRATED_GPU = 1, 2  # of ggml's enum ggml_backend_dev_type
+GPU, INTEGRATED_GPU = 1, 2  # values of ggml's enum ggml_backend_dev_type
 BUILD = (
     'build llama-cpp-python for your GPU: CMAKE_ARGS="-DGGML_CUDA=on" (NVIDIA) or "-DGGML_METAL=on" (Apple) before pip '
     "install --force-reinstall --no-cache-dir llama-cpp-python"
@@ -190,7 +190,7 @@ BUILD = (
 
 
 class Device(NamedTuple):
-    """A GPU that llama.cpp can put layers on; `handle` is ggml's."""
+    """A GPU that llama.cpp can put layers on. `handle` is ggml's."""
 
     name: str
     description: str
@@ -198,8 +198,8 @@ class Device(NamedTuple):
 
 
 def gpus() -> list[Device]:
-    """The GPUs that this build of llama.cpp finds, in its order; none for a build for CPUs."""
-    library()  # registers them
+    """Return the GPUs that this build of llama.cpp finds, in its order. A build for CPUs finds none."""
+    library()  # Loading registers the devices.
     ggml = importlib.import_module("llama_cpp._ggml").libggml
     signatures: dict[str, tuple[list[Any], Any]] = {
         "ggml_backend_dev_count": ([], ctypes.c_size_t),
@@ -210,7 +210,7 @@ def gpus() -> list[Device]:
     }
     functions = []
     for symbol, types in signatures.items():
-        functions.append(ggml[symbol])  # a new object for each look-up, so that nobody else's types are changed
+        functions.append(ggml[symbol])  # Each look-up makes a new object, so that no other user's types change.
         functions[-1].argtypes, functions[-1].restype = types
     count, get, name, description, kind = functions
     handles = [get(index) for index in range(count())]
@@ -222,17 +222,17 @@ def gpus() -> list[Device]:
 
 
 def describe_build() -> str:
-    """One line: where this build of llama.cpp computes. DataError where llama-cpp-python is not installed."""
+    """Say in one line where this build of llama.cpp computes. DataError if llama-cpp-python is not installed."""
     devices = gpus()
     if devices:
         return "llama.cpp: GPUs " + ", ".join(f"{gpu.name} ({gpu.description})" for gpu in devices)
     if library().llama_supports_gpu_offload():
-        return "llama.cpp: built for GPUs, and finds none on this machine: it computes on the CPU"
-    return f"llama.cpp: a CPU-only build; for GPU layers {BUILD}"
+        return "llama.cpp: built for GPUs, but it finds none on this machine and computes on the CPU"
+    return f"llama.cpp: a CPU-only build; for GPU layers, {BUILD}"
 
 
 def require_build(options: GgufOptions, where: str) -> None:
-    """Raise RecipeError, which names `where`, for options that this build of llama.cpp or this machine lacks."""
+    """Raise RecipeError, naming `where`, for options that this build of llama.cpp or this machine cannot provide."""
     gpu_settings = {
         "n_gpu_layers": bool(options.n_gpu_layers),
         "device": options.device not in ((), (NO_DEVICE,)),
@@ -240,7 +240,7 @@ def require_build(options: GgufOptions, where: str) -> None:
     }
     first = next((name for name, requested in gpu_settings.items() if requested), None)
     if first is not None and options.library == "ik":
-        raise RecipeError(f"{where}: {first} with library ik: it computes on the CPU here", "leave one of them out")
+        raise RecipeError(f"{where}: {first} with library ik, which computes on the CPU here", "leave one of them out")
     if first is not None:
         _require_gpus(options, f"{where}: {first} {_shown(getattr(options, first))}")
 
@@ -254,8 +254,8 @@ def _require_gpus(options: GgufOptions, setting: str) -> None:
     devices = gpus()
     if not devices:
         able = library().llama_supports_gpu_offload()
-        reason = "finds no GPU on this machine" if able else "is built for CPUs alone"
-        raise RecipeError(f"{setting}: the installed llama.cpp {reason}", f"leave it out, or {BUILD}")
+        reason = "finds no GPU on this machine" if able else "is built for CPUs only"
+        raise RecipeError(f"{setting}: the installed llama.cpp {reason}", f"leave this option out, or {BUILD}")
     names = [gpu.name for gpu in devices]
     unknown = [name for name in options.device if name not in names]
     if unknown:
@@ -266,7 +266,7 @@ def _require_gpus(options: GgufOptions, setting: str) -> None:
 
 
 def require_cache_types(options: GgufOptions, keys: int | None, values: int | None, where: str) -> None:
-    """Raise RecipeError where a type's block does not divide the size of a head's keys or values (None: unknown)."""
+    """Raise RecipeError if a type's block does not divide the size of a head's keys or values (None: unknown)."""
     import gguf
 
     for name, size in (("cache_type_k", keys), ("cache_type_v", values)):
@@ -274,20 +274,21 @@ def require_cache_types(options: GgufOptions, keys: int | None, values: int | No
         block = gguf.GGML_QUANT_SIZES[ggml_type(kind)][0]
         if size is not None and size % block:
             hint = f"use a type without blocks for {name}: f16, bf16 or f32"
-            raise RecipeError(f"{where}: {name} {kind} stores blocks of {block} values, and a head has {size}", hint)
+            what = f"{where}: {name} {kind} stores blocks of {block} values, which do not divide a head of {size}"
+            raise RecipeError(what, hint)
 
 
 def require_possible(head: FileHead, options: GgufOptions) -> None:
-    """Raise RecipeError for options that this build, this machine or this file does not allow; loads nothing."""
+    """Raise RecipeError for options that this build, machine or file does not allow. Loads nothing."""
     require_build(options, str(head.path))
     require_cache_types(options, *head.head_sizes, str(head.path))
 
 
 def model_settings(options: GgufOptions) -> tuple[Any, list[Any]]:
-    """The library's parameters of a model, and what they point to, which must live until it is loaded."""
+    """Return the library's parameters for a model, and the objects that they point to until the model is loaded."""
     llama = engine_of(options)
     settings, kept = llama.llama_model_default_params(), list[Any]()
-    settings.check_tensors = True  # damaged weights load silently otherwise
+    settings.check_tensors = True  # Otherwise damaged weights load without an error.
     if options.library == "ik":
         return settings, kept
     if options.n_gpu_layers is not None:
@@ -306,11 +307,11 @@ def model_settings(options: GgufOptions) -> tuple[Any, list[Any]]:
     return settings, kept
 
 
-FLASH_ATTENTION = {"on": "ENABLED", "off": "DISABLED", "auto": "AUTO"}  # by llama.cpp's names
+FLASH_ATTENTION = {"on": "ENABLED", "off": "DISABLED", "auto": "AUTO"}  # option -> llama.cpp's name
 
 
 def fill_context(settings: Any, options: GgufOptions) -> None:
-    """Give a context's parameters their options; `n_batch` is set before."""
+    """Set the options in a context's parameters. The caller has set `n_batch`."""
     # More threads than cores make llama.cpp many times slower.
     settings.n_threads = thread_count(options.threads)
     settings.n_threads_batch = settings.n_threads if options.threads_batch is None else options.threads_batch
@@ -325,31 +326,30 @@ def fill_context(settings: Any, options: GgufOptions) -> None:
 
 
 # ── A GGUF file as llama.cpp loads it: its weights, its rows, and its own tokenizer ──
-# llama.cpp aborts the process where a file breaks its assumptions, so `require_loadable` checks them on the head
-# first: the assertions of llama-model.cpp and of the graphs of the architectures that this project exports.
+# llama.cpp aborts the process if a file breaks its assumptions. `require_loadable` checks them on the head first: the
+# assertions of llama-model.cpp, and those of the graphs of the architectures that this project exports.
 
 MAX_LAYERS, MAX_EXPERTS = 512, 512  # LLAMA_MAX_LAYERS, LLAMA_MAX_EXPERTS
 ROPE_SCALINGS = ("none", "linear", "yarn", "longrope")
-# Every dimension of a head is rotated, and keys are as wide as values.
+# Architectures that rotate every dimension of a head, and whose keys are as wide as values.
 ROTATES_ALL = ("llama", "qwen2", "qwen3", "olmo2", "exaone4", "seed_oss", "mistral3", "cohere2")
 MIXES_WINDOWS = ("gemma2", "gemma3", "cohere2", "exaone4")
 
 
 class GgufFile:
-    """The loaded file, or with `vocabulary_only` its tokenizer without the weights.
+    """A loaded file, or with `vocabulary_only` its tokenizer without weights. Methods raise ValueError after `close`.
 
-    Its functions raise ValueError once it is closed.
-    `head_rows` are the rows of the head, `vocabulary_size` those of them that stand for tokens; `recurrent`:
-    some layers have a recurrent state. `model` and `vocabulary` are handles, valid while it is open: the model's of
-    `engine`, which computes, the vocabulary's of `library`, which is llama.cpp's whatever computes. Raises DataError
-    when a library is missing or the file is missing, damaged or of an unsupported kind, RecipeError for `options` that
-    this build or this file does not allow.
+    `head_rows`: rows of the head. `vocabulary_size`: rows that stand for tokens. `recurrent`: some layers have a
+    recurrent state. `model` and `vocabulary` are handles that are valid until `close`. `model` belongs to `engine`, the
+    library that computes. `vocabulary` always belongs to `library`, which is llama.cpp's. Raises DataError if a
+    library or the file is missing, or the file is damaged or of an unsupported kind. Raises RecipeError for `options`
+    that this build or this file does not allow.
     """
 
     def __init__(self, path: Path, *, vocabulary_only: bool = False, options: GgufOptions = ON_CPU) -> None:
         self.path, self.library, self.engine = path, library(), engine_of(options)
         self.model: Any = None
-        self._tokenizer: Any = None  # where another library computes
+        self._tokenizer: Any = None  # llama.cpp's copy of the model's vocabulary, if another library computes
         head = open_head(path)
         require_loadable(head)
         require_possible(head, options)
@@ -358,7 +358,7 @@ class GgufFile:
             parameters.repack_tensors = repacks(head)
         parameters.vocab_only = vocabulary_only
         self.model = self._load(self.engine, parameters)
-        del kept  # what the parameters point to
+        del kept  # The parameters point into these objects.
         if self.engine is not self.library:
             parameters = self.library.llama_model_default_params()
             parameters.vocab_only = True
@@ -375,7 +375,7 @@ class GgufFile:
 
     @property
     def build(self) -> list[str]:
-        """What computes: its package with the version, and what it was compiled with."""
+        """Name the package that computes with its version, and what it was compiled with."""
         package = "llama-cpp-python" if self.engine is self.library else "ik-llama-cpp-python"
         return [f"{package} {version_of(package)}", *compiled_with(self.engine)]
 
@@ -392,13 +392,13 @@ class GgufFile:
             if damaged := re.search(r"tensor '([^']+)' has invalid data", last_errors()):
                 head = open_head(self.path)
                 kind = type_name(head.kinds[damaged[1]])
-                head.refuse(f"{damaged[1]}, a tensor of {kind}, holds values that are no numbers", COPY_AGAIN)
-            hint = "see that its disk works; else export or copy it again"
+                head.refuse(f"{damaged[1]}, a tensor of {kind}, holds values that are not numbers", COPY_AGAIN)
+            hint = "check its disk, or export or copy it again"
             raise DataError(f"{self.path} cannot be loaded: {last_errors()}", hint)
         return model
 
     def _padding_rows(self) -> int:
-        """Rows at the end that stand for no token: converters name them `[PAD<id>]` and mark them unused."""
+        """Count rows at the end that stand for no token. Converters name them `[PAD<id>]` and mark them as unused."""
         llama, count = self.library, 0
         for index in range(self.head_rows - 1, -1, -1):
             unused = llama.llama_vocab_get_attr(self.vocabulary, index) & llama.LLAMA_TOKEN_ATTR_UNUSED
@@ -408,9 +408,9 @@ class GgufFile:
         return count
 
     def tokenize(self, text: str, parse_special: bool = False, add_special: bool = False) -> list[int]:
-        """The file's own ids for `text`.
+        """Return llama.cpp's ids for `text`, from the file's tokenizer.
 
-        `parse_special` reads control tokens in the text, `add_special` adds the tokens that the file puts around one.
+        `parse_special` reads control tokens in the text. `add_special` adds the tokens that the file puts around texts.
         """
         self.require_open()
         data = text.encode("utf-8")
@@ -429,11 +429,11 @@ class GgufFile:
         return around[0] if around else []
 
     def detokenize(self, ids: Sequence[int]) -> bytes:
-        """The exact bytes of `ids`, special tokens as written; ValueError for ids outside the rows."""
+        """Return the exact bytes of `ids`, with special tokens as written. ValueError for ids outside the rows."""
         self.require_open()
         if len(ids) and (min(ids) < 0 or max(ids) >= self.head_rows):
             raise ValueError(f"token ids must lie in [0, {self.head_rows})")
-        # Token by token, because llama_detokenize cleans up spaces for some tokenizers.
+        # llama_detokenize removes some spaces for some tokenizers. Single tokens keep them.
         return b"".join(self._token_bytes(int(token)) for token in ids)
 
     def _token_bytes(self, token: int) -> bytes:
@@ -446,12 +446,12 @@ class GgufFile:
             size = -count
 
     def require_open(self) -> None:
-        """Raise ValueError once the file is closed."""
+        """Raise ValueError if the file is closed."""
         if not self.model:
             raise ValueError(f"{self.path} is closed")
 
     def close(self) -> None:
-        """Free the weights; safe to call twice."""
+        """Free the weights. A second call does nothing."""
         if self.model:
             self.engine.llama_model_free(self.model)
         if self._tokenizer:
@@ -460,9 +460,9 @@ class GgufFile:
 
 
 def require_loadable(head: FileHead) -> None:
-    """Raise DataError, with the key or the type, for a file that llama.cpp would not load, or end the process on."""
+    """Raise DataError, naming the key or the type, for a file that llama.cpp cannot load or that would abort it."""
     if (kind := head.text("general.type")) not in (None, "", "model"):
-        head.refuse(f"general.type is {kind!r:.40}: it is no model that decodes by itself", "give the model's own file")
+        head.refuse(f"general.type is {kind!r:.40}: this file alone does not decode", "give the model's own file")
     _require_types(head)
     _name_unread(head)
     scaling = head.text(f"{head.architecture}.rope.scaling.type")
@@ -482,7 +482,7 @@ def require_loadable(head: FileHead) -> None:
     if (head.size("rope.dimension_count", 0, 2**20) or 0) % 2:
         head.refuse_value("rope.dimension_count", "be even")
     if head.architecture in MIXES_WINDOWS and head.size("attention.sliding_window_pattern", 0, 2**16) == 1:
-        head.refuse_value("attention.sliding_window_pattern", "leave a layer with a window: be 0, or at least 2")
+        head.refuse_value("attention.sliding_window_pattern", "leave a layer with a window: 0, or at least 2")
     size, _ = head.head_sizes
     if head.architecture in ROTATES_ALL and size is not None:
         for key in ("attention.key_length", "attention.value_length", "rope.dimension_count"):
@@ -494,22 +494,21 @@ def require_loadable(head: FileHead) -> None:
 
 
 def _name_unread(head: FileHead) -> None:
-    """Name the keys of a file's architecture and tokenizer on stderr that llama.cpp does not have: an import refuses
-    them, and llama.cpp passes over them."""
+    """Warn on stderr about keys of the architecture and tokenizer that llama.cpp ignores. An import refuses them."""
     known = _keys_of_llama(head.architecture)
     spaces = (f"{head.architecture}.", "tokenizer.")
     unread = [key for key in head.values if key.startswith(spaces) and not known.fullmatch(key)]
     if unread:
         more = f" and {len(unread) - 6} more" if len(unread) > 6 else ""
-        warn_once(f"warning: {head.path}: not read, because llama.cpp has no such keys: {', '.join(unread[:6])}{more}")
+        warn_once(f"warning: {head.path}: llama.cpp has no such keys and ignores them: {', '.join(unread[:6])}{more}")
 
 
 @cache
 def _keys_of_llama(architecture: str) -> re.Pattern[str]:
-    """The keys that the gguf package declares, for an architecture."""
+    """Return a pattern of the keys that the gguf package declares for an architecture."""
     from gguf.constants import Keys
 
-    groups = (vars(one) for one in vars(Keys).values() if isinstance(one, type))
+    groups = (vars(group) for group in vars(Keys).values() if isinstance(group, type))
     keys = [key for group in groups for key in group.values() if isinstance(key, str) and "." in key]
     named = (re.escape(key).replace(r"\{arch\}", re.escape(architecture)) for key in keys)
     return re.compile("|".join(re.sub(r"\\\{\w+\\\}", r"[\\w-]+", key) for key in named))
@@ -534,15 +533,15 @@ def _require_types(head: FileHead) -> None:
         block, width = _block(head.kinds[name])
         size = math.prod(head.shapes[name]) // block * width
         align = head.values.get("general.alignment", 32)
-        if path == same and start - at != size + -size % align:  # llama.cpp asks for one after the other
+        if path == same and start - at != size + -size % align:  # llama.cpp expects tensors without gaps.
             kind = _name_of(head.kinds[name])
             head.refuse(
-                f"{name} takes {size} bytes as {kind}, and {following} begins {start - at} after it", COPY_AGAIN
+                f"{name} takes {size} bytes as {kind}, but {following} begins {start - at} bytes after it", COPY_AGAIN
             )
 
 
 def _name_of(number: int) -> str:
-    """A type's name, by llama.cpp where it is installed."""
+    """Return a type's name. llama.cpp is asked for types that the gguf package does not know."""
     if known_type(number) is None and _has_type(number):
         with contextlib.suppress(DataError):
             return str(_ggml("ggml_type_name", ctypes.c_char_p)(number).decode())
@@ -550,7 +549,7 @@ def _name_of(number: int) -> str:
 
 
 def _ggml(symbol: str, result: Any) -> Any:
-    """A function of ggml that takes the number of a type; DataError without llama-cpp-python."""
+    """Return a function of ggml that takes the number of a type. DataError without llama-cpp-python."""
     library()
     function = importlib.import_module("llama_cpp._ggml").libggml[symbol]
     function.argtypes, function.restype = [ctypes.c_int], result
@@ -559,7 +558,7 @@ def _ggml(symbol: str, result: Any) -> Any:
 
 @cache
 def _block(number: int) -> tuple[int, int]:
-    """Values and bytes of a block of a type that `_has_type`."""
+    """Return the number of values and of bytes in a block of a type for which `_has_type` holds."""
     import gguf
 
     if (kind := known_type(number)) is not None:
@@ -569,17 +568,19 @@ def _block(number: int) -> tuple[int, int]:
 
 @cache
 def _has_type(number: int) -> bool:
-    """Whether llama.cpp has a type; where it is not installed, whether the gguf package has it."""
+    """Whether llama.cpp (or, if it is not installed, the gguf package) knows a type."""
     with contextlib.suppress(DataError):
-        count = library().llama_model_quantize_default_params().token_embedding_type  # unset: the number of types
+        count = (
+            library().llama_model_quantize_default_params().token_embedding_type
+        )  # The default is the number of types.
         return number < count and _ggml("ggml_blck_size", ctypes.c_int64)(number) > 0
     return known_type(number) is not None
 
 
 def _check_widths(head: FileHead, queries: int, keys: int) -> None:
-    """The projections are as wide as all heads together."""
+    """Raise DataError if a projection is not as wide as all heads together."""
     for name, shape in head.shapes.items():
         part = name.split(".")[-2] if name.endswith(".weight") and name.startswith("blk.") else ""
         wide = {"attn_q": queries, "attn_k": keys, "attn_v": keys}.get(part)
         if wide is not None and shape[1:] != [wide]:
-            head.refuse(f"{name} is {shape}, by its heads {wide} wide", COPY_AGAIN)
+            head.refuse(f"{name} is {shape}, but its heads are {wide} wide", COPY_AGAIN)

@@ -1,8 +1,8 @@
 """A Hugging Face tokenizer (byte-level or SentencePiece BPE) as llama.cpp's tokenizer.ggml.* keys, and back.
 
-For byte-level BPE, llama.cpp has its own pre-tokenizers under fixed names. A wrong name loads and gives wrong ids. So
-the name is derived from the rules in tokenizer.json; rules that are not known here are compared with llama.cpp's by
-what they do.
+llama.cpp has its own pre-tokenizers for byte-level BPE, under fixed names. A wrong name loads and gives wrong ids.
+The name is therefore derived from the rules in tokenizer.json. Rules that are not known here are compared with
+llama.cpp's by the ids that they give.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ from distill.vocabulary.vocabulary import (
     tokens_without_row,
 )
 
-# ── The keys, and whether llama.cpp then reads texts as the tokenizer does ──
+# ── The keys, and whether llama.cpp then gives the tokenizer's ids ──
 
 PROBE = (
     "\n \n\n \n\n\n \t \t\t \t\n  \n   \n    \n     \n🚀 (normal) 😶 (multiple emojis) ✅ 🦙🦙 3 33 333 3333 33333",
@@ -66,10 +66,11 @@ PROBE = (
 
 @dataclass(frozen=True)
 class GgufTokenizer:
-    """The values of the tokenizer.ggml.* keys; `types` are gguf.TokenType values, one per token.
+    """The values of the tokenizer.ggml.* keys.
 
-    `model` is llama.cpp's name: gpt2 (byte-level BPE) or llama (SentencePiece BPE). `ids`: role (bos, eos, unk, sep,
-    pad, cls, mask) to id. `scores` are of SentencePiece, `merges` of byte-level BPE.
+    `model` is llama.cpp's name: gpt2 (byte-level BPE) or llama (SentencePiece BPE). `types`: one gguf.TokenType value
+    per token. `ids`: role (bos, eos, unk, sep, pad, cls, mask) -> id. Only SentencePiece has `scores`, and only
+    byte-level BPE has `merges`.
     """
 
     model: str
@@ -106,7 +107,7 @@ def add_tokenizer(writer: Any, tokenizer: GgufTokenizer) -> None:
 
 
 def write_vocabulary(path: Path, add: Callable[[Any], None]) -> None:
-    """Write a GGUF file that holds a vocabulary alone: the keys that `add` gives to a gguf.GGUFWriter."""
+    """Write a GGUF file with a vocabulary only. `add` writes its keys to a gguf.GGUFWriter."""
     import gguf
 
     writer = gguf.GGUFWriter(path=None, arch="llama")
@@ -115,13 +116,13 @@ def write_vocabulary(path: Path, add: Callable[[Any], None]) -> None:
 
 
 def same_ids(tokenizer: Tokenizer, exported: GgufTokenizer) -> bool:
-    """Whether llama.cpp gives the tokenizer's ids for all of PROBE, with the keys in `exported`.
+    """Whether llama.cpp, given the keys in `exported`, gives the tokenizer's ids for every text in PROBE.
 
-    False for a vocabulary that this build of llama.cpp does not load. Raises DataError without llama-cpp-python.
+    False if this build of llama.cpp does not load the vocabulary. Raises DataError without llama-cpp-python.
     """
     from distill.gguf.library import GgufFile, library
 
-    library()  # fails here without llama-cpp-python, not as a vocabulary that does not load
+    library()  # If llama-cpp-python is missing, the error comes from here and is not taken for a failed load.
     with tempfile.TemporaryDirectory() as place:
         path = Path(place) / "vocabulary.gguf"
         write_vocabulary(path, lambda writer: add_tokenizer(writer, exported))
@@ -138,9 +139,10 @@ def same_ids(tokenizer: Tokenizer, exported: GgufTokenizer) -> bool:
 
 
 def as_llama_reads(tokenizer: Any, text: str) -> str:
-    """The text that llama.cpp has to be given for the ids of Hugging Face: it never normalises by Unicode's forms.
+    """Return the text that makes llama.cpp give the ids of Hugging Face for `text`.
 
-    Where Metaspace puts a space before a text that begins with none, llama.cpp puts one before every text.
+    llama.cpp never applies a Unicode normal form, so the form is applied here. Metaspace adds a space to a text that
+    begins with none. llama.cpp adds a space to every text, so a space at the start is removed here.
     """
     name = type(tokenizer.normalizer).__name__
     if name in ("NFC", "NFD", "NFKC", "NFKD"):
@@ -150,7 +152,7 @@ def as_llama_reads(tokenizer: Any, text: str) -> str:
 
 
 # ── SentencePiece BPE in llama.cpp's terms: spaces as ▁ and bytes as <0x..> ──
-# `tokenizer.model` is SentencePiece's own file (protobuf ModelProto), the only one with the scores of the pieces.
+# `tokenizer.model` is SentencePiece's file (protobuf ModelProto). Only this file has the scores of the pieces.
 
 PIECES, TEXT, SCORE, KIND = 1, 1, 2, 3  # field numbers of ModelProto and of ModelProto.SentencePiece
 BYTE_TOKEN = re.compile(r"<0x[0-9A-Fa-f]{2}>")
@@ -158,7 +160,7 @@ HINT = "supported: SentencePiece BPE that writes spaces as ▁ and leaves the re
 
 
 class Piece(NamedTuple):
-    """A token of a vocabulary: text, score, and its kind as gguf.TokenType numbers it (SentencePiece's numbers too)."""
+    """A token of a vocabulary: text, score, and kind. gguf.TokenType and SentencePiece number the kinds alike."""
 
     text: str
     score: float
@@ -166,7 +168,7 @@ class Piece(NamedTuple):
 
 
 def space_prefix(path: Path, tokenizer: Tokenizer) -> bool:
-    """Whether the tokenizer puts a space before a text; DataError where it changes a text in other ways."""
+    """Whether the tokenizer puts a space before a text. DataError if it changes texts in other ways."""
     normalizers, splits = _parts_of(tokenizer.normalizer), _parts_of(tokenizer.pre_tokenizer)
     for part in normalizers:
         replaces = part.get("type") == "Replace" and part.get("pattern") == {"String": " "}
@@ -175,15 +177,15 @@ def space_prefix(path: Path, tokenizer: Tokenizer) -> bool:
     for part in splits:
         spaces = part.get("type") == "Split" and part.get("pattern") == {"String": " "}
         whole = part.get("type") == "Metaspace" and not part["split"]
-        if not whole and not (spaces and normalizers):  # no space is left to split at
+        if not whole and not (spaces and normalizers):  # After a normalizer no space is left to split at.
             raise DataError(f"{path}: pre-tokenizer {part.get('type')!r} cannot be exported", hint=HINT)
     if not normalizers and not splits:
-        raise DataError(f"{path}: spaces are not written as {SPACE}, which llama.cpp would do", hint=HINT)
+        raise DataError(f"{path}: spaces are not written as {SPACE}, but llama.cpp would do so", hint=HINT)
     return tokenizer.encode("a", add_special_tokens=False).tokens[0].startswith(SPACE)
 
 
 def _parts_of(part: Any) -> list[dict[str, Any]]:
-    """The steps of a tokenizer's normalizer or pre-tokenizer, each with all its settings."""
+    """Return the steps of a tokenizer's normalizer or pre-tokenizer, each with all its settings."""
     return [] if part is None else _flat(json.loads(part.__getstate__()))
 
 
@@ -195,9 +197,10 @@ def _flat(part: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def pieces_of_merges(content: Mapping[str, Any]) -> dict[int, Piece]:
-    """The pieces of a tokenizer.json without a `tokenizer.model`: a token's score is minus the rank of its first merge.
+    """Return the pieces, by id, of a tokenizer.json without a `tokenizer.model`.
 
-    llama.cpp merges the pair whose token has the highest score, Hugging Face the pair of the lowest rank.
+    A token's score is minus the rank of its first merge: llama.cpp merges the pair whose token has the highest score,
+    Hugging Face the pair with the lowest rank.
     """
     model = content["model"]
     ranks: dict[str, int] = {}
@@ -209,15 +212,15 @@ def pieces_of_merges(content: Mapping[str, Any]) -> dict[int, Piece]:
             pieces[number] = Piece(token, 0.0, BYTE)
         elif token == (model.get("unk_token") or "<unk>"):
             pieces[number] = Piece(token, 0.0, UNKNOWN)
-        else:  # a token that nothing merges into is a single character, found without a score
+        else:  # Tokens without a merge are single characters, which llama.cpp finds without a score.
             pieces[number] = Piece(token, float(-ranks.get(token, len(ranks))), NORMAL)
     return pieces
 
 
 def read_pieces(path: Path, vocabulary: Mapping[str, int]) -> dict[int, Piece] | None:
-    """The pieces of a `tokenizer.model` by id; None where there is no such file.
+    """Return the pieces of a `tokenizer.model` by id, or None if there is no such file.
 
-    Raises DataError for a damaged file, and for one whose pieces are not those of tokenizer.json's `vocabulary`.
+    Raises DataError for a damaged file, and for pieces that differ from tokenizer.json's `vocabulary`.
     """
     if not path.is_file():
         return None
@@ -226,12 +229,13 @@ def read_pieces(path: Path, vocabulary: Mapping[str, int]) -> dict[int, Piece] |
         bodies = [value for number, kind, value in _fields(data) if (number, kind) == (PIECES, 2)]
         pieces = {number: _piece(bytes(body)) for number, body in enumerate(bodies)}
     except (ValueError, IndexError, struct.error, UnicodeDecodeError) as error:
-        raise DataError(f"{path} is no SentencePiece model: {error}", "copy the tokenizer again") from None
+        raise DataError(f"{path} is not a SentencePiece model: {error}", "copy the tokenizer again") from None
     texts = {number: token for token, number in vocabulary.items()}
     for number, piece in pieces.items():
         if texts.get(number, piece.text) != piece.text:
-            hint = "the two files are of different tokenizers: delete the one that is not the model's"
-            raise DataError(f"{path} has {piece.text!r} as token {number}, tokenizer.json {texts[number]!r}", hint)
+            hint = "the two files belong to different tokenizers: delete the wrong one"
+            what = f"{path} has {piece.text!r} as token {number}, but tokenizer.json has {texts[number]!r}"
+            raise DataError(what, hint)
     missing = sorted(set(texts) - set(pieces))
     pieces |= {number: Piece(texts[number], 0.0, NORMAL) for number in missing}
     return pieces
@@ -250,7 +254,7 @@ def _piece(body: bytes) -> Piece:
 
 
 def _fields(data: bytes) -> Iterator[tuple[int, int, int | bytes]]:
-    """Number, wire type and value of each field: an integer for varints, else its bytes."""
+    """Yield number, wire type and value of each field. The value is an integer for varints, and bytes otherwise."""
     at = 0
     while at < len(data):
         tag, at = _varint(data, at)
@@ -278,16 +282,16 @@ def _varint(data: bytes, at: int) -> tuple[int, int]:
     raise ValueError(f"a number at byte {at} is too long")
 
 
-# ── A Hugging Face tokenizer (byte-level or SentencePiece BPE) as llama.cpp's tokenizer.ggml.* keys ──
+# ── A Hugging Face tokenizer as the values of the keys ──
 
 STATES_PREFIX = ("llama", "smollm3", "granite")  # architectures whose files repeat the settings' add_prefix_space
 GEMMA_TURN_END = (107, "<end_of_turn>")
-ADDED_SCORE, PADDING_SCORE = -1000.0, -10000.0  # the converter's, for tokens that are never merged
-# llama.cpp's first name for the steps of a pre-tokenizer, as JSON. With two ways of merging there are two names.
+ADDED_SCORE, PADDING_SCORE = -1000.0, -10000.0  # the converter's scores for tokens that are never merged
+# Steps of a pre-tokenizer, as JSON -> llama.cpp's first name for them. Two names differ only in their way of merging.
 PRE_TYPES = {json.dumps(_flat(pre_tokenizer_of(steps))): names[0] for steps, names in STEPS.items()}
 SAME_BUT_MERGING = {"llama-bpe": "dbrx"}
 
-# Names of llama.cpp's pre-tokenizers for byte-level BPE that differ in what they do, the plainest first.
+# llama.cpp's names for pre-tokenizers of byte-level BPE that behave differently, the plainest first.
 NAMES = (
     *("gpt-2", "llama-bpe", "dbrx", "qwen2", "qwen35", "smollm", "falcon", "deepseek-llm", "deepseek-coder"),
     *("deepseek-v3", "bloom", "chameleon", "viking", "tekken", "superbpe", "gpt-4o", "bailingmoe", "kimi-k2"),
@@ -297,11 +301,11 @@ SUPPORTED = "supported: byte-level BPE with a split that llama.cpp has, and Sent
 
 
 def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> GgufTokenizer:
-    """The tokenizer of a Hugging Face folder, padded to `vocabulary` rows.
+    """Return the tokenizer of a Hugging Face folder, padded to `vocabulary` rows.
 
-    `architecture` is llama.cpp's name of the model's, by which the converter chooses some keys. Raises DataError when
-    the tokenizer is missing, of a kind that llama.cpp has not, larger than the model's vocabulary, or splits text by
-    rules that llama.cpp has no name for; and where llama-cpp-python, which would know, is not installed.
+    `architecture` is llama.cpp's name of the model's architecture, which decides on some keys. Raises DataError if the
+    tokenizer is missing, of a kind that llama.cpp lacks or larger than the model's vocabulary, or if llama.cpp has no
+    name for its splitting rules. For rules that are not known here, it also raises DataError without llama-cpp-python.
     """
     path = folder / "tokenizer.json"
     content = tokenizer_content(path)
@@ -315,9 +319,9 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
         "end_of_word_suffix",
         "ignore_merges" if spaced else "unk_token",
     ):
-        if model.get(key):  # which llama.cpp has not
+        if model.get(key):  # llama.cpp has none of these.
             raise DataError(f"{path}: BPE with {key} = {model[key]!r} cannot be exported", hint=SUPPORTED)
-    tokenizer = open_tokenizer(path)  # which also proves the forms of the parts that are read below
+    tokenizer = open_tokenizer(path)  # Opening also checks the form of the parts that are read below.
     stated = settings.get("add_prefix_space")
     prefix = stated if architecture in STATES_PREFIX and isinstance(stated, bool) else None
     merges: list[str] = []
@@ -326,7 +330,7 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
         prefix = None if prefix is None and behaves else behaves
         pieces = read_pieces(folder / "tokenizer.model", model["vocab"]) or pieces_of_merges(content)
     else:
-        # llama.cpp never normalises; NFC leaves ordinary text as it is, and the parity check reports the rest.
+        # llama.cpp never normalises. NFC leaves ordinary text as it is. The parity check reports other differences.
         kind = (content.get("normalizer") or {}).get("type")
         if kind not in (None, "NFC"):
             raise DataError(f"{path}: normalizer {kind!r} cannot be exported", hint=SUPPORTED)
@@ -342,7 +346,7 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
         ids["eot"] = GEMMA_TURN_END[0]
     eos = ids["eos"]
     if eos is None:
-        # Without it llama.cpp would take token 11 for the end of text.
+        # Without the key, llama.cpp would take token 11 for the end of text.
         raise DataError(f"{folder} names no end-of-text token", hint='set "eos_token" in tokenizer_config.json')
     add_bos, add_eos, ids["bos"] = _text_ends(path, tokenizer, ids["bos"], eos)
     exported = GgufTokenizer(
@@ -360,7 +364,7 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
     )
     if pre is not None:
         return exported
-    # The first name under which llama.cpp gives the tokenizer's own ids for all of PROBE.
+    # Take the first name under which llama.cpp gives the tokenizer's ids for every text in PROBE.
     for named in (replace(exported, pre=name) for name in NAMES):
         if same_ids(tokenizer, named):
             return named
@@ -370,17 +374,17 @@ def read_tokenizer(folder: Path, vocabulary: int, architecture: str = "") -> Ggu
 
 def _refuse_flags(path: Path, content: Mapping[str, Any], spaced: bool) -> None:
     for token in content.get("added_tokens") or []:
-        # llama.cpp takes the space after Phi-3's markers away too; the check of the file reports other tokens.
+        # llama.cpp also removes the space after Phi-3's markers. The check of the file reports other differences.
         flags = [flag for flag in ("lstrip", "rstrip", "single_word") if token.get(flag)]
         if flags and not (spaced and flags == ["rstrip"]):
-            hint = "llama.cpp has no such rule; remove the flag where no text depends on it"
+            hint = "llama.cpp has no such rule; remove the flag if no text depends on it"
             raise DataError(f"{path}: added token {token['content']!r} with {flags[0]} cannot be exported", hint)
 
 
 def _tokens(
     path: Path, content: Mapping[str, Any], pieces: Mapping[int, Piece], vocabulary: int, spaced: bool
 ) -> list[Piece]:
-    """The tokens by id, added and padding ones included."""
+    """Return the tokens in the order of their ids, including added tokens and padding."""
     by_id = dict(pieces)
     ids = {piece.text: number for number, piece in pieces.items()}
     ids |= {token["content"]: token["id"] for token in content["added_tokens"]}
@@ -391,7 +395,7 @@ def _tokens(
         if text in rowless:
             continue
         special = token.get("special") or _looks_special(text)
-        # llama.cpp finds such tokens in the text itself, before its spaces are written as SentencePiece does.
+        # llama.cpp finds these tokens in the text before it writes spaces as SentencePiece does.
         by_id[token["id"]] = Piece(
             text if special else text.replace(SPACE, " "), ADDED_SCORE, CONTROL if special else USER_DEFINED
         )
@@ -403,53 +407,53 @@ def _tokens(
                 raise DataError(f"{path} already has a token {name}, which padding needs", hint="rename that token")
             by_id[index] = Piece(name, PADDING_SCORE, UNUSED)
     if len({piece.text for piece in by_id.values()}) != len(by_id):
-        raise DataError(f"{path} has two ids for one token string", hint="GGUF needs every token string once")
+        raise DataError(f"{path} has two ids for one token string", hint="GGUF needs unique token strings")
     return [by_id[index] for index in range(vocabulary)]
 
 
 def _looks_special(token: str) -> bool:
-    """Whether a token is a control token by its name, as llama.cpp's converter has it (`does_token_look_special`)."""
+    """Whether a token's name makes it a control token (llama.cpp's converter: `does_token_look_special`)."""
     marked = any(token.startswith(a) and token.endswith(b) for a, b in (("<|", "|>"), ("<｜", "｜>"), ("<unused", ">")))
     return marked or token in ("<pad>", "<mask>", "<2mass>", "[@BOS@]")
 
 
 def _text_ends(path: Path, tokenizer: Tokenizer, bos: int | None, eos: int) -> tuple[bool, bool, int | None]:
-    """Whether the post-processor begins a text with a token, whether it ends it with `eos`, and the id of the first.
+    """Whether the post-processor puts a token before a text, and `eos` after it. The third value is its id.
 
-    The id is `bos` where none is added.
+    If no token is added before a text, the third value is `bos`.
     """
     around = added_around(tokenizer)
     if around is None or len(around[0]) > 1 or around[1] not in ([], [eos]):
-        what = f"{path} does more to a text than to put one token before it and the end-of-text token after it"
+        what = f"{path} adds more to a text than one token before it and the end-of-text token after it"
         raise DataError(what, "GGUF can add these two tokens and nothing else")
     before, after = around
     return bool(before), bool(after), before[0] if before else bos
 
 
 def _chat_template(folder: Path, settings: Mapping[str, Any]) -> str | list[dict[str, str]] | None:
-    """The chat template; several as a list of objects with `name` and `template`, like tokenizer_config.json's."""
+    """Return the chat template, or several as a list of objects with `name` and `template`."""
     file = folder / "chat_template.jinja"
     template = read_utf8(file) if file.is_file() else settings.get("chat_template")
     more = sorted((folder / "additional_chat_templates").glob("*.jinja"))
     if isinstance(template, str) and more:
         named = [{"name": path.stem, "template": read_utf8(path)} for path in more]
         return [{"name": "default", "template": template}, *named]
-    if isinstance(template, list):  # named templates of older tokenizers, their form checked when they were read
+    if isinstance(template, list):  # Older tokenizers name templates. Their form was checked when they were read.
         return [{"name": entry["name"], "template": entry["template"]} for entry in template] or None
     return template if isinstance(template, str) else None
 
 
 def _pre_type(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> str | None:
-    """llama.cpp's name for the pre-tokenizer, from its rules; None for rules that are not known here.
+    """Return llama.cpp's name for the pre-tokenizer, from its rules, or None for rules that are not known here.
 
-    Raises DataError where llama.cpp has the rules, but not with this way of merging.
+    Raises DataError if llama.cpp has the rules, but not in combination with this way of merging.
     """
     steps = _parts_of(tokenizer.pre_tokenizer)
     pre = PRE_TYPES.get(
         json.dumps([step | {"trim_offsets": True} if "trim_offsets" in step else step for step in steps])
     )
     if pre is None:
-        # No pre-tokenizer of llama.cpp maps bytes twice.
+        # llama.cpp has no pre-tokenizer that maps bytes twice.
         if sum(step["type"] == "ByteLevel" for step in steps) > 1:
             raise DataError(f"{path}: llama.cpp has no pre-tokenizer that maps bytes more than once", hint=SUPPORTED)
         return None
@@ -463,7 +467,7 @@ def _pre_type(path: Path, content: Mapping[str, Any], tokenizer: Tokenizer) -> s
 
 
 def _merges_reach_every_token(content: Mapping[str, Any], tokenizer: Tokenizer) -> bool:
-    """Whether merging alone yields each token from its own bytes, so that ignore_merges changes nothing."""
+    """Whether merging yields each token from its own bytes. If so, ignore_merges changes nothing."""
     model = content["model"]
     plain = BPE(model["vocab"], merge_pairs(model), ignore_merges=False)
     added = {token["content"] for token in content.get("added_tokens") or []}
@@ -471,7 +475,7 @@ def _merges_reach_every_token(content: Mapping[str, Any], tokenizer: Tokenizer) 
 
 
 def _merges_of(path: Path, model: Mapping[str, Any]) -> list[str]:
-    """The merges as llama.cpp writes them: two parts and a space between."""
+    """Return the merges as llama.cpp writes them: two parts with a space between them."""
     merges = merge_pairs(model)
     spaced = next((merge for merge in merges if " " in "".join(merge)), None)
     if spaced is not None:
@@ -479,13 +483,12 @@ def _merges_of(path: Path, model: Mapping[str, Any]) -> list[str]:
     return [" ".join(merge) for merge in merges]
 
 
-# ── The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json: the inverse ──
-# The ids are llama.cpp's for the file. Where llama.cpp treats a text otherwise than the tokenizer that the model
-# was trained with (it never normalises; SentencePiece gets its space after every special token), the file cannot
-# tell.
+# ── The tokenizer of a GGUF file as tokenizer.json and tokenizer_config.json ──
+# The ids are llama.cpp's for the file. They can differ from those of the tokenizer that the model was trained with:
+# llama.cpp never normalises, and SentencePiece adds its space after every special token. The file does not show it.
 
 READ_KINDS = ("gpt2", "llama")
-# The model of a tokenizer.json, but for its vocabulary and merges.
+# The model of a tokenizer.json without its vocabulary and merges.
 PLAIN_BPE: dict[str, Any] = {
     "type": "BPE",
     **dict.fromkeys(("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix")),
@@ -495,10 +498,10 @@ PLAIN_BPE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class ImportedTokenizer:
-    """The content of tokenizer.json and of tokenizer_config.json, and what config.json says of the vocabulary.
+    """The content of tokenizer.json and tokenizer_config.json, and config.json's entries about the vocabulary.
 
-    `ids`: role to id. `ends`: the ids that end an answer. `templates`: chat templates by name, the main one `default`.
-    `retyped`: tokens whose type llama.cpp changes by their names.
+    `ids`: role -> id. `ends`: the ids that end an answer. `templates`: chat templates by name, the main one as
+    `default`. `retyped`: tokens whose names make llama.cpp change their type.
     """
 
     content: dict[str, Any]
@@ -511,8 +514,10 @@ class ImportedTokenizer:
 
 
 def imported_tokenizer(head: FileHead) -> ImportedTokenizer:
-    """The tokenizer of a loadable file's head (see require_loadable); DataError, with the name, for a kind or a
-    pre-tokenizer that is not known."""
+    """Return the tokenizer of a file for which `require_loadable` passed.
+
+    Raises DataError, with the name, for an unknown kind of tokenizer or pre-tokenizer.
+    """
     kind = head.text("tokenizer.ggml.model") or head.refuse("it holds no tokenizer")
     if kind not in READ_KINDS:
         head.refuse(
@@ -524,7 +529,7 @@ def imported_tokenizer(head: FileHead) -> ImportedTokenizer:
     scores = head.numbers("tokenizer.ggml.scores") or [0.0] * len(tokens)
     real = [types[index] != UNUSED or token != f"[PAD{index}]" for index, token in enumerate(tokens)]
     ids = _ids(head, tokens, types)
-    stated, (types, ends) = types, types_and_ends(tokens, types, ids)
+    file_types, (types, ends) = types, types_and_ends(tokens, types, ids)
     listed = [(token, index) for index, token in enumerate(tokens) if real[index]]
     added = {token: index for token, index in listed if types[index] in (CONTROL, USER_DEFINED, UNKNOWN)}
     strips = _stripping(head, added)
@@ -543,7 +548,7 @@ def imported_tokenizer(head: FileHead) -> ImportedTokenizer:
         "model_max_length": head.count("context_length"),
         **{f"{role}_token": tokens[number] for role, number in ids.items() if role in NAMED_ROLES},
     }
-    retyped = [token for token, index in listed if types[index] != stated[index]]
+    retyped = [token for token, index in listed if types[index] != file_types[index]]
     return ImportedTokenizer(content, settings, ids, ends, chat_templates(head), tokens, retyped)
 
 
@@ -553,8 +558,11 @@ def _added(token: str, index: int, kind: int, strips: bool) -> dict[str, Any]:
 
 
 def _ids(head: FileHead, tokens: Sequence[str], types: Sequence[int]) -> dict[str, int]:
-    """The ids that the file names, by role; where it names no eos, a token that llama.cpp knows as an end by its name,
-    else llama.cpp's default where that is a control token: in most vocabularies of BPE it is a comma."""
+    """Return the ids that the file names, by role, and always an eos.
+
+    If the file names no eos, a token is used whose name llama.cpp takes for an end. The next choice is llama.cpp's
+    default, if that is a control token. In most vocabularies of BPE the default is a comma.
+    """
     ids: dict[str, int] = {}
     for role in (*NAMED_ROLES, *TURN_ENDS, *FILL_ROLES):
         number = head.values.get(token_key(role), NO_TOKEN)
@@ -571,7 +579,7 @@ def _ids(head: FileHead, tokens: Sequence[str], types: Sequence[int]) -> dict[st
 
 
 def _stripping(head: FileHead, added: Mapping[str, int]) -> set[str]:
-    """The tokens that take the spaces behind them away, in models that llama.cpp knows by their name."""
+    """Return the tokens that remove the spaces after them, for models that llama.cpp recognises by name."""
     name = (head.text("general.name") or "").lower()
     return added.keys() - {"<unk>", "<s>", "<|endoftext|>"} if "phi-3" in name or "phi3" in name else set()
 
@@ -586,10 +594,10 @@ def _byte_level(head: FileHead, listed: list[tuple[str, int]]) -> dict[str, Any]
     vocabulary = {token for token, _ in listed}
     merges = []
     for merge in head.texts("tokenizer.ggml.merges"):
-        space = merge.find(" ", 1)  # a part may begin with a space
+        space = merge.find(" ", 1)  # A part may begin with a space.
         left, right = merge[:space], merge[space + 1 :]
         if space < 0 or left + right not in vocabulary or left not in vocabulary or right not in vocabulary:
-            head.refuse(f"merge {merge!r:.40} joins what are no tokens", "copy the file again")
+            head.refuse(f"merge {merge!r:.40} joins strings that are not tokens", "copy the file again")
         merges.append([left, right])
     return {
         "normalizer": None,
@@ -602,7 +610,11 @@ def _byte_level(head: FileHead, listed: list[tuple[str, int]]) -> dict[str, Any]
 def _spaced(
     head: FileHead, listed: list[tuple[str, int]], types: list[Any], scores: list[Any], ids: Mapping[str, int]
 ) -> dict[str, Any]:
-    """SentencePiece BPE: llama.cpp merges the pair whose token has the highest score, tokenizers the first listed."""
+    """Return the parts of tokenizer.json for SentencePiece BPE.
+
+    llama.cpp merges the pair whose token has the highest score. Hugging Face merges the pair that is listed first, so
+    the pairs are sorted by score.
+    """
     merged = {token: index for token, index in listed if types[index] not in (CONTROL, UNKNOWN, BYTE)}
     pairs = []
     for token, index in merged.items():
@@ -637,7 +649,7 @@ def _spaced(
 
 
 def _template_around(head: FileHead, tokens: list[str], ids: Mapping[str, int]) -> dict[str, Any] | None:
-    """The post-processor that puts bos before a text and eos after it, where the file or llama.cpp says so."""
+    """Return the post-processor that adds bos before and eos after a text, if the file or llama.cpp adds them."""
     stated = stated_ends(head)
     bos = ids.get("bos", stated.bos) if stated.add_bos else None
     before, after = [] if bos is None else [bos], [ids["eos"]] if stated.add_eos else []
@@ -659,7 +671,7 @@ def _template_around(head: FileHead, tokens: list[str], ids: Mapping[str, int]) 
 
 
 def chat_templates(head: FileHead) -> dict[str, str]:
-    """The chat templates of a file by name, the main one `default`."""
+    """Return the chat templates of a file by name. The main one is `default`."""
     start = "tokenizer.chat_template"
     named = (key.removeprefix(f"{start}.") for key in head.values if key.startswith(f"{start}."))
     templates = {"default": head.text(start), **{name: head.text(f"{start}.{name}") for name in named}}
@@ -667,5 +679,5 @@ def chat_templates(head: FileHead) -> dict[str, str]:
     if wrong:
         head.refuse(f"chat template {wrong[0]!r:.40} has a name that no file can have", "copy the file again")
     if len(templates) > 1 and templates["default"] is None:
-        head.refuse("it has no chat template without a name (tokenizer.chat_template)", "copy the file again")
+        head.refuse("it has no main chat template (tokenizer.chat_template)", "copy the file again")
     return {name: text for name, text in templates.items() if text is not None}

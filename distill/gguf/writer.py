@@ -1,6 +1,6 @@
-"""Write a Hugging Face folder as GGUF files, each whole or not at all.
+"""Write a Hugging Face folder as GGUF files, each completely or not at all.
 
-A tensor is read, checked and converted a few million values at a time, so that memory does not grow with the model.
+Tensors are read, checked and converted a few million values at a time, so that memory does not grow with the model.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ import numpy as np
 from distill.errors import DataError
 from distill.files import is_gguf, remove_left, write_atomically, written_atomically
 from distill.folders import Floats, Stored, stored_tensors, to_floats
-from distill.gguf.families import part_of
+from distill.gguf.families import layer_part
 from distill.gguf.fields import (
     NO_ORIGIN,
     Origin,
@@ -47,7 +47,7 @@ from distill.recipe.measuring import DIRECT, OUTTYPES
 if TYPE_CHECKING:
     from gguf import GGMLQuantizationType
 
-# ── The tensors under llama.cpp's names: read and converted in parts by a few threads, written ──
+# ── The tensors under llama.cpp's names: read and converted in parts by a few threads, then written ──
 
 F16_MAX = 65504.0
 CHECK = "check that config.json belongs to these weights"
@@ -55,9 +55,9 @@ CHECK = "check that config.json belongs to these weights"
 
 @dataclass(frozen=True)
 class GgufTensor:
-    """One tensor under its GGUF name: `read(first, count)` gives rows of its first dimension as fp32, checked.
+    """One tensor under its GGUF name. `read(first, count)` returns rows of the first dimension as checked fp32 values.
 
-    `whole`: it can only be read at once. `dtype` is the type in safetensors.
+    `whole`: the tensor can only be read at once. `dtype` is the dtype in safetensors.
     """
 
     name: str
@@ -68,9 +68,9 @@ class GgufTensor:
 
 
 def read_tensors(folder: Path, shape: Shape) -> list[GgufTensor]:
-    """The folder's tensors under their GGUF names; only the headers of the files are read here.
+    """Return the folder's tensors under their GGUF names. Reads only the headers of the files.
 
-    Raises DataError when a tensor is missing, has another shape than config.json gives, or has no place in GGUF.
+    Raises DataError if a tensor is missing, has another shape than config.json gives, or has no place in GGUF.
     """
     stored = {
         name: tensor
@@ -78,7 +78,7 @@ def read_tensors(folder: Path, shape: Shape) -> list[GgufTensor]:
         if not name.endswith("rotary_emb.inv_freq")
     }
     if shape.tied:
-        stored.pop("lm_head.weight", None)  # a tied checkpoint may still carry the copy
+        stored.pop("lm_head.weight", None)  # A tied checkpoint may still contain the copy.
     expected = shape.expected_tensors(shape.family.biases)
     missing = [name for name in expected if name not in stored]
     if missing:
@@ -87,7 +87,7 @@ def read_tensors(folder: Path, shape: Shape) -> list[GgufTensor]:
     for name in [*expected, *sorted(name for name in stored if name not in expected)]:
         tensor = stored[name]
         if name in expected and tensor.shape != expected[name]:
-            what = f"{folder}: {name} has shape {list(tensor.shape)}, by config.json it is {list(expected[name])}"
+            what = f"{folder}: {name} has shape {list(tensor.shape)}, but config.json gives {list(expected[name])}"
             raise DataError(what, CHECK)
         gguf_name = _gguf_name(name, name in expected, shape, folder)
         heads = shape.reordered_heads(name)
@@ -102,15 +102,17 @@ def read_tensors(folder: Path, shape: Shape) -> list[GgufTensor]:
 
 def _gguf_name(name: str, expected: bool, shape: Shape, folder: Path) -> str:
     gguf_name = shape.gguf_name(name)
-    # The weights of the architecture are all expected; of the rest only some biases are read by llama.cpp.
-    if gguf_name is not None and (expected or (name.endswith(".bias") and part_of(name) in shape.family.more_biases)):
+    # Every weight of the architecture is in `expected`. llama.cpp reads only some biases besides.
+    if gguf_name is not None and (
+        expected or (name.endswith(".bias") and layer_part(name) in shape.family.more_biases)
+    ):
         return gguf_name
     hint = "check that config.json belongs to these weights; adapters must be merged first"
     raise DataError(f"{folder}: tensor {name} has no place in a GGUF {shape.architecture}", hint)
 
 
 def permute_for_llama(weights: Floats, heads: int) -> Floats:
-    """Reorder q or k rows [A*D, ...] from Hugging Face's half-split rope to llama.cpp's interleaved one."""
+    """Reorder q or k rows [heads·D, …] from Hugging Face's rope (halves rotate) to llama.cpp's (neighbours rotate)."""
     half = weights.shape[0] // heads // 2
     return weights.reshape(heads, 2, half, *weights.shape[1:]).swapaxes(1, 2).reshape(weights.shape)
 
@@ -136,10 +138,10 @@ def _constant(values: Floats, first: int, count: int) -> Floats:
 def write_tensors(
     tensors: list[GgufTensor], outputs: Sequence[tuple[BinaryIO, Sequence[GGMLQuantizationType]]]
 ) -> None:
-    """Append the tensors, each in its type for a file, to the files, each padded to GGUF's alignment; a part is read
-    once for all files.
+    """Append the tensors to the files, each in the file's type for it and padded to GGUF's alignment.
 
-    Raises DataError for values that are not finite or too large for a type, OSError for a full disk.
+    A part of a tensor is read once for all files. Raises DataError for values that are not finite or too large for a
+    type, and OSError for a full disk.
     """
     progress = Progress("tensors", len(tensors), brief=True)
     workers = min(4, os.cpu_count() or 1)
@@ -163,7 +165,7 @@ def write_tensors(
 
 
 def _converted(tensor: GgufTensor, first: int, count: int, kinds: Sequence[GGMLQuantizationType]) -> list[bytes]:
-    """Rows of a tensor in each of the types, the last ones with the padding behind the tensor."""
+    """Return rows of a tensor in each of the types. The last rows include the padding after the tensor."""
     import gguf
 
     floats, parts = np.ascontiguousarray(tensor.read(first, count)), []
@@ -176,7 +178,7 @@ def _converted(tensor: GgufTensor, first: int, count: int, kinds: Sequence[GGMLQ
 
 
 def _require_range(name: str, array: Floats, kind: GGMLQuantizationType) -> None:
-    """DataError for values that overflow a type; the scales of blocks are f16, and a part of the largest value."""
+    """Raise DataError for values that overflow a type. The scales of blocks are f16 fractions of the largest value."""
     if kind.name in ("F32", "BF16"):
         return
     limit = F16_MAX * {"Q8_0": 127, "Q4_0": 8, "Q5_0": 16}.get(kind.name, 1)
@@ -185,11 +187,11 @@ def _require_range(name: str, array: Floats, kind: GGMLQuantizationType) -> None
         raise DataError(f"{name} reaches {largest:.3g}, too large for {kind.name}", hint="export as bf16 or f32")
 
 
-# ── llama.cpp's own quantiser, through llama-cpp-python ──
+# ── llama.cpp's quantiser, through llama-cpp-python ──
 
-# Blocks of 256 values; where a tensor's rows do not divide, llama.cpp takes another type for it.
-K_BLOCK = 256
-WRITE_FAULT, ALMOST_NONE = "iostream error", 2**20  # llama.cpp's words, and bytes left on a disk that is full
+K_BLOCK = 256  # values of a block. If it does not divide a tensor's rows, llama.cpp uses another type for the tensor.
+WRITE_FAULT = "iostream error"  # llama.cpp's message
+FULL_DISK_BYTES = 2**20  # A disk with less free space is full.
 
 
 def quantise_file(
@@ -199,12 +201,12 @@ def quantise_file(
     tensor_types: Sequence[tuple[str, str]] = (),
     importance: Mapping[str, Floats] | None = None,
 ) -> None:
-    """Quantise the GGUF file `exact` into `output`; DataError when llama.cpp refuses, RunError for a full disk."""
+    """Quantise the GGUF file `exact` into `output`. DataError if llama.cpp refuses, RunError for a full disk."""
     llama = library()
     parameters = llama.llama_model_quantize_default_params()
     parameters.nthread = usable_cores()
     parameters.ftype = file_type_number(outtype)
-    overrides = (llama.llama_model_tensor_override * (len(tensor_types) + 1))()  # the last one, empty, ends the list
+    overrides = (llama.llama_model_tensor_override * (len(tensor_types) + 1))()  # An empty entry ends the list.
     for slot, (pattern, kind) in zip(overrides, tensor_types, strict=False):
         slot.pattern, slot.type = pattern.encode(), int(ggml_type(kind))
     if tensor_types:
@@ -224,8 +226,8 @@ def _quantise(llama: Any, source: Path, path: Path, parameters: Any, outtype: st
     ERRORS.clear()
     if not llama.llama_model_quantize(os.fsencode(source), os.fsencode(path), ctypes.byref(parameters)):
         return
-    if WRITE_FAULT in last_errors():  # which does not say what the fault was
-        full = shutil.disk_usage(path.parent).free < ALMOST_NONE
+    if WRITE_FAULT in last_errors():  # The message does not give the cause.
+        full = shutil.disk_usage(path.parent).free < FULL_DISK_BYTES
         raise OSError(errno.ENOSPC if full else errno.EIO, os.strerror(errno.ENOSPC if full else errno.EIO))
     raise DataError(f"llama.cpp cannot quantise to {outtype}: {last_errors()}", "see the types in docs/export.md")
 
@@ -235,8 +237,11 @@ def _quantise(llama: Any, source: Path, path: Path, parameters: Any, outtype: st
 
 @dataclass(frozen=True)
 class WrittenFile:
-    """The file written: its size in bytes, the number of tensors kept in another type because theirs did not fit, and
-    what llama.cpp leaves out of the model."""
+    """A file that was written, its type, and its size in bytes.
+
+    `fallback_tensors`: tensors stored in another type because the type did not fit their rows. `notes`: what llama.cpp
+    ignores of the model.
+    """
 
     path: Path
     outtype: str
@@ -247,7 +252,7 @@ class WrittenFile:
 
 
 def export_gguf(folder: Path, output: Path, outtype: str) -> WrittenFile:
-    """Write the model in `folder` to one GGUF file; see `export_files`."""
+    """Write the model in `folder` to one GGUF file. See `export_files`."""
     return export_files(folder, {output: outtype})[0]
 
 
@@ -258,13 +263,12 @@ def export_files(
     tensor_types: tuple[tuple[str, str], ...] = (),
     importance: Mapping[str, Floats] | None = None,
 ) -> list[WrittenFile]:
-    """Write the model in `folder` to GGUF files, `outputs` by path, each in one of OUTTYPES; see docs/export.md.
+    """Write the model in `folder` to GGUF files, `outputs` by path, each in one of OUTTYPES. See docs/export.md.
 
-    Each tensor is read once for all types that are written here. llama.cpp's quantiser reads one exact file, which is
-    one of the outputs where its type is asked for. Vectors stay f32. `tensor_types` (pattern, type) and `importance`
-    (by tensor, the mean squares of its columns' inputs) leave every type to llama.cpp's quantiser. Raises DataError
-    when the model cannot be exported, RunError when a file cannot be written; a file that stood in its place is then
-    intact.
+    Each tensor is read once for all types in DIRECT. llama.cpp's quantiser makes the other types from one exact file,
+    which is one of the outputs if it has the exact type. Vectors stay f32. `tensor_types` (pattern, type) or
+    `importance` (tensor -> mean squares of its columns' inputs) make the quantiser write every file. Raises DataError
+    if the model cannot be exported and RunError if a file cannot be written. Existing files then stay intact.
     """
     import gguf
 
@@ -284,25 +288,25 @@ def export_files(
         return writer
 
     adjusted = bool(tensor_types) or importance is not None
-    left = {path: kind for path, kind in outputs.items() if adjusted or kind not in DIRECT}
-    direct = {path: kind for path, kind in outputs.items() if path not in left}
-    if left:
-        library()  # fails without llama-cpp-python before anything is written
+    by_quantiser = {path: kind for path, kind in outputs.items() if adjusted or kind not in DIRECT}
+    direct = {path: kind for path, kind in outputs.items() if path not in by_quantiser}
+    if by_quantiser:
+        library()  # Without llama-cpp-python, the error comes before anything is written.
     exact_type = _lossless(tensors)
     exact = next((path for path, kind in direct.items() if kind == exact_type), None)
     with contextlib.ExitStack() as stack:
         written = dict(direct)
-        if left and exact is None:
-            first = next(iter(left))
+        if by_quantiser and exact is None:
+            first = next(iter(by_quantiser))
             remove_left(first.parent, first.name, "exact.gguf")
             exact = first.with_name(f".{first.name}.{os.getpid()}.exact.gguf")
             stack.callback(exact.unlink, missing_ok=True)
             written[exact] = exact_type
-        with contextlib.ExitStack() as files:  # none is renamed before all are whole
+        with contextlib.ExitStack() as files:  # The files are renamed together, when all are complete.
             places = {files.enter_context(written_atomically(path, several=True)): written[path] for path in written}
             if places:
                 _write(tensors, fields, places)
-        for path, kind in left.items():
+        for path, kind in by_quantiser.items():
             assert exact is not None
             quantise_file(exact, path, kind, tensor_types, importance)
     matrices = [tensor for tensor in tensors if len(tensor.shape) > 1]
@@ -313,19 +317,19 @@ def export_files(
     ]
 
 
-def own_file(recipe: Recipe) -> Path | None:
-    """The GGUF file that the recipe's target is; None for a folder or a hub name."""
+def target_gguf(recipe: Recipe) -> Path | None:
+    """The recipe's target if it is a GGUF file, or None for a folder or a hub name."""
     return Path(recipe.target.model) if is_gguf(recipe.target.model) else None
 
 
 def _lossless(tensors: list[GgufTensor]) -> str:
-    """The smallest type that holds every matrix exactly, from which llama.cpp quantises."""
+    """Return the smallest type that holds every matrix exactly. llama.cpp quantises from it."""
     types = {tensor.dtype for tensor in tensors if len(tensor.shape) > 1}
     return {frozenset({"F16"}): "f16", frozenset({"BF16"}): "bf16"}.get(frozenset(types), "f32")
 
 
 def _block(outtype: str) -> int:
-    """How many values of a row a type of files stores together; of llama.cpp's mixtures, the largest number."""
+    """Return how many values of a row a file type stores together. For llama.cpp's mixtures, the largest number."""
     import gguf
 
     kind = gguf.GGMLQuantizationType.__members__.get(outtype.upper())
@@ -341,8 +345,7 @@ def _tensor_type(tensor: GgufTensor, outtype: str) -> GGMLQuantizationType:
 
 
 def _write(tensors: list[GgufTensor], fields: Callable[[str], Any], types: Mapping[Path, str]) -> None:
-    """Write a file of each type: the heads first, with the gguf.GGUFWriter's `fields` of a type, then every tensor to
-    all of them."""
+    """Write a file of each type: the heads first, with the `fields` of a gguf.GGUFWriter, then every tensor to all."""
     with contextlib.ExitStack() as stack:
         outputs = []
         for path, outtype in types.items():

@@ -40,7 +40,7 @@ from distill.engines.torch.hugging_face import load_tokenizer
 from distill.errors import DataError, RecipeError
 from distill.files import read_result, write_result, write_text
 from distill.gguf.importing import file_type
-from distill.gguf.writer import own_file
+from distill.gguf.writer import target_gguf
 from distill.machine import machine
 from distill.measuring.compare import PairSettings, PairTexts, TimedText, measure_pair, time_again, totals
 from distill.measuring.evaluation import LENGTH, decode_rounds, record_rounds, write_texts
@@ -232,7 +232,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
     calibrations = {} if calibration is None else calibration.fits
     given = PairTexts(prompts, spare or prompts, calibrations, table=table)
     # Which decodes the target in the form that the user gave it.
-    own = "pytorch" if own_file(recipe) is None else "gguf"
+    own = "pytorch" if target_gguf(recipe) is None else "gguf"
     reference: OwnDistributions | None = None
     parts = {}
     for backend in sorted(settings.backends, key=lambda backend: backend != own):  # the target's own comes first
@@ -339,7 +339,7 @@ def _label(recipe: Recipe, pair: LoadedPair, backend: str) -> PairMeasured:
     title = "draft + target"
     if backend == "pytorch":
         title += pair.pytorch.suffix
-    elif (own := own_file(recipe)) is not None:
+    elif (own := target_gguf(recipe)) is not None:
         kind, type_of_own = recipe.speedup.files[backend], file_type(own)
         again = ":" in backend and kind != type_of_own
         title += f", target {f'{kind} (from {type_of_own})' if again else type_of_own}, draft {kind}"
@@ -350,7 +350,7 @@ def _label(recipe: Recipe, pair: LoadedPair, backend: str) -> PairMeasured:
 
 def _file_of_target(recipe: Recipe, run: Run, backend: str) -> Path:
     """The target's GGUF file for a backend: its own, the exported one, or its own in another type, written here."""
-    kind, own = recipe.speedup.files[backend], own_file(recipe)
+    kind, own = recipe.speedup.files[backend], target_gguf(recipe)
     exported = run.path("gguf", f"target-{kind}.gguf")
     if own is None:
         return exported

@@ -66,7 +66,7 @@ from distill.recipe.recipe import not_loadable, not_run
 from distill.run import Run
 from distill.surgery.cutter import check_cut, check_smaller, planned_layers
 from distill.surgery.layers import layer_settings, set_layers
-from distill.surgery.sparsity import LEAST_RAMP
+from distill.surgery.sparsity import MIN_RAMP_STEPS
 from distill.tables import document, size
 from distill.teacher.answers import check_questions, check_writer
 from distill.teacher.readers import check_teacher
@@ -425,7 +425,7 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
     train, speedup, processes = recipe.train, recipe.speedup, process_count()
     steps = STEPS
     if train.sparsity is not None:  # which takes a number of steps to remove anything
-        steps = max(STEPS, math.ceil(LEAST_RAMP / train.sparsity.ramp))
+        steps = max(STEPS, math.ceil(MIN_RAMP_STEPS / train.sparsity.ramp))
     values: dict[str, Any] = {
         "name": name,
         "corpus": _shortened_corpus(recipe),

@@ -1,8 +1,8 @@
-"""Layers and MLP width of a model, cut, with the repair of kept layers and the KL of each cut to the target.
+"""Cut layers and MLP width of a model, repair the kept layers, and measure the KL of each cut to the target.
 
-A layer adds the outputs of its attention and of its MLP, W a, to the stream. Where the layers behind a kept one are
-gone, its W (down_proj) is refitted by ridge regression, so that the stream comes near to the uncut model's where the
-next kept layer reads it. Legend: L layers, n blocks, S positions, T tokens, H hidden, F neurons, W [H, F], a [F].
+A layer adds the outputs of its attention and of its MLP, W a, to the residual stream. If the layers after a kept layer
+are removed, ridge regression refits the kept layer's W (down_proj), so that the stream is near the uncut model's where
+the next kept layer reads it. Legend: L layers, n blocks, S positions, T tokens, H hidden, F neurons, W [H, F], a [F].
 """
 
 from __future__ import annotations
@@ -80,20 +80,20 @@ from distill.teacher.store import TeacherStore
 from distill.teacher.texts import answer_blocks
 from distill.vocabulary.vocabulary import Vocabulary, opening_of
 
-RIDGE = 0.3  # of the repair; .1 and 1 are within a hundredth of agreement on SmolLM2 and Qwen2.5-0.5B
+RIDGE = 0.3  # of the repair. 0.1 and 1 change the agreement by less than 0.01 on SmolLM2 and Qwen2.5-0.5B.
 
 
 @torch.no_grad()
 def repair(
     model: Any, kept: Sequence[int], neurons: Sequence[Sequence[int]] | None, blocks: Packed, ridge: float = RIDGE
 ) -> tuple[list[Tensor], dict[str, Any]]:
-    """Cut as `cut_parts` does, layer by layer, and refit down_proj of each layer that stays from the first cut on.
+    """Cut as `cut_parts` does, layer by layer. From the first cut on, refit down_proj of each layer that stays.
 
-    A layer is refitted on the outputs of those before it as already refitted, so that errors do not add up. Every
-    position counts alike: errors are relative to the length of its state.
+    Each refit reads the outputs of the layers that are already refitted, so that errors do not add up. Every position
+    counts alike, because errors are relative to the length of the position's state.
 
-    Returns the weights of down_proj as cut, without the refit, and JSON-able details: per refitted layer the mean
-    squared error of the stream behind it, relative to the stream, without its refit and with it.
+    Returns the weights of down_proj without the refit, and JSON-able details. For each refitted layer the details have
+    the mean squared error of the stream after the layer, relative to the stream, without the refit and with it.
     """
     layers, parts = list(layers_of(model)), parts_of(model, blocks)
     begun = [layer_calls(model, part) for part in parts]
@@ -116,7 +116,7 @@ def repair(
         if exact:
             streams = uncut
         else:
-            losses = _refit(model, layer, [own[index] for own in calls], parts, streams, uncut, ridge)
+            losses = _refit(model, layer, [batch[index] for batch in calls], parts, streams, uncut, ridge)
             streams = _through(layer, streams, calls, index)
             left = sum(
                 float(_missing(end, stream, part)[0].square().sum())
@@ -130,7 +130,7 @@ def repair(
 
 
 def _through(layer: Any, streams: Sequence[Tensor], calls: Sequence[list[dict[str, Any]]], index: int) -> list[Tensor]:
-    """What a layer, the `index`-th of the uncut model, makes of the stream of each batch."""
+    """Return what a layer, the `index`-th of the uncut model, makes of the stream of each batch."""
     return [layer(stream, **others[index]) for stream, others in zip(streams, calls, strict=True)]
 
 
@@ -143,7 +143,10 @@ def _refit(
     ends: Sequence[Tensor],
     ridge: float,
 ) -> float:
-    """Refit a layer that reads `streams`, so that it ends near `ends`; the summed relative square error before it."""
+    """Refit a layer that reads `streams`, so that its output is near `ends`.
+
+    Returns the sum of the relative squared errors before the refit.
+    """
     down, lost = layer.mlp.down_proj, 0.0
     gram = torch.zeros(down.in_features, down.in_features, dtype=torch.float32, device=down.weight.device)
     cross = torch.zeros(down.in_features, down.out_features, dtype=torch.float32, device=down.weight.device)
@@ -166,19 +169,22 @@ def _set_weights(downs: Sequence[Any], weights: Sequence[Tensor]) -> None:
         down.weight = torch.nn.Parameter(weight, requires_grad=down.weight.requires_grad)
 
 
-def _missing(uncut: Tensor, found: Tensor, part: Packed) -> tuple[Tensor, Tensor]:
-    """What states [n, S, H] lack of the uncut model's, at the T positions with a token, relative to the length of those
-    [T, H]; one over that length [T, 1]."""
+def _missing(uncut: Tensor, actual: Tensor, part: Packed) -> tuple[Tensor, Tensor]:
+    """Return the relative difference of states [n, S, H] from the uncut model's, and the reciprocal lengths.
+
+    The differences [T, H] are taken at the T positions with a token and divided by the length of the uncut state. The
+    second value is 1 / length [T, 1].
+    """
     used = has_token(part.documents)
     wanted = uncut[used].float()
     share = wanted.norm(dim=-1, keepdim=True).clamp(min=torch.finfo(torch.float32).tiny).reciprocal()
-    return (wanted - found[used].float()) * share, share
+    return (wanted - actual[used].float()) * share, share
 
 
 def _ridge(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
-    """X = (G + μ I)⁻¹ C [F, H] with μ = ridge · mean diag G; solved in fp64."""
+    """Return X = (G + μ I)⁻¹ C [F, H] with μ = ridge · mean of diag G, solved in fp64."""
     g, c = as_float64(gram), as_float64(cross)
-    shrink = max(ridge * float(g.diagonal().mean()), torch.finfo(g.dtype).tiny)  # of neurons that are all zero
+    shrink = max(ridge * float(g.diagonal().mean()), torch.finfo(g.dtype).tiny)  # G is 0 if all neurons are zero.
     factor = torch.linalg.cholesky(g + shrink * torch.eye(len(g), dtype=g.dtype, device=g.device))
     return torch.cholesky_solve(c, factor).to(cross.device, torch.float32)
 
@@ -186,13 +192,15 @@ def _ridge(gram: Tensor, cross: Tensor, ridge: float) -> Tensor:
 # ── The target's distributions on a few blocks, computed once and compared with many cuts of a donor ──
 # Legend: n blocks, S positions, N scored positions, k stored entries, V vocabulary.
 
-STORED = 256  # entries per position: nearly the whole distribution, at a small part of its size
+STORED = 256  # entries per position: nearly the whole distribution at a small part of its size
 
 
 @dataclass(frozen=True)
 class TargetDistributions:
-    """Blocks and the target's compact distributions at their N scored positions, in order; ids from `vocabulary` on are
-    padding. Models are compared in products of type `dtype`."""
+    """Blocks and the target's compact distributions at their N scored positions, in order.
+
+    Ids from `vocabulary` on are padding. Models are compared with products in type `dtype`.
+    """
 
     blocks: Packed
     distributions: TeacherChunk
@@ -200,13 +208,13 @@ class TargetDistributions:
     dtype: str = "float32"
 
     def products(self) -> torch.autocast:
-        """Within this context a model of fp32 weights computes its products in `dtype`."""
+        """Within this context, a model with fp32 weights computes its products in `dtype`."""
         return torch.autocast(self.distributions.log_tail.device.type, torch.bfloat16, self.dtype == "bfloat16")
 
     @classmethod
     @torch.inference_mode()
     def measure(cls, target: Any, blocks: Packed, vocabulary: int, dtype: str = "float32") -> TargetDistributions:
-        """One forward pass of the target over the blocks."""
+        """Run the target once over the blocks and keep its distributions."""
         parts, batches = [], blocks.batches(BATCH)
         progress = Progress("the target's distributions, batches", len(batches), brief=True)
         for batch in batches:
@@ -216,11 +224,14 @@ class TargetDistributions:
 
     @classmethod
     def stored(cls, recipe: Recipe, run: Run) -> TargetDistributions:
-        """Those of the validation store, whose first blocks are the target's own answers; DataError if it is empty."""
+        """Read the distributions of the validation store. Its first blocks are the target's answers.
+
+        Raises DataError if the store is empty.
+        """
         store = TeacherStore(run, "validation")
         index = torch.arange(min(recipe.cut.score_blocks, store.blocks))
         if not len(index):
-            hint = "ask validation prompts (train.acceptance.prompts), or give validation text (corpus.sources)"
+            hint = "request answers to validation prompts (train.acceptance.prompts), or add text (corpus.sources)"
             raise DataError("there is neither an answer nor text of the validation split to compare cuts on", hint)
         stored, parts = store.read(index), []
         teacher = stored.distributions(torch.device("cpu"))
@@ -232,8 +243,11 @@ class TargetDistributions:
 
     @torch.inference_mode()
     def compare(self, model: Any) -> Closeness:
-        """All tokens outside the stored entries are one bucket, so the KL is a lower bound of the full one, and close
-        to it with this many entries."""
+        """Return the KL to the target in nats per position, and the top-1 agreement by kind of text.
+
+        All tokens outside the stored entries are one bucket, so the KL is a lower bound. With this many entries it is
+        close to the full KL.
+        """
         total, at, stored = 0.0, 0, self.distributions
         assert stored.ids is not None
         best = stored.ids.gather(1, stored.log_probabilities.argmax(-1, keepdim=True))[:, 0]
@@ -249,25 +263,25 @@ class TargetDistributions:
             equal[rows] = logits.argmax(-1).cpu() == best[rows]
         seen = repeated_next(self.blocks)
         kinds = {NEW: equal[~seen], SEEN: equal[seen]}
-        shares = {name: float(own.float().mean()) for name, own in kinds.items() if len(own)}
+        shares = {name: float(matches.float().mean()) for name, matches in kinds.items() if len(matches)}
         return Closeness(total / max(1, at), shares)
 
 
 def joined_chunks(parts: Sequence[TeacherChunk]) -> TeacherChunk:
-    """The positions of several chunks with ids, one after the other, on the CPU."""
+    """Concatenate the positions of several chunks with ids, on the CPU."""
     return TeacherChunk(
         *(torch.cat([getattr(part, name).cpu() for part in parts]) for name in TeacherChunk.__dataclass_fields__)
     )
 
 
 def scored_logits(model: Any, part: Packed) -> Tensor:
-    """Logits [N, V] of a model at the scored positions of some blocks, in order."""
+    """Return a model's logits [N, V] at the scored positions of some blocks, in order."""
     return head_logits(model, scored_states(model, part))
 
 
-# ── What a recipe's cuts need, from configurations alone: possible sizes, a draft smaller than its target ──
+# ── What a recipe's cuts need, from configurations only: possible sizes, and a draft smaller than its target ──
 
-EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # such a model's step does not read all its weights
+EXPERTS = ("num_experts", "num_local_experts", "n_routed_experts")  # A step of such models reads few weights.
 SHAPE = {
     "layers": "num_hidden_layers",
     "hidden size": "hidden_size",
@@ -278,7 +292,7 @@ SHAPE = {
 
 
 def check_shape(config: Any, settings: Cut) -> None:
-    """Raise RecipeError for cuts that a model of this configuration does not allow, with the possible ones."""
+    """Raise RecipeError, with the possible cuts, for cuts that a model of this configuration does not allow."""
     checks: list[tuple[str, Callable[[Any, Any], object], Any]] = [
         ("layers", check_layers, settings.layers),
         ("mlp_width", check_width, settings.mlp_width),
@@ -292,7 +306,7 @@ def check_shape(config: Any, settings: Cut) -> None:
 
 
 def check_cut(recipe: Recipe) -> list[str]:
-    """The planned draft, in lines to print; raises for an impossible donor or cut. Loads no weights."""
+    """Describe the planned draft in lines to print. Raises for an impossible donor or cut. Loads no weights."""
     settings, donor = recipe.cut, recipe.donor_model
     config = load_config(donor)
     require_supported(config)
@@ -306,8 +320,8 @@ def check_cut(recipe: Recipe) -> list[str]:
         rows = load_config(recipe.target.model).get_text_config().vocab_size
         if rows != config.vocab_size:
             lines.append(
-                f"rows: the draft gets the target's {rows} rows instead of the donor's {config.vocab_size}, so that "
-                "vLLM takes it too; only padding differs"
+                f"rows: the draft gets the target's {rows} rows instead of the donor's {config.vocab_size}, because "
+                "vLLM requires equal numbers; only padding differs"
             )
     check_shape(config, settings)
     if settings.trim is not None:
@@ -322,13 +336,13 @@ def check_cut(recipe: Recipe) -> list[str]:
 
 
 def weights_of(sizes: dict[str, int]) -> tuple[int, int]:
-    """About how many weights a model of these sizes has in its layers, and in its head."""
+    """Estimate the number of weights in the layers and in the head of a model of these sizes (see `shape_of`)."""
     layers, hidden, mlp, _, rows = sizes.values()
     return layers * hidden * (4 * hidden + 3 * mlp), rows * hidden
 
 
 def shape_of(config: Any) -> dict[str, int] | None:
-    """The sizes that a step's cost depends on; None for a model that does not name them all, or has experts."""
+    """Return the sizes that a step's cost depends on. None if the model does not state them all, or has experts."""
     config = config.get_text_config()
     sizes = {word: getattr(config, name, None) for word, name in SHAPE.items()}
     if any(getattr(config, name, None) for name in EXPERTS):
@@ -337,19 +351,21 @@ def shape_of(config: Any) -> dict[str, int] | None:
 
 
 def _left(cut: Cut, layers: int, width: int) -> tuple[int, int]:
-    """Layers and MLP width that a cut leaves of a donor's."""
+    """Return the numbers of layers and MLP neurons that remain of a donor after a cut."""
     return cut.layers or layers, cut.mlp_width or width
 
 
 def planned_layers(recipe: Recipe) -> dict[str, Any]:
-    """What config.json of the draft that a recipe cuts says of its layers, as of the first ones: text decides which
-    stay."""
+    """Return the entries about layers in config.json of the draft that a recipe cuts.
+
+    The first layers stand for the kept ones, because only text decides which layers stay.
+    """
     config = load_config(recipe.donor_model)
     return layer_settings(config, range(recipe.cut.layers or config.num_hidden_layers))
 
 
 def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | None:
-    """The sizes of the draft that a recipe cuts, by the words of SHAPE; None for a model that does not name its own."""
+    """Return the sizes of the draft that a recipe cuts, by SHAPE. None if the donor does not state them."""
     cut, sparsity, draft = recipe.cut, recipe.train.sparsity, shape_of(donor)
     if draft is None:
         return None
@@ -360,14 +376,16 @@ def planned_sizes(recipe: Recipe, target: Any, donor: Any) -> dict[str, int] | N
 
 
 def kept_share(recipe: Recipe, draft: Any = None) -> float:
-    """The share of the donor's layers that a cut leaves: that of the configuration of a `draft`, else that of the
-    recipe's cut. Narrower MLPs do not count: such a cut keeps most of what its donor can do."""
+    """Return the share of the donor's layers that remain, by `draft`'s configuration or (None) the recipe's cut.
+
+    Narrower MLPs do not count, because a draft with all layers keeps most of the donor's abilities.
+    """
     donor: int = load_config(recipe.donor_model).get_text_config().num_hidden_layers
     return (recipe.cut.layers or donor if draft is None else draft.num_hidden_layers) / donor
 
 
 def check_smaller(recipe: Recipe, target: Any, donor: Any) -> None:
-    """Raise RecipeError for a draft that is in no size below its target."""
+    """Raise RecipeError for a draft that is smaller than its target in no size."""
     full, draft = shape_of(target), planned_sizes(recipe, target, donor)
     if full is None or draft is None or recipe.cut.trim is not None:
         return
@@ -376,7 +394,7 @@ def check_smaller(recipe: Recipe, target: Any, donor: Any) -> None:
             f"{draft[word]} {word}" if word in ("layers", "rows") else f"{word} {draft[word]}" for word in SHAPE
         )
         raise RecipeError(
-            f"cut: the draft costs as much as its target ({sizes}): drafting with it cannot save time",
+            f"cut: the draft costs as much as its target ({sizes}), so drafting with it cannot save time",
             "cut it, for instance cut.layers="
             f"{max(1, full['layers'] // 4)}, or name a smaller cut.donor, or set cut.allow_full_size: true",
         )
@@ -384,13 +402,15 @@ def check_smaller(recipe: Recipe, target: Any, donor: Any) -> None:
 
 # ── Layers and MLP width of a loaded model, cut in this order, and of any folder without a recipe ──
 
-BLOCK = 512  # positions per block of a folder's texts, or the model's context where that is shorter
+BLOCK = 512  # positions per block of a folder's texts, unless the model's context is shorter
 
 
-def cut_model(model: Any, settings: Cut, blocks: Packed, distributions: TargetDistributions, own: bool) -> list[Change]:
-    """Apply the cuts of a recipe to a loaded model in place: layers and MLP width at once, then the repair of both.
+def cut_model(
+    model: Any, settings: Cut, blocks: Packed, distributions: TargetDistributions, is_target: bool
+) -> list[Change]:
+    """Cut layers and MLP width of a loaded model in place, then repair it. Returns what was changed.
 
-    `own`: the model is the target itself, so that nobody needs to know how near it is before the cut.
+    `is_target`: the model is the target itself, so its closeness before the cut is not measured.
     """
     width = settings.mlp_width
     names = ["layers"] * (settings.layers is not None) + ["MLP width"] * (width is not None)
@@ -398,7 +418,7 @@ def cut_model(model: Any, settings: Cut, blocks: Packed, distributions: TargetDi
         return []
     size, full = size_of(model), model.config.intermediate_size
     with distributions.products():
-        before = None if own else distributions.compare(model)
+        before = None if is_target else distributions.compare(model)
         kept, details, neurons = [*range(size.layers)], dict[str, Any](), None
         if settings.layers is not None:
             kept, details = choose_layers(model, settings.layers, blocks)
@@ -423,10 +443,10 @@ def cut_model(model: Any, settings: Cut, blocks: Packed, distributions: TargetDi
 def cut_folder(
     source: str, destination: Path, settings: Cut, texts: Sequence[str], target: str | None = None
 ) -> list[Change]:
-    """Cut `source` into `destination`; KL is that to `target`, by default the uncut model itself.
+    """Cut folder `source` into `destination`. KL is measured against `target`. None selects the uncut model.
 
-    The first half of the texts' blocks gives the scores, the second the losses. Raises RecipeError for impossible cuts
-    before any work, and DataError for texts of less than two blocks.
+    The first half of the texts' blocks gives the scores, the second half the KL. Raises RecipeError for impossible cuts
+    before any work, and DataError if the texts give fewer than two blocks.
     """
     config = load_config(source)
     require_supported(config)
@@ -440,14 +460,14 @@ def cut_folder(
     sequences = ((encode_text(tokenizer, text), 1) for text in texts if text.strip())
     blocks = pack(sequences, block, True, opening_of(tokenizer))
     if len(blocks) < 2:
-        raise DataError(f"the texts give {len(blocks)} blocks of {block} tokens", "give more text: two blocks at least")
+        raise DataError(f"the texts give {len(blocks)} blocks of {block} tokens", "give text for at least two blocks")
     half = min(len(blocks) // 2, settings.score_blocks)
     cpu = torch.device("cpu")
     model, dtype = load_model(source, "float32", cpu, trimmed=False), settled_type("auto", cpu)
     teacher = model if target is None else load_model(target, dtype, cpu)
     compared = blocks.take(slice(half, 2 * half))
     distributions = TargetDistributions.measure(teacher, compared, real_tokens(config, tokenizer), dtype)
-    changes = cut_model(model, settings, blocks.take(slice(0, half)), distributions, own=target is None)
+    changes = cut_model(model, settings, blocks.take(slice(0, half)), distributions, is_target=target is None)
     before = read_changes(text_folder(source))
 
     def save(folder: Path) -> None:
@@ -463,21 +483,21 @@ def cut_folder(
 
 
 def cut(recipe: Recipe, run: Run) -> list[Path]:
-    """Make the draft's starting weights: cut/, which `from_pretrained` loads, with the target's tokenizer."""
+    """Write the draft's starting weights to cut/, with the target's tokenizer. `from_pretrained` loads the folder."""
     parent = run.parent()
     if parent is not None:
         return inherit(run, parent)
     settings, device = recipe.cut, pick_device(recipe.device)
     distributions = TargetDistributions.stored(recipe, run)
     model, donor, changes = load_donor(recipe, run, device, distributions)
-    say(run, changes)
-    made = cut_model(model, settings, score_blocks(recipe, run), distributions, own=settings.donor == "target")
-    say(run, made)
+    log_changes(run, changes)
+    made = cut_model(model, settings, score_blocks(recipe, run), distributions, is_target=settings.donor == "target")
+    log_changes(run, made)
     changes += made
     kept: list[int] | None = None
     if settings.trim is not None:
         kept, metadata, change = choose_head(recipe, run, model, distributions.vocabulary)
-        say(run, [change])
+        log_changes(run, [change])
         changes.append(change)
     sizes = describe_model("cut", model)
 
@@ -493,29 +513,29 @@ def cut(recipe: Recipe, run: Run) -> list[Path]:
     return [run.path("cut")]
 
 
-def say(run: Run, changes: Sequence[Change]) -> None:
-    """A line for each change, as soon as it is made."""
+def log_changes(run: Run, changes: Sequence[Change]) -> None:
+    """Log a line for each change."""
     for change in changes:
         run.say(f"  {change.sentence()}")
 
 
 def inherit(run: Run, parent: dict[str, Any]) -> list[Path]:
-    """The start of a refreshed run: its parent's draft is copied to cut/ (weights, tokenizer, kept tokens), uncut.
+    """Start a refreshed run: copy its parent's draft (weights, tokenizer, kept tokens) to cut/ without cuts.
 
-    Raises DataError when the parent's draft is missing or has changed since the refresh began.
+    Raises DataError if the parent's draft is missing or has changed since the refresh began.
     """
     name = f"{parent['run']}/draft"
     source = run.folder.parent / parent["run"] / "draft"
     for file, expected in parent["files"].items():
         if not (source / file).is_file() or file_digest(source / file) != expected:
-            hint = f"put the folder {source.parent} back as it was"
-            raise DataError(f"{source / file} is missing or is not the one that this run goes on from", hint)
+            hint = f"restore the folder {source.parent}"
+            raise DataError(f"{source / file} is missing, or has changed since this run's refresh began", hint)
     config = load_config(str(source))
     sizes = describe_model(name, empty_model(config))
 
     def save(place: Path) -> None:
         for file in parent["files"]:
-            if file != "sparsity.json":  # of the training that made it
+            if file != "sparsity.json":  # It belongs to the training that made the parent's draft.
                 (place / file).parent.mkdir(parents=True, exist_ok=True)
                 copy_file(source / file, place / file)
         write_result(place / "cut.json", CutReport(sizes, replace(sizes, path="cut"), []))
@@ -528,15 +548,17 @@ def inherit(run: Run, parent: dict[str, Any]) -> list[Path]:
 def load_donor(
     recipe: Recipe, run: Run, device: torch.device, distributions: TargetDistributions
 ) -> tuple[Any, ModelSizes, list[Change]]:
-    """The donor, loaded whole, transplanted where the recipe asks for it, with the rows that it asks for; its original
-    sizes; its changes so far."""
+    """Load the whole donor, transplanted or with the target's number of rows. Returns it, its size and its changes.
+
+    The size is that of the donor before any change.
+    """
     reference, settings = recipe.donor_model, recipe.cut.transplant
     if settings is None:
         model = load_model(reference, "float32", device, trimmed=False)
         sizes = describe_model(reference, model)
         rows = load_config(recipe.target.model).get_text_config().vocab_size
         return model, sizes, match_rows(model, rows, distributions.vocabulary)
-    folder = run.path("cut")  # which the cut draft replaces
+    folder = run.path("cut")  # The cut draft replaces this folder later.
     change = transplant(
         local_folder(reference), text_folder(recipe.target.model), folder, overrides=settings, dtype="float32"
     )
@@ -549,12 +571,12 @@ def load_donor(
 
 
 def match_rows(model: Any, rows: int, real: int) -> list[Change]:
-    """Give a loaded model `rows` rows, of which the first `real` hold tokens and stay; the change, if there is one.
+    """Give a loaded model `rows` rows. The first `real` rows hold tokens and stay. Returns the change, if any.
 
-    vLLM asks for equal vocab_size of target and draft, padding included, and models of one tokenizer may be padded
+    vLLM requires equal vocab_size of target and draft, padding included. Models of one tokenizer may be padded
     differently (Qwen2.5: 151,936 and 152,064 rows).
-    Appended rows are copies of the model's last padding row, or the mean of all tokens' rows: engines that do not mask
-    padding then give it no more than a common logit, where a zero row would outrank every negative one.
+    Appended rows are copies of the model's last padding row, or the mean of all tokens' rows. An engine that does not
+    mask padding then gives it a usual logit. A zero row would outrank every negative logit.
     """
     present: int = model.config.vocab_size
     if present == rows:

@@ -1,7 +1,7 @@
-"""Where the parts of a decoder lie, by family; which layers and neurons stay, and a model without the others.
+"""Parts of a decoder by family, the choice of layers and neurons that stay, and the removal of the others.
 
-Every operation of this room asks here for parts. Legend: L layers, n layers dropped, T positions, F neurons of an MLP,
-H hidden.
+Every operation of this room finds the parts of a model here. Legend: L layers, n layers dropped, T positions, F neurons
+of an MLP, H hidden.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from distill.files import is_gguf
 from distill.folders import NUMPY_FLOATS, read_header, weight_files
 from distill.gguf.families import kinds_of, orders
 
-# ── Parts of a decoder: a line for each family, and what its modules and its configuration say themselves ──
+# ── Parts of a decoder: one entry for each family. Modules and configuration state the rest. ──
 
-# By model_type, the norm that an MLP's output passes before it is added to the stream; none: it is added as it is.
+# model_type -> the norm between an MLP's output and the residual stream, or None if the output is added directly.
 FAMILIES: Mapping[str, str | None] = {
     **dict.fromkeys(("qwen2", "qwen3", "llama", "mistral", "ministral", "ministral3", "smollm3", "seed_oss", "phi3")),
     **dict.fromkeys(("granite", "cohere", "cohere2")),
     **dict.fromkeys(("gemma2", "gemma3_text", "olmo2", "olmo3", "exaone4"), "post_feedforward_layernorm"),
     "glm4": "post_mlp_layernorm",
 }
-# Small models that recipes cut, by the rows of their embeddings.
+# Number of embedding rows -> small models that recipes cut.
 DONORS: Mapping[int, Sequence[str]] = {
     49_152: ("HuggingFaceTB/SmolLM2-135M-Instruct",),
     128_256: ("meta-llama/Llama-3.2-1B-Instruct",),
@@ -39,21 +39,20 @@ DONORS: Mapping[int, Sequence[str]] = {
     152_064: ("Qwen/Qwen2.5-0.5B-Instruct",),
     262_144: ("google/gemma-3-270m-it",),
 }
-NOT_BY_LAYER = ("architectures", "_id", "_ids")  # how names of lists end that may happen to have L entries
+NOT_BY_LAYER = ("architectures", "_id", "_ids")  # Lists with these endings may have L entries by chance.
 
 
 def require_supported(config: Any) -> None:
-    """Raise DataError, with donors that have its vocabulary, for a configuration of a family that cannot be cut."""
+    """Raise DataError for a configuration of a family that cannot be cut. The hint names donors with its vocabulary."""
     if config.model_type in FAMILIES:
         return
     inner = config.get_text_config()
     rows = int(getattr(inner, "vocab_size", None) or 0)
     if inner is not config and inner.model_type in FAMILIES:
-        hint = f"save its language model, a {inner.model_type}, as a folder of its own and name that"
+        hint = f"save its language model, a {inner.model_type}, as a separate folder and name that folder"
     elif rows in DONORS:
-        hint = (
-            f"choose a donor of {rows} rows as it has, such as {' or '.join(DONORS[rows])}; check compares the tokens"
-        )
+        names = " or ".join(DONORS[rows])
+        hint = f"choose a donor with the same {rows} rows, such as {names}; `distill check` compares the tokens"
     else:
         hint = "choose a small donor with its tokenizer, or any with cut.transplant"
     raise DataError(
@@ -61,39 +60,40 @@ def require_supported(config: Any) -> None:
     )
 
 
-# Where a folder says how its weights are quantised: transformers' key (GPTQ, AWQ, FP8, bitsandbytes), MLX's, an older
-# one of compressed-tensors; and the file of NVIDIA's ModelOpt.
+# Where a folder states that its weights are quantised: the keys of transformers (GPTQ, AWQ, FP8, bitsandbytes), of MLX
+# and of older compressed-tensors, and the file of NVIDIA's ModelOpt.
 QUANTISED_KEYS, QUANTISED_FILE = ("quantization_config", "quantization", "compression_config"), "hf_quant_config.json"
 
 
 def require_floats(reference: str) -> None:
-    """Raise DataError for a donor whose weights are quantised, by its config.json or by the headers of its files."""
+    """Raise DataError for a donor with quantised weights, as stated in its config.json or the headers of its files."""
     if is_gguf(reference):
-        return  # which is imported as floats
+        return  # A GGUF file is imported as floats.
     config, folder = load_config(reference), local_snapshot(reference)
-    named = next((own for key in QUANTISED_KEYS if (own := getattr(config, key, None)) is not None), None)
+    values = (getattr(config, key, None) for key in QUANTISED_KEYS)
+    named = next((value for value in values if value is not None), None)
     how = named.get("quant_method") or named.get("mode") if isinstance(named, dict) else None
     if named is None and folder is not None and (folder / QUANTISED_FILE).is_file():
         named = how = QUANTISED_FILE
     if named is None and folder is not None:
         files = [file for file in weight_files(folder) if file.is_file()]
-        matrices = (one for file in files for one in read_header(file).values() if len(one.shape) > 1)
-        named = how = next((one.dtype for one in matrices if one.dtype not in NUMPY_FLOATS), None)
+        matrices = (tensor for file in files for tensor in read_header(file).values() if len(tensor.shape) > 1)
+        named = how = next((matrix.dtype for matrix in matrices if matrix.dtype not in NUMPY_FLOATS), None)
     if named is not None:
         raise DataError(
-            f"the weights of {reference} are quantised{f' ({how})' if how else ''}, and a donor's are cut and trained",
+            f"the weights of {reference} are quantised{f' ({how})' if how else ''}, but a donor is cut and trained",
             "name the model that it was quantised from, in float32, bfloat16 or float16",
         )
 
 
 def layers_of(model: Any) -> Any:
-    """The blocks of a model, in order; raises DataError for an architecture that cannot be cut."""
+    """Return the layers of a model, in order. Raises DataError for an architecture that cannot be cut."""
     require_supported(model.config)
     return model.base_model.layers
 
 
 def put_layers(model: Any, layers: Sequence[Any]) -> None:
-    """Give a model those blocks; caches address them by `layer_idx`, which is numbered anew."""
+    """Give a model these layers, and renumber the `layer_idx` by which caches address them."""
     model.base_model.layers = layers if isinstance(layers, torch.nn.ModuleList) else torch.nn.ModuleList(layers)
     for position, layer in enumerate(layers):
         for module in layer.modules():
@@ -102,28 +102,28 @@ def put_layers(model: Any, layers: Sequence[Any]) -> None:
 
 
 def layer_settings(config: Any, kept: Sequence[int]) -> dict[str, Any]:
-    """The values of a configuration that depend on its layers, of a model with the `kept` ones (ascending) alone.
+    """Return a configuration's values that depend on its layers, for a model with only the `kept` ones (ascending).
 
-    Lists with an entry for each layer are told by their length.
+    A list belongs to the layers if it has one entry for each of them.
     """
     count = config.num_hidden_layers
     lists = {name: value for name, value in vars(config).items() if isinstance(value, list) and len(value) == count}
-    found: dict[str, Any] = {
+    settings: dict[str, Any] = {
         name: [value[index] for index in kept] for name, value in lists.items() if not name.endswith(NOT_BY_LAYER)
     }
     if getattr(config, "max_window_layers", None) is not None:
-        found["max_window_layers"] = sum(1 for index in kept if index < config.max_window_layers)
-    return found | {"num_hidden_layers": len(kept)}
+        settings["max_window_layers"] = sum(1 for index in kept if index < config.max_window_layers)
+    return settings | {"num_hidden_layers": len(kept)}
 
 
 def set_layers(config: Any, settings: Mapping[str, Any]) -> None:
-    """Put `layer_settings` into a configuration."""
+    """Store the result of `layer_settings` in a configuration."""
     for name, value in settings.items():
         setattr(config, name, value)
 
 
 def gate_and_up(layer: Any) -> list[tuple[Any, slice]]:
-    """The linear layers that an MLP's neurons read by, gate and up, each with its rows: those of one may be halves."""
+    """Return an MLP's gate and up projections, each with its row slice. One fused Linear can hold both."""
     mlp = layer.mlp
     if hasattr(mlp, "gate_up_proj"):
         neurons = mlp.down_proj.in_features
@@ -132,7 +132,7 @@ def gate_and_up(layer: Any) -> list[tuple[Any, slice]]:
 
 
 def take(module: Any, index: Tensor, dim: int) -> None:
-    """Keep those outputs (dim 0, with their biases) or inputs (dim 1; the bias stays) of a Linear."""
+    """Keep some outputs (dim 0, with their biases) or inputs (dim 1, with the whole bias) of a Linear."""
     weight = module.weight.detach().index_select(dim, index)
     module.weight = torch.nn.Parameter(weight, requires_grad=module.weight.requires_grad)
     module.out_features, module.in_features = weight.shape
@@ -142,7 +142,7 @@ def take(module: Any, index: Tensor, dim: int) -> None:
 
 
 def take_neurons(layer: Any, kept: Sequence[int]) -> None:
-    """Keep those neurons (ascending) of a layer's MLP, in place."""
+    """Keep some neurons (ascending) of a layer's MLP, in place."""
     mlp = layer.mlp
     neurons, index = mlp.down_proj.in_features, torch.tensor(kept, device=mlp.down_proj.weight.device)
     if len(kept) == neurons:
@@ -158,10 +158,10 @@ def take_neurons(layer: Any, kept: Sequence[int]) -> None:
 
 
 def written_shares(model: Any, layer: Any, a: Tensor) -> tuple[Tensor, Tensor]:
-    """Scale factors between the MLP's output for neurons [T, F] and the residual stream: by position [T, 1] and by
-    channel [H], infinite where a channel is not written.
+    """Return the factors between the MLP's output for neurons [T, F] and the residual stream, by position and channel.
 
-    A norm divides by the root mean square of the output; it is taken to stay as it is.
+    Positions are [T, 1]. Channels are [H], and infinite if a channel is not written. A norm between the two divides by
+    the root mean square of the output, which is treated as a constant.
     """
     name, down = FAMILIES[model.config.model_type], layer.mlp.down_proj
     channels = torch.full((down.out_features,), float(getattr(layer, "residual_multiplier", 1.0)), device=a.device)
@@ -174,22 +174,22 @@ def written_shares(model: Any, layer: Any, a: Tensor) -> tuple[Tensor, Tensor]:
 
 
 # ── Measurements of a loaded model on text: the influence of its layers, and the inputs of its MLPs ──
-# Every function passes packed blocks through the model, documents apart, and counts only positions that hold a
-# token. Sums are kept in fp32 or better on the model's device. Legend: L layers, n blocks, S positions, T tokens of
-# one batch, H hidden, F neurons of an MLP.
+# Packed blocks pass through the model. Documents do not attend to each other, and only positions with a token count.
+# Sums are kept in fp32 or better on the model's device. Legend: L layers, n blocks, S positions, T tokens of one batch,
+# H hidden, F neurons of an MLP.
 
 Watch = tuple[Any, Callable[[Tensor], None]]  # a module, and the function that gets its inputs
-BATCH = 4  # blocks of a forward pass
+BATCH = 4  # blocks per forward pass
 
 
 def has_token(documents: Tensor) -> Tensor:
-    """Positions [n, S] that hold a token."""
+    """Return the positions [n, S] that hold a token."""
     return documents >= 0
 
 
 @contextmanager
 def watching(watches: Sequence[Watch]) -> Iterator[None]:
-    """Within the block, each function is called with the first input of its module at every forward pass."""
+    """Within the context, call each function with the first input of its module at every forward pass."""
 
     def hook(see: Callable[[Tensor], None], _module: Any, arguments: tuple[Tensor, ...]) -> None:
         see(arguments[0])
@@ -201,13 +201,13 @@ def watching(watches: Sequence[Watch]) -> Iterator[None]:
 
 
 def parts_of(model: Any, blocks: Packed) -> list[Packed]:
-    """The blocks in batches on the model's device."""
+    """Split the blocks into batches on the model's device."""
     return blocks.to(next(model.parameters()).device).batches(BATCH)
 
 
 @torch.no_grad()
 def observe(model: Any, blocks: Packed, watches: Sequence[Watch]) -> int:
-    """One pass over the blocks; each watch gets its module's inputs [T, ·] in fp32, at the positions with a token.
+    """Run the model once over the blocks. Each watch gets its module's fp32 inputs [T, ·] at positions with a token.
 
     Returns the number of these positions.
     """
@@ -226,10 +226,10 @@ def observe(model: Any, blocks: Packed, watches: Sequence[Watch]) -> int:
 
 
 def block_influence(model: Any, blocks: Packed) -> list[float]:
-    """1 − mean cosine of each layer's input and output, [L] (block influence, Men et al. 2024, arXiv 2403.03853)."""
+    """Return 1 − mean cosine of each layer's input and output [L] (Men et al. 2024, arXiv 2403.03853)."""
     layers = layers_of(model)
     influence = [0.0] * len(layers)
-    units: list[Tensor] = []  # along the states that the layers read, and at last along the last one's output
+    units: list[Tensor] = []  # normalised inputs of all layers, then the output of the last layer
 
     def keep(state: Tensor) -> None:
         units.append(torch.nn.functional.normalize(state, dim=-1))
@@ -237,7 +237,7 @@ def block_influence(model: Any, blocks: Packed) -> list[float]:
     def finish(state: Tensor) -> None:
         keep(state)
         for index in range(len(layers)):
-            # By the chord |u − v|, exact at small angles, where cosines of fp32 vectors lose their digits.
+            # fp32 cosines lose their digits at small angles. The chord |u − v| is exact there.
             chord = (units[index] - units[index + 1]).norm(dim=-1).clamp(max=2)
             influence[index] += float((chord.square() / 2).sum())
         units.clear()
@@ -248,8 +248,10 @@ def block_influence(model: Any, blocks: Packed) -> list[float]:
 
 @torch.no_grad()
 def layer_calls(model: Any, part: Packed) -> tuple[Tensor, list[dict[str, Any]]]:
-    """The states [n, S, H] that the first layer reads of a batch of blocks, and what each layer is called with beside
-    its states, such as its own kind of mask and of positions. No layer computes."""
+    """Return the states [n, S, H] that the first layer reads, and the other arguments of each layer's call.
+
+    The arguments include the layer's mask and positions. No layer computes.
+    """
     calls: list[tuple[Tensor, dict[str, Any]]] = []
 
     def see(states: Tensor, **others: Any) -> Tensor:
@@ -271,22 +273,22 @@ def layer_calls(model: Any, part: Packed) -> tuple[Tensor, list[dict[str, Any]]]
 
 
 def check_layers(config: Any, keep: int) -> None:
-    """Raise RecipeError when a model of this configuration cannot keep `keep` layers."""
+    """Raise RecipeError if a model of this configuration cannot keep `keep` layers."""
     require_supported(config)
     if not 1 <= keep <= config.num_hidden_layers:
         hint = f"ask for 1 to {max(1, config.num_hidden_layers - 1)}; {config.num_hidden_layers} would cut none"
-        raise RecipeError(f"{keep} layers are to be kept, but the donor has {config.num_hidden_layers}", hint)
+        raise RecipeError(f"{keep} layers should stay, but the donor has {config.num_hidden_layers}", hint)
 
 
 def choose_layers(model: Any, keep: int, blocks: Packed) -> tuple[list[int], dict[str, Any]]:
-    """The layers that stay, ascending, and a report of why; the model is left as it was.
+    """Return the layers that stay, ascending, and the reasons as JSON-able details. The model does not change.
 
-    Those of least `block_influence` over `blocks` go, the first and the last at the end, which read the embeddings and
-    feed the head. Layers of different kinds stay in an order that GGUF can state: of Gemma 3, every n-th without a
-    window.
+    Layers with the least `block_influence` over `blocks` go first. The last and the first layer, which feed the head
+    and read the embeddings, go at the end. If the family has layers of different kinds, the remaining order must be
+    one that GGUF can state (for Gemma 3: every n-th layer without a window).
 
-    Raises RecipeError for a number that is not possible; DataError for an unknown architecture, and where the states
-    are not finite.
+    Raises RecipeError for an impossible number. Raises DataError for an unknown architecture and for states that are
+    not finite.
     """
     check_layers(model.config, keep)
     count = len(layers_of(model))
@@ -302,20 +304,22 @@ def choose_layers(model: Any, keep: int, blocks: Packed) -> tuple[list[int], dic
 
 
 def _possible(config: Any, keep: int) -> Callable[[Sequence[int]], bool]:
-    """Whether `keep` of some layers of a model can be in an order of kinds, windows or positions, that GGUF states; any
-    layers can where the model's own order cannot."""
+    """Return a test whether `keep` of the remaining layers can form an order of kinds that GGUF can state.
+
+    Every choice passes if GGUF cannot state the model's own order.
+    """
     kinds, possible = kinds_of(config), list[list[bool]]()
     if kinds and kinds in orders(config.model_type, len(kinds)):
         possible = orders(config.model_type, keep)
 
     def within(order: Sequence[bool], left: Iterator[bool]) -> bool:
-        return all(one in left for one in order)
+        return all(kind in left for kind in order)
 
     return lambda left: not possible or any(within(order, iter([kinds[i] for i in left])) for order in possible)
 
 
 def keep_layers(model: Any, kept: Sequence[int]) -> None:
-    """Keep those layers (ascending) in place, and cut every per-layer entry of the configuration with them."""
+    """Keep these layers (ascending) in place, with the configuration's entries for them."""
     layers = layers_of(model)
     put_layers(model, [layers[i] for i in kept])
     _set_layers(model, layer_settings(model.config, kept))
@@ -328,14 +332,14 @@ def _set_layers(model: Any, settings: dict[str, Any]) -> None:
 
 
 # ── Narrower MLPs: which neurons stay ──
-# A neuron is a row of gate and of up and a column of down_proj. Legend: L layers, T tokens, F neurons, a [T,
-# F] the inputs of down_proj.
+# A neuron is a row of gate and of up, and a column of down_proj. Legend: L layers, T tokens, F neurons, a [T, F] the
+# inputs of down_proj.
 
-NEURON_MULTIPLE = 32  # of neurons: GGUF's quantised types store rows in blocks of 32
+NEURON_MULTIPLE = 32  # GGUF's quantised types store rows in blocks of 32.
 
 
 def check_width(config: Any, width: int) -> None:
-    """Raise RecipeError when an MLP of this configuration cannot be cut to `width`: its own, or a multiple below it."""
+    """Raise RecipeError if an MLP cannot be cut to `width`. Possible are its own width and smaller multiples of 32."""
     require_supported(config)
     full = config.intermediate_size
     possible = [*range(NEURON_MULTIPLE, full, NEURON_MULTIPLE), full]
@@ -343,12 +347,12 @@ def check_width(config: Any, width: int) -> None:
         near = sorted(sorted(possible, key=lambda w: abs(w - width))[:2])
         raise RecipeError(
             f"an MLP of {full} neurons cannot be cut to {width}",
-            f"ask for a multiple of {NEURON_MULTIPLE} (better 256) below {full}, or all: {' or '.join(map(str, near))}",
+            f"ask for {full} or a smaller multiple of {NEURON_MULTIPLE} (better 256): {' or '.join(map(str, near))}",
         )
 
 
 def neuron_scores(model: Any, blocks: Packed) -> list[Tensor]:
-    """E|a|·‖down column‖ [F] of each layer's neurons: the mean length of what each adds to the residual stream."""
+    """Return E|a|·‖down column‖ [F] of each layer: the mean length of what each neuron adds to the residual stream."""
     downs = [layer.mlp.down_proj for layer in layers_of(model)]
     sums = [torch.zeros(down.in_features, device=down.weight.device) for down in downs]
 
@@ -362,11 +366,14 @@ def neuron_scores(model: Any, blocks: Packed) -> list[Tensor]:
 
 
 def choose_neurons(model: Any, blocks: Packed, width: int) -> tuple[list[list[int]], list[float]]:
-    """The `width` neurons of each layer's MLP that stay, those of largest score, ascending; the share of its score that
-    they hold. Raises RecipeError for a width that is not possible (see check_width)."""
+    """Return the `width` neurons with the largest scores of each layer, ascending, and their share of its total score.
+
+    Raises RecipeError for an impossible width (see `check_width`).
+    """
     check_width(model.config, width)
     neurons, shares = [], []
-    for scores in (one.cpu() for one in neuron_scores(model, blocks)):  # some devices sort no integers
+    for layer_scores in neuron_scores(model, blocks):
+        scores = layer_scores.cpu()  # Some devices sort no integers.
         kept = scores.sort(descending=True, stable=True).indices[:width].sort().values
         mass = float(scores.sum())
         neurons.append(kept.tolist())
@@ -376,7 +383,7 @@ def choose_neurons(model: Any, blocks: Packed, width: int) -> tuple[list[list[in
 
 @torch.no_grad()
 def cut_parts(model: Any, kept: Sequence[int], neurons: Sequence[Sequence[int]] | None = None) -> None:
-    """Keep those layers (ascending) and, of each of the model's layers, those neurons; in place, without repair."""
+    """Keep these layers (ascending) and, of each of the model's layers, these neurons. In place, without repair."""
     layers = layers_of(model)
     if neurons is not None:
         for index in kept:

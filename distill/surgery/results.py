@@ -1,4 +1,4 @@
-"""What became of the donor: surgery.json beside its weights, cut/cut.json and draft/sparsity.json as dataclasses."""
+"""Records of what was done to a donor: surgery.json next to its weights, cut/cut.json and draft/sparsity.json."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from distill.folders import ModelSizes
 
 @dataclass(frozen=True)
 class Size:
-    """Sizes of a model. `mlp` is the width per layer; `bytes_per_step` counts the weights read to decode one token:
-    all of them, except that an untied input embedding gives one row, and that a trimmed head is read where it is kept.
+    """Sizes of a model. `mlp` is the width per layer. `bytes_per_step` counts the weights read to decode one token.
+
+    These are all weights, except that an untied input embedding gives one row, and a trimmed head only its kept rows.
     """
 
     parameters: int
@@ -29,8 +30,10 @@ class Size:
 
 @dataclass(frozen=True)
 class Closeness:
-    """How near a model is to the target: KL(target ‖ model) in nats, a mean over positions, and its top-1 agreement
-    with it by kind of text, new or repeated (`repetition`); a kind without positions is left out."""
+    """Closeness of a model to the target: KL(target ‖ model) in nats per position, and top-1 agreement by kind of text.
+
+    The kinds are new and repeated text (`repetition`). A kind without positions is omitted.
+    """
 
     kl: Figure
     agreement: dict[str, float]
@@ -38,8 +41,10 @@ class Closeness:
 
 @dataclass(frozen=True)
 class Change:
-    """One operation: its name, the sizes before and after, how close the model was to the target before and after where
-    it was measured, and its choices, in words and numbers that JSON can hold."""
+    """One operation: its name, sizes before and after, closeness to the target (if measured), and its choices.
+
+    `details` holds the choices in words and numbers that JSON can store.
+    """
 
     operation: str
     before: Size
@@ -49,7 +54,7 @@ class Change:
     details: dict[str, Any] = field(default_factory=dict)
 
     def sentence(self) -> str:
-        """One line for the log."""
+        """Return one line for the log."""
         old, new = self.before, self.after
         sizes = {
             "layers": (old.layers, new.layers),
@@ -72,25 +77,26 @@ class Change:
         return f"{self.operation}: " + ", ".join(parts)
 
 
-# ── The record of an operation on a model: its sizes and its divergence from the target, before and after ──
+# ── Surgery.json: what operations did to a model ──
 # Every operation of this room makes a model folder from a model folder and returns Changes: `vocabulary.transplant`
 # streams files, `cutter.cut_folder` cuts a loaded model.
 
-RECORD = "surgery.json"  # beside the weights: the changes to a folder, oldest first
+RECORD = "surgery.json"  # The changes of a folder stand next to its weights, oldest first.
 
 
 def size_of(model: Any, kept_vocabulary: int | None = None) -> Size:
-    """The sizes of a loaded model; `kept_vocabulary` is the size of a trimmed head."""
-    own, head = list(model.parameters()), model.get_output_embeddings().weight
-    total = sum(p.numel() * p.element_size() for p in own)
+    """Return the sizes of a loaded model. `kept_vocabulary` is the size of a trimmed head."""
+    parameters, head = list(model.parameters()), model.get_output_embeddings().weight
+    total = sum(p.numel() * p.element_size() for p in parameters)
     row, tied = head.shape[1] * head.element_size(), model.get_input_embeddings().weight is head
-    return sizes_by(model.config.to_dict(), sum(p.numel() for p in own), total, row, tied, kept_vocabulary)
+    count = sum(p.numel() for p in parameters)
+    return sizes_by(model.config.to_dict(), count, total, row, tied, kept_vocabulary)
 
 
 def sizes_by(
     config: Mapping[str, Any], parameters: int, total: int, row: int, tied: bool, kept_vocabulary: int | None = None
 ) -> Size:
-    """The sizes of a model by its config.json; `total` are the bytes of its weights, `row` those of a token's row."""
+    """Return a model's sizes, from its config.json, the bytes of its weights (`total`) and of one token's `row`."""
     layers, vocabulary = config["num_hidden_layers"], config["vocab_size"]
     kept = vocabulary if kept_vocabulary is None else kept_vocabulary
     return Size(
@@ -105,7 +111,7 @@ def sizes_by(
 
 
 def read_changes(folder: Path) -> list[dict[str, Any]]:
-    """The recorded changes of a folder, oldest first; none for a model that no operation made."""
+    """Return the recorded changes of a folder, oldest first. Empty for a model that no operation made."""
     path = folder / RECORD
     if not path.exists():
         return []
@@ -116,7 +122,7 @@ def read_changes(folder: Path) -> list[dict[str, Any]]:
 
 
 def record_change(folder: Path, before: list[dict[str, Any]], *changes: Change) -> None:
-    """Write surgery.json: the changes before, and these."""
+    """Write surgery.json with the changes before and these changes."""
     write_json(folder / RECORD, {"changes": [*before, *(asdict(change) for change in changes)]})
 
 

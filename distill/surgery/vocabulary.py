@@ -1,8 +1,8 @@
-"""The vocabulary of a draft: a donor is given that of the target, and trimmed to the tokens that the target writes.
+"""The vocabulary of a draft: a donor gets the target's vocabulary, and its head is trimmed to tokens the target writes.
 
-Transplant: folder to folder, without building the model; only the embedding and the head are made anew. Legend: D
-donor rows, R rows written, one a target id, P subtokens or entries of all rows together, H hidden; V vocabulary, K kept
-tokens. A domain is one source of the corpus; its counts [V] are of target-written tokens.
+Transplant works from folder to folder without building the model. Only embedding and head are made anew. Legend: D
+donor rows, R written rows (one per target id), P subtokens or entries of all rows together, H hidden, V vocabulary, K
+kept tokens. A domain is one source of the corpus. Its counts [V] are of tokens that the target wrote.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ from distill.teacher.store import TeacherStore
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import RARE, Vocabulary, role_counterparts, stand_ins
 
-# ── The donor tokens that write each token of a target, byte for byte, and rows as weighted sums of donor rows ──
+# ── The donor tokens that write each target token, byte for byte, and rows as weighted sums of donor rows ──
 
-# How a row came about: no token there; the same bytes; several subtokens; the user's override; the same role; the same
-# string, special in the donor too; a special token's own text, in subtokens.
+# Origins of rows: no token at this id; a donor token with the same bytes; several subtokens; the user's override; the
+# same role; the same string, special in the donor too; a special token's text, in subtokens.
 ORIGINS = ("unused", "copy", "mean", "override", "role", "same", "text")
 UNUSED, COPY, MEAN, OVERRIDE, ROLE, SAME, TEXT = range(len(ORIGINS))
-WORST = 10  # rows with most subtokens that are described
+WORST = 10  # The report describes this many rows, those with the most subtokens.
 
 
 def offsets_of(counts: ArrayLike) -> NDArray[numpy.int64]:
-    """Where the entries of each row begin, and the end of the last: [R + 1] from the counts [R]."""
+    """Return where the entries of each row begin, and the end of the last row: [R + 1] from the counts [R]."""
     return numpy.concatenate([[0], numpy.cumsum(counts, dtype=numpy.int64)]).astype(numpy.int64)
 
 
 @dataclass(frozen=True)
 class Mixture:
-    """Every new row as a weighted sum of donor rows: row r has entries offsets[r] to offsets[r + 1] of ids, weights.
+    """Every new row as a weighted sum of donor rows. Row r has entries offsets[r] to offsets[r + 1] of ids and weights.
 
-    offsets [R + 1], ids [P], weights [P]; a row without entries is zero.
+    offsets [R + 1], ids [P], weights [P]. A row without entries is zero.
     """
 
     offsets: NDArray[numpy.int64]
@@ -59,15 +59,15 @@ class Mixture:
     weights: NDArray[numpy.float32]
 
     def same_as(self, other: Mixture) -> bool:
-        """Whether both make the same rows of the same matrix."""
+        """Whether both mixtures make the same rows from the same matrix."""
         return all(numpy.array_equal(a, b) for a, b in zip(vars(self).values(), vars(other).values(), strict=True))
 
 
 @dataclass(frozen=True)
 class Subtokens:
-    """Donor ids of every target id: offsets [R + 1], ids [P]; origin [R] indexes ORIGINS.
+    """Donor ids of every target id: offsets [R + 1], ids [P]. origin [R] indexes ORIGINS.
 
-    `unwritable` target ids hold bytes that the donor has no token for (RARE, or never used by UTF-8); U+FFFD stands in.
+    `unwritable` target ids hold bytes without a donor token (RARE, or never used by UTF-8). U+FFFD replaces them.
     """
 
     offsets: NDArray[numpy.int64]
@@ -76,35 +76,35 @@ class Subtokens:
     unwritable: tuple[int, ...] = ()
 
     def of(self, row: int) -> list[int]:
-        """The donor ids of one target id."""
+        """Return the donor ids of one target id."""
         return [int(number) for number in self.ids[self.offsets[row] : self.offsets[row + 1]]]
 
     def last(self) -> Mixture:
-        """The mixture of the input embedding: the row of the last subtoken."""
+        """Return the mixture of the input embedding: the row of the last subtoken."""
         counts = numpy.diff(self.offsets)
         ids = self.ids[self.offsets[1:][counts > 0] - 1]
         return Mixture(offsets_of(counts > 0), ids, numpy.ones(len(ids), numpy.float32))
 
     def mean(self) -> Mixture:
-        """The mixture of the head: the mean of the subtokens."""
+        """Return the mixture of the head: the mean of the subtokens."""
         counts = numpy.diff(self.offsets)
         starts = self.offsets[:-1]
         row_of = numpy.repeat(numpy.arange(len(counts)), counts)
         weights = 1.0 / counts[row_of]
-        # A row of one repeated subtoken is that subtoken's row, to the bit.
+        # A row of one repeated subtoken is exactly that subtoken's row.
         repeats = (self.ids == self.ids[starts[row_of]]) | (counts[row_of] == 1)
         single = numpy.bincount(row_of, ~repeats, len(counts)) == 0
-        largest_shares = ~single[row_of] | (numpy.arange(len(self.ids)) == starts[row_of])
+        entries = ~single[row_of] | (numpy.arange(len(self.ids)) == starts[row_of])
         weights[single[row_of]] = 1.0
         return Mixture(
-            offsets_of(numpy.bincount(row_of[largest_shares], minlength=len(counts))),
-            self.ids[largest_shares],
-            weights[largest_shares].astype(numpy.float32),
+            offsets_of(numpy.bincount(row_of[entries], minlength=len(counts))),
+            self.ids[entries],
+            weights[entries].astype(numpy.float32),
         )
 
 
 def require_bytes(donor: Vocabulary) -> None:
-    """Raise DataError for a donor that lacks tokens for bytes of ordinary texts: it could not write some tokens."""
+    """Raise DataError for a donor that lacks tokens for bytes of ordinary texts. It could not write all tokens."""
     missing = [byte for byte in donor.missing_bytes if byte not in RARE]
     if missing:
         shown = ", ".join(f"{byte:#04x}" for byte in missing[:6]) + (", ..." if len(missing) > 6 else "")
@@ -113,7 +113,7 @@ def require_bytes(donor: Vocabulary) -> None:
 
 
 def check_overrides(target: Vocabulary, overrides: Mapping[str, str]) -> None:
-    """Raise DataError for an override of a token that the target does not have, or by an empty text.
+    """Raise DataError for an override of a token that the target lacks, or with an empty text.
 
     A token is named by its text, or as tokenizer.json writes it.
     """
@@ -124,10 +124,10 @@ def check_overrides(target: Vocabulary, overrides: Mapping[str, str]) -> None:
             similar = [name for name in map(target.shown, numbers) if abs(len(name) - len(token)) < 3]
             near = [match for names in (named, similar) for match in difflib.get_close_matches(token, names, 1, 0.5)]
             hint = f"did you mean {near[0]!r}?" if near else "see the tokens in its tokenizer.json"
-            raise DataError(f"the override {token!r} is no token of the target {target.folder}", hint)
+            raise DataError(f"the override {token!r} is not a token of the target {target.folder}", hint)
         twin = next((other for other in overrides if other != token and target.find(other) == target.find(token)), None)
         if twin is not None:
-            raise DataError(f"the overrides {token!r} and {twin!r} are of one token", "leave one of them out")
+            raise DataError(f"the overrides {token!r} and {twin!r} name the same token", "leave one of them out")
         if not text:
             raise DataError(
                 f"the override of {token!r} is empty", "give the text whose donor tokens replace it, such as '</s>'"
@@ -137,9 +137,10 @@ def check_overrides(target: Vocabulary, overrides: Mapping[str, str]) -> None:
 def map_subtokens(donor: Vocabulary, target: Vocabulary, overrides: Mapping[str, str] | None = None) -> Subtokens:
     """Map every target id to donor ids.
 
-    An ordinary token with the same bytes as a donor token is a copy of it, otherwise its bytes are encoded by the
-    donor's model. A special token goes by override, role, same string, own text, in that order. The overrides and the
-    donor have been checked (`check_overrides`, `require_bytes`); raises DataError for an override without donor tokens.
+    An ordinary token with the same bytes as a donor token copies it. Other tokens are encoded by the donor's model.
+    A special token goes by override, role, same string, or its text, in this order. The caller has checked the
+    overrides (`check_overrides`) and the donor (`require_bytes`). Raises DataError for an override that gives no donor
+    tokens.
     """
     mapper = _Mapper(donor, target, overrides or {})
     rows = [mapper.row(number) for number in range(target.size)]
@@ -152,7 +153,7 @@ def map_subtokens(donor: Vocabulary, target: Vocabulary, overrides: Mapping[str,
 
 
 class _Row(NamedTuple):
-    """The donor ids of one target id, and whether they have exactly its bytes."""
+    """The donor ids of one target id. `exact`: they have exactly its bytes."""
 
     origin: int
     ids: list[int]
@@ -160,18 +161,18 @@ class _Row(NamedTuple):
 
 
 class _Mapper:
-    """Finds the donor ids of one target id after the other."""
+    """Finds the donor ids of target ids, one at a time."""
 
     def __init__(self, donor: Vocabulary, target: Vocabulary, overrides: Mapping[str, str]) -> None:
         self.donor, self.target = donor, target
         self.overrides = {target.find(token): text for token, text in overrides.items()}
         self.encoder = Encoder(donor)
-        # Of several roles of one token the last pair counts; a role comes before a stand-in.
+        # If a token has several roles, the last pair counts. A role wins over a stand-in.
         self.roles = stand_ins(target.roles, donor.roles) | dict(role_counterparts(target.roles, donor.roles))
         self._written: dict[bytes, tuple[list[int], bool]] = {}
 
     def row(self, number: int) -> _Row:
-        """The first that applies: override, role, same bytes, same name, the donor's own subtokens."""
+        """Return the row by the first rule that applies: override, role, same bytes, same name, donor subtokens."""
         token, data = self.target.tokens[number], self.target.bytes_of[number]
         if token is None or data is None:
             return _Row(UNUSED, [])
@@ -191,18 +192,19 @@ class _Mapper:
         ids = self.encoder.marked_text(text := self.overrides[number])
         if not ids:
             hint = "give text that the donor's tokenizer keeps"
-            raise DataError(f"the override of {self.target.shown(number)!r} by {text!r} gives no donor tokens", hint)
+            shown = self.target.shown(number)
+            raise DataError(f"the override of {shown!r} by {text!r} gives no donor tokens", hint)
         return ids
 
     def _same_bytes(self, number: int, token: str, data: bytes) -> int | None:
-        """The donor id with these bytes; where several have them, the same token of the same kind, else the best."""
+        """Return a donor id with these bytes: the same token of the same kind, if it is among several, or the best."""
         twin = self.donor.index.get(token)
         if twin is None or (self.donor.kinds[twin], self.donor.bytes_of[twin]) != (self.target.kinds[number], data):
             return self.donor.by_bytes.get(data)
         return twin
 
     def _subtokens(self, data: bytes) -> tuple[list[int], bool]:
-        """The donor's tokens of these bytes, and whether they give them exactly; a token of no bytes becomes eos."""
+        """Return the donor's tokens for these bytes, and whether they are exact. A token without bytes becomes eos."""
         if data not in self._written:
             self._written[data] = self.encoder.word(data)
         ids, exact = self._written[data]
@@ -210,7 +212,7 @@ class _Mapper:
 
 
 def describe_subtokens(subtokens: Subtokens, donor: Vocabulary, target: Vocabulary) -> dict[str, Any]:
-    """Counts by origin, duplicates, rows without subtokens, every special token, and the rows with most subtokens."""
+    """Count rows by origin, duplicates and rows without subtokens. List special tokens and the WORST rows."""
     counts = Counter(ORIGINS[how] for how in subtokens.origin)
     lengths = numpy.diff(subtokens.offsets)
     ordinary = [b for b, kind in zip(target.bytes_of, target.kinds, strict=True) if b is not None and kind != "special"]
@@ -245,7 +247,7 @@ def describe_subtokens(subtokens: Subtokens, donor: Vocabulary, target: Vocabula
     }
 
 
-# ── Whether a transplant is possible, and all that it needs from the files of both models; no weights are read ──
+# ── Whether a transplant is possible, and everything that it reads from the files of both models except weights ──
 
 EMBEDDING, HEAD = "model.embed_tokens.weight", "lm_head.weight"
 SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size")
@@ -253,7 +255,7 @@ SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads"
 
 @dataclass(frozen=True)
 class TransplantInputs:
-    """A transplant found possible, with everything read from the files of both models."""
+    """A possible transplant, with everything that was read from the files of both models."""
 
     donor: Vocabulary
     target: Vocabulary
@@ -265,7 +267,7 @@ class TransplantInputs:
 
 
 def check_transplant(donor: Path, target: Path, overrides: Mapping[str, str] | None = None) -> TransplantInputs:
-    """Read the files that a transplant needs, no weights; raises DataError for an impossible transplant.
+    """Read the files that a transplant needs, without weights. Raises DataError for an impossible transplant.
 
     `donor` is a model folder, `target` a model or tokenizer folder.
     """
@@ -275,9 +277,9 @@ def check_transplant(donor: Path, target: Path, overrides: Mapping[str, str] | N
         require_supported(load_config(str(donor.absolute())))
     for key in SIZES:
         if not has_form(config.get(key), int):
-            raise DataError(f"{donor}/config.json: {key} must be an integer", "give a whole folder")
+            raise DataError(f"{donor}/config.json: {key} must be an integer", "give a complete model folder")
     require_floats(str(donor.absolute()))
-    # Families have defaults of their own.
+    # The default of tie_word_embeddings depends on the family.
     tied = bool(config.setdefault("tie_word_embeddings", load_config(str(donor.absolute())).tie_word_embeddings))
     tensors = stored_tensors(donor, tied)
     check_weights(str(donor.absolute()))
@@ -301,7 +303,7 @@ def _row_count(folder: Path, target: Vocabulary, config: Mapping[str, Any]) -> i
     if not isinstance(count, int):
         raise DataError(f"{folder}/config.json: vocab_size must be an integer", "correct config.json")
     if count < target.size:
-        raise DataError(f"{count} rows are too few for the {target.size} tokens of {folder}")
+        raise DataError(f"{folder}: config.json states {count} rows, too few for the {target.size} tokens")
     return count
 
 
@@ -321,10 +323,9 @@ def transplant(
 ) -> Change:
     """Write `destination`: the donor with the target's tokenizer, and rows for it made from the donor's rows.
 
-    A token with the same bytes as a donor token gets its row. For another, the input row is that of its last subtoken
-    and the head row the mean of its subtokens. Ids without a token get zero rows. `dtype`
-    casts the weights (None: as stored). What stood there is replaced. Raises DataError before any work where the
-    transplant is impossible.
+    A token with the same bytes as a donor token gets its row. Another token gets the input row of its last subtoken and
+    the mean of the head rows of its subtokens. Ids without a token get zero rows. `dtype` casts the weights (None keeps
+    the stored types). An existing folder is replaced. Raises DataError before any work if the transplant is impossible.
     """
     if dtype is not None and dtype not in DTYPES:
         raise DataError(f"dtype `{dtype}` cannot be written", f"choose {', '.join(DTYPES)}")
@@ -342,28 +343,30 @@ def transplant(
     config = _new_config(inputs, tied, dtype)
     before = _size(inputs.config, {name: (t.numel, t.bytes) for name, t in inputs.tensors.items()}, inputs.tied)
     after = _size(config, {name: (t.numel(), t.nbytes) for name, t in tensors.items()}, tied)
-    before_this, done = read_changes(donor), Change("transplant", before, after, details=details)
+    changes_before, change = read_changes(donor), Change("transplant", before, after, details=details)
 
     def save(folder: Path) -> None:
         save_torch_state_dict(tensors, folder, max_shard_size=SHARD_BYTES)
         write_json(folder / "config.json", config)
         copy_tokenizer(target, folder)
         write_json(folder / "generation_config.json", _generation(target, config))
-        record_change(folder, before_this, done)
+        record_change(folder, changes_before, change)
 
     write_folder(destination, save)
-    return done
+    return change
 
 
 def folders_of(donor: str, target: str) -> tuple[Path, Path]:
-    """The folders of a donor and of a target, by path or name; a donor that cannot be cut is refused before its weights
-    are imported or fetched."""
+    """Return the folders of a donor and a target, given by path or name.
+
+    A donor that cannot be cut is refused before its weights are imported or fetched.
+    """
     require_supported(load_config(donor))
     return local_folder(donor), text_folder(target)
 
 
 def _with_padding(mixture: Mixture, inputs: TransplantInputs, same: bool) -> Mixture:
-    """The mixture with as many rows as are written: zero rows, or the donor's own padding for its own vocabulary."""
+    """Add the padding rows that are written: zero rows, or the donor's own padding if its vocabulary stays."""
     extra = inputs.rows - inputs.target.size
     kept = min(extra, inputs.tensors[EMBEDDING].shape[0] - inputs.donor.size) if same else 0
     ids = numpy.arange(inputs.target.size, inputs.target.size + kept, dtype=numpy.int32)
@@ -376,7 +379,7 @@ def _with_padding(mixture: Mixture, inputs: TransplantInputs, same: bool) -> Mix
 
 
 def mixed_rows(matrix: Tensor, mixture: Mixture, first: int, last: int, dtype: torch.dtype) -> Tensor:
-    """Rows `first` to `last` of the mixture of `matrix` [D, H]; sums in float32, a row of one entry is a copy."""
+    """Return rows `first` to `last` of the mixture of `matrix` [D, H]. Sums are fp32. A row of one entry is a copy."""
     starts, counts = mixture.offsets[first:last], numpy.diff(mixture.offsets[first : last + 1])
 
     def taken(entries: NDArray[numpy.int64]) -> Tensor:
@@ -401,7 +404,7 @@ def mixed_rows(matrix: Tensor, mixture: Mixture, first: int, last: int, dtype: t
 def _tensors(
     inputs: TransplantInputs, mixtures: Mapping[str, Mixture], tied: bool, dtype: str | None
 ) -> dict[str, Tensor]:
-    """Every tensor of the new model; DataError for values that its type does not hold."""
+    """Return every tensor of the new model. DataError for values that do not fit its dtype."""
 
     def cast(name: str, tensor: Tensor) -> Tensor:
         tensor = tensor.to(DTYPES[dtype]) if dtype is not None and tensor.is_floating_point() else tensor
@@ -434,44 +437,44 @@ def _new_config(inputs: TransplantInputs, tied: bool, dtype: str | None) -> dict
 
 
 def _generation(target: Path, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The target's generation settings: its sampling, and its end tokens, of which there may be several."""
+    """Return the target's generation settings: its sampling settings, and its end tokens (one or more)."""
     path = target / "generation_config.json"
     keys = ("bos_token_id", "eos_token_id", "pad_token_id")
-    own = {key: config[key] for key in keys if config[key] is not None}
-    return own | (read_object(path) if path.is_file() else {})
+    ids = {key: config[key] for key in keys if config[key] is not None}
+    return ids | (read_object(path) if path.is_file() else {})
 
 
 def _size(config: Mapping[str, Any], tensors: Mapping[str, tuple[int, int]], tied: bool) -> Size:
-    """Sizes of a model from its config.json and the values and bytes of its tensors."""
-    own = [size for name, size in tensors.items() if not name.endswith("inv_freq") and not (tied and name == HEAD)]
+    """Return the sizes of a model from its config.json and the number of values and bytes of its tensors."""
+    counted = [size for name, size in tensors.items() if not name.endswith("inv_freq") and not (tied and name == HEAD)]
     row = tensors[EMBEDDING][1] // config["vocab_size"]
-    return sizes_by(config, sum(values for values, _ in own), sum(size for _, size in own), row, tied)
+    return sizes_by(config, sum(values for values, _ in counted), sum(size for _, size in counted), row, tied)
 
 
 # ── Trim: the tokens that the target writes, and those that every text may need ──
 
-EXPECTED_AT = 16_384  # positions: about ten seconds on two cores for a head of 49,152 × 576
-CHUNK = 256
-HEAD_MULTIPLE = 256  # sizes that suit matrix products and GGUF's block types
+MAX_POSITIONS = 16_384  # About ten seconds on two cores for a head of 49,152 × 576.
+CHUNK_POSITIONS = 256
+HEAD_MULTIPLE = 256  # Multiples of this suit matrix products and GGUF's block types.
 
 Counts = NDArray[numpy.int64]
 Shares = NDArray[numpy.float64]
 
 
 def count_tokens(answers: Samples, vocabulary: int) -> dict[str, Counts]:
-    """Counts [V] of the tokens that the target wrote, by domain; raises DataError if it wrote none."""
+    """Return the counts [V] of the tokens that the target wrote, by domain. DataError if it wrote none."""
     counts: dict[str, Counts] = {}
     for number, source in enumerate(answers.column("source")):
         domain = counts.setdefault(source or "answers", numpy.zeros(vocabulary, numpy.int64))
         numpy.add.at(domain, answers.ids(number)[1], 1)
-    counts = {domain: found for domain, found in counts.items() if found.any()}
+    counts = {domain: column for domain, column in counts.items() if column.any()}
     if not counts:
         raise DataError("there are no target-written tokens to count", "raise answers.prompts, or leave cut.trim out")
     return counts
 
 
 def always_kept(vocabulary: Vocabulary) -> list[int]:
-    """Ids kept whatever their counts: special and added tokens, the 256 bytes, numbers and runs of white space."""
+    """Return the ids that always stay: special and added tokens, the 256 bytes, numbers and runs of white space."""
 
     def needed(kind: str, content: bytes | None) -> bool:
         if kind in ("special", "added", "byte"):
@@ -482,51 +485,52 @@ def always_kept(vocabulary: Vocabulary) -> list[int]:
 
 
 def expected_shares(teacher: TeacherStore, device: torch.device, apart: Container[int] = ()) -> Shares:
-    """The mean of the stored distributions at temperature 1 [V], at about EXPECTED_AT positions, evenly spread over the
-    blocks that are not `apart`.
+    """Return the mean of the stored distributions at temperature 1 [V], over about MAX_POSITIONS positions.
 
-    A token that few answers would hold has its share here before it was ever written. Entries that a compact store
-    does not name have none.
+    The positions spread evenly over the blocks that are not in `apart`. A token that the target rarely writes has a
+    share here even if no answer contains it. A compact store gives no share to tokens outside its entries.
     """
     scored = teacher.packed.scored
     scored *= torch.tensor([block not in apart for block in range(teacher.blocks)])
-    step = max(1, math.ceil(int(scored.sum()) / EXPECTED_AT))
-    total = torch.zeros(teacher.vocabulary + 1, dtype=torch.float64)  # the last for unused places of compact entries
+    step = max(1, math.ceil(int(scored.sum()) / MAX_POSITIONS))
+    total = torch.zeros(teacher.vocabulary + 1, dtype=torch.float64)  # The last id marks unused compact entries.
     count = 0
     for block in range(0, teacher.blocks, step):
         if not scored[block]:
             continue
-        own = teacher.read(torch.tensor([block])).distributions(device)
-        for first in range(0, len(own), CHUNK):
-            chunk = own.chunk(slice(first, min(first + CHUNK, len(own))))
+        distributions = teacher.read(torch.tensor([block])).distributions(device)
+        for first in range(0, len(distributions), CHUNK_POSITIONS):
+            chunk = distributions.chunk(slice(first, min(first + CHUNK_POSITIONS, len(distributions))))
             values = as_float64(chunk.log_probabilities.exp()).cpu()
             if chunk.ids is None:
                 total[:-1] += values.sum(0)
             else:
                 total.scatter_add_(0, chunk.ids.long().cpu().flatten(), values.flatten())
-        count += len(own)
+        count += len(block_teacher)
     return (total[:-1] / max(1, count)).numpy()
 
 
 def rank_tokens(counts: Mapping[str, Counts], forced: Sequence[int], expected: Shares | None = None) -> list[int]:
-    """Ids in the order in which they are kept: the forced ones, then by their largest share in any domain, to which
-    their `expected` share is added."""
+    """Return ids in the order in which they are kept: the forced ids, then the others by share.
+
+    The share is the largest one in any domain, plus `expected`.
+    """
     shares = numpy.max([column / column.sum() for column in counts.values()], axis=0)
     if expected is not None:
         shares = shares + expected
     shares[list(forced)] = numpy.inf
-    # Stable: of equal shares the smaller id, an earlier merge of byte pairs, comes first.
+    # The sort is stable. Of equal shares, the smaller id (an earlier merge of byte pairs) comes first.
     return numpy.argsort(-shares, kind="stable").tolist()
 
 
 def largest_shares(counts: Mapping[str, Counts], order: Sequence[int], size: int) -> tuple[list[int], dict[str, float]]:
-    """The first `size` ids of the order, ascending, and the share of each domain's tokens that they hold."""
+    """Return the first `size` ids of the order, ascending, and the share of each domain's tokens that they hold."""
     ids = sorted(order[:size])
     return ids, {domain: float(column[ids].sum() / column.sum()) for domain, column in counts.items()}
 
 
 def smallest_size(counts: Mapping[str, Counts], order: Sequence[int], forced: int, mass: float) -> int:
-    """The smallest multiple of 256 (or the whole vocabulary) that holds `mass` of every domain and all forced ids."""
+    """Return the smallest multiple of 256 that holds `mass` of every domain and all forced ids, or the vocabulary."""
     reached = numpy.min([numpy.cumsum(column[list(order)]) / column.sum() for column in counts.values()], axis=0)
     enough = int(numpy.searchsorted(reached, mass - 1e-12)) + 1
     size = -(-max(enough, forced) // HEAD_MULTIPLE) * HEAD_MULTIPLE
@@ -534,7 +538,7 @@ def smallest_size(counts: Mapping[str, Counts], order: Sequence[int], forced: in
 
 
 def check_size(size: int | None, forced: int, vocabulary: int, stored: int) -> None:
-    """Raise RecipeError for an impossible size."""
+    """Raise RecipeError for an impossible size of a trimmed head."""
     least = max(forced, stored + 1)
     if size is not None and (size % HEAD_MULTIPLE or not least <= size <= vocabulary):
         low = -(-least // HEAD_MULTIPLE) * HEAD_MULTIPLE

@@ -129,7 +129,7 @@ def never_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("options", "words"),
     [
-        ({"cache_type_k": "q8_0"}, "cache_type_k q8_0 stores blocks of 32 values, and a head has 16"),
+        ({"cache_type_k": "q8_0"}, "cache_type_k q8_0 stores blocks of 32 values, which do not divide a head of 16"),
         ({"cache_type_v": "q4_0", "flash_attn": "on"}, "cache_type_v q4_0 stores blocks of 32"),
     ],
 )
@@ -146,7 +146,7 @@ def test_a_cpu_only_build_takes_no_gpu_options(
 ) -> None:
     monkeypatch.setattr(library, "gpus", list)
     monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: False)
-    with pytest.raises(RecipeError, match=f"{next(iter(options))} .*is built for CPUs alone") as caught:
+    with pytest.raises(RecipeError, match=f"{next(iter(options))} .*is built for CPUs only") as caught:
         GgufModel(files[32], options=GgufOptions(**options))
     assert "DGGML_CUDA=on" in caught.value.hint
     monkeypatch.setattr(llama_cpp, "llama_supports_gpu_offload", lambda: True)

@@ -343,7 +343,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "no factor": ("qwen2", {"rope_parameters": {"rope_type": "linear", "rope_theta": 1e4}}, "factor"),
     "windows": ("qwen2", {"use_sliding_window": True}, "sliding"),
     "heads": ("qwen2", {"num_key_value_heads": 3}, "key-value heads"),
-    "smollm3 order": ("smollm3", {"no_rope_layers": [1, 0]}, "position-free"),
+    "smollm3 order": ("smollm3", {"no_rope_layers": [1, 0]}, "layer without rotary embedding"),
     "longrope": ("qwen2", {"rope_parameters": {"rope_type": "longrope", "rope_theta": 1e4}}, "longrope"),
     "partial rotation": ("qwen2", {"partial_rotary_factor": 0.5}, "8 of 16 dimensions"),
     "odd rotation": ("phi3", {"partial_rotary_factor": 0.95}, "15 of 16 dimensions"),
@@ -561,5 +561,5 @@ def test_numbers_of_families_on_which_llama_cpp_aborts(
     build(name, tmp_path / "model", small_tokenizer)
     path = export_gguf(tmp_path / "model", tmp_path / "m.gguf", "f16").path
     with_number(path, f"{open_head(path).architecture}.{key}", number)
-    with pytest.raises(DataError, match=r"dimension_count|sliding_window_pattern|by its heads"):
+    with pytest.raises(DataError, match=r"dimension_count|sliding_window_pattern|but its heads"):
         GgufFile(path)

@@ -218,7 +218,7 @@ ROPES: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2-tied", YARN, ""),
     ("qwen2-tied", YARN | {"attn_factor": 1.3}, ""),
     ("qwen2-tied", YARN | {"yarn_beta_fast": 32.0, "yarn_beta_slow": 1.0, "yarn_ext_factor": -1.0}, ""),
-    ("qwen2-tied", YARN | {"yarn_beta_fast": 8.0}, "yarn_beta_fast is 8.0, which llama.cpp does not"),
+    ("qwen2-tied", YARN | {"yarn_beta_fast": 8.0}, "yarn_beta_fast is 8.0, which llama.cpp ignores"),
     ("qwen2-tied", YARN | {"beta_slow": 2.0}, "beta_slow is 2.0"),
     ("qwen2-tied", YARN | {"yarn_attn_factor": 1.5}, "yarn_attn_factor is 1.5"),
     ("qwen2-tied", YARN | {"yarn_log_multiplier": 0.1}, "yarn_log_multiplier is 0.1"),
@@ -350,9 +350,9 @@ def test_parts_that_do_not_make_up_a_model(parts: list[Path], files: dict[str, P
         with pytest.raises(DataError, match=message):
             open_head(path)
 
-    refused(f"it is part 2 of {count} of a model\n  give the first one, .*-00001-of-", second)
+    refused(f"it is part 2 of {count} of a model\n  give the first part, .*-00001-of-", second)
     shutil.copy(first, tmp_path / "alone.gguf")
-    refused(f"one of {count} parts of a model, which its name does not say", tmp_path / "alone.gguf")
+    refused(f"one of {count} parts of a model, but its name does not say so", tmp_path / "alone.gguf")
     kept = {part: part.read_bytes() for part in parts}
     second.unlink()
     refused(f"1 of its {count} parts are missing, first {second.name}")
@@ -363,7 +363,7 @@ def test_parts_that_do_not_make_up_a_model(parts: list[Path], files: dict[str, P
     third.write_bytes(kept[second])
     refused(f"{second.name}: by its name it is part 2 of {count}, by its head 2 ")
     first.write_bytes(kept[second])
-    refused("by its name it is part 1 ")
+    refused("its name says part 1 ")
     for part, data in kept.items():
         part.write_bytes(data)
     doubled = kept[third].replace(b"split.no" + bytes((2, 0, 0, 0, 2, 0)), b"split.no" + bytes((2, 0, 0, 0, 1, 0)))
@@ -392,9 +392,11 @@ def test_young_types_are_named(files: dict[str, Path], tmp_path: Path) -> None:
     path = one(Kind.MXFP4, 34, 120)  # 64 values a row
     assert read_import(path).quantised == ["MXFP4"]
     GgufFile(path).close()
-    with pytest.raises(DataError, match=r"blk\.1\.ffn_up\.weight, a tensor of mxfp4, holds values that are no numbers"):
+    with pytest.raises(
+        DataError, match=r"blk\.1\.ffn_up\.weight, a tensor of mxfp4, holds values that are not numbers"
+    ):
         GgufFile(one(Kind.MXFP4, 34, 255))
-    with pytest.raises(DataError, match=r"blk\.1\.ffn_up\.weight is nvfp4, whose scales"):
+    with pytest.raises(DataError, match=r"blk\.1\.ffn_up\.weight is nvfp4, a type that keeps some scales"):
         read_import(one(Kind.NVFP4, 36, 9))
 
 

@@ -289,7 +289,10 @@ def test_an_end_that_the_file_does_not_name_is_no_ordinary_token(llama: Path, tm
 
 def test_a_file_cut_short_leaves_no_folder(tmp_path: Path, cache: Path, llama: Path) -> None:
     data = llama.read_bytes()
-    for size, words in ((len(data) - 500, f"it ends after {len(data) - 500} bytes where"), (100, "inside its header")):
+    for size, words in (
+        (len(data) - 500, f"it ends after {len(data) - 500} bytes, but needs"),
+        (100, "inside its header"),
+    ):
         (tmp_path / "m.gguf").write_bytes(data[:size])
         with pytest.raises(DataError, match=words):
             folder_of(str(tmp_path / "m.gguf"))

@@ -228,7 +228,7 @@ def test_damaged_or_foreign_piece_files(llama_2: Path, tmp_path: Path) -> None:
     vocabulary = json.loads((llama_2 / "tokenizer.json").read_text())["model"]["vocab"]
     for damaged, message in (
         (data[:1000], "cut short"),
-        (b"\x0f" + data, "no SentencePiece model"),
+        (b"\x0f" + data, "not a SentencePiece model"),
         (data.replace("▁the".encode(), "▁tha".encode(), 1), "different tokenizers"),
     ):
         path.write_bytes(damaged)

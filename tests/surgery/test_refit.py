@@ -128,7 +128,7 @@ def test_a_repair_that_does_not_help_is_not_kept(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr("distill.surgery.cutter.RIDGE", 0.3)
     monkeypatch.setattr("distill.surgery.cutter._ridge", lambda gram, cross, _: torch.full_like(cross, 9.0))
     cut, settings = copy.deepcopy(model), parse_section(Cut, {"layers": 2, "mlp_width": 64})
-    (change,) = cut_model(cut, settings, BLOCKS, distributions, own=False)
+    (change,) = cut_model(cut, settings, BLOCKS, distributions, is_target=False)
     cut_parts(plain, [0, 3], choose_neurons(plain, BLOCKS, 64)[0])
     assert torch.equal(logits(cut), logits(plain)) and change.operation == "layers, MLP width"
     assert change.close_before is not None and change.close_before.kl == pytest.approx(0, abs=1e-4)
@@ -137,7 +137,8 @@ def test_a_repair_that_does_not_help_is_not_kept(monkeypatch: pytest.MonkeyPatch
 def test_nothing_is_missing_where_nothing_goes() -> None:
     model = small("llama", layers=3)
     cut = copy.deepcopy(model)
-    (change,) = cut_model(cut, parse_section(Cut, {"layers": 3, "mlp_width": 96}), BLOCKS, compared(model), own=True)
+    settings = parse_section(Cut, {"layers": 3, "mlp_width": 96})
+    (change,) = cut_model(cut, settings, BLOCKS, compared(model), is_target=True)
     assert torch.equal(logits(cut), logits(model)) and change.before == change.after and change.close_after is None
 
 
@@ -148,13 +149,13 @@ def test_a_loss_that_is_not_finite() -> None:
         model.lm_head.weight[5] = math.nan
     for cut in ({"layers": 2}, {"mlp_width": 64}):
         with pytest.raises(DataError, match="not finite"):
-            cut_model(copy.deepcopy(model), parse_section(Cut, cut), BLOCKS, distributions, own=True)
+            cut_model(copy.deepcopy(model), parse_section(Cut, cut), BLOCKS, distributions, is_target=True)
 
 
 def test_a_silent_layer_goes_first_and_costs_nothing() -> None:
     model = small("qwen3", layers=5)
     silence(model.model.layers[2])
     cut = copy.deepcopy(model)
-    (change,) = cut_model(cut, parse_section(Cut, {"layers": 4}), BLOCKS, compared(model), own=False)
+    (change,) = cut_model(cut, parse_section(Cut, {"layers": 4}), BLOCKS, compared(model), is_target=False)
     assert change.details["dropped"] == [2] and torch.allclose(logits(cut), logits(model), atol=1e-5)
     assert change.close_after is not None and {*change.close_after.agreement.values()} == {1.0}

@@ -268,7 +268,7 @@ def test_messages_show_text_and_not_the_letters_of_bytes(tmp_path: Path) -> None
     with pytest.raises(DataError, match="no token of the target") as raised:
         check_overrides(target, {" abc": "ab"})
     assert raised.value.hint == "did you mean ' ab'?"
-    with pytest.raises(DataError, match="are of one token"):
+    with pytest.raises(DataError, match="name the same token"):
         check_overrides(target, {" ab": "a", "Ġab": "b"})
 
 

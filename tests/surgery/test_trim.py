@@ -179,7 +179,7 @@ def test_expected_shares_are_the_mean_distribution(kind: str, monkeypatch: pytes
         top = numpy.argsort(-exact, axis=-1)[:, 8:]
         numpy.put_along_axis(exact, top, 0, axis=-1)
     numpy.testing.assert_allclose(found, exact.mean(0), atol=1e-6)
-    monkeypatch.setattr("distill.surgery.vocabulary.EXPECTED_AT", 160)
+    monkeypatch.setattr("distill.surgery.vocabulary.MAX_POSITIONS", 160)
     fewer = expected_shares(source, torch.device("cpu"))  # every second block: 3 and 300 positions
     numpy.testing.assert_allclose(fewer, exact[:303].mean(0), atol=1e-6)
     counts = {"answers": numpy.eye(vocabulary, dtype=numpy.int64)[5]}

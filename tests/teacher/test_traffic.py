@@ -356,7 +356,7 @@ def test_an_altered_parent_is_refused(world: Path, log: Path, runs: Path, capsys
     path = runs / "served.1" / "draft" / "model.safetensors"
     path.write_bytes(path.read_bytes()[:-1] + bytes([path.read_bytes()[-1] ^ 1]))
     said = tiny.refused(capsys, "train", world / "served.yaml", "--runs", runs, "--until", "cut")
-    assert "is not the one that this run goes on from" in said
+    assert "has changed since this run's refresh began" in said
 
 
 @pytest.mark.parametrize(
