@@ -1,6 +1,6 @@
-"""Bytes and text written in the tokens of a vocabulary; pre-tokenizers by llama.cpp's names.
+"""Write bytes and text in the tokens of a vocabulary. Pre-tokenizers by llama.cpp's names.
 
-Bytes decide, never decoded text. Nothing is put in front: no space, no special token.
+All checks compare bytes, never decoded text. Nothing is added before a text: no space and no special token.
 """
 
 from __future__ import annotations
@@ -11,28 +11,28 @@ from typing import Any
 
 from distill.vocabulary.vocabulary import SPACE, Vocabulary, added_around, open_tokenizer, to_mapped
 
-REPLACEMENT = "\ufffd"  # stands for a byte that a vocabulary cannot write
+REPLACEMENT = "\ufffd"  # replaces a byte that a vocabulary cannot write
 
 
 class Encoder:
-    """Writes bytes and text in a vocabulary's tokens; raises DataError where its tokenizer.json cannot be loaded."""
+    """Writes bytes and text in a vocabulary's tokens. Raises DataError if its tokenizer.json cannot be loaded."""
 
     def __init__(self, vocabulary: Vocabulary) -> None:
         self.vocabulary = vocabulary
         self._tokenizer: Any = open_tokenizer(vocabulary.folder / "tokenizer.json")
         self._model: Any = self._tokenizer.model
-        # Parts of a text that its encoding cannot write: bytes that are no text, and the one character that ▁ hides.
-        apart = "\udc80-\udcff" + (SPACE if vocabulary.family == "sentencepiece" else "")
-        self._apart = re.compile(f"([{apart}])")
+        # Parts that the tokenizer cannot encode as text: bytes that are not UTF-8, and ▁, which would become a space.
+        separate = "\udc80-\udcff" + (SPACE if vocabulary.family == "sentencepiece" else "")
+        self._separate = re.compile(f"([{separate}])")
 
     @cached_property
     def opening(self) -> list[int]:
-        """The special ids that the tokenizer puts before a text."""
+        """Return the special ids that the tokenizer puts before a text."""
         around = added_around(self._tokenizer)
         return around[0] if around else []
 
     def leads(self, first: bool) -> bool:
-        """Whether the tokenizer puts a space before a text: the `first` one, or one after a special token."""
+        """Whether the tokenizer puts a space before the `first` text, or (False) after a special token."""
         return self._leads[0 if first else 1]
 
     @cached_property
@@ -44,42 +44,42 @@ class Encoder:
         return self.vocabulary.text_bytes(alone).startswith(b" "), self.vocabulary.text_bytes(after).startswith(b" ")
 
     def text(self, data: bytes) -> list[int]:
-        """Ids of `data`, split as the tokenizer splits a text; special tokens in it are text.
+        """Return the ids of `data`, split as the tokenizer splits a text. Special tokens in it count as text.
 
-        Bytes that the vocabulary lacks become the ids of U+FFFD or the unknown token, or none.
+        Bytes that the vocabulary lacks become the ids of U+FFFD, the unknown token, or nothing.
         """
         ids: list[int] = []
-        for part in self._apart.split(data.decode(errors="surrogateescape")):
-            if self._apart.fullmatch(part):
+        for part in self._separate.split(data.decode(errors="surrogateescape")):
+            if self._separate.fullmatch(part):
                 ids += self._bytewise(part.encode(errors="surrogateescape"), self._replacement)
             elif part:
                 ids += self._plain_text(part)
         return ids
 
     def word(self, data: bytes) -> tuple[list[int], bool]:
-        """Ids of the bytes of one token, which is not split as a text is, and whether they give them exactly.
+        """Return the ids of one token's bytes, which are not split as a text is, and whether the ids are exact.
 
-        For a vocabulary with all bytes of valid UTF-8; U+FFFD stands for the other bytes.
+        The vocabulary must have all bytes of valid UTF-8. U+FFFD replaces other bytes.
         """
         if self.vocabulary.family == "byte-level":
             return self._model_tokens(to_mapped(data), data)
         ids, exact = list[int](), True
-        for part in filter(None, self._apart.split(data.decode(errors="surrogateescape"))):
+        for part in filter(None, self._separate.split(data.decode(errors="surrogateescape"))):
             raw = part.encode(errors="surrogateescape")
-            if self._apart.fullmatch(part):
-                own, whole = self._word_bytewise(raw)
+            if self._separate.fullmatch(part):
+                part_ids, part_exact = self._word_bytewise(raw)
             else:
-                own, whole = self._model_tokens(part.replace(" ", SPACE), raw)
-            ids += own
-            exact = exact and whole
+                part_ids, part_exact = self._model_tokens(part.replace(" ", SPACE), raw)
+            ids += part_ids
+            exact = exact and part_exact
         return ids, exact
 
     def marked_text(self, text: str) -> list[int]:
-        """Ids of `text` as the tokenizer writes it, the special tokens in it included."""
+        """Return the ids of `text` as the tokenizer writes it, including the special tokens in it."""
         ids = self._encode(text, specials=True)
         if self.vocabulary.text_bytes(ids) == text.encode():
             return ids
-        # It was normalised, or given a space in front: write it as it stands.
+        # The tokenizer changed the text or put a space before it. Write the text unchanged.
         ids = []
         for part in filter(None, self._named.split(text)):
             if self._named.fullmatch(part):
@@ -90,7 +90,7 @@ class Encoder:
 
     @cached_property
     def _named(self) -> re.Pattern[str]:
-        """The special and added tokens, the longest first."""
+        """Return a pattern of the special and added tokens, the longest first."""
         tokens = enumerate(self.vocabulary.tokens)
         named = sorted((token for i, token in tokens if token and self.vocabulary.is_named(i)), key=len, reverse=True)
         return re.compile("(" + ("|".join(map(re.escape, named)) or "(?!)") + ")")
@@ -100,7 +100,7 @@ class Encoder:
         return self._tokenizer.encode(text, add_special_tokens=False).ids
 
     def _plain_text(self, text: str) -> list[int]:
-        """The tokenizer's own ids, unless it normalises the text; then its model's."""
+        """Return the tokenizer's ids, or those of its model if the tokenizer normalises the text."""
         data = text.encode()
         if not self.leads(True) or text.startswith(" "):
             ids = self._encode(text.removeprefix(" ") if self.leads(True) else text)
@@ -112,7 +112,7 @@ class Encoder:
         return self._bytewise(data, [])
 
     def _words(self, text: str, data: bytes) -> list[str]:
-        """The words of a text as the model takes them, without a space put in front."""
+        """Return the words of a text as the model takes them, without a space before them."""
         if self.vocabulary.family == "sentencepiece":
             return [text.replace(" ", SPACE)]
         if self._tokenizer.pre_tokenizer is None:
@@ -123,7 +123,7 @@ class Encoder:
         return words
 
     def _model_tokens(self, word: str, data: bytes) -> tuple[list[int], bool]:
-        """The model's own tokens of `word` where they give `data`, else its bytes one by one."""
+        """Return the model's tokens of `word` if they give `data`, or `data` byte by byte."""
         ids = [token.id for token in self._model.tokenize(word)]
         plain = all(self.vocabulary.kinds[number] in ("normal", "byte") for number in ids)
         return (ids, True) if plain and self.vocabulary.text_bytes(ids) == data else self._word_bytewise(data)
@@ -134,7 +134,7 @@ class Encoder:
         return self._bytewise(data, self.word(REPLACEMENT.encode())[0]), False
 
     def _bytewise(self, data: bytes, replacement: list[int]) -> list[int]:
-        """Ids of single bytes; `replacement` for a byte without a token."""
+        """Return the ids of single bytes, with `replacement` for a byte without a token."""
         singles = self.vocabulary.byte_ids
         return [number for byte in data for number in ([singles[byte]] if byte in singles else replacement)]
 
@@ -143,9 +143,9 @@ class Encoder:
         return self._plain_text(REPLACEMENT)
 
 
-# ── Pre-tokenizers of byte-level BPE: llama.cpp's names for them, and what they do, as steps ──
-# A GGUF file holds the name alone (`tokenizer.ggml.pre`), tokenizer.json the rules. Source: llama-vocab.cpp.
-# Patterns that it rewrote for its own regular expressions are in the words of the tokenizers that they come from.
+# ── Pre-tokenizers of byte-level BPE: llama.cpp's names for them, and their rules as steps ──
+# A GGUF file holds only the name (`tokenizer.ggml.pre`), tokenizer.json the rules. Source: llama-vocab.cpp. llama.cpp
+# rewrites some patterns for its own regular expressions. They are given here as in the original tokenizers.
 
 CONTRACTIONS = "(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 REST = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -159,7 +159,7 @@ UPPER, LOWER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 
 
 def _cased(ending: str, digits: str) -> str:
-    """A split into words whose capitals come first, as tekken and gpt-4o have it."""
+    """Return a split into words that start with their capitals, as in tekken and gpt-4o."""
     lead = r"[^\r\n\p{L}\p{N}]?"
     words = f"{lead}{UPPER}*{LOWER}+{ending}|{lead}{UPPER}+{LOWER}*{ending}"
     return words + rf"|{digits}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
@@ -179,12 +179,12 @@ DEEPSEEK3 = (
 )
 BLOOM = " ?[^(\\s|.,!?…。，、।۔،)]+"
 
-# Llama 3's own names, and those of models with its rules.
+# llama.cpp's names for Llama 3, and for models with its rules.
 LLAMA3_NAMES = (
     *("llama-bpe", "llama3", "llama-v3", "falcon3", "falcon-h1", "pixtral", "midm-2.0", "lfm2", "jina-v5-nano"),
 )
 Steps = tuple[str, ...]
-# A step is `split PATTERN`, `digits` (each on its own), `gpt-2` (GPT-2's split, then bytes) or `bytes`.
+# A step is `split PATTERN`, `digits` (each digit is a word), `gpt-2` (GPT-2's split, then bytes) or `bytes`.
 STEPS: dict[Steps, tuple[str, ...]] = {
     ("gpt-2",): (
         *("gpt-2", "mpt", "olmo", "jais", "trillion", "granite-docling", "phi-2", "gigachat", "exaone4", "a.x-4.0"),
@@ -217,12 +217,12 @@ STEPS: dict[Steps, tuple[str, ...]] = {
     (r"split [\p{P}\$\+<=>\^~\|]+", f"split {GPT2}", r"split \p{N}+", "split [0-9][0-9][0-9]", "bytes"): ("default",),
 }
 PRE_STEPS: dict[str, Steps] = {name: steps for steps, names in STEPS.items() for name in names}
-# With these, a word that is itself a token is taken without merging.
+# With these, a word that is itself a token is used without merging.
 IGNORE_MERGES = frozenset((*LLAMA3_NAMES, "glm4", "glm5", "tekken"))
 
 
 def pre_tokenizer_of(steps: Steps) -> dict[str, Any]:
-    """The `pre_tokenizer` of tokenizer.json that does these steps."""
+    """Return the `pre_tokenizer` of tokenizer.json for these steps."""
     parts = [_part(step) for step in steps]
     return parts[0] if len(parts) == 1 else {"type": "Sequence", "pretokenizers": parts}
 

@@ -1,7 +1,6 @@
-"""The tokenizer of a folder: its files, and its tokens by id: their bytes, kinds and roles, from tokenizer.json and
-tokenizer_config.json.
+"""The tokenizer of a folder: its files, and the bytes, kind and role of each token by id.
 
-Two families are supported: byte-level BPE and SentencePiece (`byte_map`). In both, an added token stands for its own
+Two families are supported: byte-level BPE and SentencePiece (`byte_map`). In both, an added token stands for its
 plain text.
 """
 
@@ -25,43 +24,49 @@ from distill.files import has_form, kind_of, read_object
 
 # ── The files of a Hugging Face tokenizer, with the forms checked that every reader relies on ──
 
-AGAIN = "copy the tokenizer again"
+COPY_TOKENIZER = "copy the tokenizer again"
 SUPPORTED = "byte-level BPE and SentencePiece BPE are supported"
 ADDED: dict[Any, Any] = {"id": int, "content": str}  # the form of an added token
 PARTS = ("normalizer", "pre_tokenizer", "post_processor", "decoder", "truncation", "padding")
-MAX_BYTE_STEPS = 4  # each doubles what is no ASCII, so that a short text fills the memory; real tokenizers have one
+# Each byte step doubles all characters that are not ASCII, so that a short text could fill the memory. Real tokenizers
+# have one.
+MAX_BYTE_STEPS = 4
 _ID = re.compile("[0-9]{1,7}")
 
 
 def tokenizer_content(path: Path) -> dict[str, Any]:
-    """The object in a tokenizer.json, with the forms of tokens checked; raises DataError for a damaged file."""
+    """Return the object in a tokenizer.json, with the forms of tokens checked. DataError for a damaged file."""
     content = read_object(path)
     content["model"] = content.get("model") or {}
     content["added_tokens"] = content.get("added_tokens") or []
     if not has_form(content, {"model": dict, "added_tokens": [ADDED]}):
-        raise DataError(f"{path} is damaged: `model` or `added_tokens` is of another kind", AGAIN)
+        raise DataError(f"{path} is damaged: `model` or `added_tokens` has a wrong type", COPY_TOKENIZER)
     parts = [key for key in PARTS if not isinstance(content.get(key) or {}, dict)]
     if parts:
-        raise DataError(f"{path} is damaged: {parts[0]} must be an object, got {kind_of(content[parts[0]])}", AGAIN)
+        raise DataError(
+            f"{path} is damaged: {parts[0]} must be an object, got {kind_of(content[parts[0]])}", COPY_TOKENIZER
+        )
     if json.dumps(content.get("pre_tokenizer")).count('"ByteLevel"') > MAX_BYTE_STEPS:
-        raise DataError(f"{path} is damaged: its pre_tokenizer maps bytes more than {MAX_BYTE_STEPS} times", AGAIN)
+        raise DataError(
+            f"{path} is damaged: its pre_tokenizer maps bytes more than {MAX_BYTE_STEPS} times", COPY_TOKENIZER
+        )
     words, merges = content["model"].get("vocab"), content["model"].get("merges") or []
     kind = content["model"].get("type") or "BPE"
     if kind != "BPE":
         raise DataError(f"{path} is a {kind} model, which is not supported", SUPPORTED)
     if not has_form(words, {...: int}):
-        raise DataError(f"{path} is damaged: it has no vocabulary of tokens and their ids", AGAIN)
+        raise DataError(f"{path} is damaged: it has no vocabulary of tokens and their ids", COPY_TOKENIZER)
     if not isinstance(merges, list) or not all(isinstance(merge, str) or _is_pair(merge) for merge in merges):
-        raise DataError(f"{path} is damaged: a merge is a pair of tokens", AGAIN)
+        raise DataError(f"{path} is damaged: a merge is not a pair of tokens", COPY_TOKENIZER)
     require_dense(path, [*words.values(), *(token["id"] for token in content["added_tokens"])])
     refuse_tables(path, content)
     return content
 
 
 def tokenizer_settings(folder: Path) -> dict[str, Any]:
-    """tokenizer_config.json of a folder, {} where there is none; raises DataError for a damaged one."""
+    """Return tokenizer_config.json of a folder, or {} if there is none. DataError for a damaged file."""
     path = folder / "tokenizer_config.json"
-    settings = read_object(path, AGAIN) if path.is_file() else {}
+    settings = read_object(path, COPY_TOKENIZER) if path.is_file() else {}
     later, named = settings.get("added_tokens_decoder"), settings.get("tokenizer_class")
     decoded = later is None or (has_form(later, {...: {"content": str}}) and all(map(_ID.fullmatch, later)))
     template = settings.get("chat_template")
@@ -73,32 +78,32 @@ def tokenizer_settings(folder: Path) -> dict[str, Any]:
     }
     wrong = next((key for key, right in whole.items() if not right), None)
     if wrong is not None:
-        raise DataError(f"{path} is damaged: {wrong} is of another kind", AGAIN)
+        raise DataError(f"{path} is damaged: {wrong} has a wrong type", COPY_TOKENIZER)
     check_tokenizer(path, settings)
     return settings
 
 
 def named_settings(folder: Path) -> dict[str, Any]:
-    """The tokenizer's settings that have a value; tokenizer_config.json before special_tokens_map.json."""
+    """Return the tokenizer's settings that have a value. tokenizer_config.json wins over special_tokens_map.json."""
     special = folder / "special_tokens_map.json"
     settings = {**(read_object(special) if special.is_file() else {}), **tokenizer_settings(folder)}
     return {key: value for key, value in settings.items() if value is not None}
 
 
 def content_of(token: Any) -> str | None:
-    """The string of a token in a tokenizer's settings, where it may stand alone or as an object with `content`."""
+    """Return the string of a token in a tokenizer's settings, which is a string or an object with `content`."""
     token = token.get("content") if isinstance(token, dict) else token
     return token if isinstance(token, str) else None
 
 
 def require_dense(path: Path, ids: Collection[int]) -> None:
-    """Raise DataError for ids far beyond their number: they are the rows of lists."""
+    """Raise DataError for ids far above their number, because lists have a row for each id."""
     if ids and not 0 <= min(ids) <= max(ids) <= 4 * len(ids) + 2**16:
-        raise DataError(f"{path} is damaged: {len(ids)} tokens have ids from {min(ids)} to {max(ids)}", AGAIN)
+        raise DataError(f"{path} is damaged: {len(ids)} tokens have ids from {min(ids)} to {max(ids)}", COPY_TOKENIZER)
 
 
 def merge_pairs(model: Mapping[str, Any]) -> list[tuple[str, str]]:
-    """The merges of a BPE, which older files write as texts with a space between the two tokens."""
+    """Return the merges of a BPE. Older files write them as texts with a space between the two tokens."""
     pairs = (merge.split(" ", 1) if isinstance(merge, str) else merge for merge in model.get("merges") or [])
     return [(left, right) for left, right in pairs]
 
@@ -108,17 +113,19 @@ def _is_pair(value: Any) -> bool:
 
 
 def open_tokenizer(path: Path, without: Collection[str] = ()) -> Tokenizer:
-    """The tokenizer of a tokenizer.json, with the bos and eos around a text that the settings beside it ask for.
+    """Load a tokenizer.json, with the bos and eos around a text that the folder's settings request.
 
-    It makes texts of any length: truncation and padding are left out, and so is a dropout of merges. Added tokens in
-    `without` are read as text. Raises DataError where it cannot be loaded.
+    Truncation, padding and dropout of merges are removed, so that texts of any length get the same ids every time.
+    Added tokens in `without` are read as text. Raises DataError if the file cannot be loaded.
     """
     try:
         with without_panic(str(path)):
             refuse_tables(path)
             if without:
                 content = tokenizer_content(path)
-                content["added_tokens"] = [one for one in content["added_tokens"] if one["content"] not in without]
+                content["added_tokens"] = [
+                    token for token in content["added_tokens"] if token["content"] not in without
+                ]
                 tokenizer = Tokenizer.from_str(json.dumps(content))
             else:
                 tokenizer = Tokenizer.from_file(str(path))
@@ -126,19 +133,19 @@ def open_tokenizer(path: Path, without: Collection[str] = ()) -> Tokenizer:
             tokenizer.no_padding()
             model: Any = tokenizer.model
             if getattr(model, "dropout", None):
-                model.dropout = None  # the same tokens every time
+                model.dropout = None
             _set_ends(tokenizer, path.parent)
     except DistillError:
         raise
-    except Exception as error:  # tokenizers raises the bare class for every kind of damage
-        raise DataError(f"{path} cannot be loaded: {error}", AGAIN) from None
+    except Exception as error:  # tokenizers raises the bare class for every kind of damage.
+        raise DataError(f"{path} cannot be loaded: {error}", COPY_TOKENIZER) from None
     return tokenizer
 
 
 def _set_ends(tokenizer: Any, folder: Path) -> None:
-    """Follow add_bos_token and add_eos_token of the settings where the post-processor does otherwise.
+    """Follow add_bos_token and add_eos_token of the settings if the post-processor does something else.
 
-    transformers from 5.0 on reads neither beside a tokenizer.json, llama.cpp's converter and older releases read both.
+    transformers from 5.0 on ignores both next to a tokenizer.json. llama.cpp's converter and older releases read both.
     """
     settings, around = named_settings(folder), added_around(tokenizer)
     if around is None:
@@ -163,23 +170,23 @@ def _set_ends(tokenizer: Any, folder: Path) -> None:
 
 @contextlib.contextmanager
 def without_panic(what: str) -> Iterator[None]:
-    """Within a `with` block, turn a panic of tokenizers' Rust code, which is no Python Exception, into a DataError."""
+    """Within the context, turn a panic of tokenizers' Rust code into a DataError. A panic is no Python Exception."""
     try:
         yield
     except BaseException as error:
         if type(error).__name__ != "PanicException":
             raise
-        raise DataError(f"{what} cannot be loaded: its parts do not fit together", AGAIN) from None
+        raise DataError(f"{what} cannot be loaded: its parts do not fit together", COPY_TOKENIZER) from None
 
 
 def added_around(tokenizer: Any) -> tuple[list[int], list[int]] | None:
-    """The ids that a tokenizer's post-processor puts before and after a text; None where it changes the text itself."""
+    """Return the ids that the post-processor puts before and after a text, or None if it changes the text itself."""
     alone, whole = (tokenizer.encode("a", add_special_tokens=added).ids for added in (False, True))
     return ids_around(alone, whole)
 
 
 def ids_around(alone: list[int], whole: list[int]) -> tuple[list[int], list[int]] | None:
-    """What stands before and after the ids `alone` in `whole`; None where they do not stand there."""
+    """Return the ids before and after `alone` in `whole`, or None if `alone` is absent."""
     for start in range(len(whole) - len(alone) + 1):
         if whole[start : start + len(alone)] == alone:
             return whole[:start], whole[start + len(alone) :]
@@ -187,7 +194,7 @@ def ids_around(alone: list[int], whole: list[int]) -> tuple[list[int], list[int]
 
 
 def with_opening(ids: list[int], opening: list[int]) -> list[int]:
-    """The ids of a text after what its tokenizer puts before it, once where the text itself begins with that."""
+    """Return a text's ids after the ids that its tokenizer puts before texts. A text that starts with them stays."""
     return ids if ids[: len(opening)] == opening else [*opening, *ids]
 
 
@@ -195,7 +202,7 @@ _MEDIA = re.compile("image|img|audio|video|vision", re.IGNORECASE)
 
 
 def model_rows(folder: Path) -> int | None:
-    """The rows of the model beside a tokenizer (`vocab_size` of its config.json); None where that names none."""
+    """Return the rows of the model in the tokenizer's folder (`vocab_size` in config.json), or None if unknown."""
     path = folder / "config.json"
     config = read_object(path) if path.is_file() else {}
     inner = config.get("text_config")
@@ -204,10 +211,10 @@ def model_rows(folder: Path) -> int | None:
 
 
 def tokens_without_row(folder: Path, ids: Mapping[str, int], special: Collection[str], rows: int | None) -> set[str]:
-    """The markers of images and sounds among the tokens `ids` that a model of `rows` rows has no row for.
+    """Return the markers of images and sounds among the tokens `ids` for which a model of `rows` rows has no row.
 
-    Models of text alone keep them in their tokenizer (Gemma 3), and read them as text. Raises DataError with the names
-    of all other tokens without a row: the model cannot read them.
+    Text models keep such markers in their tokenizer (Gemma 3) and read them as text. Raises DataError, with the names,
+    for other tokens without a row, because the model cannot read them.
     """
     beyond = {token: number for token, number in ids.items() if rows is not None and number >= rows}
     media = {token for token in beyond if token in special and _MEDIA.search(token)}
@@ -216,24 +223,24 @@ def tokens_without_row(folder: Path, ids: Mapping[str, int], special: Collection
         more = f" and {len(wrong) - 5} more" if len(wrong) > 5 else ""
         raise DataError(
             f"{folder}: tokens of the tokenizer have no row in the model, which has {rows} (vocab_size): {named}{more}",
-            "copy the model's own tokenizer, take the tokens out of tokenizer.json and tokenizer_config.json, or give "
-            "them rows and train those: model.resize_token_embeddings(len(tokenizer))",
+            "copy the model's own tokenizer, remove the tokens from tokenizer.json and tokenizer_config.json, or give "
+            "them rows and train the rows: model.resize_token_embeddings(len(tokenizer))",
         )
     return media
 
 
 def opening_of(tokenizer: Any) -> list[int]:
-    """The ids that a tokenizer puts before a text: bos, where its files ask for one."""
+    """Return the ids that a tokenizer of transformers puts before a text: bos, if its files ask for it."""
     both = [tokenizer("a", add_special_tokens=added, verbose=False)["input_ids"] for added in (False, True)]
     around = ids_around(*both)
     return around[0] if around else []
 
 
 def follow_file(tokenizer: Any, folder: Path) -> None:
-    """Give a tokenizer of transformers the ids of its folder's tokenizer.json, where there is one.
+    """Make a tokenizer of transformers give the ids of its folder's tokenizer.json, if there is one.
 
-    Without what transformers changes: flags of added tokens, add_bos_token, fix_mistral_regex. Raises DataError for
-    tokens without a row in the model.
+    This undoes transformers' changes to flags of added tokens, add_bos_token and fix_mistral_regex. Raises DataError
+    for tokens without a row in the model.
     """
     added = tokenizer.added_tokens_decoder.values()
     special = {token.content for token in added if token.special}
@@ -246,33 +253,33 @@ def follow_file(tokenizer: Any, folder: Path) -> None:
 
 
 def refuse_tables(path: Path, content: Any = None) -> None:
-    """Raise DataError for a tokenizer.json with a table of replacements; `content` is what it holds, if that was read.
+    """Raise DataError for a tokenizer.json with a table of replacements. `content` is the file's object, if known.
 
-    Such tables (`precompiled_charsmap`) are of Unigram tokenizers. tokenizers follows their steps unchecked, and ends
-    the process on one that leads outside.
+    Such tables (`precompiled_charsmap`) belong to Unigram tokenizers. tokenizers does not check their offsets, and an
+    offset outside the table ends the process.
     """
     if content is None:
         if not path.is_file() or b"Precompiled" not in path.read_bytes():
             return
-        content = read_object(path, AGAIN)
+        content = read_object(path, COPY_TOKENIZER)
     if '"Precompiled"' in json.dumps(content.get("normalizer")):
         raise DataError(f"{path}: a table of replacements (Precompiled) is not supported", SUPPORTED)
 
 
 # ── How the two families of tokenizers write bytes as characters ──
-# Byte-level BPE writes every byte as a printable character (GPT-2's byte map); SentencePiece writes a space as ▁
-# and bytes without a token of their own as <0xNN>.
+# Byte-level BPE writes every byte as a printable character (GPT-2's byte map). SentencePiece writes a space as ▁, and
+# bytes that no other token covers as <0xNN>.
 
 SPACE = "▁"
-# Bytes that no valid UTF-8 holds; real vocabularies leave them out without losing a text.
+# Bytes that valid UTF-8 never contains. Real vocabularies may lack them and can still write every text.
 NEVER_IN_UTF8 = frozenset({0xC0, 0xC1, *range(0xF5, 0x100)})
-# Bytes that texts hardly hold, and real vocabularies lack (SmolLM2's eight of them): control characters but tab, line
-# feed and carriage return, and what begins characters of planes that Unicode has not assigned.
+# Bytes that texts rarely contain and real vocabularies lack (SmolLM2 lacks eight of them): control characters except
+# tab, line feed and carriage return, and the first bytes of planes that Unicode has not assigned.
 RARE = frozenset({*range(0x09), 0x0B, 0x0C, *range(0x0E, 0x20), 0x7F, 0xF1, 0xF2})
 
 
 def _byte_map() -> tuple[str, ...]:
-    """The character that stands for each byte in byte-level BPE (GPT-2's `bytes_to_unicode`)."""
+    """Return the character that stands for each byte in byte-level BPE (GPT-2's `bytes_to_unicode`)."""
     printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
     others = iter(range(0x100, 0x200))
     return tuple(chr(byte) if byte in printable else chr(next(others)) for byte in range(256))
@@ -280,30 +287,30 @@ def _byte_map() -> tuple[str, ...]:
 
 BYTE_MAP = _byte_map()
 _TO_MAPPED = str.maketrans({chr(byte): character for byte, character in enumerate(BYTE_MAP)})
-# Back to Latin-1; characters below 256 that stand for no byte become one that Latin-1 cannot encode.
+# Back to Latin-1. Characters below 256 that stand for no byte become a character that Latin-1 cannot encode.
 _FROM_MAPPED = str.maketrans(
     {chr(code): "\uffff" for code in range(256)} | {character: chr(byte) for byte, character in enumerate(BYTE_MAP)}
 )
 
 
 def to_mapped(data: bytes) -> str:
-    """Bytes as byte-level BPE writes them."""
+    """Write bytes as byte-level BPE does."""
     return data.decode("latin-1").translate(_TO_MAPPED)
 
 
 def from_mapped(token: str) -> bytes:
-    """The bytes of a byte-level token; a token with characters outside the byte map is plain text."""
+    """Return the bytes of a byte-level token. A token with characters outside the byte map is plain text."""
     try:
         return token.translate(_FROM_MAPPED).encode("latin-1")
     except UnicodeEncodeError:
         return token.encode()
 
 
-# ── Roles of special tokens: their names, the tokens that take them, and the counterparts of two vocabularies ──
+# ── Roles of special tokens: their names, their tokens, and the counterparts in two vocabularies ──
 
-# In the order in which transformers adds those that tokenizer.json lacks.
+# transformers adds roles that tokenizer.json lacks in this order.
 NAMED_ROLES = ("bos", "eos", "unk", "sep", "pad", "cls", "mask")
-# Fill in the middle, by Qwen, StarCoder and Granite, SantaCoder, DeepSeek, CodeLlama, Falcon, Codestral and GLM.
+# Fill-in-the-middle tokens of Qwen, StarCoder and Granite, SantaCoder, DeepSeek, CodeLlama, Falcon, Codestral and GLM.
 FILL = {
     word: (
         *(f"<|fim_{word}|>", f"<fim-{word}>", f"<fim_{word}>", f"<｜fim▁{place}｜>", f"<{short}>", f"▁<{short}>"),
@@ -311,7 +318,7 @@ FILL = {
     )
     for word, place, short in (("prefix", "begin", "PRE"), ("suffix", "hole", "SUF"), ("middle", "end", "MID"))
 }
-# Names under which families of models know a token; the first one that a vocabulary has takes the role.
+# Names of tokens in families of models, by role. The first name that a vocabulary has takes the role.
 MARKERS: dict[str, tuple[str, ...]] = {
     "turn_end": (
         *("<|im_end|>", "<|eot_id|>", "<end_of_turn>", "<|end|>", "<|END_OF_TURN_TOKEN|>", "<|eot|>", "<|EOT|>"),
@@ -330,13 +337,13 @@ MARKERS: dict[str, tuple[str, ...]] = {
     "repository": ("<|repo_name|>", "<repo_name>", "<reponame>", "<|fim_repo|>", "<fim-repo>", "<REPO>"),
     "file": ("<|file_sep|>", "<file_sep>"),
 }
-# Of several roles of one token the first counts. Markers come before the roles that a tokenizer's settings name: eos is
-# often the end of a turn.
+# If a token has several roles, the first of these counts. Markers come before the roles in a tokenizer's settings,
+# because eos is often the end of a turn.
 ROLE_ORDER = (*MARKERS, "eos", "bos", "unk", "pad", "sep", "cls", "mask")
 
 
 def roles_in(ids: Mapping[str, int], settings: Mapping[str, Any], unknown: str | None) -> dict[str, int]:
-    """Role to id: those that the tokenizer's settings name, the model's unknown token, then the markers."""
+    """Return role -> id: the roles in the tokenizer's settings, the model's unknown token, then the markers."""
     named = {role: content_of(settings.get(f"{role}_token")) or "" for role in NAMED_ROLES}
     roles = {role: ids[name] for role, name in named.items() if name in ids}
     if unknown and unknown in ids:
@@ -351,9 +358,9 @@ def roles_in(ids: Mapping[str, int], settings: Mapping[str, Any], unknown: str |
 def named_id(
     role: str, settings: Mapping[str, Any], config: Mapping[str, Any], ids: Mapping[str, int], rows: int
 ) -> int | None:
-    """The id of bos, eos or pad in a model of `rows` rows; None where the files name none.
+    """Return the id of bos, eos or pad in a model of `rows` rows, or None if the files name none.
 
-    The token in tokenizer_config.json (`settings`) comes before the number in config.json (of several the first).
+    The token in tokenizer_config.json (`settings`) wins over the number in config.json (the first of several).
     """
     key = f"{role}_token_id"
     number = config.get(key, (config.get("text_config") or {}).get(key))
@@ -364,15 +371,15 @@ def named_id(
 
 
 def role_counterparts(source: Mapping[str, int], destination: Mapping[str, int]) -> list[tuple[int, int]]:
-    """Pairs of ids with the same role in two vocabularies' `roles`; of several for one source id the last counts."""
+    """Return pairs of ids with the same role in two vocabularies. If a source id has several pairs, the last counts."""
     both = [role for role in reversed(ROLE_ORDER) if role in source and role in destination]
     return [(source[role], destination[role]) for role in both]
 
 
 def stand_ins(source: Mapping[str, int], destination: Mapping[str, int]) -> dict[int, int]:
-    """Eos for the source's bos and pad where the destination has no such token.
+    """Map the source's bos and pad to the destination's eos, if the destination lacks these roles.
 
-    The token that ends a text also stands before the next one, and pads, in models without tokens of their own for it.
+    In models without bos or pad, the token that ends a text also stands before the next text, and pads.
     """
     if "eos" not in destination:
         return {}
@@ -389,10 +396,10 @@ _CONTROL = re.compile(r"[<\[].+[>\]]", re.DOTALL)
 class Vocabulary:
     """The tokens of a tokenizer folder, by id from 0 to `size` - 1.
 
-    `family` is "byte-level" or "sentencepiece". `tokens` are the strings of tokenizer.json, None where an id is
-    missing; `bytes_of` the bytes they stand for. Each of `kinds` is normal, special, byte (<0xNN>), added (an added
-    token without the special flag) or unused (a missing id). `roles` map bos, eos, unk, sep, pad, cls, mask and the
-    names in MARKERS to ids.
+    `family` is "byte-level" or "sentencepiece". `tokens` are the strings of tokenizer.json, or None for a missing id.
+    `bytes_of` are the bytes that they stand for. `kinds` are normal, special, byte (<0xNN>), added (an added token
+    without the special flag) or unused (a missing id). `roles` map bos, eos, unk, sep, pad, cls, mask and the names in
+    MARKERS to ids.
     """
 
     folder: Path
@@ -404,8 +411,11 @@ class Vocabulary:
 
     @classmethod
     def read(cls, folder: Path) -> Vocabulary:
-        """Read a tokenizer folder; raises DataError when it is missing, damaged, of an unknown kind, or has tokens
-        without a row in the model beside it."""
+        """Read a tokenizer folder.
+
+        Raises DataError if it is missing, damaged or of an unknown kind, or has tokens without a row in the folder's
+        model.
+        """
         path = folder / "tokenizer.json"
         if not path.is_file():
             raise DataError(
@@ -423,7 +433,7 @@ class Vocabulary:
             del by_id[ids.pop(token)]
         roles = roles_in(ids, settings, content_of(model.get("unk_token")))
         tokens = tuple(by_id.get(number) for number in range(max(by_id) + 1))
-        # Tokens that the settings name are special even without the flag; but an ordinary token may serve as padding.
+        # Tokens that the settings name are special even without the flag, but an ordinary token may serve as padding.
         serving = {roles[role] for role in NAMED_ROLES if role in roles}
         byte_tokens = bool(model.get("byte_fallback")) or "ByteFallback" in _steps(content.get("decoder"))
         kinds = tuple(_kind(number, token, added, serving, byte_tokens) for number, token in enumerate(tokens))
@@ -436,19 +446,19 @@ class Vocabulary:
 
     @property
     def size(self) -> int:
-        """Number of ids, the missing ones among them."""
+        """Number of ids, including the missing ones."""
         return len(self.tokens)
 
     @cached_property
     def index(self) -> dict[str, int]:
-        """Token string to id."""
+        """Token string -> id."""
         return {token: number for number, token in enumerate(self.tokens) if token is not None}
 
     @cached_property
     def by_bytes(self) -> dict[bytes, int]:
-        """Bytes to their best id: a normal token before <0xNN> before an added one; never a special token."""
+        """Bytes -> best id: a normal token, then <0xNN>, then an added token. Special tokens never count."""
         ids: dict[bytes, int] = {}
-        for kind in ("added", "byte", "normal"):  # later ones win; within a kind the lowest id does
+        for kind in ("added", "byte", "normal"):  # Later kinds win. Within a kind, the lowest id wins.
             for number in range(self.size - 1, -1, -1):
                 data = self.bytes_of[number]
                 if data and self.kinds[number] == kind:
@@ -457,9 +467,9 @@ class Vocabulary:
 
     @cached_property
     def byte_ids(self) -> dict[int, int]:
-        """Each byte that is a token of its own, to that token.
+        """Byte -> id of the token that stands for this byte alone.
 
-        Some byte-level vocabularies hold bytes that UTF-8 never uses as added tokens named by the byte's character.
+        Some byte-level vocabularies have added tokens for bytes that UTF-8 never uses, named by the byte's character.
         """
         ids: dict[int, int] = {}
         for byte in range(256):
@@ -472,27 +482,27 @@ class Vocabulary:
 
     @property
     def missing_bytes(self) -> list[int]:
-        """Bytes of valid UTF-8 that are no token of their own."""
+        """Bytes of valid UTF-8 for which no single token exists."""
         return [byte for byte in range(256) if byte not in self.byte_ids and byte not in NEVER_IN_UTF8]
 
     def text_bytes(self, ids: Iterable[int]) -> bytes:
-        """The bytes of `ids`, one after the other; none for an id without a token."""
+        """Return the bytes of `ids`, joined. An id without a token adds none."""
         return b"".join(self.bytes_of[number] or b"" for number in ids if 0 <= number < self.size)
 
     def shown(self, number: int) -> str:
-        """A token for a message: the text it stands for, and not the letters by which byte-level BPE writes bytes.
+        """Return a token for a message: the text it stands for, not the characters by which byte-level BPE writes it.
 
-        Bytes that are no UTF-8 alone are written as \\xNN.
+        Bytes that are not UTF-8 appear as \\xNN.
         """
         data = self.bytes_of[number]
         return f"[{number}]" if data is None else data.decode("utf-8", "backslashreplace")
 
     def find(self, text: str) -> int | None:
-        """The token of this string in tokenizer.json, or else of this text; None where there is none."""
+        """Return the token with this string in tokenizer.json, or with this text, or None."""
         return self.index.get(text, self.by_bytes.get(text.encode()))
 
     def is_named(self, number: int) -> bool:
-        """Whether a token is special or added: and so found in a text by its name."""
+        """Whether a token is special or added, and therefore found in a text by its name."""
         return self.kinds[number] in ("special", "added")
 
     def is_text(self, number: int) -> bool:
@@ -500,18 +510,18 @@ class Vocabulary:
         return bool(self.bytes_of[number]) and self.kinds[number] in ("normal", "byte", "added")
 
     def same_as(self, other: Vocabulary) -> bool:
-        """Whether every id is the same token in both, in the same roles."""
+        """Whether every id is the same token with the same roles in both vocabularies."""
         return replace(self, folder=other.folder) == other
 
 
 def _steps(part: Any) -> set[str]:
-    """The types of a normalizer, pre-tokenizer or decoder and of everything inside it."""
+    """Return the types of a normalizer, pre-tokenizer or decoder and of everything inside it."""
     if isinstance(part, list):
         return {kind for inner in part for kind in _steps(inner)}
     if not isinstance(part, dict):
         return set()
-    own = {part["type"]} if isinstance(part.get("type"), str) else set()
-    return own | {kind for inner in part.values() for kind in _steps(inner)}
+    types = {part["type"]} if isinstance(part.get("type"), str) else set()
+    return types | {kind for inner in part.values() for kind in _steps(inner)}
 
 
 def _family(path: Path, content: Mapping[str, Any], model: Mapping[str, Any]) -> str:
@@ -525,7 +535,7 @@ def _family(path: Path, content: Mapping[str, Any], model: Mapping[str, Any]) ->
     written = json.dumps(parts, ensure_ascii=False)
     if model.get("byte_fallback") or SPACE in written:
         if "Metaspace" in steps and SPACE not in written:
-            raise DataError(f"{path} writes a space by another character than {SPACE}", SUPPORTED)
+            raise DataError(f"{path} writes a space as another character than {SPACE}", SUPPORTED)
         return "sentencepiece"
     raise DataError(f"{path} is a BPE that maps neither bytes nor spaces", SUPPORTED)
 
@@ -533,7 +543,7 @@ def _family(path: Path, content: Mapping[str, Any], model: Mapping[str, Any]) ->
 def _tokens(
     path: Path, content: Mapping[str, Any], model: Mapping[str, Any], settings: Mapping[str, Any]
 ) -> tuple[dict[int, str], dict[int, dict[str, Any]]]:
-    """Strings by id, and the added tokens by id, as transformers has them once it has loaded the folder."""
+    """Return strings by id, and added tokens by id, as transformers has them after loading the folder."""
     by_id = {int(number): str(token) for token, number in model["vocab"].items()}
     added: dict[int, dict[str, Any]] = {}
     later = settings.get("added_tokens_decoder") or {}
@@ -541,7 +551,7 @@ def _tokens(
         added[token["id"]] = token
     by_id |= {number: token["content"] for number, token in added.items()}
     if not by_id:
-        raise DataError(f"{path} holds no tokens", AGAIN)
+        raise DataError(f"{path} holds no tokens", COPY_TOKENIZER)
     require_dense(path, by_id)
     known = set(by_id.values())
     for role in NAMED_ROLES:
@@ -568,7 +578,7 @@ def _kind(
 def _normaliser(
     path: Path, content: Mapping[str, Any], added: Mapping[int, Mapping[str, Any]]
 ) -> Callable[[str], str] | None:
-    """The tokenizer's normaliser, where added tokens are matched in text that went through it."""
+    """Return the tokenizer's normaliser if added tokens are matched in normalised text, or None."""
     part = content.get("normalizer")
     if part is None or "ByteLevel" in _steps(part) or not any(token.get("normalized") for token in added.values()):
         return None
@@ -584,6 +594,6 @@ def _bytes(
         return token.encode()
     if added is not None:
         if normalise is not None and added.get("normalized"):
-            token = normalise(token)  # the text it stands for is the one it is matched in
+            token = normalise(token)  # The token is matched in normalised text, so it stands for that text.
         return (token.replace(SPACE, " ") if family == "sentencepiece" else token).encode()
     return from_mapped(token) if family == "byte-level" else token.replace(SPACE, " ").encode()
