@@ -1,6 +1,6 @@
-"""Plain against speculative decoding of one pair by one backend: interleaved, cold caches, distinct prompts.
+"""Plain and speculative decoding of one pair by one backend, timed in turns from cold caches on distinct prompts.
 
-Legend: γ drafted tokens a round; plain decoding is γ = 0.
+Legend: γ drafted tokens per round. Plain decoding is γ = 0.
 """
 
 from __future__ import annotations
@@ -55,12 +55,12 @@ from distill.recipe.measuring import fixed_length
 from distill.sampler import Sampler
 from distill.tables import ratio_interval, speed_ratio
 
-# ── A configuration made ready for one pair: the rules it decodes under, and its drafter ──
+# ── Configurations prepared for one pair: the rules under which they decode, and their drafters ──
 
 
 @dataclass(frozen=True)
 class PairSettings(Opening):
-    """What is measured of a pair and how, whether it comes from a run or not."""
+    """What is measured of a pair, and how. The pair may belong to a run."""
 
     speedup: Speedup = field(default_factory=Speedup)
     sampler: SamplerSettings = field(default_factory=partial(SamplerSettings, temperature=0))
@@ -69,20 +69,20 @@ class PairSettings(Opening):
 
     @property
     def configurations(self) -> tuple[Configuration, ...]:
-        """All that draft."""
+        """All configurations that draft."""
         return *map(fixed_length, self.speedup.lengths), *self.speedup.configurations
 
     @property
     def largest_tree(self) -> int:
-        """The most nodes of a tree that may be verified; 0 without trees."""
-        return max((one.most_nodes for one in self.speedup.configurations), default=0)
+        """The most nodes that a tree may have for verification. 0 without trees."""
+        return max((configuration.most_nodes for configuration in self.speedup.configurations), default=0)
 
 
 @dataclass(frozen=True)
 class TimedText:
-    """One prompt decoded once; `seconds` are those of prompt and tokens together, of texts at once an equal share.
+    """One prompt, decoded once. `seconds` include the prompt and all tokens; texts decoded at once share them equally.
 
-    `target` and `draft` are the steps of both models behind the prompt, where they were watched.
+    `target` and `draft` are the steps of both models after the prompt, if they were watched.
     """
 
     prompt: int
@@ -94,11 +94,12 @@ class TimedText:
 
 @dataclass(eq=False)
 class TimedConfiguration:
-    """A configuration with the texts it wrote, in the order of the prompts.
+    """A configuration with the texts that it wrote, in the order of the prompts.
 
-    `sessions` write the texts that are decoded at once, one text each. `warm_up` has learnt nothing and teaches them
-    nothing. `name` is what tables call it. `length` is γ of a configuration of the greedy sweep (0: plain), None for
-    every other. `base` is plain decoding under the same sampler, over which its speedup is; None where this is it.
+    `sessions` write the texts that are decoded at once, one text each. `warm_up` is a session apart for the untimed
+    text, so that the others learn nothing from it. `name` is the name in tables. `length` is γ for configurations of
+    the greedy sweep (0: plain) and None for others. `base` is plain decoding under the same sampler, the base of the
+    speedup. It is None for plain decoding itself.
     """
 
     configuration: Configuration
@@ -112,12 +113,12 @@ class TimedConfiguration:
 
     @property
     def sampled(self) -> bool:
-        """Whether its texts are drawn, so that they are no copies of the greedy text."""
+        """Whether its texts are drawn, so that they need not equal the greedy text."""
         return self.sampler.temperature > 0
 
     @property
     def lossy(self) -> str | None:
-        """Why its texts do not follow the target's distribution; None if they do."""
+        """Why its texts do not follow the target's distribution. None if they do."""
         return lossy_reason(self.configuration, self.sampler)
 
     @property
@@ -127,7 +128,7 @@ class TimedConfiguration:
 
     @property
     def rounds(self) -> list[Round]:
-        """The rounds of all its texts."""
+        """The rounds of all texts."""
         return [r for text in self.texts for r in text.decoded.rounds]
 
 
@@ -138,10 +139,12 @@ def prepare_all(
     inputs: DrafterInputs,
     stop: Stop | None = None,
 ) -> list[TimedConfiguration]:
-    """Plain greedy decoding, the sweep (a configuration a length), and all others; a `DraftReader` has another
-    vocabulary. `models` are target and draft of each text that is decoded at once.
+    """Prepare plain greedy decoding, the sweep (one configuration per length), and the other configurations.
 
-    Where some of these are sampled, plain sampling stands before them, as their base.
+    `models` are the target and the draft of each text that is decoded at once.
+
+    If some of these are sampled, plain sampling stands before them, as their base. A draft with another vocabulary is
+    a `DraftReader`.
     """
 
     def ready(configuration: Configuration, length: int | None = None) -> TimedConfiguration:
@@ -157,18 +160,18 @@ def prepare_all(
         sessions = [session(row) for row in range(len(models))]
         return TimedConfiguration(configuration, sampler, sessions, session(0), length=length)
 
-    greedy, drawn = ready(PLAIN, 0), ready(PLAIN_SAMPLED)
+    greedy, sampled = ready(PLAIN, 0), ready(PLAIN_SAMPLED)
     sweep = [ready(fixed_length(length), length) for length in settings.speedup.lengths]
     others = [*map(ready, settings.speedup.configurations)]
-    for one in (*sweep, *others):
-        one.base = drawn if one.sampled else greedy
-    found = [greedy, *sweep, *([drawn] if any(one.sampled for one in others) else []), *others]
-    for one, name in zip(found, names([one.configuration for one in found]), strict=True):
-        one.name = name
-    return found
+    for timed in (*sweep, *others):
+        timed.base = sampled if timed.sampled else greedy
+    prepared = [greedy, *sweep, *([sampled] if any(timed.sampled for timed in others) else []), *others]
+    for timed, name in zip(prepared, names([timed.configuration for timed in prepared]), strict=True):
+        timed.name = name
+    return prepared
 
 
-# ── Plain against speculative decoding of one pair by one backend: interleaved, cold caches, distinct prompts ──
+# ── Timing: every prompt by every configuration ──
 
 
 def time_texts(
@@ -181,95 +184,100 @@ def time_texts(
     watches: Sequence[Watch] = (),
     stop: bool = False,
 ) -> None:
-    """Decode every prompt by every configuration; their order turns from prompt to prompt.
+    """Decode every prompt with every configuration. Their order rotates from prompt to prompt.
 
-    Models of several rows decode as many prompts at once. `watches` note the steps of both models, of each text. With
-    `stop`, those that are `clearly_slower` take no more prompts.
+    Models of several rows decode as many prompts at once. `watches` record the steps of both models, one for each text
+    of a group. With `stop`, configurations that are `clearly_slower` get no more prompts.
     """
     running, models, size = [*prepared], (draft, target), len(prepared[0].sessions)
     watches = watches or [Watch() for _ in range(size)]
     # Decode one untimed text per configuration, because the first text creates buffers and kernels.
-    for one in prepared:
-        if one.warm_up is not None:
-            decode_group([one.warm_up], prompts[:1], [min(8, new_tokens)], models)
+    for timed in prepared:
+        if timed.warm_up is not None:
+            decode_group([timed.warm_up], prompts[:1], [min(8, new_tokens)], models)
     watches[0].take()
     progress = Progress(progress_title, len(prompts))
     for turn, index in enumerate(range(0, len(prompts), size)):
         group = prompts[index : index + size]
-        if stop and index >= LEAST_TEXTS:
-            running = [one for one in running if not clearly_slower(one, running, len(prompts) - index)]
+        if stop and index >= MIN_TEXTS:
+            running = [timed for timed in running if not clearly_slower(timed, running, len(prompts) - index)]
         limits = [room_for(target, draft, len(prompt), new_tokens) for prompt in group]
         first = turn % len(running)
-        for one in [*running[first:], *running[:first]]:
+        for timed in [*running[first:], *running[:first]]:
             started = time.perf_counter()
-            texts = decode_group(one.sessions, group, limits, models)
+            texts = decode_group(timed.sessions, group, limits, models)
             seconds = (time.perf_counter() - started) / len(group)
             for number, (decoded, watch) in enumerate(zip(texts, watches, strict=False), start=index):
                 big, small = watch.take(decoded.prefilled)
-                # A draft's first step may read the prompt, which is no part of a round.
-                one.texts.append(TimedText(number, seconds, decoded, big, small[decoded.reading > 0 :]))
+                # A draft's first step may read the prompt, which belongs to no round.
+                timed.texts.append(TimedText(number, seconds, decoded, big, small[decoded.reading > 0 :]))
         progress.step(len(group))
 
 
 def decode_group(
     sessions: Sequence[Session], prompts: Sequence[Sequence[int]], limits: Sequence[int], models: Sequence[Model]
 ) -> list[Decoded]:
-    """The texts after some prompts, decoded at once, each by a session over its row of the models."""
+    """Return the texts after some prompts, decoded at once, each by a session over its row of the models."""
     parts = zip(sessions, prompts, limits, strict=False)
     texts = [partial(session.text, prompt, limit) for session, prompt, limit in parts]
     return at_once(texts, models) if models[-1].rows > 1 else [text() for text in texts]
 
 
-LEAST_TEXTS, SLOW, SAVED = 4, 0.8, 5.0  # texts to judge by; speed over the fastest; seconds that stopping must save
+MIN_TEXTS = 4  # A configuration is judged on at least this many texts.
+SLOW_RATIO = 0.8  # A slower configuration has an interval below this share of the fastest one's speed.
+MIN_SECONDS_SAVED = 5.0
 
 
-def clearly_slower(one: TimedConfiguration, running: Sequence[TimedConfiguration], left: int) -> bool:
-    """Whether a configuration's interval over the fastest of its sampler lies below SLOW, and the prompts that are left
-    would take long."""
-    if one.base is None or left * statistics.fmean(text.seconds for text in one.texts) < SAVED:
+def clearly_slower(timed: TimedConfiguration, running: Sequence[TimedConfiguration], left: int) -> bool:
+    """Whether a configuration is clearly slower than the fastest of its sampler, and `left` prompts would take long.
+
+    Clearly slower: the whole interval of its speed over that of the fastest lies below SLOW_RATIO.
+    """
+    if timed.base is None or left * statistics.fmean(text.seconds for text in timed.texts) < MIN_SECONDS_SAVED:
         return False
-    fastest = max((other for other in running if other.plain is one.plain), key=lambda other: rate(other.texts))
-    return speed_ratio(*totals(one.texts), *totals(fastest.texts)).high < SLOW
+    fastest = max((other for other in running if other.plain is timed.plain), key=lambda other: rate(other.texts))
+    return speed_ratio(*totals(timed.texts), *totals(fastest.texts)).high < SLOW_RATIO
 
 
 def judge_identity(
     target: Model, prompts: Sequence[Sequence[int]], prepared: Sequence[TimedConfiguration], rounding: Rounding
 ) -> list[Identity | None]:
-    """For each configuration how its texts stand to those of the first, plain greedy decoding; None: sampled texts."""
-    greedy = [one for one in prepared if not one.sampled]
-    counts = {id(one): Counter[str]() for one in greedy}
+    """Compare each configuration's texts with those of plain greedy decoding, the first one. None for sampled texts."""
+    greedy = [timed for timed in prepared if not timed.sampled]
+    counts = {id(timed): Counter[str]() for timed in greedy}
     for number, prompt in enumerate(prompts):
-        timed = [one for one in greedy if number < len(one.texts)]
-        texts = [one.texts[number].decoded.tokens for one in timed]
-        for one, kind in zip(timed, judged(target, prompt, texts[0], texts, rounding), strict=True):
-            counts[id(one)][kind] += 1
-    return [Identity(**counts[id(one)]) if id(one) in counts else None for one in prepared]
+        reached = [timed for timed in greedy if number < len(timed.texts)]
+        texts = [timed.texts[number].decoded.tokens for timed in reached]
+        for timed, kind in zip(reached, judged(target, prompt, texts[0], texts, rounding), strict=True):
+            counts[id(timed)][kind] += 1
+    return [Identity(**counts[id(timed)]) if id(timed) in counts else None for timed in prepared]
 
 
 def repeated_share(texts: Iterable[tuple[Sequence[int], Sequence[int]]]) -> float:
-    """The share of new tokens that end REPEATED tokens which stood before, in the prompt or the text; 0 without tokens.
+    """Return the share of new tokens that end REPEATED tokens which stand earlier in the prompt or the text.
 
-    `texts` are pairs of a prompt and the new tokens after it. What a lookup can get right after a match of two.
+    A lookup can predict these tokens after a match of two. `texts` are pairs of a prompt and the new tokens after it.
+    The share is 0 without tokens.
     """
     places = [place for prompt, new in texts for place in repetition([*prompt, *new])[len(prompt) :]]
     return places.count(SEEN) / len(places) if places else 0.0
 
 
 def accepted_per_drafted(rounds: Sequence[Round]) -> tuple[float | None, float | None]:
-    """Tokens per round (accepted + 1), and accepted ÷ drafted; None where there is no round, or nothing was drafted."""
+    """Return tokens per round (accepted + 1), and accepted ÷ drafted. None without rounds or without drafted tokens."""
     drafted, accepted = sum(r.drafted for r in rounds), sum(r.accepted for r in rounds)
     each = (accepted + len(rounds)) / len(rounds) if rounds else None
     return each, accepted / drafted if drafted else None
 
 
 def totals(texts: Sequence[TimedText], units: Sequence[int] = ()) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Tokens and seconds [prompts] of each text; with `units`, the unit of each prompt, of each unit."""
+    """Return tokens and seconds of each text [prompts], or with `units` (the unit of each prompt) of each unit."""
     tokens = [len(text.decoded.tokens) for text in texts]
     return by_unit(texts, tokens, units), by_unit(texts, [text.seconds for text in texts], units)
 
 
 def by_unit(texts: Sequence[TimedText], values: Sequence[float], units: Sequence[int]) -> numpy.ndarray:
-    """Sums of the texts' values over the prompts of each unit that has a text; without `units` the values."""
+    """Sum the texts' values over the prompts of each unit that has a text. Without `units`, return the values."""
     if not units:
         return numpy.array(values, float)
     _, places = numpy.unique([units[text.prompt] for text in texts], return_inverse=True)
@@ -277,17 +285,17 @@ def by_unit(texts: Sequence[TimedText], values: Sequence[float], units: Sequence
 
 
 def rate(texts: Sequence[TimedText]) -> float:
-    """Tokens per second of all texts."""
+    """Return tokens per second over all texts."""
     tokens, seconds = totals(texts)
     return float(tokens.sum() / seconds.sum())
 
 
-# ── What a configuration gave: where the seconds of a round go, and speeds per class of prompt ──
+# ── Results of a configuration: where the seconds of a round go, and speeds by class of prompt ──
 # Legend: m tokens of a step, n drafted tokens, T target, D draft, τ tokens of a round.
 
 
 def measurement(
-    one: TimedConfiguration,
+    timed: TimedConfiguration,
     identity: Identity | None,
     steps: StepFigures,
     pair: PairMeasured,
@@ -295,128 +303,136 @@ def measurement(
     synchronous: bool = True,
     at_once: int = 1,
 ) -> Measurement:
-    """What a configuration gave on all prompts; its speedup is over the plain run of the same sampler."""
-    each, accepted = accepted_per_drafted(one.rounds)
-    base, prompts = one.plain.texts[: len(one.texts)], given.prompts
+    """Return a configuration's results on all prompts. Its speedup is over plain decoding with the same sampler."""
+    each, accepted = accepted_per_drafted(timed.rounds)
+    base, prompts = timed.plain.texts[: len(timed.texts)], given.prompts
     # Texts that were decoded at once share their seconds, and are resampled together.
     units = [number // at_once for number in range(len(prompts))] if at_once > 1 else given.units
-    ratio = speed_ratio(*totals(one.texts, units), *totals(base, units))
+    ratio = speed_ratio(*totals(timed.texts, units), *totals(base, units))
     counted = dict.fromkeys(("identical", "excused", "different")) if identity is None else asdict(identity)
-    configuration = one.configuration
+    configuration = timed.configuration
     return Measurement(
         **asdict(pair),
         **counted,
-        configuration=one.name,
+        configuration=timed.name,
         settings=configuration.settings,
-        length=one.length,
+        length=timed.length,
         drafter=configuration.drafter if configuration.drafts else None,
         rule=configuration.length_rule if configuration.drafts else None,
-        sampler=one.sampler.describe() if one.sampled else None,
-        tokens_per_second=rate(one.texts),
+        sampler=timed.sampler.describe() if timed.sampled else None,
+        tokens_per_second=rate(timed.texts),
         plain_tokens_per_second=rate(base),
         tokens_per_round=each,
         acceptance=accepted,
         speedup=ratio.mean,
         speedup_low=ratio.low,
         speedup_high=ratio.high,
-        predicted=predicted_speedup(one, steps),
-        lossy=one.lossy,
-        repeated=repeated_share((prompts[text.prompt], text.decoded.tokens) for text in one.texts),
-        prompt_seconds=prompt_seconds(one),
-        rounds=round_figures(one, steps, synchronous),
-        by_class=by_class(one, given.classes, given.units),
-        stopped=len(one.texts) if len(one.texts) < len(prompts) else None,
-        positions=_positions(one, prompts) if configuration.drafter == "draft" else {},
+        predicted=predicted_speedup(timed, steps),
+        lossy=timed.lossy,
+        repeated=repeated_share((prompts[text.prompt], text.decoded.tokens) for text in timed.texts),
+        prompt_seconds=prompt_seconds(timed),
+        rounds=round_figures(timed, steps, synchronous),
+        by_class=by_class(timed, given.classes, given.units),
+        stopped=len(timed.texts) if len(timed.texts) < len(prompts) else None,
+        positions=_positions(timed, prompts) if configuration.drafter == "draft" else {},
     )
 
 
-def _positions(one: TimedConfiguration, prompts: Sequence[Sequence[int]]) -> ByText:
-    """Conditional acceptance by drafted position, of new and of repeated text."""
-    texts = [(prompts[text.prompt], text.decoded.tokens) for text in one.texts]
-    judged = judged_positions([text.decoded.rounds for text in one.texts], texts)
-    return positions_by_text(judged, max((r.drafted for r in one.rounds), default=0))
+def _positions(timed: TimedConfiguration, prompts: Sequence[Sequence[int]]) -> ByText:
+    """Return the conditional acceptance by drafted position, in new and in repeated text."""
+    texts = [(prompts[text.prompt], text.decoded.tokens) for text in timed.texts]
+    positions = judged_positions([text.decoded.rounds for text in timed.texts], texts)
+    return positions_by_text(positions, max((r.drafted for r in timed.rounds), default=0))
 
 
-def prompt_seconds(one: TimedConfiguration) -> float:
-    """The mean seconds of a prompt and its first token."""
-    return statistics.fmean(text.decoded.prefill_seconds for text in one.texts)
+def prompt_seconds(timed: TimedConfiguration) -> float:
+    """Return the mean seconds of a prompt and its first token."""
+    return statistics.fmean(text.decoded.prefill_seconds for text in timed.texts)
 
 
-def predicted_speedup(one: TimedConfiguration, steps: StepFigures) -> float | None:
-    """The speedup of a fixed length that drafts by the model, over whole requests, from T(m), D and the conditional
-    acceptance: behind the prompt, rounds of τ tokens take T(γ + 1) + γ·D (Leviathan et al. 2023, eq. 1)."""
-    length, chain = one.length or 0, one.configuration.drafter == "draft"
-    accepted = accepted_by_position([(r.drafted, r.accepted) for r in one.rounds])
+def predicted_speedup(timed: TimedConfiguration, steps: StepFigures) -> float | None:
+    """Predict the speedup over whole requests for a fixed length that drafts with a model. None for other rules.
+
+    The inputs are T(m), D and the conditional acceptance. After the prompt, a round of τ tokens takes T(γ + 1) + γ·D
+    (Leviathan et al. 2023, eq. 1).
+    """
+    length, chain = timed.length or 0, timed.configuration.drafter == "draft"
+    accepted = accepted_by_position([(r.drafted, r.accepted) for r in timed.rounds])
     if not length or not chain or not steps.draft or length + 1 not in steps.target or not accepted:
         return None
     tokens = tokens_per_round(accepted[:length])
-    behind = statistics.fmean(len(text.decoded.tokens) - 1 for text in one.plain.texts)
+    later_tokens = statistics.fmean(len(text.decoded.tokens) - 1 for text in timed.plain.texts)
     round_seconds = steps.target[length + 1] + length * steps.draft[1]
-    plain_seconds = prompt_seconds(one.plain) + behind * steps.target[1]
-    return plain_seconds / (prompt_seconds(one) + behind / tokens * round_seconds)
+    plain_seconds = prompt_seconds(timed.plain) + later_tokens * steps.target[1]
+    return plain_seconds / (prompt_seconds(timed) + later_tokens / tokens * round_seconds)
 
 
-def by_class(one: TimedConfiguration, classes: Sequence[str], units: Sequence[int] = ()) -> list[GroupFigures]:
-    """A configuration on the prompts of each class, none where there is one class only; with `units`, whose prompts are
-    the turns of one question, on all of them, too."""
-    names = [*dict.fromkeys(classes[t.prompt] for t in one.texts)] if len(set(classes)) > 1 else []
+def by_class(timed: TimedConfiguration, classes: Sequence[str], units: Sequence[int] = ()) -> list[GroupFigures]:
+    """Return a configuration's figures for each class of prompts, if there are several.
+
+    With `units`, prompts are turns of questions, and the figures for all prompts are added.
+    """
+    names = [*dict.fromkeys(classes[t.prompt] for t in timed.texts)] if len(set(classes)) > 1 else []
     groups = []
     for name in [*names, *([ALL] if units else [])]:
-        texts = one.texts, one.plain.texts[: len(one.texts)]
-        own, base = ([t for t in of if name == ALL or classes[t.prompt] == name] for of in texts)
-        ratio = speed_ratio(*totals(own, units), *totals(base, units))
-        emitted = [sum(r.accepted + 1 for r in text.decoded.rounds) for text in own]
-        counts = by_unit(own, [len(text.decoded.rounds) for text in own], units)
-        tokens = ratio_interval(by_unit(own, emitted, units), counts)
+        texts = timed.texts, timed.plain.texts[: len(timed.texts)]
+        chosen, base = ([t for t in side if name == ALL or classes[t.prompt] == name] for side in texts)
+        ratio = speed_ratio(*totals(chosen, units), *totals(base, units))
+        emitted = [sum(r.accepted + 1 for r in text.decoded.rounds) for text in chosen]
+        counts = by_unit(chosen, [len(text.decoded.rounds) for text in chosen], units)
+        tokens = ratio_interval(by_unit(chosen, emitted, units), counts)
         if len(counts) == 1:
-            ratio, tokens = (replace(found, low=math.nan, high=math.nan) for found in (ratio, tokens))
-        accepted = accepted_per_drafted([r for text in own for r in text.decoded.rounds])
-        figures = GroupFigures(name, len(counts), rate(own), *accepted, *astuple(ratio))
+            ratio, tokens = (replace(interval, low=math.nan, high=math.nan) for interval in (ratio, tokens))
+        accepted = accepted_per_drafted([r for text in chosen for r in text.decoded.rounds])
+        figures = GroupFigures(name, len(counts), rate(chosen), *accepted, *astuple(ratio))
         groups.append(replace(figures, tokens_low=tokens.low, tokens_high=tokens.high))
     return groups
 
 
 def _step_seconds(text: TimedText) -> list[float]:
-    """Seconds of each plain step, until the next one begins."""
+    """Return the seconds of each plain step up to the start of the next one."""
     ends = [step.started for step in text.target[1:]] + [step.started + step.seconds for step in text.target[-1:]]
     return [end - step.started for step, end in zip(text.target, ends, strict=True)]
 
 
 def time_steps(prepared: Sequence[TimedConfiguration], target: Model, draft: Model | None, repeats: int) -> StepFigures:
-    """T(m) and D(m) with one model alone, for every m that a round of the texts came to, at the median depth of their
-    steps. Longer steps are no round's: they read again, or late, what a context did not hold.
+    """Time T(m) and D(m) with each model alone, for every m that occurred in a round.
+
+    The depth is the median depth of the target's steps. Steps longer than any round are left out. They re-read, or
+    read late, tokens that a context did not hold.
     """
-    longest = 1 + max(one.configuration.longest_round for one in prepared)
-    texts = [text for one in prepared for text in one.texts]
+    longest = 1 + max(timed.configuration.longest_round for timed in prepared)
+    texts = [text for timed in prepared for text in timed.texts]
     depths = [step.depth for text in texts for step in text.target]
     depth = int(statistics.median(depths)) if depths else 1
 
-    def timed(model: Model, counts: set[int]) -> dict[int, float]:
+    def seconds_by_tokens(model: Model, counts: set[int]) -> dict[int, float]:
         room = max(1, min(depth, model.capacity - max(counts)))
         return measure_steps(model, sorted(counts), room, repeats, until_steady=True)
 
     verified = {step.tokens for text in texts for step in text.target if step.tokens <= longest} | {1}
     drafted = {step.tokens for text in texts for step in text.draft if step.tokens <= longest} | {1, 2}
-    return StepFigures(depth, timed(target, verified), {} if draft is None else timed(draft, drafted))
+    draft_seconds = {} if draft is None else seconds_by_tokens(draft, drafted)
+    return StepFigures(depth, seconds_by_tokens(target, verified), draft_seconds)
 
 
-def round_figures(one: TimedConfiguration, steps: StepFigures, synchronous: bool) -> RoundFigures:
-    """Where the seconds of a configuration's rounds went, and how near it came to the bound of its steps.
+def round_figures(timed: TimedConfiguration, steps: StepFigures, synchronous: bool) -> RoundFigures:
+    """Return where the seconds of a configuration's rounds went, and the bound that its steps set.
 
-    A chain's draft step after a whole accepted round takes two tokens; the bound counts it as D(1), and steps that were
-    not timed alone as they were paid.
+    After a fully accepted round, a chain's draft step takes two tokens. The bound counts it as D(1). Steps that were
+    not timed alone count with the seconds that they took.
     """
-    trees, rounds = one.configuration.branches, one.rounds
-    target = [step for text in one.texts for step in text.target]
-    draft = [step for text in one.texts for step in text.draft]
+    trees, rounds = timed.configuration.branches, timed.rounds
+    target = [step for text in timed.texts for step in text.target]
+    draft = [step for text in timed.texts for step in text.draft]
     if rounds:
         count, tokens, seconds = len(rounds), sum(r.accepted + 1 for r in rounds), sum(r.seconds for r in rounds)
     else:
         count = tokens = max(len(target), 1)
-        seconds = sum(sum(_step_seconds(text)) for text in one.texts)
+        seconds = sum(sum(_step_seconds(text)) for text in timed.texts)
     alone = sum(steps.target.get(step.tokens, step.seconds) for step in target)
     alone += sum(steps.draft.get(1 if step.tokens == 2 and not trees else step.tokens, step.seconds) for step in draft)
-    paid = [sum(step.seconds for step in own) / count if synchronous else None for own in (target, draft)]
+    paid = [sum(step.seconds for step in taken) / count if synchronous else None for taken in (target, draft)]
     return RoundFigures(
         tokens=tokens / count,
         verified=sum(step.tokens for step in target) / count,
@@ -431,16 +447,16 @@ def round_figures(one: TimedConfiguration, steps: StepFigures, synchronous: bool
 # ── The measurement of one pair by one backend ──
 
 
-STEP_REPEATS = 7  # of a timed step, at most: 3 where their median lies within 5 % of the fastest
+STEP_REPEATS = 7  # at most. Three suffice if their median is within 5 % of the fastest.
 
 
 @dataclass(frozen=True)
 class PairTexts:
-    """On which prompts a pair is measured, and what is known of them.
+    """The prompts on which a pair is measured, and what is known about them.
 
-    Costs are timed behind `spare` prompts. `calibrations` by name. `classes` are those of the prompts, where
-    they are to be told apart. `table` holds n-grams of the target's other texts, where there are any. `units` number
-    the questions of a suite, whose turns are prompts: intervals resample questions.
+    Costs are timed after `spare` prompts. `calibrations` are by name. `classes` are the prompts' classes, if results
+    distinguish them. `table` holds n-grams of the target's other texts, if there are any. `units` number the questions
+    of a suite, whose turns are prompts. Intervals then resample questions.
     """
 
     prompts: list[list[int]]
@@ -454,11 +470,11 @@ class PairTexts:
 def measure_pair(
     settings: PairSettings, pair: LoadedPair, label: PairMeasured, given: PairTexts, reader: DraftReader | None = None
 ) -> SpeedupPart:
-    """Measure a loaded pair; `reader` is a draft of another vocabulary.
+    """Measure a loaded pair. `reader` is a draft with another vocabulary.
 
-    Raises DataError for trees in models that take none and for contexts without room.
+    Raises DataError for trees if a model cannot take them, and for contexts without room.
     """
-    if any(one.branches for one in settings.configurations):
+    if any(configuration.branches for configuration in settings.configurations):
         require_trees(pair.target, pair.draft)
     prompts, new_tokens = given.prompts, settings.speedup.new_tokens
     inputs = _inputs(pair, given, _timed_costs(settings, pair, given))
@@ -471,11 +487,11 @@ def measure_pair(
     rows = [watch.models(*row) for watch, *row in zip(watches, rows_of(target), rows_of(together), strict=True)]
     models: list[tuple[Model, Model | DraftReader]] = [*rows]
     if reader is not None:
-        noted = copy.copy(reader)
-        noted.model = rows[0][1]
-        models = [(rows[0][0], noted)]
+        drafting = copy.copy(reader)
+        drafting.model = rows[0][1]
+        models = [(rows[0][0], drafting)]
     prepared = prepare_all(settings, models, pair.ends, inputs, stop_before(pair.token_bytes, pair.text_ends))
-    with_room = together if reader is None else target  # a draft of another vocabulary checks its own room
+    with_room = together if reader is None else target  # A draft with another vocabulary checks its own room.
     title = f"{pair.backend}, prompts"
     time_texts(target, with_room, prompts, new_tokens, prepared, title, watches, not given.units)
     plain = prepared[0].texts[0].decoded.tokens
@@ -484,8 +500,8 @@ def measure_pair(
     steps = time_steps(prepared, pair.target, None if small is pair.target else small, STEP_REPEATS)
     waits = settings.at_once == 1 and (pair.hugging_face is None or pair.hugging_face[0].device.type == "cpu")
     measurements = [
-        measurement(one, identity, steps, label, given, waits, settings.at_once)
-        for one, identity in zip(prepared, identities, strict=True)
+        measurement(timed, identity, steps, label, given, waits, settings.at_once)
+        for timed, identity in zip(prepared, identities, strict=True)
     ]
     return SpeedupPart(*label.key, measurements, steps, target=settings.target.model, draft=settings.draft)
 
@@ -493,8 +509,7 @@ def measure_pair(
 def time_again(
     settings: PairSettings, pair: LoadedPair, places: Collection[int], given: PairTexts
 ) -> dict[int, list[TimedText]]:
-    """Decode prompts by the configurations at these places of the table once more, with the costs that are kept of the
-    pair."""
+    """Decode prompts once more with the configurations at these places of the table, using the pair's kept costs."""
     longest = _longest_priced(settings)
     costs = pair_costs(pair, given.prompts[:1], longest) if longest else NO_COSTS
     stop = stop_before(pair.token_bytes, pair.text_ends)
@@ -502,20 +517,21 @@ def time_again(
     wanted = {place: prepared[place] for place in places}
     new_tokens, title = settings.speedup.new_tokens, f"{pair.backend}, prompts of a turn"
     time_texts(pair.target, pair.draft, given.prompts, new_tokens, [*wanted.values()], title)
-    return {place: one.texts for place, one in wanted.items()}
+    return {place: timed.texts for place, timed in wanted.items()}
 
 
 def _longest_priced(settings: PairSettings) -> int:
-    """The longest round that a configuration reckons with; 0 where none reads costs."""
-    return max((one.longest_round for one in settings.configurations if one.needs_costs), default=0)
+    """Return the longest round of configurations that read costs, or 0 if none does."""
+    priced = (configuration for configuration in settings.configurations if configuration.needs_costs)
+    return max((configuration.longest_round for configuration in priced), default=0)
 
 
 def _timed_costs(settings: PairSettings, pair: LoadedPair, given: PairTexts) -> Costs:
-    """The costs of rounds that configurations read, as they are kept, or timed behind `spare` prompts and kept."""
+    """Return the costs of rounds: those that were kept, or new ones, timed after `spare` prompts and kept."""
     longest = _longest_priced(settings)
     if not longest:
         return NO_COSTS
-    ordered = sorted(given.spare, key=len)  # deeper rounds cost more
+    ordered = sorted(given.spare, key=len)  # Rounds cost more after longer prompts.
     spare = [ordered[len(ordered) * (2 * index + 1) // (2 * PROMPTS)] for index in range(PROMPTS)]
     return pair_costs(pair, spare, longest, settings.speedup.new_tokens)
 

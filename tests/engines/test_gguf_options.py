@@ -263,7 +263,7 @@ def test_check_names_the_build_and_refuses(world: Path, capsys: Capture, monkeyp
     recipe = world / "recipe.yaml"
     assert "llama.cpp: a CPU-only build" in tiny.shown(capsys, "check", recipe)
     for override, words in (
-        ("gguf.draft.n_gpu_layers=9", "gguf.draft: n_gpu_layers 9: the installed llama.cpp is built for CPUs alone"),
+        ("gguf.draft.n_gpu_layers=9", "gguf.draft: n_gpu_layers 9: the installed llama.cpp is built for CPUs only"),
         ("gguf.target.cache_type_k=q8_0", "gguf.target: cache_type_k q8_0 stores blocks of 32 values"),
     ):
         assert words in tiny.refused(capsys, "check", recipe, override)

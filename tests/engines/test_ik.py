@@ -73,7 +73,7 @@ def test_greedy_texts_are_the_plain_ones(files: dict[str, Path], kind: str) -> N
 
 
 def test_what_it_cannot_do_is_refused(files: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(RecipeError, match="n_gpu_layers with library ik: it computes on the CPU"):
+    with pytest.raises(RecipeError, match="n_gpu_layers with library ik, which computes on the CPU"):
         GgufModel(files["f32"], options=GgufOptions(library="ik", n_gpu_layers=4))
     with pytest.raises(ValueError, match="library ik caches keys in f16 or q8_0, and values in f16"):
         GgufOptions(library="ik", cache_type_v="f32", flash_attn="on")
@@ -98,7 +98,7 @@ def test_structures_of_another_size_are_refused(monkeypatch: pytest.MonkeyPatch)
     library._require_sizes(declared._lib, declared)
     for name in ("llama_model_params", "llama_context_params", "llama_batch"):
         longer = type("longer", (getattr(declared, name),), {"_fields_": [("new", ctypes.c_int64)]})
-        with monkeypatch.context() as other, pytest.raises(DataError, match=r"declares longer with \d+ bytes, and its"):
+        with monkeypatch.context() as other, pytest.raises(DataError, match=r"declares longer with \d+ bytes, but its"):
             other.setattr(declared, name, longer)
             library._require_sizes(declared._lib, declared)
 

@@ -335,7 +335,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "gemma scale": ("gemma2", {"query_pre_attn_scalar": 144}, "query_pre_attn_scalar"),
     "gemma order": ("gemma3_text", {"layer_types": ["full_attention"] * 2}, "every n-th layer"),
     "gemma2 order": ("gemma2", {"layer_types": ["full_attention", WINDOWS]}, "every n-th layer"),
-    "exaone4 windows": ("exaone4", {"sliding_window": 16, "layer_types": [WINDOWS] * 2}, "models of 64 alone"),
+    "exaone4 windows": ("exaone4", {"sliding_window": 16, "layer_types": [WINDOWS] * 2}, "models with 64 layers"),
     "olmo2 head": ("olmo2", {"tie_word_embeddings": True}, "a tied head"),
     "cohere2 scale": ("cohere2", {"logit_scale": 0, "sliding_window": 8}, "logit_scale"),
     "ministral3 scale": ("ministral3", {"rope_parameters": YARN | {"mscale": 2.0}}, "yarn with mscale"),

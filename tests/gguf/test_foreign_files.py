@@ -158,7 +158,7 @@ def test_a_changed_type_is_said(files: dict[str, Path], tmp_path: Path, capsys: 
     (tmp_path / "m.gguf").write_bytes(content.replace(data, np.minimum(types, 1).astype("<i4").tobytes()))
     printed = tiny.shown(capsys, "import-gguf", tmp_path / "m.gguf", tmp_path / "out")
     assert "an answer ends with <|endoftext|>, <|im_end|>" in printed
-    assert "special by name, as in llama.cpp, against the file's types: <|endoftext|>, <|im_end|>" in printed
+    assert "llama.cpp treats these as special by name, against the file's types: <|endoftext|>, <|im_end|>" in printed
 
 
 @needs_llama
@@ -167,7 +167,7 @@ def test_equal_tokens_on_which_llama_cpp_aborts(kind: str, tmp_path: Path) -> No
     """Named with their ids; empty ones, which llama.cpp names apart, are none."""
     path = tmp_path / "v.gguf"
     write_vocabulary(path, lambda writer: add_tokenizer(writer, vocabulary(kind, ("zz", "qq", "zz"), 1)))
-    with pytest.raises(DataError, match=r"v\.gguf: its tokens 27 and 29 are the same text, 'zz'"):
+    with pytest.raises(DataError, match=r"v\.gguf: its tokens 27 and 29 have the same text, 'zz'"):
         GgufFile(path, vocabulary_only=True)
     for names, fits in ((("", ""), True), (("", "[EMPTY_27]"), False), (("[EMPTY_27]", "zz"), True)):
         write_vocabulary(path, lambda writer, names=names: add_tokenizer(writer, vocabulary(kind, names, 1)))
@@ -229,8 +229,8 @@ ROPES: list[tuple[str, dict[str, Any], str]] = [
     ("qwen2-tied", LINEAR | {"type": "none"}, ""),
     ("qwen2-tied", LINEAR | {"attn_factor": 1.3}, "attn_factor 1.3 on rope scaling 'linear'"),
     ("qwen2-tied", {"attn_factor": 1.3}, "attn_factor 1.3 on rope scaling 'default'"),
-    ("qwen2-tied", LINEAR | {"type": "longrope"}, "is longrope, and it has no rope_factors_long"),
-    ("qwen2-tied", LINEAR | {"type": "dynamic"}, "scaling.type is b'dynamic', must be one of none, linear"),
+    ("qwen2-tied", LINEAR | {"type": "longrope"}, "is longrope, but it has no rope_factors_long"),
+    ("qwen2-tied", LINEAR | {"type": "dynamic"}, "scaling.type is b'dynamic', but must be one of none, linear"),
     ("llama", {}, ""),
     ("llama", YARN, "'yarn' on llama cannot be imported"),
     ("llama-3-rope", {}, ""),
@@ -281,7 +281,7 @@ def test_settings_of_yarn_are_written_so_that_llama_cpp_reads_them_or_refused(
         found = read_import(path).config["rope_parameters"]
         assert found.get("attention_factor") == pytest.approx(more.get("attention_factor"))
     build("qwen2-tied", tmp_path / "m", tokenizer, rope_parameters=rope | {"beta_fast": 8})
-    with pytest.raises(DataError, match=r"beta_fast 8.*llama\.cpp takes 32"):
+    with pytest.raises(DataError, match=r"beta_fast 8.*llama\.cpp uses 32"):
         export_gguf(tmp_path / "m", tmp_path / "m.gguf", "f32")
 
 
@@ -359,9 +359,9 @@ def test_parts_that_do_not_make_up_a_model(parts: list[Path], files: dict[str, P
     with pytest.raises(DataError, match="parts are missing"):
         folder_of(str(first))
     second.write_bytes(kept[third])
-    refused(f"{second.name}: by its name it is part 2 of {count}, by its head 2 ")
+    refused(f"{second.name}: its name says part 2 of {count}, its head says 2 ")
     third.write_bytes(kept[second])
-    refused(f"{second.name}: by its name it is part 2 of {count}, by its head 2 ")
+    refused(f"{second.name}: its name says part 2 of {count}, its head says 2 ")
     first.write_bytes(kept[second])
     refused("its name says part 1 ")
     for part, data in kept.items():
@@ -372,7 +372,7 @@ def test_parts_that_do_not_make_up_a_model(parts: list[Path], files: dict[str, P
     parts[-1].write_bytes(kept[parts[-1]])
     assert doubled != kept[third]
     second.write_bytes(doubled)
-    refused(f"{third.name}: an earlier part holds blk")
+    refused(f"{third.name}: an earlier part also holds blk")
     second.write_bytes(kept[second])
     assert len(open_head(first).shapes) == len(open_head(files["llama"]).shapes)
 

@@ -254,7 +254,7 @@ def test_logits_of_a_few_rows_are_the_model_s_own() -> None:
 )
 def test_metrics_in_pieces_are_the_same(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces, with ties among the likeliest, equal rows, padding, and logits that are not finite."""
-    monkeypatch.setattr("distill.measuring.evaluation.CACHED", 300)
+    monkeypatch.setattr("distill.measuring.evaluation.CACHED_LOGITS", 300)
     generator = torch.Generator().manual_seed(2)
     target, draft = (4 * torch.randn(40, 90, generator=generator) for _ in range(2))
     draft[5] = target[5]

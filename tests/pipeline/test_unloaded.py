@@ -114,7 +114,7 @@ def test_a_whole_run_without_weights(either: Path, place: Path, capsys: Capture)
     assert f"The stage <code>speedup</code> was not run: {reason}" in page
     assert "The stage `speedup` was not run: the weights of" in card
     for text in (page, card):
-        assert "The served sampler is applied to these tokens" in text and "sampled answers" in text
+        assert "The served sampler is applied to the stored tokens" in text and "sampled answers" in text
         assert "Measured on the target's own answers and the stored distributions of" in html.unescape(text)
     assert "has not run" not in page
     best = read(run, "training.json")["best"]
