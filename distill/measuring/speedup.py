@@ -1,4 +1,4 @@
-"""Stage `speedup`: plain against speculative decoding of the run's target and draft, by each backend."""
+"""Stage `speedup`: plain and speculative decoding of the run's target and draft, by each backend. And of any pair."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ NONE: Mapping[str, Any] = MappingProxyType({})
 
 @dataclass(frozen=True)
 class Calibrations:
-    """What speedup/calibration.json holds: the calibrations of the draft, and of the guesses of a table, by name.
+    """speedup/calibration.json: the calibrations of the draft, and of a table's guesses, by name.
 
-    They are fitted on all rounds. `log_loss` (nats) is of fits on the even prompts, scored on the odd ones. A fit that
-    scores no better than a simpler calibration is not used: the simpler one gets its name, or none if the draft's own
-    probability is best. `unfitted` gives that reason, or why the rounds do not allow a fit.
+    They are fitted on all rounds. `log_loss` (nats) belongs to fits on the even prompts, scored on the odd ones. A fit
+    that scores no better than a simpler calibration is not used. Its name then stands for the simpler calibration, or
+    for none if the draft's own probability is best. `unfitted` gives this reason, or why the rounds allow no fit.
     """
 
     texts: str
@@ -75,7 +75,7 @@ class Calibrations:
 
     @property
     def words(self) -> str:
-        """What was fitted on which texts, how well it does on text new to it, and what is not used."""
+        """State what was fitted on which texts, its scores on new text, and what is not used."""
         scores = ", ".join(f"{name} {loss:.3f}" for name, loss in self.log_loss.items())
         line = f"log loss {scores}" if scores else "no calibration"
         line += "".join(f"; {name} not used: {reason}" for name, reason in self.unfitted.items())
@@ -83,11 +83,11 @@ class Calibrations:
 
 
 def validation_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
-    """`count` validation prompts: questions of conversations, as the template writes them, before pieces of text.
+    """Return `count` validation prompts: questions of conversations, in the template's form, then pieces of text.
 
-    The pieces have `tokens` tokens, first ones of all documents, then later ones.
+    The pieces have `tokens` tokens. The first pieces of all documents come before later pieces.
     """
-    asked = [one.prompt for one in read_prompts(run, "validation") if one.chat is not None]
+    asked = [sample.prompt for sample in read_prompts(run, "validation") if sample.chat is not None]
     blocks = Packed.load(run.path("corpus", "text-validation.safetensors"))
     pieces: list[tuple[int, list[int]]] = []
     for ids, documents in zip(blocks.ids, blocks.documents, strict=True):
@@ -99,18 +99,18 @@ def validation_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
     return [*asked, *(ids for _, ids in pieces)][:count]
 
 
-Rounds = Sequence[Sequence[Recorded]]  # of each text
+Rounds = Sequence[Sequence[Recorded]]  # the rounds of each text
 
 
 def calibrate(drafted: Mapping[str, Rounds], texts: str, counted: Mapping[str, Rounds] = NONE) -> Calibrations:
-    """Fit on the rounds of each text, which `texts` describes, and choose by the scores.
+    """Fit calibrations on the rounds of each text, and choose by their scores. `texts` describes the texts.
 
-    `drafted` are those of a draft, by what the names of their calibrations end with; `counted` the guesses of a table
-    of n-grams at the texts, by the name of the calibration that they get.
+    `drafted` holds a draft's rounds, by the ending of their calibrations' names. `counted` holds the guesses of an
+    n-gram table at the texts, by the name of the calibration that they get.
     """
-    found = Calibrations(texts, sum(len(text) for rounds in drafted.values() for text in rounds), {}, {}, {})
-    # The simplest first. Without terms (None) it is the own probability, with none of them a constant: a table has no
-    # probability that one of its other guesses is right.
+    chosen = Calibrations(texts, sum(len(text) for rounds in drafted.values() for text in rounds), {}, {}, {})
+    # The simplest calibration comes first. With terms None it is the drafter's own probability, with no terms a
+    # constant. A table has no probability that one of its other guesses is right.
     ways: list[tuple[dict[str, Sequence[str] | None], Rounds]] = [
         ({f"uncalibrated{end}": None} | {name + end: terms for name, terms in FITTED_TERMS.items()}, rounds)
         for end, rounds in drafted.items()
@@ -128,18 +128,18 @@ def calibrate(drafted: Mapping[str, Rounds], texts: str, counted: Mapping[str, R
                     UNFITTED if terms is None else fit_calibration(part, terms)
                     for part in ([*chain.from_iterable(rounds)], even)
                 )
-                found.log_loss[name] = loss = _score(half, odd)
+                chosen.log_loss[name] = loss = _score(half, odd)
             except DataError as error:
                 if name != simplest_name:
-                    found.unfitted[name] = error.what
+                    chosen.unfitted[name] = error.what
                 continue
             if loss < least:
                 best, least, better = fit, loss, name
             else:
-                found.unfitted[name] = f"no better than {better}"
+                chosen.unfitted[name] = f"no better than {better}"
             if best is not UNFITTED and name != simplest_name:
-                found.fits[name] = best
-    return found
+                chosen.fits[name] = best
+    return chosen
 
 
 def _score(calibration: Calibration, rounds: Sequence[Recorded]) -> float:
@@ -152,10 +152,10 @@ def _score(calibration: Calibration, rounds: Sequence[Recorded]) -> float:
 def calibrate_pair(
     pair: LoadedPair, prompts: Sequence[Sequence[int]], settings: PairSettings, split: str, table: NGramTable | None
 ) -> Calibrations:
-    """Decode the prompts, of this `split`, and fit the calibrations of draft and table on their rounds.
+    """Decode the prompts, which belong to `split`, and fit the calibrations of draft and table on their rounds.
 
-    Each configuration's are fitted under its own sampler and verifier: drawn texts hold more surprises than greedy
-    ones. Those of other samplers are not fitted.
+    Each configuration is fitted under its own sampler and verifier, because drawn texts have more surprises than greedy
+    texts. Nothing is fitted for other samplers.
     """
     new_tokens, drafted, counted = settings.speedup.new_tokens, dict[str, Rounds](), dict[str, Rounds]()
 
@@ -164,37 +164,37 @@ def calibrate_pair(
         draws = random.Random(f"{settings.seed}/{names_of_fits(sampler.temperature > 0)[0]}").random
         return write_texts(pair.target, prompts, new_tokens, rules_of_pair(pair, sampler, draws))
 
-    for one in settings.configurations:
-        sampler = configured_sampler(one, settings.sampler)
-        end = name_of_fit(one, sampler).removeprefix(one.calibrated_by)
-        if one.counts_ngrams:
+    for configuration in settings.configurations:
+        sampler = configured_sampler(configuration, settings.sampler)
+        end = name_of_fit(configuration, sampler).removeprefix(configuration.calibrated_by)
+        if configuration.counts_ngrams:
             made = [guesses(table, prompt, text) for prompt, text in zip(prompts, written(sampler), strict=True)]
             counted |= zip(names_of_fits(sampler.temperature > 0), zip(*made, strict=True), strict=True)
-        if not (one.needs_calibration and one.asks_the_draft) or end in drafted:
+        if not (configuration.needs_calibration and configuration.asks_the_draft) or end in drafted:
             continue
         draws = random.Random(f"{settings.seed}/{end}").random
-        if sampler.temperature == 0 or one.verified_by in ("token", "match"):
+        if sampler.temperature == 0 or configuration.verified_by in ("token", "match"):
             texts = [([*prompt], new) for prompt, new in zip(prompts, written(sampler), strict=True)]
-            drawn = pair.target if one.verified_by == "token" and sampler.temperature else None
+            drawn = pair.target if configuration.verified_by == "token" and sampler.temperature else None
             drafted[end] = record_rounds(pair.draft, texts, pair.ends, sampler, drawn, draws)
         else:
-            rules = replace(rules_of_pair(pair, sampler, draws), verifier=one.verified_by)
+            rules = replace(rules_of_pair(pair, sampler, draws), verifier=configuration.verified_by)
             title = "rounds of other texts, drawn, prompts"
             drafted[end] = decode_rounds(pair.target, pair.draft, prompts, LENGTH, new_tokens, rules, title)
     return calibrate(drafted, f"{len(prompts)} texts of {split}", counted)
 
 
 def need_calibration(configurations: Sequence[Configuration]) -> bool:
-    """Whether some configuration reads what is counted on other texts beforehand."""
-    return any(one.needs_calibration for one in configurations)
+    """Whether a configuration reads calibrations, which are fitted on other texts beforehand."""
+    return any(configuration.needs_calibration for configuration in configurations)
 
 
 def calibrate_run(
     recipe: Recipe, run: Run, pair_settings: PairSettings, table: NGramTable | None
 ) -> Calibrations | None:
-    """The run's speedup/calibration.json, made on validation text if it is not there yet.
+    """Return the run's speedup/calibration.json. If it does not exist, fit it on validation text.
 
-    None where no configuration reads it.
+    Returns None if no configuration reads it.
     """
     settings = recipe.speedup
     if not need_calibration(settings.configurations):
@@ -204,52 +204,52 @@ def calibrate_run(
         prompts = validation_prompts(run, recipe.answers.prompt_tokens, settings.prompts)
         with load_pair(recipe.target, str(run.path("draft")), device=recipe.device, pytorch=recipe.pytorch) as pair:
             write_result(path, calibrate_pair(pair, prompts, pair_settings, "validation", table))
-    found = read_result(path, Calibrations)
-    run.say(f"  probabilities calibrated on {found.words}")
-    return found
+    calibrations = read_result(path, Calibrations)
+    run.say(f"  probabilities calibrated on {calibrations.words}")
+    return calibrations
 
 
 def load_calibrations(path: Path) -> dict[str, Calibration]:
-    """The calibrations of a calibration.json by name; raises DataError when it is damaged or of another form."""
+    """Return the calibrations of a calibration.json by name. DataError if it is damaged or of another form."""
     return read_result(path, Calibrations).fits
 
 
-# ── Stage `speedup`: plain against speculative decoding of the run's target and draft, by each backend ──
+# ── Stage `speedup`: plain and speculative decoding of the run's target and draft, by each backend ──
 
 
 def speedup(recipe: Recipe, run: Run) -> list[Path]:
-    """Write speedup.json and speedup.md; each backend is a part, kept when the run is interrupted."""
+    """Write speedup.json and speedup.md. Each backend's part is kept if the run is interrupted."""
     settings = recipe.speedup
     for line in check_configurations(settings, recipe.sampler):
         run.say(f"  {line}")
-    counted = any(one.counts_ngrams for one in settings.configurations)
+    counted = any(configuration.counts_ngrams for configuration in settings.configurations)
     table = open_table(run.folder, recipe.target.model) if counted else None
     calibration = calibrate_run(recipe, run, _settings(recipe, run, "pytorch"), table)
-    prompts = [one.prompt for one in read_prompts(run, "test")][: settings.prompts]
+    prompts = [sample.prompt for sample in read_prompts(run, "test")][: settings.prompts]
     spare = validation_prompts(run, recipe.answers.prompt_tokens, PROMPTS)
     if not spare:
-        run.say("  there is no validation text: costs are timed on the test prompts, which does not change them")
+        run.say("  there is no validation text, so costs are timed on the test prompts (this does not change them)")
     calibrations = {} if calibration is None else calibration.fits
     given = PairTexts(prompts, spare or prompts, calibrations, table=table)
-    # Which decodes the target in the form that the user gave it.
-    own = "pytorch" if target_gguf(recipe) is None else "gguf"
+    # This backend decodes the target in the form in which the user gave it.
+    own_backend = "pytorch" if target_gguf(recipe) is None else "gguf"
     reference: OwnDistributions | None = None
     parts = {}
-    for backend in sorted(settings.backends, key=lambda backend: backend != own):  # the target's own comes first
+    for backend in sorted(settings.backends, key=lambda backend: backend != own_backend):  # the target's own first
         path = run.path("speedup", f"{backend.replace(':', '-')}.json")
         if path.exists():
             run.say(f"  {backend}: measured before the interruption")
         else:
             how = _settings(recipe, run, backend)
-            if backend != own and reference is None:  # before the pair takes its memory
-                reference = _read_own(recipe, run, own, prompts)
+            if backend != own_backend and reference is None:  # The pair has not taken its memory yet.
+                reference = _read_own(recipe, run, own_backend, prompts)
             with _load(recipe, how, backend) as pair:
                 label = _label(recipe, pair, backend)
                 run.say(f"  {label.pair}, {backend}")
                 part = replace(measure_pair(how, pair, label, given), pytorch=_settings_of(pair))
-                for one in part.measurements:  # the other engines take minutes
-                    gain = "" if one.speedup is None else f", {shown(speedup_of(one), '×')}"
-                    run.say(f"    {one.configuration}: {one.tokens_per_second:.1f} tokens/s{gain}")
+                for row in part.measurements:  # The other engines take minutes.
+                    gain = "" if row.speedup is None else f", {shown(speedup_of(row), '×')}"
+                    run.say(f"    {row.configuration}: {row.tokens_per_second:.1f} tokens/s{gain}")
                 run.say(f"    {explain(part)}")
                 if reference is not None:
                     part = replace(part, kl=reference.kl(pair.target))
@@ -279,51 +279,53 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
 
 
 def _in_turns(recipe: Recipe, run: Run, report: SpeedupReport, given: PairTexts) -> list[InTurns]:
-    """Plain decoding and the fastest way of each engine, timed again in turns, the fastest first: one engine after the
-    other was measured in other minutes, and a machine is not the same from one to the next. Engines that are far
-    slower are left out."""
+    """Time plain decoding and the fastest way of each engine again, in turns, and return them, the fastest first.
+
+    The engines were measured one after another, and a machine's speed changes over minutes. Engines that are far slower
+    than the fastest are left out.
+    """
     turns, prompts = recipe.speedup.turns, given.prompts
-    plain = {one.key: one for one in report.plain if one.key in report.contenders}
+    plain = {row.key: row for row in report.plain if row.key in report.contenders}
     if len(plain) < 2 or turns < 1:
         return []
-    asked = {id(one) for one in (*plain.values(), *(one for one in report.best if one.key in plain))}
+    repeated = {id(row) for row in (*plain.values(), *(row for row in report.best if row.key in plain))}
     texts: dict[tuple[int, int], list[TimedText]] = {
         (number, place): []
         for number, part in enumerate(report.parts)
-        for place, one in enumerate(part.measurements)
-        if id(one) in asked
+        for place, row in enumerate(part.measurements)
+        if id(row) in repeated
     }
     run.say(f"  {len(plain)} engines in {turns} turns: plain decoding, and the fastest way of each")
     for turn in range(min(turns, len(prompts))):
-        own = replace(given, prompts=prompts[turn::turns])
+        in_turn = replace(given, prompts=prompts[turn::turns])
         for number, backend in enumerate(recipe.speedup.backends):
             if places := [place for part, place in texts if part == number]:
                 settings = _settings(recipe, run, backend)
                 with _load(recipe, settings, backend) as pair:
-                    for place, timed in time_again(settings, pair, places, own).items():
+                    for place, timed in time_again(settings, pair, places, in_turn).items():
                         texts[number, place] += timed
                 gc.collect()
     columns = {way: totals(timed) for way, timed in texts.items()}
     rates = {way: float(tokens.sum() / seconds.sum()) for way, (tokens, seconds) in columns.items()}
     rows = {(number, place): report.parts[number].measurements[place] for number, place in columns}
     base = columns[max((way for way, row in rows.items() if row.is_plain), key=lambda way: rates[way])]
-    found = []
+    timed_again = []
     for way in sorted(columns, key=lambda way: -rates[way]):
         ratio = speed_ratio(*columns[way], *base)
-        found.append(
+        timed_again.append(
             InTurns(*rows[way].key, way[1], rows[way].configuration, rates[way], ratio.mean, ratio.low, ratio.high)
         )
-    return found
+    return timed_again
 
 
 def _read_own(recipe: Recipe, run: Run, backend: str, prompts: list[list[int]]) -> OwnDistributions:
-    """What the target itself says, where its own backend is not measured, or was before an interruption."""
+    """Return the target's own distributions if its own backend is not measured, or was before an interruption."""
     with _load(recipe, replace(_settings(recipe, run, backend), draft=None), backend) as pair:
         return OwnDistributions(pair.target, prompts)
 
 
 def _settings(recipe: Recipe, run: Run, backend: str) -> PairSettings:
-    """The run's target and trained draft, and how they are measured."""
+    """Return the settings under which a backend decodes the run's target and trained draft."""
     counts, draft = recipe.speedup, str(run.path("draft"))
     measured: dict[str, Any] = {"speedup": counts, "sampler": recipe.sampler, "seed": recipe.seed}
     if backend in counts.files:
@@ -335,28 +337,28 @@ def _settings(recipe: Recipe, run: Run, backend: str) -> PairSettings:
 
 
 def _label(recipe: Recipe, pair: LoadedPair, backend: str) -> PairMeasured:
-    """The name of the run's pair: with PyTorch's settings that are not the defaults, or the types of GGUF files."""
+    """Name the run's pair, with PyTorch's settings that are not the defaults, or with the types of GGUF files."""
     title = "draft + target"
     if backend == "pytorch":
         title += pair.pytorch.suffix
-    elif (own := target_gguf(recipe)) is not None:
-        kind, type_of_own = recipe.speedup.files[backend], file_type(own)
-        again = ":" in backend and kind != type_of_own
-        title += f", target {f'{kind} (from {type_of_own})' if again else type_of_own}, draft {kind}"
+    elif (file := target_gguf(recipe)) is not None:
+        kind, type_of_file = recipe.speedup.files[backend], file_type(file)
+        converted = ":" in backend and kind != type_of_file
+        title += f", target {f'{kind} (from {type_of_file})' if converted else type_of_file}, draft {kind}"
     elif ":" in backend:
         title += f", {recipe.speedup.files[backend]}"
     return PairMeasured(title, backend)
 
 
 def _file_of_target(recipe: Recipe, run: Run, backend: str) -> Path:
-    """The target's GGUF file for a backend: its own, the exported one, or its own in another type, written here."""
-    kind, own = recipe.speedup.files[backend], target_gguf(recipe)
+    """Return the target's GGUF file for a backend: its own, the exported one, or its own in another type."""
+    kind, file = recipe.speedup.files[backend], target_gguf(recipe)
     exported = run.path("gguf", f"target-{kind}.gguf")
-    if own is None:
+    if file is None:
         return exported
     if ":" not in backend:
-        return own
-    (path,) = files_in_types(str(own), [kind], lambda _: run.path("speedup", exported.name)).values()
+        return file
+    (path,) = files_in_types(str(file), [kind], lambda _: run.path("speedup", exported.name)).values()
     return path
 
 
@@ -364,7 +366,7 @@ def _load(recipe: Recipe, settings: PairSettings, backend: str) -> LoadedPair:
     if backend == "pytorch":
         return settings.load()
     pair = settings.load(recipe.corpus.block, min(settings.largest_tree, MOST_LEAVES))
-    # All backends end their texts alike. llama.cpp knows some more end tokens by their names.
+    # All backends must end their texts alike. llama.cpp knows more end tokens by their names.
     ends = target_ends(recipe.target.model, load_tokenizer(recipe.target.model))
     return replace(pair, ends=ends.ids, text_ends=ends.texts)
 
@@ -384,21 +386,22 @@ def measure_any_pair(
     table: Path | None = None,
     command: str = "",
 ) -> SpeedupReport:
-    """Read the prompts in files, or `count` questions of each category of a suite, load both models and measure them.
+    """Read prompts from files, or `count` questions of each category of a suite, load both models and measure them.
 
-    `table` holds n-grams of the target, or is a run that has some. `names` are target and draft as they were given.
-    Plain text is cut into prompts of `prompt_tokens`. Raises RecipeError or DataError for prompts, contexts and
-    configurations that do not go together.
+    `table` is a file of the target's n-grams, or a run that has one. `names` are target and draft as the user gave
+    them. Plain text is cut into prompts of `prompt_tokens`. Raises RecipeError or DataError for prompts, contexts and
+    configurations that do not fit together.
     """
     configurations, new_tokens = settings.configurations, settings.speedup.new_tokens
-    other_vocabulary = any(one.other_vocabulary for one in configurations)
+    other_vocabulary = any(configuration.other_vocabulary for configuration in configurations)
     own_draft = None if other_vocabulary else settings.draft
     # Calibrations and costs are measured on other prompts.
-    more = settings.speedup.prompts if any(one.needs_calibration or one.needs_costs for one in configurations) else 0
+    needs_more = any(configuration.needs_calibration or configuration.needs_costs for configuration in configurations)
+    more = settings.speedup.prompts if needs_more else 0
     room = _room_of(settings, own_draft)
     asked: SuitePrompts | None = None
     if suite is None:
-        corpus = Corpus(sources=sources_of([Path(one) for one in files]))
+        corpus = Corpus(sources=sources_of([Path(file) for file in files]))
         given_texts = settings.target.model, corpus, chat or Chat()
         prompts = read_user_prompts(*given_texts, settings.speedup.prompts, more, prompt_tokens, room)
     else:
@@ -407,12 +410,12 @@ def measure_any_pair(
         )
         prompts = UserPrompts(asked.asked, asked.others, {}, [])
         if need_calibration(configurations) and not asked.others:
-            hint = "lower --count, or calibration=none (of drafter table: another rule)"
+            hint = "lower --count, or use calibration=none (for drafter table: another rule)"
             raise RecipeError("no question of the suite is left for calibrations", hint)
-    longest = max(len(one.prompt) for one in (*prompts.measured, *prompts.others))
+    longest = max(len(sample.prompt) for sample in (*prompts.measured, *prompts.others))
     longest = longest if asked is None else max(longest, asked.longest)
     counted = None if table is None else open_table(table, settings.target.model)
-    longest_step = max(16, *(one.longest_round + 1 for one in configurations))
+    longest_step = max(16, *(configuration.longest_round + 1 for configuration in configurations))
     tokens = max(longest + new_tokens, 2 * longest_step)
     with settings.load(tokens, settings.largest_tree, alone=other_vocabulary) as pair:
         units: list[int] = []
@@ -420,7 +423,8 @@ def measure_any_pair(
             write = partial(write_texts, pair.target, new_tokens=new_tokens, rules=rules_of_pair(pair))
             turns, units = asked.all_turns(write, pair.text)
             prompts = replace(prompts, measured=turns, dropped=dict(asked.dropped))
-        measured, spare = [one.prompt for one in prompts.measured], [one.prompt for one in prompts.others]
+        measured = [sample.prompt for sample in prompts.measured]
+        spare = [sample.prompt for sample in prompts.others]
         reader = None
         if other_vocabulary and settings.draft is not None:
             reader = read_with(pair, settings.target, settings.draft, settings.device)
@@ -446,7 +450,7 @@ def measure_any_pair(
             draft=names[1],
             dropped=prompts.dropped,
             asked=prompts.asked,
-            texts=", ".join(Path(one).name for one in files) if asked is None else asked.suite.name,
+            texts=", ".join(Path(file).name for file in files) if asked is None else asked.suite.name,
             table="" if table is None else str(table),
             suite="" if asked is None else asked.words,
         )
@@ -454,13 +458,13 @@ def measure_any_pair(
 
 
 def _settings_of(pair: LoadedPair) -> str:
-    """PyTorch's settings that are not the defaults, with what the bits of a target's file change."""
-    said = pair.pytorch.suffix.removeprefix(", ")
+    """Return PyTorch's settings that are not the defaults, with the KL of a target that decodes in its file's bits."""
+    settings = pair.pytorch.suffix.removeprefix(", ")
     if pair.pytorch.target_weights != "file" or pair.hugging_face is None:
-        return said
-    return f"{said} ({kl_of_bits(pair.reference, growing_decoder(pair.hugging_face[0])).words})"
+        return settings
+    return f"{settings} ({kl_of_bits(pair.reference, growing_decoder(pair.hugging_face[0])).words})"
 
 
 def _room_of(settings: PairSettings, draft: str | None) -> int:
-    """The most tokens of a prompt for which the contexts of target and draft leave room; loads no weights."""
+    """Return the most tokens of a prompt for which the contexts of target and draft leave room. Loads no weights."""
     return room_for_prompts(settings.target.model, draft, settings.speedup.new_tokens)

@@ -1,6 +1,6 @@
-"""What the speedup stage measures: speedup.json as dataclasses, read by tables, report page and model card.
+"""speedup.json as dataclasses, which tables, report page and model card read.
 
-A `Configuration` (distill/recipe/configuration.py) is one way to decode; a `Measurement` is what it gave.
+A `Configuration` (distill/recipe/configuration.py) is one way to decode. A `Measurement` is its result.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from distill.tables import Interval, Value
 
 @dataclass(frozen=True)
 class PairMeasured:
-    """Which pair a figure belongs to, and by which backend it was decoded."""
+    """The pair that a figure belongs to, and the backend that decoded it."""
 
     pair: str
     backend: str
 
     @property
     def key(self) -> tuple[str, str]:
-        """Identifies the pair and backend."""
+        """The pair and the backend, which identify a part."""
         return self.pair, self.backend
 
 
-NEAR = 0.6  # one machine's minutes hardly differ by more
+CONTENDER_RATIO = 0.6  # A machine's speed hardly changes by more from one minute to another.
 
 
 @dataclass(frozen=True)
 class RoundFigures:
-    """Where the seconds of a configuration's rounds go, the prompt apart; of plain decoding, of its steps.
+    """Where the seconds of a configuration's rounds go, without the prompt. For plain decoding, rounds are steps.
 
-    Of a round: its `tokens` (τ), mean tokens of the target's step (`verified`), draft steps and seconds;
-    `target_seconds` and `draft_seconds` as they were paid in all steps of each model, None where a device computes on
-    after a call returns. `bound` is τ ÷ (T(m) + Σ D), tokens per second, from steps timed with one model alone; NaN
-    where every text ended with its first token.
+    Per round: `tokens` (τ), mean tokens of the target's step (`verified`), draft steps and seconds. `target_seconds`
+    and `draft_seconds` are the time of all steps of each model. They are None if the device computes on after a call
+    returns. `bound` is τ ÷ (T(m) + Σ D) in tokens per second, from steps timed with one model alone. It is NaN if every
+    text ended with its first token.
     """
 
     tokens: float
@@ -52,22 +52,22 @@ class RoundFigures:
 
     @property
     def overhead_seconds(self) -> float | None:
-        """What is spent in neither model."""
+        """The seconds that are spent in neither model."""
         if self.target_seconds is None or self.draft_seconds is None:
             return None
         return self.seconds - self.target_seconds - self.draft_seconds
 
     @property
     def tokens_per_second(self) -> float:
-        """Tokens per second behind the prompt."""
+        """Tokens per second after the prompt."""
         return self.tokens / self.seconds if self.seconds else math.nan
 
 
 @dataclass(frozen=True)
 class GroupFigures:
-    """A configuration on the `count` prompts of a class, which is the `group`, over plain decoding of the same.
+    """A configuration on the `count` prompts of a class (`group`), compared with plain decoding of the same prompts.
 
-    The intervals of `speedup` and `tokens_per_round` are by prompt, of a suite by question, NaN where there is one.
+    The intervals of `speedup` and `tokens_per_round` resample prompts, or a suite's questions. They are NaN for one.
     """
 
     group: str
@@ -84,18 +84,18 @@ class GroupFigures:
 
 @dataclass(frozen=True)
 class Measurement(PairMeasured):
-    """What one configuration gave on all prompts, beside the plain run of the same sampler.
+    """The result of one configuration on all prompts, compared with plain decoding under the same sampler.
 
-    `configuration` is its name in this table, `settings` everything that it reads. `length` is γ of the greedy sweep of
-    fixed lengths (0: plain) and None for every other configuration; `drafter` and `rule` are None where nothing is
-    drafted. `sampler` is None for greedy.
-    `identical`, `excused` and `different` count texts against the plain greedy run; None where texts are sampled.
-    `lossy` is the reason why the text does not follow the target's distribution, None where it does.
-    `predicted` is the speedup expected from the costs of steps and the conditional acceptance.
-    `repeated` is the share of the tokens that end three tokens which stood before in the prompt or the text: lookups
-    profit from these, and a degenerate text is full of them. `prompt_seconds` are the mean seconds until the first
-    token. `stopped`: after this many prompts it was clearly slower than the fastest, and took no more; figures are over
-    plain decoding of these. `positions` has the conditional acceptance of a draft's chains by drafted position.
+    `configuration` is its name in this table, and `settings` is everything that it reads. `length` is γ in the greedy
+    sweep of fixed lengths (0: plain) and None for other configurations. `drafter` and `rule` are None if nothing is
+    drafted. `sampler` is None for greedy. `identical`, `excused` and `different` count texts compared with plain greedy
+    decoding. They are None for sampled texts. `lossy` is the reason why the text does not follow the target's
+    distribution, or None. `predicted` is the speedup expected from the costs of steps and the conditional acceptance.
+    `repeated` is the share of tokens that end three tokens which occurred before in the prompt or the text. Lookups
+    profit from these, and degenerate text is full of them. `prompt_seconds` is the mean time to the first token.
+    `stopped` is the number of prompts after which the configuration was clearly slower than the fastest and was
+    stopped. Its figures then compare these prompts. `positions` has the conditional acceptance of a draft's chains by
+    drafted position.
     """
 
     configuration: str
@@ -125,7 +125,7 @@ class Measurement(PairMeasured):
 
     @property
     def is_plain(self) -> bool:
-        """Whether nothing was drafted, under whatever sampler."""
+        """Whether nothing was drafted, under any sampler."""
         return self.drafter is None
 
     @property
@@ -135,7 +135,7 @@ class Measurement(PairMeasured):
 
     @property
     def same_text(self) -> str:
-        """How many greedy texts equal the plain ones, and how many diverge at a rounding tie; else `sampled`."""
+        """How many greedy texts equal the plain ones, and how many differ at a rounding tie, or `sampled`."""
         if self.identical is None or self.excused is None or self.different is None:
             return "sampled"
         total = self.identical + self.excused + self.different
@@ -144,7 +144,7 @@ class Measurement(PairMeasured):
 
 @dataclass(frozen=True)
 class StepFigures:
-    """Median seconds of a step of m tokens, with one model alone, at a depth: T(m) by m of the target, D(m)."""
+    """Median seconds of a step of m tokens at a depth, with one model alone: T(m) of the target and D(m), by m."""
 
     depth: int
     target: dict[int, float]
@@ -152,16 +152,17 @@ class StepFigures:
 
     @property
     def by_model(self) -> dict[str, dict[int, float]]:
-        """The models that were timed, by name."""
+        """The steps of each model that was timed, by the model's name."""
         return {name: steps for name, steps in (("target", self.target), ("draft", self.draft)) if steps}
 
 
 @dataclass(frozen=True)
 class SpeedupPart(PairMeasured):
-    """All that was measured of one pair by one backend.
+    """Everything that was measured of one pair by one backend.
 
-    `kl` is the mean KL in nats of the target's own distributions to those of this backend, None where this is its own,
-    or nothing was compared. `target` and `draft` are the models or files that were decoded, `pytorch` as in the report.
+    `kl` is the mean KL in nats from the target's own distributions to this backend's. It is None for the target's own
+    backend, or if nothing was compared. `target` and `draft` are the models or files that were decoded. `pytorch` has
+    PyTorch's settings, as in the report.
     """
 
     measurements: list[Measurement]
@@ -178,16 +179,19 @@ class SpeedupPart(PairMeasured):
 
     @property
     def by_position(self) -> dict[str, ByText]:
-        """The positions of the longest greedy chain of a draft; empty where none was drafted."""
-        chains = [one for one in self.measurements if one.positions and one.sampler is None]
-        longest = sorted(chains, key=lambda one: one.length or 0)[-1:]
-        return {one.configuration: one.positions for one in longest}
+        """The positions of the longest greedy chain of a draft. Empty if none was drafted."""
+        chains = [row for row in self.measurements if row.positions and row.sampler is None]
+        longest = sorted(chains, key=lambda row: row.length or 0)[-1:]
+        return {row.configuration: row.positions for row in longest}
 
 
 @dataclass(frozen=True)
 class InTurns(PairMeasured):
-    """A way to decode, timed again with the engines taking turns: its speedup is over the fastest plain decoding of all
-    engines in the same turns. `place` is its place among the measurements of its part."""
+    """A way to decode, timed again with the engines taking turns.
+
+    Its speedup is over the fastest plain decoding of all engines in the same turns. `place` is its place among the
+    measurements of its part.
+    """
 
     place: int
     configuration: str
@@ -198,29 +202,29 @@ class InTurns(PairMeasured):
 
 
 def _fastest(measurements: Iterable[Measurement]) -> list[Measurement]:
-    """The fastest of each pair and backend, of those that drafted something."""
+    """Return the fastest measurement of each pair and backend that drafted something."""
     best: dict[tuple[str, str], Measurement] = {}
-    for one in measurements:
+    for row in measurements:
         if (
-            one.acceptance is not None
-            and math.isfinite(one.speedup)
-            and (one.key not in best or one.speedup > best[one.key].speedup)
+            row.acceptance is not None
+            and math.isfinite(row.speedup)
+            and (row.key not in best or row.speedup > best[row.key].speedup)
         ):
-            best[one.key] = one
+            best[row.key] = row
     return list(best.values())
 
 
 @dataclass(frozen=True)
 class SpeedupReport:
-    """speedup.json of a run, and what was measured of any two models: every part in order, the command, the machine.
+    """speedup.json of a run, or the measurement of any two models.
 
-    `calibration` says what was fitted on which other texts, empty where nothing was. `gguf` and `pytorch` name the
-    engines' settings that are not the defaults. Of any two models, `target` and `draft` are their names as they were
-    given, and `dropped` counts the records that were left out, by reason. A backend whose KL is above MOST_KL is not
-    the target's; of all others, `in_turns` has plain decoding and the fastest way, the fastest first. `texts` are what
-    the prompts were taken from, `table` the run or file whose n-grams were read. `suite` names a published suite and
-    what was taken of it, empty for other prompts; its turns are the prompts.
-    `asked` says how prompts of files are asked.
+    `calibration` says what was fitted on which other texts, and is empty if nothing was. `gguf` and `pytorch` name the
+    engines' settings that are not the defaults. For any two models, `target` and `draft` are the names that the user
+    gave, and `dropped` counts the records that were left out, by reason. A backend with a KL above MOST_KL does not
+    decode the target's distributions. For all other backends, `in_turns` has plain decoding and the fastest way, the
+    fastest first. `texts` names the source of the prompts, `table` the run or file whose n-grams were read. `suite`
+    names a published suite and the part that was used. Its turns are the prompts. It is empty for other prompts.
+    `asked` says in which form the prompts of files are asked.
     """
 
     command: str
@@ -245,19 +249,19 @@ class SpeedupReport:
 
     @property
     def measurements(self) -> list[Measurement]:
-        """Of all parts, in order."""
+        """The measurements of all parts, in order."""
         return [measurement for part in self.parts for measurement in part.measurements]
 
     @property
     def _accepted(self) -> list[Measurement]:
-        """Those of backends that decode the target's own distributions, or nearly so."""
-        return [one for part in self.parts if (part.kl or 0) <= MOST_KL for one in part.measurements]
+        """The measurements of backends whose distributions are the target's, up to MOST_KL."""
+        return [row for part in self.parts if (part.kl or 0) <= MOST_KL for row in part.measurements]
 
     @property
     def fastest_of_backends(self) -> dict[str, Measurement]:
-        """The fastest fixed length of each backend's first pair: what its commands draft, and whether they pay."""
-        fastest = _fastest(one for one in self._accepted if one.length)
-        return {one.backend: one for one in reversed(fastest)}
+        """The fastest fixed length of each backend's first pair. Its commands draft this many tokens, if it pays."""
+        fastest = _fastest(row for row in self._accepted if row.length)
+        return {row.backend: row for row in reversed(fastest)}
 
     @property
     def best(self) -> list[Measurement]:
@@ -266,40 +270,40 @@ class SpeedupReport:
 
     @property
     def _ways(self) -> list[Measurement]:
-        """All lossless ways to the target's greedy text; where none of these drafts, of the sampled ones."""
-        lossless = [one for one in self._accepted if one.lossy is None and (one.is_plain or one.acceptance is not None)]
-        greedy, sampled = ([one for one in lossless if (one.sampler is None) == wanted] for wanted in (True, False))
-        return sampled if sampled and all(one.is_plain for one in greedy) else greedy
+        """All lossless ways to the target's greedy text. If none of these drafts, the lossless sampled ways."""
+        lossless = [row for row in self._accepted if row.lossy is None and (row.is_plain or row.acceptance is not None)]
+        greedy, sampled = ([row for row in lossless if (row.sampler is None) == wanted] for wanted in (True, False))
+        return sampled if sampled and all(row.is_plain for row in greedy) else greedy
 
     @property
     def rivals(self) -> list[Measurement]:
         """All lossless ways that drafted something, of backends whose KL is accepted."""
-        return [one for one in self._ways if not one.is_plain]
+        return [row for row in self._ways if not row.is_plain]
 
     @property
     def contenders(self) -> set[tuple[str, str]]:
-        """The engines that may be the fastest: with NEAR times the most tokens a second that were measured, or more."""
+        """The engines that may be the fastest: their speed is at least CONTENDER_RATIO of the highest speed."""
         speeds: dict[tuple[str, str], float] = {}
-        for one in (*self.plain, *self.best):
-            speeds[one.key] = max(speeds.get(one.key, 0.0), one.tokens_per_second)
-        return {key for key, speed in speeds.items() if speed >= NEAR * max(speeds.values())}
+        for row in (*self.plain, *self.best):
+            speeds[row.key] = max(speeds.get(row.key, 0.0), row.tokens_per_second)
+        return {key for key, speed in speeds.items() if speed >= CONTENDER_RATIO * max(speeds.values())}
 
     @property
     def fastest_way(self) -> Measurement:
-        """What makes the target's greedy text with the most tokens a second, plain decoding included."""
-        return max((*self.rivals, *self.plain), key=lambda one: one.tokens_per_second)
+        """The way to the target's greedy text with the most tokens per second, plain decoding included."""
+        return max((*self.rivals, *self.plain), key=lambda row: row.tokens_per_second)
 
     @property
     def plain(self) -> list[Measurement]:
         """Plain decoding of each part, the fastest first."""
-        return sorted((one for one in self._ways if one.is_plain), key=lambda one: -one.tokens_per_second)
+        return sorted((row for row in self._ways if row.is_plain), key=lambda row: -row.tokens_per_second)
 
 
 def speedup_of(row: Measurement | GroupFigures) -> Value:
-    """A speedup with its interval; None where it was not measured."""
+    """Return a speedup with its interval, or None if it was not measured."""
     return None if row.speedup is None else Interval(row.speedup, row.speedup_low, row.speedup_high)
 
 
 def tokens_of(row: GroupFigures) -> Value:
-    """Return the tokens per round with their interval; None where nothing was drafted."""
+    """Return the tokens per round with their interval, or None if nothing was drafted."""
     return None if row.tokens_per_round is None else Interval(row.tokens_per_round, row.tokens_low, row.tokens_high)

@@ -21,67 +21,67 @@ from distill.recipe.measuring import MOST_KL, engine_name
 from distill.tables import Block, Cell, Code, Columns, Interval, Row, Table, listed, table_of
 
 INTERLEAVED = (
-    "distinct prompts, interleaved, cold caches; times include the prompt. Speedup over this decoder's own plain run "
-    "of the same sampler, intervals by prompt."
+    "distinct prompts, in turns, with cold caches. Times include the prompt. Speedups are over this decoder's own "
+    "plain decoding with the same sampler. Intervals resample prompts."
 )
 
 
 def measurement_table(rows: Sequence[Measurement], command: str, best: Iterable[Measurement] = ()) -> Table:
-    """Configurations beside plain decoding; those of `best` are bold, lossy ones and texts that differ are red."""
+    """Return the table of configurations. Those in `best` are bold. Lossy ones, and texts that differ, are red."""
     columns: Columns[Measurement] = {
-        "pair": lambda one: one.pair,
-        "backend": lambda one: one.backend,
-        "configuration": lambda one: one.configuration,
-        "tokens/s": lambda one: one.tokens_per_second,
-        "plain tokens/s": lambda one: one.plain_tokens_per_second,
-        "tokens per round": lambda one: one.tokens_per_round,
-        "acceptance rate": lambda one: Cell(one.acceptance, "%"),
-        "speedup": lambda one: Cell(1.0 if one.is_plain else speedup_of(one), "×"),
-        "predicted": lambda one: Cell(one.predicted, "×"),
-        "same text": lambda one: Cell(one.same_text, bad=bool(one.different)),
-        "distribution": lambda one: Cell(one.distribution, bad=one.lossy is not None),
+        "pair": lambda row: row.pair,
+        "backend": lambda row: row.backend,
+        "configuration": lambda row: row.configuration,
+        "tokens/s": lambda row: row.tokens_per_second,
+        "plain tokens/s": lambda row: row.plain_tokens_per_second,
+        "tokens per round": lambda row: row.tokens_per_round,
+        "acceptance rate": lambda row: Cell(row.acceptance, "%"),
+        "speedup": lambda row: Cell(1.0 if row.is_plain else speedup_of(row), "×"),
+        "predicted": lambda row: Cell(row.predicted, "×"),
+        "same text": lambda row: Cell(row.same_text, bad=bool(row.different)),
+        "distribution": lambda row: Cell(row.distribution, bad=row.lossy is not None),
     }
-    fastest = {id(one) for one in best}
-    classes = ["best" if id(one) in fastest else "plain" if one.is_plain else "" for one in rows]
-    plain = {
-        f"{100 * one.repeated:.0f} % ({one.configuration}, {engine_name(one.backend)})" for one in rows if one.is_plain
+    fastest = {id(row) for row in best}
+    classes = ["best" if id(row) in fastest else "plain" if row.is_plain else "" for row in rows]
+    repeated = {
+        f"{100 * row.repeated:.0f} % ({row.configuration}, {engine_name(row.backend)})" for row in rows if row.is_plain
     }
-    note = (
-        f"Repeated text (tokens that end {REPEATED} which stood before, prompt included): {', '.join(sorted(plain))}."
-    )
-    note = note if plain else ""
-    if stopped := [f"{one.configuration} after {one.stopped} prompts" for one in rows if one.stopped]:
+    note, shares = "", ", ".join(sorted(repeated))
+    if repeated:
+        note = f"Repeated text (tokens that end {REPEATED} which occurred before, prompt included): {shares}."
+    if stopped := [f"{row.configuration} after {row.stopped} prompts" for row in rows if row.stopped]:
         note += f" Stopped, clearly slower than the fastest: {', '.join(stopped)}."
     return table_of(rows, columns, command, "configurations", note.strip(), classes=classes)
 
 
 def round_table(part: SpeedupPart, command: str) -> Table:
-    """What a round of each configuration gives and costs."""
+    """Return the table of what a round of each configuration gives and costs."""
 
     def milliseconds(seconds: float | None) -> Cell:
         return Cell(None if seconds is None else seconds * 1e3, ".3f")
 
     columns: Columns[Measurement] = {
-        "configuration": lambda one: one.configuration,
-        "tokens (τ)": lambda one: one.rounds.tokens,
-        "verified": lambda one: one.rounds.verified,
-        "draft steps": lambda one: one.rounds.draft_steps,
-        "ms": lambda one: milliseconds(one.rounds.seconds),
-        "target, ms": lambda one: milliseconds(one.rounds.target_seconds),
-        "draft, ms": lambda one: milliseconds(one.rounds.draft_seconds),
-        "the rest, ms": lambda one: milliseconds(one.rounds.overhead_seconds),
-        "tokens/s": lambda one: one.rounds.tokens_per_second,
-        "bound": lambda one: one.rounds.bound,
-        "attained": lambda one: Cell(one.rounds.tokens_per_second / (one.rounds.bound or math.nan), "%"),
+        "configuration": lambda row: row.configuration,
+        "tokens (τ)": lambda row: row.rounds.tokens,
+        "verified": lambda row: row.rounds.verified,
+        "draft steps": lambda row: row.rounds.draft_steps,
+        "ms": lambda row: milliseconds(row.rounds.seconds),
+        "target, ms": lambda row: milliseconds(row.rounds.target_seconds),
+        "draft, ms": lambda row: milliseconds(row.rounds.draft_seconds),
+        "the rest, ms": lambda row: milliseconds(row.rounds.overhead_seconds),
+        "tokens/s": lambda row: row.rounds.tokens_per_second,
+        "bound": lambda row: row.rounds.bound,
+        "attained": lambda row: Cell(row.rounds.tokens_per_second / (row.rounds.bound or math.nan), "%"),
     }
     note = (
-        "The prompt apart; of plain decoding, a step. Bound: τ ÷ the seconds of its steps, timed with one model alone."
+        "Without the prompt. For plain decoding, a round is a step. Bound: τ ÷ the seconds of its steps, timed with "
+        "one model alone."
     )
     return table_of(part.measurements, columns, command, "a round", note)
 
 
 def step_table(part: SpeedupPart, command: str) -> Table:
-    """Milliseconds of a step of each number of tokens, with one model alone."""
+    """Return the table of milliseconds of a step for each number of tokens, with one model alone."""
     curves = part.steps.by_model
     sizes = sorted({m for curve in curves.values() for m in curve})
     rows: list[Row] = [
@@ -93,17 +93,17 @@ def step_table(part: SpeedupPart, command: str) -> Table:
 
 
 VERIFIED = {"greedy": "the target's best token decides", "token": "rejection sampling", "match": "the draw decides"}
-SHAPELESS = {"top_k": 0, "top_p": 1, "min_p": 0}  # settings of a sampler that change nothing
+NEUTRAL = {"top_k": 0, "top_p": 1, "min_p": 0}  # settings of a sampler that change nothing
 
 
 def suite_line(report: SpeedupReport) -> str:
-    """Return the line that names suite, questions, tokens and verifiers, as a paper does."""
+    """Return a line with suite, questions, tokens and verifiers, as a paper prints it."""
     verifiers: dict[str, None] = {}
-    for one in report.measurements:
-        if one.drafter is not None:
-            given = {name: value for name, value in (one.sampler or {}).items() if value != SHAPELESS.get(name)}
+    for row in report.measurements:
+        if row.drafter is not None:
+            given = {name: value for name, value in (row.sampler or {}).items() if value != NEUTRAL.get(name)}
             sampler = ", ".join(f"{name} {value:g}" for name, value in (given or {"temperature": 0}).items())
-            verifier = one.settings["verifier"]
+            verifier = row.settings["verifier"]
             verifiers[f"{sampler}: verifier {verifier} ({VERIFIED.get(verifier, 'see below')})"] = None
     return (
         f"{report.suite}, up to {report.new_tokens} new tokens a turn. Later turns follow the target's own greedy "
@@ -112,25 +112,25 @@ def suite_line(report: SpeedupReport) -> str:
 
 
 def group_table(rows: Sequence[tuple[Measurement, GroupFigures]], command: str, suite: bool = False) -> Table:
-    """Speeds by class of prompt, or by category of a suite; the classes in the order in which they first come."""
+    """Return speeds by class of prompt, or by category of a suite. Classes keep their first order of occurrence."""
     order = list(dict.fromkeys(group.group for _, group in rows))
     columns: Columns[tuple[Measurement, GroupFigures]] = {
-        "category" if suite else "class of prompt": lambda one: one[1].group,
-        "configuration": lambda one: one[0].configuration,
-        "questions" if suite else "of": lambda one: one[1].count,
-        "tokens/s": lambda one: one[1].tokens_per_second,
-        "tokens per round": lambda one: tokens_of(one[1]),
-        "acceptance rate": lambda one: Cell(one[1].acceptance, "%"),
-        "speedup": lambda one: Cell(1.0 if one[0].is_plain else speedup_of(one[1]), "×"),
+        "category" if suite else "class of prompt": lambda row: row[1].group,
+        "configuration": lambda row: row[0].configuration,
+        "questions" if suite else "of": lambda row: row[1].count,
+        "tokens/s": lambda row: row[1].tokens_per_second,
+        "tokens per round": lambda row: tokens_of(row[1]),
+        "acceptance rate": lambda row: Cell(row[1].acceptance, "%"),
+        "speedup": lambda row: Cell(1.0 if row[0].is_plain else speedup_of(row[1]), "×"),
     }
-    by_group = sorted(rows, key=lambda one: order.index(one[1].group))
+    by_group = sorted(rows, key=lambda row: order.index(row[1].group))
     title = "by category, with the prompts" if suite else "by class of prompt, with the prompts"
     note = "Tokens per round: accepted + 1, the mean accepted tokens of papers." if suite else ""
     return table_of(by_group, columns, command, title, note)
 
 
 def engine_table(report: SpeedupReport) -> Table:
-    """What each engine and type of file gives: plain decoding and its fastest way, marked where that is slower."""
+    """Return the table of engines and file types: plain decoding and the fastest way, marked if that is slower."""
     best = {one.key: one for one in report.best}
 
     def fastest(part: SpeedupPart) -> Measurement:
@@ -153,20 +153,20 @@ def engine_table(report: SpeedupReport) -> Table:
 
 
 def turn_table(report: SpeedupReport) -> Table:
-    """Plain decoding and the fastest way of each engine, in the same minutes."""
+    """Return the table of plain decoding and the fastest way of each engine, measured in the same minutes."""
     columns: Columns[InTurns] = {
-        "pair": lambda one: one.pair,
-        "backend": lambda one: one.backend,
-        "configuration": lambda one: one.configuration,
-        "tokens/s": lambda one: one.tokens_per_second,
-        "over the fastest plain": lambda one: Cell(Interval(one.speedup, one.speedup_low, one.speedup_high), "×"),
+        "pair": lambda row: row.pair,
+        "backend": lambda row: row.backend,
+        "configuration": lambda row: row.configuration,
+        "tokens/s": lambda row: row.tokens_per_second,
+        "over the fastest plain": lambda row: Cell(Interval(row.speedup, row.speedup_low, row.speedup_high), "×"),
     }
     note = "Plain decoding and the fastest way of each, timed again with the engines taking turns; prompts included."
     return table_of(report.in_turns, columns, report.command, "engines in turns", note)
 
 
 def speedup_blocks(report: SpeedupReport) -> list[Block]:
-    """Everything that was measured of a run, also its speedup.md, or of any pair."""
+    """Return the blocks of a report: speedup.md of a run, or the measurement of any pair."""
     blocks: list[Block] = [
         report.verdict,
         *([suite_line(report), *_categories(report)] if report.suite else []),
@@ -186,11 +186,11 @@ def speedup_blocks(report: SpeedupReport) -> list[Block]:
 
 
 def legend(report: SpeedupReport) -> Table:
-    """Everything that each configuration reads, by its name."""
-    settings = {one.configuration: one.settings for one in report.measurements if one.drafter}
+    """Return the table of everything that each configuration reads, by its name."""
+    settings = {row.configuration: row.settings for row in report.measurements if row.drafter}
     return table_of(
         settings.items(),
-        {"configuration": lambda one: one[0], "settings": lambda one: described(one[1])},
+        {"configuration": lambda row: row[0], "settings": lambda row: described(row[1])},
         report.command,
         "what the names stand for",
     )
@@ -205,14 +205,14 @@ def _part(part: SpeedupPart, command: str, suite: bool) -> list[Block]:
 
 
 def _categories(report: SpeedupReport) -> list[Block]:
-    """The table that papers print of a suite."""
+    """Return the table that papers print of a suite, if it has groups."""
     rows = [(row, group) for row in report.measurements for group in row.by_class]
     return [group_table(rows, report.command, suite=True)] if rows else []
 
 
 def _head(report: SpeedupReport) -> list[str]:
     named = ", ".join(f"{name} {value:g}" for name, value in report.sampler.items())
-    interleaved = INTERLEAVED.replace("by prompt", "by question") if report.suite else INTERLEAVED
+    interleaved = INTERLEAVED.replace("resample prompts", "resample questions") if report.suite else INTERLEAVED
     pair = f"Target {report.target}, draft {report.draft or 'none'}. " if report.target else ""
     lines = [
         f"{pair}Up to {report.new_tokens} tokens after each of {report.prompts} {interleaved} Sampler of sampled "
@@ -228,7 +228,7 @@ def _head(report: SpeedupReport) -> list[str]:
     lines += [f"{name}: {note}." for name, note in notes.items() if note]
     lines += [
         f"{part.pair}, {engine_name(part.backend)}, does not count: its distributions are {part.kl:.2g} nats of KL "
-        f"from the target's own, and {MOST_KL:g} is accepted."
+        f"from the target's own, and the limit is {MOST_KL:g}."
         for part in report.parts
         if (part.kl or 0) > MOST_KL
     ]

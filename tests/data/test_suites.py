@@ -168,7 +168,7 @@ def test_a_suite_as_papers_report_it(world: Path, capsys: Capture) -> None:
     text = document(speedup_blocks(found))
     assert "3 of 9 questions, 1 of each of 3 categories, seed 0, 4 turns, up to 8 new tokens a turn" in text
     assert "temperature 0: verifier greedy" in text and "temperature 1: verifier token (rejection sampling)" in text
-    assert "| category | configuration | questions |" in text and "intervals by question" in text
+    assert "| category | configuration | questions |" in text and "Intervals resample questions" in text
     for option in (("--prompts", world / "made.jsonl"), ("--prompt-tokens", 8)):
         assert "--suite has prompts of its own" in tiny.refused(capsys, "speedup", *pair, *option)
     all_taken = (*pair[:-4], "--count", 9, "-C", "rule=expected-value")

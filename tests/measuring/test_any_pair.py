@@ -121,17 +121,17 @@ def measured(
 # What stands in the sentence about a chain of this speedup and its lower end, whose rounds give and verify so many
 # tokens and cost so much in target, draft and beside them, in plain steps.
 TOLD: dict[str, tuple[float, float, float, float, Sequence[float]]] = {
-    "a round gives 3.40 tokens and costs 1.70 plain steps (1.20 in the target, 0.40 in the draft).": (
+    "A round gives 3.40 tokens and costs 1.70 plain steps (1.20 in the target, 0.40 in the draft).": (
         *(2.0, 1.8, 3.4, 5),
         (1.2, 0.4, 0.1),
     ),
-    "because a round gives fewer tokens than that. It would gain with 25% of the drafted tokens accepted instead of "
+    "because a round costs more than it gives. It would gain with 25% of the drafted tokens accepted instead of "
     "20%, or with drafting that takes 0.20 instead of 0.40 plain steps a round, or with an engine whose steps of 5.0 "
     "tokens cost 1.30 instead of 1.50 plain steps a round.": (
         *(0.9, 0.8, 1.8, 5),
         (1.5, 0.4, 0.1),
     ),
-    "no gain, because it hardly drafts: it verifies 1.10 tokens": (0.95, 0.9, 1.05, 1.1, (1, 0.05, 0.05)),
+    "gains nothing, because it hardly drafts (1.10 tokens": (0.95, 0.9, 1.05, 1.1, (1, 0.05, 0.05)),
     "reading the prompt takes 18.0 ms with the draft, 10.0 without.": (0.95, 0.9, 2.1, 5, (1.5, 0.4, 0.1)),
     "prompts vary by more than it gains": (1.05, 0.9, 2.2, 5, (1.5, 0.4, 0.1)),
 }
@@ -143,8 +143,10 @@ def test_what_is_told_about_a_speedup(words: str) -> None:
     rounds = RoundFigures(tokens, verified, 4, (target + draft + rest) / 2, target / 2, draft / 2, 1)
     rows = [measured(PLAIN, 1, 1, None), measured(Configuration(length=4), speedup, low, (tokens - 1) / 4, rounds)]
     sentence = explain(SpeedupPart("p", "b", rows, ALONE))
-    assert words in sentence and ("no gain" in sentence) is (speedup < 1)
-    assert sentence.startswith(f"Fastest that drafts: `draft 4`, {speedup:.2f}× over the whole request: a round gives ")
+    assert words in sentence and ("gains nothing" in sentence) is (speedup < 1)
+    assert sentence.startswith(
+        f"Fastest configuration that drafts: `draft 4`, {speedup:.2f}× over the whole request. A round"
+    )
 
 
 def test_a_draft_whose_file_is_slow_has_other_types_proposed() -> None:
@@ -152,7 +154,7 @@ def test_a_draft_whose_file_is_slow_has_other_types_proposed() -> None:
     for draft, seconds, said in (("d.gguf", 0.2, True), ("d.gguf", 0.1, False), ("folder", 0.2, False)):
         one = replace(part, steps=StepFigures(100, {1: 0.5}, {1: seconds}))
         told = explanations(SpeedupReport("c", {}, 8, 16, {}, [one], target="t.gguf", draft=draft))
-        assert any("0.40 of the target's: `distill profile d.gguf --types q8_0,q4_0`" in line for line in told) is said
+        assert any("0.40 target steps. `distill profile d.gguf --types q8_0,q4_0`" in line for line in told) is said
 
 
 def test_one_sentence_says_what_to_use() -> None:
@@ -430,7 +432,7 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
     assert chain.verified <= 4 and {1, 4} <= set(part.steps.target) and 1 in part.steps.draft
     assert chain.bound >= chain.tokens / (max(part.steps.target.values()) + 3 * part.steps.draft[1])
     assert "| even | draft 3 |" in text
-    assert "| attained |" in text and "a round gives" in text and f"`{found.command}`" in text
+    assert "| attained |" in text and "A round gives" in text and f"`{found.command}`" in text
     assert ("PyTorch's settings" in text) == bool(engine)
     assert found.pytorch == ("static cache, draft on cpu" if engine else "")
     assert not list(tmp_path.glob("runs")) and found.calibration == ""

@@ -190,7 +190,7 @@ def test_page_and_card_hold_the_numbers(results: dict[str, Any]) -> None:
     )
     for figure in (
         *(f"{results[role][name]:,}" for role in ("target", "draft") for name in ("parameters", "bytes")),
-        *("1.91× [1.84, 1.97]", "1.37×", "0.84×", "a round gives"),
+        *("1.91× [1.84, 1.97]", "1.37×", "0.84×", "A round gives"),
         *(in_words(Interval(**one["acceptance_sampling"]), "%") for one in answers.values()),
         *(in_words(Interval(**one["forward_kl"]), ".4f") for one in answers.values()),
         *(f"{answers['after']['tokens']:,}", f"{file['bytes']:,}", in_words(file["parity"]["top1_agreement"], "%")),
