@@ -38,7 +38,7 @@ BEGIN = "begin"  # the line of metrics.jsonl with which a training begins
 
 PARENT = {"generation": int, "run": str, "digest": str, "files": {...: str}}  # the form of parent.json
 # The form of what was read of a traffic file or folder.
-READ = {"path": str, "lines": int, "parts": [{"path": str, "bytes": int, "lines": int, "sha256": str}]}
+TRAFFIC_FORM = {"path": str, "lines": int, "parts": [{"path": str, "bytes": int, "lines": int, "sha256": str}]}
 # The form of stages/NAME.json.
 RECORD = {"key": str, "inputs": {}, "artifacts": {...: {"bytes": int, "sha256": str}}, "digest": str}
 
@@ -155,7 +155,7 @@ class Run:
             return None
         found: dict[str, Any] = read_json(path, PARENT)
         require_inside(found["run"], path, single=True)
-        if found.get("traffic") is not None and not has_form(found["traffic"], READ):
+        if found.get("traffic") is not None and not has_form(found["traffic"], TRAFFIC_FORM):
             raise DataError(f"{path} is damaged: `traffic` is of another kind", "copy the run again")
         return found
 

@@ -145,7 +145,7 @@ def _sweep(
     from distill.pipeline import running, sweep
 
     name, every = load_recipe(path, overrides).name, []
-    for ending, own in sweep.combinations(options, None if yes else sweep.MOST).items():
+    for ending, own in sweep.combinations(options, None if yes else sweep.MAX_RUNS).items():
         folder = runs / f"{name}{ending}"
         found = shared.read_recipe(path, [*overrides, *own, f"name={folder.name}"], folder / "config.yaml")
         every.append(Run(folder, found, silent=not is_main()))

@@ -1,10 +1,11 @@
-"""Before a run. Preflight: what a recipe asks of its inputs, models, packages and disk, checked before the first stage.
-Rehearsal: every stage with the real models on 4 prompts and 3 steps, which finds failures within minutes.
+"""Checks before a run: preflight and rehearsal.
 
-Each check asks the very code that would refuse later, loads no weights, and returns lines to print. It raises a
-DistillError where the recipe asks for more than there is. A rehearsal keeps every size that peak memory depends on
-(blocks, batches of training, lengths of texts) and shortens what repeats. From its figures follows what the whole run
-will take."""
+Preflight checks what a recipe needs (inputs, models, packages, disk) before the first stage. A rehearsal runs every
+stage with the real models on 4 prompts and 3 steps, which finds failures within minutes.
+
+Each check calls the code that would refuse later, loads no weights, and returns lines to print. It raises a
+DistillError if the recipe needs more than there is. A rehearsal keeps every size that peak memory depends on (blocks,
+training batches, text lengths) and shortens what repeats. Its figures predict the needs of the whole run."""
 
 from __future__ import annotations
 
@@ -80,8 +81,11 @@ from distill.vocabulary.vocabulary import Vocabulary
 
 @dataclass
 class Preflight:
-    """Lines about the checks that passed, and the names of the checks that were not made; how many prompts are
-    to be answered, 0 where the models' configurations are not here."""
+    """The result of a preflight.
+
+    `lines`: checks that passed. `skipped`: checks that were not made. `prompts`: the number of prompts that will be
+    answered, or 0 if the models' configurations are not available.
+    """
 
     lines: list[str] = field(default_factory=list)
     skipped: list[str] = field(default_factory=list)
@@ -89,7 +93,7 @@ class Preflight:
 
     @property
     def warnings(self) -> list[str]:
-        """Those lines that a user should see even when everything passed."""
+        """Lines that the user should see even if everything passed."""
         return [line for line in self.lines if isinstance(line, Caution)]
 
 
@@ -103,68 +107,70 @@ def preflight(
 ) -> Preflight:
     """Check a recipe before its first stage, for the stages up to `until` of the run in `folder`, if there is one.
 
-    Without `inputs`, the corpus sources, the traffic file and the writer of answers are left out: a run that has read
-    them does not need them any more; without `teacher`, the teacher's file or servers and room for what they give are.
-    With `offline`, checks that need a model hub or a server are skipped and listed.
+    Without `inputs`, corpus sources, traffic file and writer of answers are not checked, because a run that has read
+    them does not need them any more. Without `teacher`, the teacher's file or servers, and disk space for their output,
+    are not checked. With `offline`, checks that need a model hub or a server are skipped and listed.
     """
-    found = Preflight()
+    result = Preflight()
     prompts = recipe.answers.count(sum(source.questions or 0 for source in recipe.corpus.asked))
     check_models(recipe)
     if until is not None:
         require_part(recipe, [until])
     ahead = NAMES if until is None else NAMES[: NAMES.index(until) + 1]
     if inputs:
-        found.lines, found.skipped, documents = check_corpus(recipe, offline)
+        result.lines, result.skipped, documents = check_corpus(recipe, offline)
         prompts = planned_prompts(recipe, documents)
-        if not found.skipped and "train" in ahead:
-            found.lines += check_epochs(recipe, documents, prompts)
+        if not result.skipped and "train" in ahead:
+            result.lines += check_epochs(recipe, documents, prompts)
         if "answers" in ahead or recipe.corpus.asked:
             lines, unasked = check_writer(recipe, offline)
-            found.lines += lines
-            found.skipped += unasked
-    found.lines += check_device(recipe)
+            result.lines += lines
+            result.skipped += unasked
+    result.lines += check_device(recipe)
     if not recipe.target_runs_here:
-        read = "only the tokenizer and config.json are read before `export`"
-        found.lines.append(f"target: {recipe.target.model} runs elsewhere for answers and distributions, {read}")
+        read = "only its tokenizer and config.json are read before `export`"
+        result.lines.append(f"target: {recipe.target.model} runs elsewhere for answers and distributions, {read}")
     for stage, reason in not_run(recipe).items():
-        found.lines.append(f"not run: {stage}, and no GGUF file of the target is written: {reason}")
+        result.lines.append(f"not run: {stage}, and no GGUF file of the target is written: {reason}")
     remote = [model for model in dict.fromkeys([recipe.target.model, recipe.donor_model]) if not is_path(model)]
     if remote and offline:
-        found.skipped += [f"model {model}" for model in remote]
-        found.skipped.append("pair rules, sizes and the cut, which need those models' configurations")
-        return found
+        result.skipped += [f"model {model}" for model in remote]
+        result.skipped.append("pair rules, sizes and the cut, which need the models' configurations")
+        return result
     if not inputs and folder is not None and (summary := folder / "corpus" / "summary.json").exists():
         prompts = read_result(summary, CorpusTexts).train.prompts
-    found.prompts = prompts
+    result.prompts = prompts
     for check in (check_stages, check_pair, check_weights_of_models, check_static):
-        found.lines += check(recipe)
+        result.lines += check(recipe)
     if inputs:
-        found.lines += check_traffic(recipe) + check_questions(recipe) + check_chat(recipe, documents)
+        result.lines += check_traffic(recipe) + check_questions(recipe) + check_chat(recipe, documents)
     if "export" in ahead:
-        found.lines += check_export(recipe)
-    found.lines += check_gguf(recipe)
+        result.lines += check_export(recipe)
+    result.lines += check_gguf(recipe)
     if teacher and "teacher" in ahead:
-        found.lines += check_teacher(recipe, offline) + check_disk(recipe, prompts, folder)
-    return found
+        result.lines += check_teacher(recipe, offline) + check_disk(recipe, prompts, folder)
+    return result
 
 
 def check_models(recipe: Recipe) -> None:
-    """Target and donor are there, where the recipe names them by a path."""
+    """Raise DataError if the target or the donor is a path that does not exist."""
     for key, reference in (("target.model", recipe.target.model), ("cut.donor", recipe.donor_model)):
         base, adapter = parts_of(reference)
         for model in filter(None, (base, adapter)):
             if (is_path(model) or is_gguf(model)) and not Path(model).exists():
-                hint = "correct the path, which starts at the recipe's folder"
+                hint = "correct the path, which is relative to the recipe's folder"
                 raise DataError(f"{key}: {model} does not exist", hint)
 
 
 def check_device(recipe: Recipe) -> list[str]:
-    """The device exists, holds the target as configured, and suits the processes of this command; a warning for each
-    type that this processor has no instructions for."""
+    """Check that the device exists, holds the target as configured, and suits the processes of this command.
+
+    Returns a warning for each dtype for which this processor has no instructions.
+    """
     device = pick_device(recipe.device)
     drafts = device if recipe.pytorch.draft_device is None else pick_device(recipe.pytorch.draft_device)
     if recipe.pytorch.draft_weights in ("int8", "int4") and drafts.type != "cpu":
-        what = f"pytorch.draft_weights {recipe.pytorch.draft_weights} is for a draft on a CPU, this one is on {drafts}"
+        what = f"pytorch.draft_weights {recipe.pytorch.draft_weights} needs the draft on a CPU, but it is on {drafts}"
         raise RecipeError(what, "leave draft_weights out, or set pytorch.draft_device: cpu")
     check_placement(recipe.target.quantise, device, recipe.target.shard)
     require_processes(recipe, device)
@@ -180,12 +186,14 @@ def check_device(recipe: Recipe) -> list[str]:
 
 
 def check_stages(recipe: Recipe) -> list[str]:
-    """The settings of cut, training and speedup are possible with these models; the draft costs less than its target or
-    is allowed to cost as much."""
+    """Check that cut, training and speedup are possible with these models, and that the draft is smaller.
+
+    cut.allow_full_size allows a draft of the target's size.
+    """
     target = load_config(recipe.target.model)
     lines = check_decoding(recipe.target.model, target) if not_loadable(recipe) is None else []
     lines += check_cut(recipe) + check_training(recipe)
-    lines += map(Caution, check_configurations(recipe.speedup, recipe.sampler))  # what it names is lossy
+    lines += map(Caution, check_configurations(recipe.speedup, recipe.sampler))  # They name what is lossy.
     check_trees(recipe, recipe.donor_model)
     donor = load_config(recipe.donor_model)
     if not recipe.cut.allow_full_size:
@@ -195,15 +203,15 @@ def check_stages(recipe: Recipe) -> list[str]:
 
 MLP_WIDTHS = ("intermediate_size", "moe_intermediate_size", "shared_expert_intermediate_size", "intermediate_size_mlp")
 EXPERT_COUNTS = ("num_experts", "num_local_experts", "n_routed_experts")
-MOST_TRIED = 6 * 10**8  # numbers of the few layers that are tried
+MAX_TRIAL_WEIGHTS = 6 * 10**8  # weights of the shortened model that is tried
 
 
 def check_decoding(reference: str, config: Any) -> list[str]:
-    """A target of a family that is not tested here can be read and decoded: tried with random weights, in its own
-    widths but for the MLPs, of few tokens and experts, and of its first layers alone, each kind among them.
+    """Check that a target of a family that is not tested here can be read and decoded.
 
-    DataError where a cache, or documents in one block, would give other logits than a whole text; a line where its
-    answers are written one by one.
+    The trial uses random weights, the target's widths except those of the MLPs, few tokens and experts, and the first
+    layers up to the first of each kind. Raises DataError if a cache, or documents in one block, would give other logits
+    than a whole text. Returns a line if the target must write its answers one at a time.
     """
     require_language_model(reference, config)
     kind = AutoModelForCausalLM._model_mapping.get(type(config), None)
@@ -211,48 +219,50 @@ def check_decoding(reference: str, config: Any) -> list[str]:
         return []
     if state_refusal(kind, config) is not None:
         growing_cache(config, reference)
-    alone = state_refusal(kind, config) or mask_refusal(config)
-    lines = [f"{reference}: the model itself writes answers one by one ({alone}); a server writes several at once"]
-    lines, few = lines if alone else [], copy.deepcopy(config)
-    untried = f"{reference}: whether a {config.model_type} can be decoded is tried when its weights are loaded"
+    one_row_reason = state_refusal(kind, config) or mask_refusal(config)
+    one_by_one = (
+        f"{reference}: PyTorch writes answers one at a time ({one_row_reason}); a server writes several at once"
+    )
+    lines, few = [one_by_one] if one_row_reason else [], copy.deepcopy(config)
+    untried = f"{reference}: decoding a {config.model_type} is tested when the weights are loaded"
     kinds = list(getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or [""])
-    kept = range(min(config.num_hidden_layers, 1 + max(kinds.index(one) for one in set(kinds))))
+    kept = range(min(config.num_hidden_layers, 1 + max(kinds.index(layer) for layer in set(kinds))))
     fewest = max(8, 2 * (getattr(config, "num_experts_per_tok", None) or 0))
     most = dict.fromkeys(MLP_WIDTHS, 256) | dict.fromkeys(EXPERT_COUNTS, fewest)
-    less = {
-        name: size for name, size in most.items() if isinstance(own := getattr(config, name, None), int) and own > size
-    }
+    sizes = {name: getattr(config, name, None) for name in most}
+    less = {name: most[name] for name, size in sizes.items() if isinstance(size, int) and size > most[name]}
     ends = dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id"))
-    large = {"initializer_range": 2 * config.hidden_size**-0.5}  # in the usual ones, layers change next to nothing
+    large = {"initializer_range": 2 * config.hidden_size**-0.5}  # With the usual range, layers change almost nothing.
     try:
         set_layers(few, layer_settings(config, kept) | less | ends | large | {"vocab_size": 64})
-        if sum(weight.numel() for weight in empty_model(few).parameters()) > MOST_TRIED:
+        if sum(weight.numel() for weight in empty_model(few).parameters()) > MAX_TRIAL_WEIGHTS:
             return [*lines, untried]
         with quiet(), torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = AutoModelForCausalLM.from_config(few).eval()
-    except Exception:  # whatever a family demands of its sizes
+    except Exception:  # A family may demand anything of its sizes.
         return [*lines, untried]
     with quiet():
         growing_decoder(model, prepack=False)
     blocks = pack([([1, 2, 3, 4], 1), ([5, 6, 7], 1)], 8, False)
     try:
         with torch.inference_mode():
-            found = packed_logits(model, blocks)[0, 4:7]
-            apart = (found - model(torch.tensor([[5, 6, 7]]), use_cache=False).logits[0]).abs().max() / found.std()
-    except Exception as error:  # from code that was not written for such masks
+            packed = packed_logits(model, blocks)[0, 4:7]
+            alone = model(torch.tensor([[5, 6, 7]]), use_cache=False).logits[0]
+            difference = (packed - alone).abs().max() / packed.std()
+    except Exception as error:  # The model's code may not support such masks.
         raise DataError(f"{reference} cannot read several texts at once here ({error})", UNDECODABLE) from None
-    if not float(apart) < 0.01:
+    if not float(difference) < 0.01:
         raise DataError(f"{reference} lets one text of a block see another", UNDECODABLE)
     return lines
 
 
 def check_pair(recipe: Recipe) -> list[str]:
-    """Target and donor as a pair, and the heads that the target ships in a draft's place.
+    """Check target and donor as a pair, and list the heads that the target ships.
 
-    A transplanted draft has the target's own vocabulary and rows: only the context remains to be compared.
+    A transplanted draft has the target's vocabulary and rows, so only the context is compared.
     """
-    Vocabulary.read(text_folder(recipe.target.model))  # as evaluation does, after hours
+    Vocabulary.read(text_folder(recipe.target.model))  # Evaluation reads it too, hours later.
     pair = compare_pair(recipe.target.model, recipe.donor_model, same_rows=True)
     heads = shipped_heads(recipe.target.model)
     if (other := other_sampling(recipe.target.model, recipe.sampling)) is not None:
@@ -264,8 +274,10 @@ def check_pair(recipe: Recipe) -> list[str]:
 
 
 def check_weights_of_models(recipe: Recipe) -> list[str]:
-    """The weights of target and donor hold the tensors that their config.json asks for, the target's if they are here.
-    A block of the corpus fits the contexts of both."""
+    """Check that the weights of donor and (if they are here) target hold the tensors that their config.json requires.
+
+    Also check that a block of the corpus fits both contexts.
+    """
     unloadable = not_loadable(recipe)
     if unloadable is not None and recipe.donor_model == recipe.target.model:
         raise RecipeError(f"cut.donor is the target itself: {unloadable}", "name another model as cut.donor")
@@ -275,12 +287,13 @@ def check_weights_of_models(recipe: Recipe) -> list[str]:
         context = context_of(model)
         if context is not None and recipe.corpus.block > context:
             hint = f"lower corpus.block to {context}"
-            raise RecipeError(f"corpus.block is {recipe.corpus.block}, the {role}'s context {context}", hint)
+            what = f"corpus.block is {recipe.corpus.block}, but the {role}'s context is {context}"
+            raise RecipeError(what, hint)
     return lines
 
 
 def check_static(recipe: Recipe) -> list[str]:
-    """Target and donor can decode with a static cache where the recipe asks for one."""
+    """Check that target and donor can decode with a static cache, if the recipe asks for one."""
     if recipe.pytorch.static and "pytorch" in recipe.speedup.backends:
         for reference in dict.fromkeys([recipe.target.model, recipe.donor_model]):
             require_static(empty_model(load_config(reference)), reference)
@@ -288,20 +301,23 @@ def check_static(recipe: Recipe) -> list[str]:
 
 
 def planned_prompts(recipe: Recipe, documents: list[Document]) -> int:
-    """About how many train prompts are answered: a conversation or question gives one, other text one from each stretch
-    as long as a prompt and its answer."""
-    own = [one for one in documents if one.split == "train"]
-    each = 4 * (recipe.answers.prompt_tokens + recipe.answers.new_tokens)  # in characters
-    texts = sum(1 if one.messages is not None else 1 + len(one.text) // each for one in own)
+    """Estimate how many train prompts will be answered.
+
+    A conversation or question gives one prompt. Other text gives one per stretch as long as a prompt with its answer.
+    """
+    learnt = [document for document in documents if document.split == "train"]
+    stretch = 4 * (recipe.answers.prompt_tokens + recipe.answers.new_tokens)  # characters
+    texts = sum(1 if document.messages is not None else 1 + len(document.text) // stretch for document in learnt)
     count = round(split_counts(recipe, documents)["train"])
-    return min(recipe.answers.count(count), count - len(own) + texts)
+    return min(recipe.answers.count(count), count - len(learnt) + texts)
 
 
 def check_epochs(recipe: Recipe, documents: list[Document], prompts: int) -> list[str]:
-    """About how often training sees its text, where each answer is as long as it may be."""
-    own = [one for one in documents if one.split == "train"]
+    """Estimate how often training sees its text if each answer has the maximum length."""
+    learnt = [document for document in documents if document.split == "train"]
     answers, each = recipe.answers, recipe.answers.prompt_tokens + recipe.answers.new_tokens
-    given = min(recipe.corpus.tokens, sum(len(one.plain_text) for one in own if one.has_answer))
+    characters = sum(len(document.plain_text) for document in learnt if document.has_answer)
+    given = min(recipe.corpus.tokens, characters)
     served = 0 if answers.traffic is None else pin_of(Path(answers.traffic))["lines"]
     positions = given + prompts * each + served * recipe.corpus.block
     epochs = recipe.train.steps * recipe.train.batch * recipe.corpus.block / max(1, positions)
@@ -311,33 +327,32 @@ def check_epochs(recipe: Recipe, documents: list[Document], prompts: int) -> lis
     return [Caution(f"warning: {line}")] if epochs > MOST_EPOCHS else [line]
 
 
-BYTES_OF_PROCESS, BYTES_PER_PROMPT = 0.55e9, 3400  # as scripts/benchmarks/scale.py measures them
+BYTES_OF_PROCESS, BYTES_PER_PROMPT = 0.55e9, 3400  # measured by scripts/benchmarks/scale.py
 
 
 def check_disk(recipe: Recipe, prompts: int, folder: Path | None = None) -> list[str]:
-    """The teacher's distributions fit the disk of the run in `folder`, of which it may hold some, or of this folder."""
+    """Check that the teacher's distributions fit on the disk of `folder` (a run that may hold some), or of this one."""
     store = sum(planned_bytes(recipe, prompts).values())
     place, stored = Path.cwd(), 0
     if folder is not None:
-        place = next(one for one in (folder.absolute(), *folder.absolute().parents) if one.exists())
+        place = next(parent for parent in (folder.absolute(), *folder.absolute().parents) if parent.exists())
         files = (*folder.glob("teacher/**/*"), *folder.glob("answers/**/*.safetensors"))
         stored = sum(file.stat().st_size for file in files if file.is_file())
     free = shutil.disk_usage(place).free
     if store - stored > free:
         raise RunError(
-            f"the teacher store does not fit the disk: it needs {size(store - stored)} more in {place}, where "
-            f"{size(free)} are free",
+            f"the teacher store needs {size(store - stored)} more in {place}, but only {size(free)} are free",
             "lower corpus.tokens, answers.prompts or teacher.top_k",
         )
     memory = BYTES_OF_PROCESS + prompts * BYTES_PER_PROMPT
     return [
         f"disk: the teacher store needs at most {store / 1e6:.0f} MB, {free / 1e9:.0f} GB are free here; memory: "
-        f"{memory / 1e9:.1f} GB beside the models"
+        f"{memory / 1e9:.1f} GB in addition to the models"
     ]
 
 
 def check_export(recipe: Recipe) -> list[str]:
-    """Target and draft can be written as GGUF, and llama.cpp is here to read them, where the recipe asks for files."""
+    """If the recipe asks for GGUF files, check that target and draft can be written and llama.cpp can read them."""
     load = not_loadable(recipe) is None
     if not recipe.export.outtypes and not (load and recipe.speedup.files):
         return []
@@ -345,18 +360,18 @@ def check_export(recipe: Recipe) -> list[str]:
     fork = any(backend.startswith("ik") for backend in recipe.speedup.files)
     for package, extra in (("llama-cpp-python", "llama"), *([("ik-llama-cpp-python", "ik")] if fork else [])):
         if importlib.util.find_spec(package.removesuffix("-python").replace("-", "_")) is None:
-            what = f"export.outtypes and speedup.backends ask for GGUF files, and {package} is not installed"
+            what = f"export.outtypes and speedup.backends ask for GGUF files, but {package} is not installed"
             raise RecipeError(what, f"{install_extra(extra)}; or {without}")
     lines = []
     for model in dict.fromkeys([recipe.target.model, recipe.donor_model]):
-        written = load or model != recipe.target.model  # the draft has the target's tokenizer in any case
+        written = load or model != recipe.target.model  # The draft always has the target's tokenizer.
         folder = local_snapshot(model) if written else text_folder(model)
         if folder is None:
-            lines.append(f"export of {model}: not checked, its files are not on this machine yet")
+            lines.append(f"export of {model}: not checked, because its files are not on this machine yet")
             continue
         try:
             rows = read_shape(folder).vocabulary if written else load_config(model).get_text_config().vocab_size
-            if model == recipe.target.model:  # whose tokenizer the draft has
+            if model == recipe.target.model:  # The draft gets this tokenizer.
                 read_tokenizer(folder, rows)
             if model == recipe.donor_model and recipe.export.outtypes:
                 read_shape(folder, planned_layers(recipe))
@@ -366,7 +381,7 @@ def check_export(recipe: Recipe) -> list[str]:
 
 
 def check_gguf(recipe: Recipe) -> list[str]:
-    """The build of llama.cpp, and that it can do what section gguf asks; nothing where no GGUF file is opened."""
+    """Check that the build of llama.cpp can do what section gguf asks, if a GGUF file is opened. Describe the build."""
     writer = recipe.answers.writer
     timed = recipe.speedup.files if not_loadable(recipe) is None else {}
     target = timed or recipe.teacher.gguf is not None or (writer is not None and writer.gguf is not None)
@@ -375,9 +390,10 @@ def check_gguf(recipe: Recipe) -> list[str]:
     for role in given:
         if not opened[role]:
             hint = "leave them out, or measure GGUF files: speedup.backends=[gguf]"
-            raise RecipeError(f"gguf.{role} has options, and this recipe opens no GGUF file of the {role}", hint)
+            what = f"gguf.{role} has options, but this recipe opens no GGUF file of the {role}"
+            raise RecipeError(what, hint)
     if not target or importlib.util.find_spec("llama_cpp") is None:
-        return []  # stages that need the library say so
+        return []  # Stages that need the library raise the error.
     for role, model in (("target", recipe.target.model), ("draft", recipe.donor_model)):
         options = recipe.gguf_options("target" if role == "target" else "draft")
         require_build(options, f"gguf.{role}")
@@ -393,7 +409,7 @@ def check_gguf(recipe: Recipe) -> list[str]:
 
 @dataclass(frozen=True)
 class Rehearsal:
-    """rehearsal.json. `config` is the shortened recipe; `expected` holds one entry for each of `stages`."""
+    """rehearsal.json. `config` is the shortened recipe. `expected` has one entry for each of `stages`."""
 
     recipe: str
     config: str
@@ -402,21 +418,21 @@ class Rehearsal:
 
 
 PROMPTS, STEPS, LINES = 4, 3, 32
-QUESTIONS, HELD_OUT_SHARE = 48, 0.25  # of the target's own at least, and the share of them for validation and for test
+QUESTIONS, HELD_OUT_SHARE = 48, 0.25  # minimum self-asked questions, and the share of them in validation and in test
 RESULT = "rehearsal.json"
-INTERVAL = 0.02  # seconds between samples of memory: a model's load or a batch lasts longer
+INTERVAL = 0.02  # seconds between samples of memory. Loading a model, or a batch, takes longer.
 SUFFIX = "-rehearsal"
 
 
 def _with(section: Any, values: dict[str, Any]) -> Any:
-    """A section with these values at dotted keys; what lies in a section that is off is left out."""
+    """Return a section with these values at dotted keys. Keys of a section that is off are ignored."""
     if section is None:
         return None
-    own: dict[str, Any] = {}
+    changed: dict[str, Any] = {}
     for key, value in values.items():
         name, dot, rest = key.partition(".")
-        own[name] = _with(own.get(name, getattr(section, name)), {rest: value}) if dot else value
-    return section.model_copy(update=own)
+        changed[name] = _with(changed.get(name, getattr(section, name)), {rest: value}) if dot else value
+    return section.model_copy(update=changed)
 
 
 def shortened(recipe: Recipe, runs: Path) -> Recipe:
@@ -424,7 +440,7 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
     name = recipe.name[: 100 - len(SUFFIX)] + SUFFIX
     train, speedup, processes = recipe.train, recipe.speedup, process_count()
     steps = STEPS
-    if train.sparsity is not None:  # which takes a number of steps to remove anything
+    if train.sparsity is not None:  # Sparsity needs a minimum number of steps to remove anything.
         steps = max(STEPS, math.ceil(MIN_RAMP_STEPS / train.sparsity.ramp))
     values: dict[str, Any] = {
         "name": name,
@@ -443,15 +459,14 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
     }
     if recipe.answers.traffic is not None:
         values["answers.traffic"] = str((runs / name / "traffic.jsonl").resolve())
-    if processes > 1:  # each needs a group of prompts and a shard of distributions
+    if processes > 1:  # Each process needs a group of prompts and a shard of distributions.
         values["answers.group"] = min(recipe.answers.group, max(1, PROMPTS // processes))
         values["teacher.shard_blocks"] = 1
     return parse_recipe(_with(recipe, values).model_dump(mode="json"), f"the rehearsal of {recipe.name}")
 
 
 def _shortened_corpus(recipe: Recipe) -> Any:
-    """Fewer tokens, and fewer questions of the target's own: of those, a larger share is held out, so that each split
-    has some."""
+    """Reduce tokens and self-asked questions. A larger share of these is held out, so that no split is empty."""
     corpus = recipe.corpus
     values: dict[str, Any] = {"tokens": min(corpus.tokens, recipe.teacher.batch * corpus.block)}
     if corpus.asked:
@@ -464,15 +479,14 @@ def _shortened_corpus(recipe: Recipe) -> Any:
 
 
 def rehearse(recipe: Recipe, short: Recipe, run: Run, until: str | None = None) -> str:
-    """Run the stages of `short` in `run`, up to `until`, and return the table of what `recipe` will take, in Markdown,
-    with a verdict on this machine.
+    """Run the stages of `short` in `run`, up to `until`. Return a Markdown table of what `recipe` needs.
 
-    The next one goes on where it ended or was killed; that of another recipe is replaced. Raises RunError where the
-    folder is a run that no rehearsal made.
+    A rehearsal continues where the last one ended or was killed. A rehearsal of another recipe is replaced. Raises
+    RunError if the folder is a run that is not a rehearsal.
     """
     path, config = run.path(RESULT), dump_recipe(short)
     if run.folder.exists() and not path.exists() and any(run.folder.iterdir()):
-        raise RunError(f"{run.folder} is a run and no rehearsal", "rename it, or give the recipe another name")
+        raise RunError(f"{run.folder} is a run, not a rehearsal", "rename it, or give the recipe another name")
     done: list[Rehearsed] = []
     if path.exists():
         before = read_result(path, Rehearsal)
@@ -483,12 +497,12 @@ def rehearse(recipe: Recipe, short: Recipe, run: Run, until: str | None = None) 
                 shutil.rmtree(run.folder)
     finished = {entry.stage for entry in done}
     run.open(config)
-    forget_begun(run)  # what is left of such a stage would be taken for the whole of it
+    forget_begun(run)  # The rest of a begun stage would otherwise count as the whole stage.
     write_result(path, Rehearsal(recipe.name, config, done, []))
-    traffic, own = recipe.answers.traffic, short.answers.traffic
-    if traffic is not None and own is not None and not Path(own).exists():
+    traffic, short_traffic = recipe.answers.traffic, short.answers.traffic
+    if traffic is not None and short_traffic is not None and not Path(short_traffic).exists():
         lines = first_lines(Path(traffic), LINES)
-        write_atomically(Path(own), lambda place: place.write_bytes(lines))
+        write_atomically(Path(short_traffic), lambda place: place.write_bytes(lines))
     with MemoryWatch() as memory, watched() as loops:
 
         def record(stage: str) -> None:
@@ -506,36 +520,39 @@ def rehearse(recipe: Recipe, short: Recipe, run: Run, until: str | None = None) 
 
 
 def expected_stages(recipe: Recipe, folder: Path, prompts: int = 0) -> tuple[list[StageEstimate], str]:
-    """What each stage will take, and by what that is known: by a rehearsal of the recipe beside `folder`; without
-    one, on a CPU, by counts and sizes, with these `prompts` to answer; else none."""
+    """Return the expected needs of each stage, and their source.
+
+    The source is a rehearsal of the recipe in `folder`'s parent. Without one, on a CPU, it is counts and sizes, with
+    `prompts` to answer. Otherwise the list is empty.
+    """
     short = shortened(recipe, folder.parent)
     with contextlib.suppress(DataError):
-        found = read_result(folder.parent / short.name / RESULT, Rehearsal)
-        if found.config == dump_recipe(short):
-            return found.expected, "by the rehearsal"
+        rehearsal = read_result(folder.parent / short.name / RESULT, Rehearsal)
+        if rehearsal.config == dump_recipe(short):
+            return rehearsal.expected, "by the rehearsal"
     if not prompts or pick_device(recipe.device).type != "cpu":
         return [], ""
     return planned_hours(recipe, prompts, products_per_second(recipe.target.dtype)), "by counts and sizes"
 
 
-def expected_lines(found: Sequence[StageEstimate], source: str) -> list[str]:
-    """A line for each of `expected_stages` on time, memory and disk."""
+def expected_lines(expected: Sequence[StageEstimate], source: str) -> list[str]:
+    """Return a line with time, memory and disk for each of `expected_stages`."""
     return [
-        f"{one.stage}: {bounds(one.low, one.high)}, "
-        f"{size(one.device_bytes or one.memory_bytes)} of memory, {size(one.disk_bytes)} on disk, {source}"
-        for one in found
+        f"{stage.stage}: {bounds(stage.low, stage.high)}, "
+        f"{size(stage.device_bytes or stage.memory_bytes)} of memory, {size(stage.disk_bytes)} on disk, {source}"
+        for stage in expected
     ]
 
 
-@functools.cache  # in a process: a sweep asks for each run
+@functools.cache  # A sweep asks for every run.
 def products_per_second(dtype: str) -> float:
-    """How many products and sums this CPU makes in large matrices, as busy as it is: the best of a few."""
+    """Return operations per second (multiplications and additions) of this CPU in large matrices: the best of 12."""
     matrix = torch.ones(1024, 1024, dtype=DTYPES[dtype])
     return 2 * 1024**3 / min(timeit.repeat(lambda: matrix @ matrix, number=1, repeat=12))
 
 
 def verdicts(expected: Sequence[StageEstimate], place: Path) -> list[str]:
-    """A line each on memory and disk: whether this machine has what the whole run is expected to take."""
+    """Return a line each on disk and memory: whether this machine has what the whole run is expected to need."""
     import psutil
 
     disk, free = sum(stage.disk_bytes for stage in expected), shutil.disk_usage(place).free
@@ -543,8 +560,8 @@ def verdicts(expected: Sequence[StageEstimate], place: Path) -> list[str]:
     lines = []
     for what, needed, available in (("disk", disk, free), ("memory", memory, total)):
         fits = "fits" if needed <= available else "warning: does not fit"
-        own = "free here" if what == "disk" else "in this machine"
-        lines.append(f"{what}: {fits}, {size(needed)} to expect, {size(available)} {own}")
+        where = "free here" if what == "disk" else "in this machine"
+        lines.append(f"{what}: {fits}, {size(needed)} expected, {size(available)} {where}")
     return lines
 
 
@@ -558,14 +575,14 @@ def _measured(run: Run, name: str, loops: list[Progress], memory: tuple[int, int
 
 
 class MemoryWatch:
-    """Peak memory of this process, sampled by a thread within a `with` block; of accelerators from torch's counters."""
+    """Peak memory of this process, sampled by a thread within a `with` block. torch counts that of accelerators."""
 
     def __init__(self) -> None:
         import psutil
 
         self._process = psutil.Process()
         self._peak = 0
-        self._lock = threading.Lock()  # a sample taken before `take` must not be noted after it
+        self._lock = threading.Lock()  # A sample from before `take` must not be recorded after it.
         self._over = threading.Event()
         self._thread = threading.Thread(target=self._sample, daemon=True)
 
@@ -584,9 +601,9 @@ class MemoryWatch:
                 self._peak = max(self._peak, self._process.memory_info().rss)
 
     def take(self) -> tuple[int, int]:
-        """Bytes of the process and of all accelerators at their peaks since the last call; frees what is not used."""
+        """Return peak bytes of the process and of all accelerators since the last call, and free unused memory."""
         with self._lock:
-            found = max(self._peak, self._process.memory_info().rss), take_peaks()
+            peaks = max(self._peak, self._process.memory_info().rss), take_peaks()
             gc.collect()
             self._peak = 0
-        return found
+        return peaks

@@ -24,23 +24,22 @@ from distill.run import Run
 
 @dataclass(frozen=True)
 class Stage:
-    """One stage: its function (imported when it runs), the parts of its key, and the files it writes.
+    """One stage: its function (imported when it runs), the parts of its key, and the files that it writes.
 
     name: as in the recipe's sections and on the command line.
     function: `module:name`.
     settings: dotted recipe keys that are part of the key (`conditional_settings` adds those of some recipes).
-    inputs: (stage, pattern of artifact names) whose digests are part of the key.
+    inputs: (stage, pattern of artifact names). Their digests are part of the key.
     writes: files and folders of the run directory.
-    models: `target`, `donor`, `writer` and `gguf` (GGUF files of answers and teacher) and `sources`, whose contents are
+    models: `target`, `donor`, `writer` and `gguf` (GGUF files of answers and teacher) and `sources`. Their contents are
         part of the key.
     precious: finished or begun work is expensive and never replaced without `--redo`.
-    version: of the format of the artifacts.
-    passing: prefixes of parts of the key that change nothing of what is learnt from. A change in these alone runs the
-        stage again over its finished files, of which it makes anew what depends on the change.
-    ignores: settings that change results by rounding at most and are left out of the key.
-    pins: state outside the recipe, by name, which is recorded when the stage begins and does not change afterwards;
-        None is left out of the key.
-    together: all processes of the command take part; in other stages, the main process alone.
+    version: version of the artifacts' format.
+    passing: prefixes of parts of the key that do not affect what is learnt from. If only these change, the stage runs
+        again over its finished files and makes what depends on the change again.
+    ignores: settings that are not in the key, because they change results by rounding at most.
+    pins: state outside the recipe, by name. It is recorded when the stage begins and then stays. None is in no key.
+    together: all processes of the command take part. In other stages only the main process works.
     """
 
     name: str
@@ -57,7 +56,7 @@ class Stage:
     together: bool = False
 
     def load(self) -> Callable[[Recipe, Run], list[Path]]:
-        """The stage function `stage(recipe, run)`, which returns its artifacts."""
+        """Import and return the stage function `stage(recipe, run)`, which returns its artifacts."""
         module, _, name = self.function.partition(":")
         return getattr(importlib.import_module(module), name)
 
@@ -65,27 +64,29 @@ class Stage:
 def _stage(
     place: str, keys: str, reads: str, loads: str = "", ignores: str = "", name: str = "", writes: str = "", **more: Any
 ) -> Stage:
-    """A stage from words with spaces between them; an input is STAGE:PATTERN. Its name is by default that of its
-    function (MODULE:NAME), and it writes what is called so."""
+    """Make a stage from words separated by spaces. An input is STAGE:PATTERN.
+
+    The name of the function (MODULE:NAME) is the default for `name`, and `name` is the default for `writes`.
+    """
     name = name or place.partition(":")[2]
-    read = tuple((stage, pattern) for stage, _, pattern in (one.partition(":") for one in reads.split()))
+    read = tuple((stage, pattern) for stage, _, pattern in (word.partition(":") for word in reads.split()))
     settings, written, asked = (tuple(words.split()) for words in (keys, writes or name, loads))
     return Stage(name, f"distill.{place}", settings, read, written, asked, ignores=tuple(ignores.split()), **more)
 
 
 def _keys(section: str, names: str) -> str:
-    """The dotted keys of a section."""
+    """Return the dotted keys of a section."""
     return " ".join(f"{section}.{name}" for name in names.split())
 
 
 CONNECTION = " ".join(CONNECTION_KEYS)
-# Settings of a training that change rounding, speed and kept checkpoints, but nothing else.
+# These training settings change only rounding, speed and kept checkpoints.
 ROUNDING = _keys("train", "micro_batch save_every checkpointing compile")
-# How servers are reached changes none of their numbers; a GGUF file's content is part of the key.
+# The way to reach a server changes none of its numbers. A GGUF file's content is part of the key.
 OF_TEACHER = _keys("teacher.server", CONNECTION)
 OF_WRITER = _keys("answers.writer", f"gguf missing {CONNECTION}")
 TYPES = "target.dtype target.quantise"
-# What is asked of held-out prompts and made of them. It changes nothing of what is learnt from.
+# These settings concern held-out prompts only. They do not affect what is learnt from.
 HELD_OUT = f"train.acceptance.prompts {_keys('eval', 'prompts new_tokens file_blocks')} cut.score_blocks"
 HELD_OUT_PROMPTS = "corpus:corpus/prompts-validation.arrow corpus:corpus/prompts-test.arrow"
 HELD_OUT_ANSWERS = (
@@ -95,7 +96,7 @@ HELD_OUT_ANSWERS = (
 
 
 def _parts(words: str) -> tuple[str, ...]:
-    """Settings and inputs by the names that they have in a key."""
+    """Return settings and inputs by the names that they have in a key."""
     return tuple(word.replace(":", ": ", 1) for word in words.split())
 
 
@@ -122,7 +123,7 @@ STAGES = (
     ),
     _stage(
         "teacher.answers:answers",
-        f"seed answers sampler corpus.block {TYPES} {HELD_OUT}",  # a conversation of several turns ends with its block
+        f"seed answers sampler corpus.block {TYPES} {HELD_OUT}",  # corpus.block limits conversations of several turns.
         f"corpus:corpus/prompts-train.arrow {HELD_OUT_PROMPTS}",
         "target writer",
         f"{OF_WRITER} answers.batch",
@@ -195,7 +196,7 @@ LAST_TOGETHER = [stage.name for stage in STAGES if stage.together][-1]
 
 
 def find_stage(name: str) -> Stage:
-    """The stage called `name`; raises RunError with all names for another one."""
+    """Return the stage called `name`. Raises RunError, with all names, for an unknown name."""
     for stage in STAGES:
         if stage.name == name:
             return stage
@@ -208,30 +209,30 @@ def require_part(recipe: Recipe, names: Sequence[str]) -> None:
     for name in names:
         if find_stage(name).name in absent:
             has = ", ".join(other for other in NAMES if other not in absent)
-            raise RunError(f"stage `{name}` is no part of this run: {absent[name]}", f"its stages: {has}")
+            raise RunError(f"stage `{name}` is not part of this run: {absent[name]}", f"its stages: {has}")
 
 
 def consumers(names: Sequence[str]) -> set[str]:
-    """These stages and all stages that read their artifacts, directly or through others."""
-    found = set(names)
+    """Return these stages and all stages that read their artifacts, directly or through others."""
+    reached = set(names)
     for stage in STAGES:
-        if any(name in found for name, _ in stage.inputs):
-            found.add(stage.name)
-    return found
+        if any(name in reached for name, _ in stage.inputs):
+            reached.add(stage.name)
+    return reached
 
 
-# ── The key of a stage: what it hashes, in words, and how it differs from the key that the stage last ran with ──
+# ── The key of a stage: what it hashes, in words, and its difference from the key of the last run ──
 
 Parts = dict[str, Any]  # the settings and digests that a key is the hash of, by name
 
 
 def begun_path(run: Run, stage: Stage) -> Path:
-    """Where the key parts of a stage stand while it runs."""
+    """Return the path of a stage's key parts while it runs."""
     return run.path("stages", f"{stage.name}.begun.json")
 
 
 def recorded_parts(run: Run, stage: Stage) -> Parts | None:
-    """The key parts that a stage finished or began with; None for a stage that never ran."""
+    """Return the key parts with which a stage finished or began, or None if it never ran."""
     record, begun = run.done(stage.name), begun_path(run, stage)
     if record is not None:
         return dict(record["inputs"])
@@ -239,15 +240,15 @@ def recorded_parts(run: Run, stage: Stage) -> Parts | None:
 
 
 def key_parts(stage: Stage, recipe: Recipe, run: Run) -> Parts:
-    """Everything that a stage's key is the hash of."""
+    """Return everything that a stage's key hashes."""
     parts: Parts = {"version": stage.version}
     for name in dict.fromkeys((*stage.settings, *conditional_settings(recipe).get(stage.name, ()))):
         parts[name] = value_of(recipe, name, stage.ignores)
     began = recorded_parts(run, stage) or {}
     for name, look in stage.pins:
-        found = began[name] if name in began else look(recipe, run)
-        if found is not None:
-            parts[name] = found
+        state = began[name] if name in began else look(recipe, run)
+        if state is not None:
+            parts[name] = state
     for name in stage.models:
         label, value = _content(name, recipe)
         if value is not None:
@@ -260,7 +261,7 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run) -> Parts:
 
 
 def difference(old: Parts, new: Parts) -> list[str]:
-    """The changes between two sets of key parts, one line each; none for equal ones."""
+    """Return the changes between two sets of key parts, one line each. Empty for equal sets."""
     return _changes(old, new) or ["another version of distill made this run"] * (old != new)
 
 
@@ -283,13 +284,13 @@ def _changes(old: Parts, new: Parts, prefix: str = "") -> list[str]:
 
 
 def value_of(recipe: Recipe, dotted: str, ignores: Sequence[str] = ()) -> Any:
-    """The value of a recipe key, without the keys below it that `ignores` names; None below a section that is off.
+    """Return the value of a recipe key, without the keys below it in `ignores`. None below a section that is off.
 
-    Below a list of sections, it is the list of the values in those that have the key.
+    For a key below a list of sections, return the list of its values in the sections that have the key.
     """
     value: Any = recipe.model_dump(mode="json")
     for part in dotted.split("."):
-        if isinstance(value, list):  # of sections: the key in those that have it
+        if isinstance(value, list):  # a list of sections
             value = [item[part] for item in value if part in item]
         else:
             value = None if value is None else value[part]
@@ -297,7 +298,7 @@ def value_of(recipe: Recipe, dotted: str, ignores: Sequence[str] = ()) -> Any:
 
 
 def _without(value: Any, dotted: str, ignores: Sequence[str]) -> Any:
-    """A value without the keys at any depth below it that `ignores` names."""
+    """Return a value without the keys in `ignores`, at any depth."""
     if not isinstance(value, dict):
         return value
     kept = {name: inner for name, inner in value.items() if f"{dotted}.{name}" not in ignores}
@@ -305,8 +306,8 @@ def _without(value: Any, dotted: str, ignores: Sequence[str]) -> Any:
 
 
 def _content(name: str, recipe: Recipe) -> tuple[str, Any]:
-    """Label and digest of the target, the donor, files of writer and teacher, or the sources; None without one."""
-    if name == "sources":  # but for questions of the target's own, which are an input
+    """Return label and digest of the target, the donor, files of writer and teacher, or sources. None if absent."""
+    if name == "sources":  # Self-asked questions are an input, not a source.
         read = (source for source in recipe.corpus.sources if source.kind != "target")
         return "corpus.sources (content)", [_source_digest(source) for source in read]
     writer = recipe.answers.writer
@@ -330,10 +331,10 @@ def _source_digest(source: Source) -> Any:
 
 
 def conditional_settings(recipe: Recipe) -> dict[str, tuple[str, ...]]:
-    """By stage, the settings that are part of its key for some recipes only.
+    """Return, by stage, the settings that are part of its key for some recipes only.
 
-    An option with its default is in no key. Of llama.cpp's options, those that change rounding alone are in the keys of
-    stages that measure seconds, and in no others.
+    Options with their default value are in no key. llama.cpp's options that change only rounding are in the keys of
+    stages that measure time, and in no others.
     """
     writer = recipe.answers.writer
     logits = tuple(f"gguf.target.{name}" for name in recipe.gguf.target.given() if name in CHANGES_LOGITS)

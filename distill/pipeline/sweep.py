@@ -1,5 +1,7 @@
-"""A sweep: a run for each combination of values of some recipe keys. Stages that these keys do not reach are done once:
-the other runs take them over (`running.Planner`)."""
+"""A sweep: one run for each combination of values of some recipe keys.
+
+Stages that do not depend on these keys are done once. The other runs take them over (`running.Planner`).
+"""
 
 from __future__ import annotations
 
@@ -20,58 +22,63 @@ from distill.run import Run
 from distill.surgery.cutter import planned_sizes, weights_of
 from distill.tables import size
 
-MOST = 12  # runs that need no --yes
-LONGEST = 24  # letters of a value in the name of a run
-# Keys on which runs must agree to stand in one table: the target, and what is measured on which prompts.
+MAX_RUNS = 12  # More runs need --yes.
+MAX_LETTERS = 24  # letters of a value in the name of a run
+# Runs of one table must agree on these keys: the target, and what is measured on which prompts.
 ALIKE = (
     *("target", "seed", "corpus", "chat", "sampler", "answers.prompt_tokens", "answers.new_tokens", "eval"),
     *("speedup.prompts", "speedup.new_tokens"),
 )
-# Bytes a run keeps of each weight: cut, draft, files; best weights, checkpoints with moments.
+# Bytes that a run keeps for each weight: cut, draft and files, and with training best weights, checkpoints and moments.
 TRAINED, UNTRAINED = 40, 8
 
 
 def combinations(options: Sequence[str], most: int | None) -> dict[str, list[str]]:
-    """Of options KEY=V1,V2,… the overrides of each combination, by the end of its run's name: `-cut.layers=8`.
+    """Return the overrides of each combination of options KEY=V1,V2,…, by the end of its run's name (`-cut.layers=8`).
 
     Raises RecipeError for an option of another form, and for more than `most` combinations.
     """
     values: dict[str, list[Any]] = {}
     for option in options:
         key, _, text = option.partition("=")
-        found = read_yaml(f"[{text}]", f"--sweep {key}")
-        if not (key and found) or key in ("name", *values):
+        listed = read_yaml(f"[{text}]", f"--sweep {key}")
+        if not (key and listed) or key in ("name", *values):
             what = f"--sweep {option}: expected KEY=V1,V2,…, each key once and none of them name"
             raise RecipeError(what, "such as --sweep cut.layers=8,12,null")
-        values[key] = found
+        values[key] = listed
     if most is not None and math.prod(map(len, values.values())) > most:
-        raise RecipeError(f"--sweep asks for more than {most} runs", "--yes makes them")
-    every = itertools.product(*([(key, one) for one in found] for key, found in values.items()))
+        raise RecipeError(f"--sweep asks for more than {most} runs", "allow them with --yes")
+    every = itertools.product(*([(key, value) for value in listed] for key, listed in values.items()))
     return {
-        "".join(f"-{key}={_word(one)}" for key, one in pairs): [f"{key}={json.dumps(one)}" for key, one in pairs]
+        "".join(f"-{key}={_word(value)}" for key, value in pairs): [
+            f"{key}={json.dumps(value)}" for key, value in pairs
+        ]
         for pairs in every
     }
 
 
 def _word(value: Any) -> str:
-    """A value as a part of a folder's name; one that is long or has other signs ends with a digest."""
+    """Return a value as part of a folder's name. A long value, or one with other characters, ends with a digest."""
     text = value if isinstance(value, str) else json.dumps(value)
-    word = re.sub(r"[^A-Za-z0-9.-]+", "_", text)[-LONGEST:]
+    word = re.sub(r"[^A-Za-z0-9.-]+", "_", text)[-MAX_LETTERS:]
     return word if word == text else f"{word}_{digest(value)[:4]}"
 
 
 def require_alike(runs: Sequence[Run]) -> None:
-    """Raise RecipeError for runs that do not belong in one table, RunError where their drafts do not fit the disk."""
+    """Raise RecipeError for runs that do not belong in one table, RunError if their drafts do not fit on the disk."""
     for key in ALIKE:
         if any(value_of(run.recipe, key) != value_of(runs[0].recipe, key) for run in runs):
-            what = f"--sweep changes {key}: the target, or the prompts and what is measured on them"
-            raise RecipeError(f"{what}, so that the runs could not be compared", "give it to all of them (KEY=VALUE)")
+            what = (
+                f"--sweep changes {key} (the target, the prompts, or what is measured on them), so the runs could not"
+            )
+            raise RecipeError(f"{what} be compared", "give one value to all of them (KEY=VALUE)")
     needed = 0
     for run in runs:
         cut = planned_sizes(run.recipe, load_config(run.recipe.target.model), load_config(run.recipe.donor_model))
         if cut is not None and run.done("train") is None:
             needed += sum(weights_of(cut)) * (TRAINED if run.recipe.train.steps else UNTRAINED)
-    free = shutil.disk_usage(next(one for one in runs[0].folder.absolute().parents if one.exists())).free
+    place = next(parent for parent in runs[0].folder.absolute().parents if parent.exists())
+    free = shutil.disk_usage(place).free
     if needed > free:
         what = f"the drafts of {len(runs)} runs take about {size(needed)} with their checkpoints"
-        raise RunError(f"{what}, and {size(free)} are free", "free some, or name another disk (--runs)")
+        raise RunError(f"{what}, but only {size(free)} are free", "free some space, or name another disk (--runs)")

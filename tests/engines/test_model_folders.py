@@ -373,7 +373,7 @@ def test_sizes_under_the_names_of_a_family(kind: str, tmp_path: Path) -> None:
     lines = check_decoding(str(tmp_path), config)
     alone = kind in ("bloom", "mpt", "falcon")
     assert len(lines) == alone and all(
-        "writes answers one by one (its attention is of its own" in line for line in lines
+        "writes answers one at a time (its attention is of its own" in line for line in lines
     )
 
 

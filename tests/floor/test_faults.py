@@ -403,7 +403,7 @@ def test_nothing_outside_a_foreign_run_is_removed(
     record["artifacts"][name] = {"bytes": 9, "sha256": "0"}
     path.write_text(json.dumps(record))
     said = tiny.refused(capsys, "train", world / "recipe.yaml", "--runs", copied.parent)
-    assert "outside its folder" in said or "by a link in another folder" in said
+    assert "outside its folder" in said or "a link leads to another folder" in said
     assert all(
         one.read_text() == "mine" for one in (tmp_path / "kept" / "victim.txt", copied.parent.parent / "victim.txt")
     )

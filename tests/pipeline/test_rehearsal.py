@@ -189,7 +189,7 @@ def test_another_recipe_replaces_it_and_runs_are_left_alone(world: Path, copied:
     short = shortened(recipe, copied.parent)
     run = Run(copied, short)  # a run of that name, which no rehearsal made
     before = tiny.contents(copied)
-    with pytest.raises(RunError, match="is a run and no rehearsal"):
+    with pytest.raises(RunError, match="is a run, not a rehearsal"):
         rehearse(recipe, short, run)
     assert tiny.contents(copied) == before
     folder = copied.parent / "tiny-rehearsal"

@@ -349,7 +349,7 @@ def test_a_stage_that_was_killed_before_its_first_file_keeps_nothing(world: Path
     (copied / "answers" / "train").mkdir()
     (copied / "answers" / "train" / "00000.arrow").write_text("")
     refused = plan_run(recipe, run)
-    assert [action.kind for action in refused] == ["refuse"] and "answers rest on it" in str(refused[0].error)
+    assert [action.kind for action in refused] == ["refuse"] and "answers depend on it" in str(refused[0].error)
 
 
 @pytest.mark.parametrize(

@@ -341,7 +341,7 @@ def test_recipes_that_need_the_weights_are_refused(
 
 
 def test_no_command_loads_the_target(from_file: Path, place: Path, capsys: Capture) -> None:
-    recipe, runs, no_part = place / "file.yaml", from_file.parent, "stage `speedup` is no part of this run"
+    recipe, runs, no_part = place / "file.yaml", from_file.parent, "stage `speedup` is not part of this run"
     for arguments, expected in (
         (("speedup", from_file), f"{no_part}: {not_run(place)}"),
         (("train", recipe, "--runs", runs, "--until", "speedup"), no_part),
