@@ -1,7 +1,6 @@
-"""The devices that torch computes on, every accelerator that it has (`torch.accelerator`) and the processor; and the
-processes that share the work.
+"""The devices that torch computes on (every `torch.accelerator`, and the processor), and processes that share the work.
 
-What differs between kinds of devices stands here and nowhere else. torch is imported with the first use.
+Everything that differs between kinds of devices is here and nowhere else. torch is imported at the first use.
 """
 
 from __future__ import annotations
@@ -22,15 +21,15 @@ if TYPE_CHECKING:
     from torch import Tensor
 
 CPU = "cpu"
-AHEAD = 3  # numbers that `read_ahead` reads before they are asked for
+AHEAD = 3  # `read_ahead` reads this many numbers before they are requested.
 Item = TypeVar("Item")
 
 
-# ── Which there are ──
+# ── Which devices exist ──
 
 
 def pick_device(name: str) -> torch.device:
-    """The device called `name`; `auto` is torch's accelerator where there is one, else the CPU.
+    """Return the device called `name`. `auto` is torch's accelerator, or the CPU if there is none.
 
     Raises RunError for a device that cannot be used.
     """
@@ -47,7 +46,7 @@ def pick_device(name: str) -> torch.device:
 
 
 def accelerators() -> list[torch.device]:
-    """All accelerators of this machine, which are of one kind; none before something has imported torch."""
+    """Return all accelerators of this machine, which are of one kind. Empty before torch is imported."""
     torch = sys.modules.get("torch")
     if torch is None or (kind := torch.accelerator.current_accelerator(check_available=True)) is None:
         return []
@@ -55,7 +54,7 @@ def accelerators() -> list[torch.device]:
 
 
 def device_name(device: torch.device) -> str:
-    """The accelerator's name as its driver gives it, such as `NVIDIA H100 80GB HBM3`; that of its kind without one."""
+    """Return the accelerator's name from its driver, such as `NVIDIA H100 80GB HBM3`, or the name of its kind."""
     import torch
 
     name = getattr(torch.get_device_module(device), "get_device_name", None)
@@ -63,7 +62,7 @@ def device_name(device: torch.device) -> str:
 
 
 def allow_short_products(device: torch.device) -> None:
-    """Let products in float32 take TF32 (10 bits of a mantissa) on devices of CUDA and ROCm that have it."""
+    """Let fp32 products use TF32 (10 bits of a mantissa) on CUDA and ROCm devices that have it."""
     import torch
 
     if device.type == "cuda":
@@ -71,7 +70,7 @@ def allow_short_products(device: torch.device) -> None:
 
 
 def make_current(device: torch.device) -> None:
-    """Let libraries that know no numbers of devices use this one."""
+    """Make this the current device, for libraries that do not take device numbers."""
     import torch
 
     if device.type != CPU and device.index is not None:
@@ -79,24 +78,24 @@ def make_current(device: torch.device) -> None:
 
 
 def torch_build() -> str | None:
-    """The version of ROCm, CUDA or oneAPI that torch was built for; None for the CPU (and Apple's devices)."""
+    """Return the version of ROCm, CUDA or oneAPI that torch was built for. None for the CPU and Apple's devices."""
     import torch
 
     return torch.version.hip or torch.version.cuda or torch.version.xpu
 
 
 def llama_option() -> str | None:
-    """The option with which llama.cpp is compiled for this machine's accelerators; None without one that it knows."""
+    """Return the option that compiles llama.cpp for this machine's accelerators. None if it does not support them."""
     torch = sys.modules.get("torch")
     kinds = {"cuda": "-DGGML_HIP=on" if torch and torch.version.hip else "-DGGML_CUDA=on", "xpu": "-DGGML_SYCL=on"}
     return next((kinds.get(device.type) for device in accelerators()), None)
 
 
-# ── What they can ──
+# ── What devices can do ──
 
 
 def has_fast_bfloat16(device: torch.device) -> bool:
-    """Whether an accelerator has instructions for bfloat16; False where its module of torch does not say."""
+    """Whether an accelerator has instructions for bfloat16. False if its torch module does not say."""
     import torch
 
     supported = getattr(torch.get_device_module(device), "is_bf16_supported", None)
@@ -104,40 +103,40 @@ def has_fast_bfloat16(device: torch.device) -> bool:
         return False
     try:
         return bool(supported(including_emulation=False))
-    except TypeError:  # of makers whose devices emulate nothing
+    except TypeError:  # Some makers' modules take no argument, because their devices emulate nothing.
         return bool(supported())
 
 
 def has_float64(device: torch.device) -> bool:
-    """Whether a device computes in fp64; MPS and some GPUs of Intel do not."""
+    """Whether a device computes in fp64. MPS and some Intel GPUs do not."""
     import torch
 
     if device.type == CPU:
         return True
     try:
         return torch.float64 in torch.accelerator.get_device_capability(device)["supported_dtypes"]
-    except (RuntimeError, ValueError):  # its maker lists no types, or it is no accelerator (`meta`)
+    except (RuntimeError, ValueError):  # The maker lists no dtypes, or the device is not an accelerator (`meta`).
         return True
 
 
 def float64_device(device: torch.device) -> torch.device:
-    """Where the fp64 numbers of a device are: there, or on the CPU where it has none."""
+    """Return the device for the fp64 numbers of a device: itself, or the CPU if it has no fp64."""
     import torch
 
     return device if has_float64(device) else torch.device(CPU)
 
 
 def as_float64(values: Tensor) -> Tensor:
-    """The values in fp64, see `float64_device`."""
+    """Return the values in fp64, on `float64_device`."""
     return values.to(float64_device(values.device)).double()
 
 
 @functools.cache
 def has_pinned_memory(kind: str) -> bool:
-    """Whether devices of a kind take memory of the host without a wait if it is pinned."""
+    """Whether copies from pinned host memory to devices of this kind do not wait."""
     import torch
 
-    if kind in (CPU, "mps"):  # Apple's devices share the host's memory
+    if kind in (CPU, "mps"):  # Apple's devices share the host's memory.
         return False
     try:
         torch.empty(1, pin_memory=True)
@@ -147,9 +146,11 @@ def has_pinned_memory(kind: str) -> bool:
 
 
 def read_ahead(read: Callable[[int], Item], end: int, device: torch.device) -> Callable[[int], Item]:
-    """`read` for numbers below `end`. One thread reads the AHEAD numbers that follow the one that is asked for, so that
-    a caller that counts upward finds them ready. Errors of `read` are raised when its number is asked for."""
-    # The thread pins memory, for which some makers' libraries need the device of the process.
+    """Wrap `read` for numbers below `end`, so that a thread reads the AHEAD numbers after the requested one.
+
+    A caller that counts upward finds them ready. Errors of `read` are raised when its number is requested.
+    """
+    # The thread pins memory. Some makers' libraries need the current device for that.
     pool = ThreadPoolExecutor(1, "distill-reader", make_current, (device,))
     waiting: dict[int, Future[Item]] = {}
 
@@ -163,17 +164,17 @@ def read_ahead(read: Callable[[int], Item], end: int, device: torch.device) -> C
 
 
 def copied(tensor: Tensor, device: torch.device) -> Tensor:
-    """The tensor on a device; a copy from pinned memory does not wait."""
+    """Copy a tensor to a device. A copy from pinned memory does not wait."""
     return tensor.to(device, non_blocking=tensor.is_pinned())
 
 
 def records_graphs(device: torch.device) -> bool:
-    """Whether torch.compile records graphs of launches (CUDA, ROCm); the next replay of one overwrites its output."""
+    """Whether torch.compile records graphs of launches (CUDA, ROCm). The next replay overwrites a graph's output."""
     return device.type == "cuda"
 
 
 def begin_replay(device: torch.device) -> None:
-    """Tell torch that the outputs of graphs that were replayed on this device may be overwritten."""
+    """Tell torch that it may overwrite the outputs of graphs that were replayed on this device."""
     import torch
 
     if records_graphs(device):
@@ -182,16 +183,16 @@ def begin_replay(device: torch.device) -> None:
 
 # ── Memory and time ──
 
-# How allocators word it where the type of the exception does not tell.
+# Allocators use these words if the type of the exception does not show the fault.
 MEMORY_FAULTS = ("out of memory", "not enough memory", "can't allocate memory", "Unable to allocate", "ALLOC_FAILED")
 
 
 class OutOfMemory(RunError):
-    """Memory ran out; the message has advice."""
+    """Memory ran out. The message has advice."""
 
 
 def memory_ran_out(error: BaseException | None) -> bool:
-    """Whether an error says that the host or a device has no memory left."""
+    """Whether an error means that the host or a device has no memory left."""
     torch = sys.modules.get("torch")
     kinds = (MemoryError,) if torch is None else (MemoryError, torch.OutOfMemoryError)
     return isinstance(error, kinds) or any(word in str(error) for word in MEMORY_FAULTS)
@@ -199,10 +200,10 @@ def memory_ran_out(error: BaseException | None) -> bool:
 
 @contextlib.contextmanager
 def memory_explained(advice: Callable[..., tuple[str, str]], *subject: Any) -> Iterator[None]:
-    """Turn errors for exhausted memory into an OutOfMemory with the pair that `advice(*subject)` returns.
+    """Turn errors for exhausted memory into OutOfMemory, with the pair that `advice(*subject)` returns.
 
-    The pair is (during which work, what to do now). `advice` is called only then; of nested ones, the innermost counts.
-    Loaders report every error as a damaged file, so the causes of our own errors are examined too.
+    The pair is (during which work, what to do now). `advice` is called only if memory ran out. If contexts are nested,
+    the innermost counts. Loaders report every error as a damaged file, so causes of our own errors are examined too.
     """
     try:
         yield
@@ -218,14 +219,14 @@ def memory_explained(advice: Callable[..., tuple[str, str]], *subject: Any) -> I
 
 
 def peak_memory_bytes(device: torch.device) -> int:
-    """Peak bytes allocated on an accelerator, else the process's peak resident size."""
+    """Return the peak bytes allocated on an accelerator, or the process's peak resident size for the CPU."""
     if device.type != CPU:
         import torch
 
         return int(torch.accelerator.max_memory_allocated(device))
     try:
         import resource
-    except ImportError:  # Windows
+    except ImportError:  # Windows has no such module.
         import psutil
 
         return int(psutil.Process().memory_info().peak_wset)
@@ -234,30 +235,30 @@ def peak_memory_bytes(device: torch.device) -> int:
 
 
 def free_bytes(device: torch.device) -> int | None:
-    """Free bytes of one accelerator; None if its backend does not say."""
+    """Return the free bytes of one accelerator. None if its backend does not say."""
     import torch
 
     try:
         return int(torch.accelerator.get_memory_info(device)[0])
-    except (RuntimeError, ValueError):  # no such count in this backend, or a device that is not the current accelerator
+    except (RuntimeError, ValueError):  # The backend has no such count, or the device is not the current accelerator.
         return None
 
 
 def free_memory() -> dict[int | str, int] | None:
-    """Free bytes of each accelerator by its number, and of the host (`cpu`); None where the devices do not say."""
+    """Return free bytes of each accelerator by its number, and of the host (`cpu`). None if the devices do not say."""
     import psutil
 
     free: dict[int | str, int] = {}
     for device in accelerators():
-        found = free_bytes(device)
-        if found is None:
+        available = free_bytes(device)
+        if available is None:
             return None
-        free[device.index] = found
-    return free | {CPU: psutil.virtual_memory().available}  # last: layers are placed in this order
+        free[device.index] = available
+    return free | {CPU: psutil.virtual_memory().available}  # The CPU is last, because layers are placed in this order.
 
 
 def take_peaks() -> int:
-    """Bytes that all accelerators together reserved at their peaks since the last call."""
+    """Return the peak bytes that all accelerators together reserved since the last call."""
     total = 0
     for device in accelerators():
         torch: Any = sys.modules["torch"]
@@ -267,69 +268,69 @@ def take_peaks() -> int:
 
 
 def synchronise(device: torch.device) -> None:
-    """Wait until a device has done everything that it was asked to do, for a clock to be read."""
+    """Wait until a device has finished all its work, before a clock is read."""
     import torch
 
     if device.type != CPU:
-        with contextlib.suppress(ValueError):  # `meta` is no accelerator
+        with contextlib.suppress(ValueError):  # `meta` is not an accelerator.
             torch.accelerator.synchronize(device)
 
 
-# ── The processes that `accelerate launch` or `torchrun` started for one command; without them there is one ──
+# ── Processes that `accelerate launch` or `torchrun` started for one command. Without them there is one process. ──
 
-# A process that finishes early waits for the others' batches and shards, which may take hours. When one dies, the
+# A process that finishes early waits for the others' batches and shards, which may take hours. If one process dies, the
 # launcher ends the others.
 PATIENCE = datetime.timedelta(days=1)
 
-# What `accelerate launch` sets to spread the weights of a model over processes. Training copies them to each process.
+# `accelerate launch` sets these to spread a model's weights over processes. Training copies them to each process.
 SPREADING = {"ACCELERATE_USE_FSDP": "FSDP", "ACCELERATE_USE_DEEPSPEED": "DeepSpeed"}
 
 
 def _state() -> Any:
-    """accelerate's state, None in a process that was not launched with others."""
+    """Return accelerate's state, or None in a process that was not launched with others."""
     if "WORLD_SIZE" not in os.environ:
         return None
     for name, kind in SPREADING.items():
         if os.environ.get(name, "").lower() == "true":
             hint = "launch with recipes/accelerate/ddp.yaml, or with torchrun: each process then holds the whole draft"
-            raise RunError(f"the processes were launched for {kind}, which spreads weights: distill does not", hint)
+            raise RunError(f"the processes were launched for {kind}, which spreads weights; distill does not", hint)
     import torch
     from accelerate import PartialState
 
-    if PartialState._shared_state:  # the state exists already; its first use decided how processes join
+    if PartialState._shared_state:  # The state exists. Its first use decided how the processes join.
         return PartialState()
-    # Without accelerators accelerate joins the processes only with cpu=True.
+    # Without accelerators, accelerate joins the processes only with cpu=True.
     on_cpu = os.environ.get("ACCELERATE_USE_CPU", "").lower() in ("1", "true", "yes", "y", "t", "on")
     cpu = on_cpu or not torch.accelerator.is_available()
-    # accelerate passes the timeout to init_process_group, which a single CPU process without a launcher never calls.
+    # accelerate passes the timeout to init_process_group. A single CPU process without a launcher never calls it.
     state = PartialState(cpu=cpu, timeout=PATIENCE)
     if state.num_processes < int(os.environ["WORLD_SIZE"]):
         raise RunError(
-            f"accelerate does not join processes on {torch.accelerator.current_accelerator()}, which it does not know",
+            f"accelerate does not know {torch.accelerator.current_accelerator()} and cannot join processes on it",
             "start one process, or let them work on the processor (accelerate launch --cpu)",
         )
     return state
 
 
 def process_index() -> int:
-    """This process's number, from 0, over all nodes."""
+    """Return this process's number, from 0, over all nodes."""
     state = _state()
     return 0 if state is None else int(state.process_index)
 
 
 def process_count() -> int:
-    """How many processes work together."""
+    """Return the number of processes that work together."""
     state = _state()
     return 1 if state is None else int(state.num_processes)
 
 
 def is_main() -> bool:
-    """Whether this is the process that writes the files and messages of all."""
+    """Whether this process writes the files and messages of all."""
     return process_index() == 0
 
 
 def any_process(flag: bool) -> bool:
-    """Whether the flag is set in any process; each process must call this."""
+    """Whether the flag is set in any process. Every process must call this."""
     state = _state()
     if state is None or process_count() == 1:
         return flag
@@ -348,10 +349,10 @@ def barrier() -> None:
 
 
 def end_process() -> None:
-    """End a command of several processes after the last one finished its work, with exit status 0; alone, do nothing.
+    """End a command of several processes with exit status 0 after the last one has finished. Alone, do nothing.
 
-    The process exits without shutting its interpreter down: in a shutdown, communication threads may abort the process
-    (seen under load, with gloo), and the launcher would report a finished job as failed.
+    The process exits without shutting its interpreter down. During a shutdown, communication threads may abort the
+    process (seen under load, with gloo), and the launcher would report a finished job as failed.
     """
     if "WORLD_SIZE" not in os.environ:
         return
@@ -367,21 +368,21 @@ def end_process() -> None:
 
 
 def process_share(work: Sequence[Item], part: tuple[int, int], what: str, setting: str) -> list[Item]:
-    """Every `count`-th item from number `index` on, of `part` = (index, count): the parts cover the work once.
+    """Return every `count`-th item from number `index` on, for `part` = (index, count). All parts cover the work once.
 
-    Raises RunError where there are more processes than items (`what`, as many as `setting` makes of the work).
+    Raises RunError if there are more processes than items. `what` names the items, and `setting` decides their number.
     """
     index, count = part
     if count > len(work):
         raise RunError(
-            f"{count} processes were started, and there are {len(work)} {what}: some would have nothing to do",
+            f"{count} processes were started, but there are {len(work)} {what}: some would have nothing to do",
             f"start at most {len(work)} processes, or lower {setting}",
         )
     return list(work[index::count])
 
 
 def agree(value: Any = None) -> Any:
-    """The main process's value (anything that pickles), in every process; each process must call this."""
+    """Return the main process's value (anything that pickles) in every process. Every process must call this."""
     if process_count() == 1:
         return value
     from accelerate.utils import broadcast_object_list

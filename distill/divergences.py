@@ -1,13 +1,13 @@
-"""Every divergence, acceptance and loss formula once, plain and in the dtype given: the oracle for all faster versions.
+"""Every divergence, acceptance and loss formula once, plainly and in the given dtype: the oracle for faster versions.
 
-Legend: N positions, V vocabulary, K stored entries. p is the target's distribution, q the draft's; logarithms are
-natural, results are in nats or probabilities, one per position [N]. Every loss is differentiable in the draft's
-arguments. Formulas: Leviathan et al. 2023 (acceptance), Kullback and Leibler, Lin 1991 (Jensen-Shannon), LK (arXiv
+Legend: N positions, V vocabulary, K stored entries. p is the target's distribution, q the draft's. Logarithms are
+natural. Results are in nats or probabilities, one per position [N]. Every loss is differentiable in the draft's
+arguments. Sources: Leviathan et al. 2023 (acceptance), Kullback and Leibler, Lin 1991 (Jensen-Shannon), LK (arXiv
 2602.23881).
 
-For a trimmed head the columns are the tokens that the draft can generate. There q sums to 1 and p to less, and each sum
-runs over those columns alone: the KL without its infinite part, the JSD without its constant −β log β · (p's missing
-mass), the total variation with it, as 1 − Σ min(p, q).
+For a trimmed head, the columns are the tokens that the draft can generate. q sums to 1 and p to less, and each sum runs
+over these columns only. The KL then lacks its infinite part. The JSD lacks its constant −β log β · (p's missing mass).
+The total variation includes the missing mass, as 1 − Σ min(p, q).
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-LEAST_ACCEPTANCE = 1e-5  # the logarithm of an acceptance is clamped there
-LK_DECAY = 3.0  # of the weight of forward KL in lk_hybrid, as published
+LEAST_ACCEPTANCE = 1e-5  # An acceptance is clamped to this before its logarithm is taken.
+LK_DECAY = 3.0  # decay of forward KL's weight in lk_hybrid, as published
 
 
 def _weighted_log_ratio(weight: Tensor, log_a: Tensor, log_b: Tensor) -> Tensor:
-    """Σ weight · (log a − log b) with 0 · anything = 0."""
-    # The ratio is masked, not its product: the gradient of 0 · inf would be NaN.
+    """Σ weight · (log a − log b), where 0 · anything = 0."""
+    # The ratio is masked instead of the product, because the gradient of 0 · inf would be NaN.
     return (weight * torch.where(weight > 0, log_a - log_b, torch.zeros_like(log_a))).sum(-1)
 
 
@@ -31,14 +31,14 @@ def forward_kl(target_log_probabilities: Tensor, draft_log_probabilities: Tensor
 
 
 def reverse_kl(target_log_probabilities: Tensor, draft_log_probabilities: Tensor) -> Tensor:
-    """KL(q ‖ p) [N] from log-distributions [N, V]. Raises ValueError where it is infinite: p = 0 < q."""
+    """KL(q ‖ p) [N] from log-distributions [N, V]. Raises ValueError if it is infinite (p = 0 < q)."""
     draft = draft_log_probabilities.exp()
     impossible = (draft > 0) & torch.isneginf(target_log_probabilities)
     if bool(impossible.any()):
         rows = int(impossible.any(-1).sum())
         raise ValueError(
-            f"the reverse KL is infinite at {rows} positions: the target gives no mass to tokens of the draft's; "
-            "compare untruncated distributions, or use the forward KL or the JSD"
+            f"the reverse KL is infinite at {rows} positions, because the target gives no mass to some of the draft's "
+            "tokens; compare untruncated distributions, or use the forward KL or the JSD"
         )
     return _weighted_log_ratio(draft, draft_log_probabilities, target_log_probabilities)
 
@@ -47,49 +47,51 @@ def jsd(target_log_probabilities: Tensor, draft_log_probabilities: Tensor, beta:
     """β KL(p ‖ m) + (1 − β) KL(q ‖ m) [N] with m = βp + (1 − β)q, 0 < β < 1, from log-distributions [N, V]."""
     p, q = target_log_probabilities.exp(), draft_log_probabilities.exp()
     mass = beta * p + (1 - beta) * q
-    mixed = mass.masked_fill(mass == 0, 1).log()  # where neither has mass, no gradient of a logarithm of 0
+    mixed = mass.masked_fill(mass == 0, 1).log()  # The logarithm of 0 would have no gradient.
     forward = _weighted_log_ratio(p, target_log_probabilities, mixed)
     return beta * forward + (1 - beta) * _weighted_log_ratio(q, draft_log_probabilities, mixed)
 
 
 def total_variation(target: Tensor, draft: Tensor) -> Tensor:
-    """1 − Σ min(p, q) [N] from distributions [N, V], which is ½ Σ |p − q| where both sum to 1."""
-    # Σ (q − p)⁺ is the same where q sums to 1, and exact where the distributions are close.
+    """1 − Σ min(p, q) [N] from distributions [N, V]. It equals ½ Σ |p − q| if both sum to 1."""
+    # Σ (q − p)⁺ is equal if q sums to 1, and exact if the distributions are close.
     return (draft - target).relu().sum(-1)
 
 
 def acceptance_sampling(target: Tensor, draft: Tensor) -> Tensor:
-    """Σ min(p, q) [N]: how often rejection sampling accepts a token drawn from q."""
+    """Σ min(p, q) [N]: the probability that rejection sampling accepts a token drawn from q."""
     return torch.minimum(target, draft).sum(-1)
 
 
 def likeliest(logits: Tensor, count: int) -> Tensor:
-    """Logits [..., V] with −∞ outside the `count` largest of each row; those that equal the last of these stay."""
+    """Logits [..., V] with −∞ outside the `count` largest of each row. Ties with the last of these stay."""
     if count >= logits.shape[-1]:
         return logits
     return logits.masked_fill(logits < logits.topk(count, dim=-1).values[..., -1:], -torch.inf)
 
 
 def acceptance_match(target: Tensor, draft_logits: Tensor) -> Tensor:
-    """p(argmax q) [N]: how often a sampled target token equals the draft's greedy one."""
+    """p(argmax q) [N]: the probability that a sampled target token equals the draft's greedy token."""
     return target.gather(-1, draft_logits.argmax(-1, keepdim=True)).squeeze(-1)
 
 
 def acceptance_greedy(target_logits: Tensor, draft_logits: Tensor) -> Tensor:
-    """1 where both argmaxes agree, else 0 [N]; it is also the top-1 agreement."""
+    """1 if both argmaxes agree, otherwise 0 [N]. This is also the top-1 agreement."""
     return (target_logits.argmax(-1) == draft_logits.argmax(-1)).to(target_logits.dtype)
 
 
 def nla(target: Tensor, draft: Tensor) -> Tensor:
     """−log max(Σ min(p, q), 1e-5) [N], the negative log acceptance, from distributions [N, V]."""
-    # Not torch.minimum, which splits its gradient at ties.
+    # torch.minimum would split its gradient at ties.
     acceptance = torch.where(draft > target, target, draft).sum(-1)
     return -acceptance.clamp(min=LEAST_ACCEPTANCE).log()
 
 
 def lk_hybrid(target_log_probabilities: Tensor, draft_log_probabilities: Tensor, decay: float = LK_DECAY) -> Tensor:
-    """λ KL(p ‖ q) + (1 − λ) TV [N], λ = exp(−decay · Σ min(p, q)) per position and without gradient, from
-    log-distributions."""
+    """λ KL(p ‖ q) + (1 − λ) TV [N] from log-distributions [N, V].
+
+    λ = exp(−decay · Σ min(p, q)) per position, without gradient.
+    """
     p, q = target_log_probabilities.exp(), draft_log_probabilities.exp()
     share = (-decay * acceptance_sampling(p, q).detach()).exp()
     kl = forward_kl(target_log_probabilities, draft_log_probabilities)
@@ -102,13 +104,13 @@ def cross_entropy(draft_logits: Tensor, tokens: Tensor) -> Tensor:
 
 
 def bucketed_forward_kl(ids: Tensor, log_probabilities: Tensor, log_tail: Tensor, draft_logits: Tensor) -> Tensor:
-    """KL [N] between the distributions in which every token outside the K stored ones is one bucket.
+    """KL [N] between the distributions in which all tokens outside the K stored ones are one bucket.
 
-    ids, log_probabilities [N, K], likeliest first; log_tail [N], the log of the target's mass outside them;
-    draft_logits [N, V]. An id of V or more stands for no token: its probability is 0. The first id of each row is a
-    token. It is a lower bound of the full forward KL (data processing), and equal to it at K = V.
+    ids and log_probabilities [N, K], likeliest first. log_tail [N] is the log of the target's mass outside them.
+    draft_logits [N, V]. An id of V or more is no token, and its probability is 0. The first id of each row is a token.
+    The result is a lower bound of the full forward KL (data processing inequality) and equals it at K = V.
     """
-    # At K = V nothing is outside and the bucket is empty on both sides.
+    # At K = V nothing is outside, and the bucket is empty on both sides.
     stored, draft_tail = _draft_outcomes(ids, draft_logits)
     probabilities = log_probabilities.exp()
     tail = log_tail.exp()
@@ -119,9 +121,9 @@ def bucketed_forward_kl(ids: Tensor, log_probabilities: Tensor, log_tail: Tensor
 def acceptance_bounds(
     ids: Tensor, log_probabilities: Tensor, log_tail: Tensor, draft_logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The least and the largest Σ min(p, q) [N] that K stored entries and the tail's mass allow.
+    """The lower and upper bound of Σ min(p, q) [N], given K stored entries and the tail's mass.
 
-    Arguments as of `bucketed_forward_kl`. The tail adds between 0 and min(p_tail, q_tail).
+    Arguments as for `bucketed_forward_kl`. The tail adds between 0 and min(p_tail, q_tail).
     """
     stored, draft_tail = _draft_outcomes(ids, draft_logits)
     least = torch.minimum(log_probabilities.exp(), stored.exp()).sum(-1)
@@ -131,9 +133,9 @@ def acceptance_bounds(
 def acceptance_match_bounds(
     ids: Tensor, log_probabilities: Tensor, log_tail: Tensor, draft_logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The least and the largest p(argmax q) [N] that the K likeliest entries and the tail's mass allow.
+    """The lower and upper bound of p(argmax q) [N], given the K likeliest entries and the tail's mass.
 
-    Arguments as of `bucketed_forward_kl`. A token of the tail is no likelier than the last entry, or than the tail.
+    Arguments as for `bucketed_forward_kl`. A token of the tail is at most as likely as the last entry and as the tail.
     """
     hit = ids == draft_logits.argmax(-1, keepdim=True)
     least = (log_probabilities.exp() * hit).sum(-1)
@@ -144,10 +146,10 @@ def acceptance_match_bounds(
 def forward_kl_bounds(
     ids: Tensor, log_probabilities: Tensor, log_tail: Tensor, draft_logits: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """The least and the largest KL(p ‖ q) [N] that the K likeliest entries and the tail's mass allow.
+    """The lower and upper bound of KL(p ‖ q) [N], given the K likeliest entries and the tail's mass.
 
-    Arguments as of `bucketed_forward_kl`, which is the least. No token of the tail is likelier than the last entry or
-    than the whole tail, and at worst all of the mass is on the tokens that the draft gives least.
+    Arguments as for `bucketed_forward_kl`, which is the lower bound. No token of the tail is likelier than the last
+    entry or than the whole tail. In the worst case, all of the tail's mass is on the tokens that the draft gives least.
     """
     least = bucketed_forward_kl(ids, log_probabilities, log_tail, draft_logits)
     stored, _ = _draft_outcomes(ids, draft_logits)
@@ -161,17 +163,17 @@ def forward_kl_bounds(
 
 
 def _tokens(ids: Tensor, draft_logits: Tensor) -> Tensor:
-    """The ids [N, K], with the first one of the row in the place of those that stand for no token."""
+    """The ids [N, K]. The first id of a row replaces ids that are no tokens."""
     return torch.where(ids < draft_logits.shape[-1], ids, ids[:, :1])
 
 
 def _last_stored(ids: Tensor, log_probabilities: Tensor, draft_logits: Tensor) -> Tensor:
-    """The least logarithm [N] of a row's entries that are tokens."""
+    """The smallest log-probability [N] among a row's entries that are tokens."""
     return log_probabilities.masked_fill(ids >= draft_logits.shape[-1], torch.inf).amin(-1)
 
 
 def _draft_outcomes(ids: Tensor, draft_logits: Tensor) -> tuple[Tensor, Tensor]:
-    """log q of the stored tokens [N, K], and of all others together [N], from logits [N, V]."""
+    """log q of the stored tokens [N, K], and of all other tokens together [N], from logits [N, V]."""
     tokens = _tokens(ids, draft_logits)
     normaliser = draft_logits.logsumexp(-1, keepdim=True)
     outside = draft_logits.scatter(-1, tokens, float("-inf")).logsumexp(-1)

@@ -10,45 +10,44 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-# ── Errors that a user can correct: one message with the fault, its place and the next step ──
-
-MOST_CHARACTERS = 3000  # of a message: it may quote a foreign file
+MOST_CHARACTERS = 3000  # characters of a message, which may quote a foreign file
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
 
 
 def printable(text: str) -> str:
-    """A text as a terminal can show it: control characters and lone surrogates are written as escapes; cut if long."""
+    """Return a text that a terminal can show: control characters and lone surrogates escaped, and cut if it is long."""
     shown = _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
     return shown if len(shown) <= MOST_CHARACTERS else f"{shown[:MOST_CHARACTERS]}…"
 
 
-SERVER_CHARACTERS = 300  # of a server's own words
+SERVER_CHARACTERS = 300  # characters of a server's message
 _KEY = re.compile(r"(?i:(\bbearer\s+))[^\s\"',}]+|\b(?:sk|pk|hf|gsk|xai|nvapi)[-_][\w*.-]{6,}")
 
 
 def server_words(content: bytes, secrets: Sequence[str] = ()) -> str:
-    """What a server says in the body of a reply: its error message where there is one, else the body as it is.
+    """Return a server's message from the body of a reply: its error message if there is one, or the body.
 
-    One line of at most SERVER_CHARACTERS, without our `secrets` and without what looks like a key: servers repeat them.
+    The result is one line of at most SERVER_CHARACTERS. Our `secrets`, and words that look like keys, are removed,
+    because servers repeat them.
     """
-    text, said = content.decode("utf-8", "replace"), None
+    text, message = content.decode("utf-8", "replace"), None
     with contextlib.suppress(ValueError, RecursionError):
-        said = json.loads(text)
-    while isinstance(said, dict):
-        said = next((said[name] for name in ("error", "detail", "message") if said.get(name)), None)
-    if said:
-        text = said if isinstance(said, str) else json.dumps(said, ensure_ascii=False)
+        message = json.loads(text)
+    while isinstance(message, dict):
+        message = next((message[name] for name in ("error", "detail", "message") if message.get(name)), None)
+    if message:
+        text = message if isinstance(message, str) else json.dumps(message, ensure_ascii=False)
     for secret in filter(None, secrets):
         text = text.replace(secret, "***")
-    # Cut last: a part of a key would not be found.
+    # The text is cut last, because a part of a key would not be recognised.
     text = " ".join("".join(c if c.isprintable() else " " for c in _KEY.sub(r"\1***", text)).split())
     return text[:SERVER_CHARACTERS] or "no message"
 
 
 class DistillError(Exception):
-    """A fault outside our code; the command line prints it without a traceback and exits with 2.
+    """A fault outside our code. The command line prints it without a traceback and exits with status 2.
 
-    What the message quotes of a file or an option is made printable here, for all of them.
+    Quotes from files and options are made printable here, for all messages.
     """
 
     def __init__(self, what: str, hint: str | None = None) -> None:
@@ -74,7 +73,7 @@ class DataError(DistillError):
 
 
 class RunError(DistillError):
-    """The run directory cannot be written, is in use, or holds work that a command would supersede."""
+    """The run directory is not writable, is in use, or holds work that a command would replace."""
 
 
 class EndpointError(DistillError):
@@ -85,49 +84,49 @@ class ServingError(DistillError):
     """A server under test did not start, stopped, refused, or does not draft."""
 
 
-# ── Disks that are full, read-only or failing: which file, and what to do next. No torch here ──
+# ── Full, read-only and failing disks: which file is affected, and what to do next ──
 
 FULL = (errno.ENOSPC, errno.EDQUOT)
 FAILED = (errno.EIO, errno.ESTALE, errno.ENXIO, errno.ENODEV, errno.ETIMEDOUT, errno.ENOTCONN)  # disk or connection
-FAILED_HINT = "the disk or its connection has failed: see `dmesg`; when it works, run the same command again"
+FAILED_HINT = "the disk or its connection has failed: see `dmesg`, repair it, and run the same command again"
 TORCH_WRITES = ("inline_container", "PytorchStreamWriter", "iostream error")
 
 
 def explain_write_fault(path: Path, error: OSError) -> RunError:
-    """The message for a failed write."""
+    """Return the message for a failed write."""
     if error.errno in FULL:
         return RunError(f"the disk is full: cannot write {path}", "free some space and run the same command again")
     if error.errno in (errno.EROFS, errno.EACCES, errno.EPERM):
         return RunError(
             f"no permission to write {path}: {error.strerror}",
-            "choose a folder that can be written: --runs names that of runs, DISTILL_CACHE (a variable) of imports",
+            "choose a writable folder: --runs for runs, DISTILL_CACHE (environment) for imports",
         )
     hint = FAILED_HINT if error.errno in FAILED else "remove the cause and run the same command again"
     return RunError(f"cannot write {path}: {error}", hint)
 
 
 def system_error(error: BaseException, writing: bool = False) -> OSError | None:
-    """The operating system's error behind an exception that a library raised; None for other exceptions.
+    """Return the operating system's error behind an exception of a library, or None for other exceptions.
 
-    safetensors and tokenizers only put the number of the error into their message, torch not even that: its errors
-    are the disk's where it was `writing`.
+    safetensors and tokenizers only put the number of the error into their message. torch does not even do that: its
+    errors count as the disk's if it was `writing`.
     """
     if isinstance(error, DistillError) or not isinstance(error, Exception):
-        return None  # explained already, or an interruption
+        return None  # It is explained already, or an interruption.
     if isinstance(error, OSError) and error.errno is not None:
         return error
     number = re.search(r"\(os error (\d+)\)|\[Errno (\d+)\]", str(error))
     if number:
-        found = int(number[1] or number[2])
-        return OSError(found, os.strerror(found))
+        code = int(number[1] or number[2])
+        return OSError(code, os.strerror(code))
     if writing and any(words in str(error) for words in TORCH_WRITES):
-        return OSError(errno.EIO, "the file could not be written whole; is the disk full?")
+        return OSError(errno.EIO, "the file could not be written completely; is the disk full?")
     return None
 
 
 @contextlib.contextmanager
 def faults_explained(path: Path) -> Iterator[None]:
-    """Turn an OSError of a failed write into a RunError that names `path`."""
+    """Turn the OSError of a failed write into a RunError that names `path`."""
     try:
         yield
     except OSError as error:
@@ -135,10 +134,10 @@ def faults_explained(path: Path) -> Iterator[None]:
 
 
 def disk_fault(error: Exception) -> DistillError | None:
-    """The message for an error that a failing or full disk caused, at whatever depth; None for another cause.
+    """Return the message for an error that a failing or full disk caused, at any depth. None for other causes.
 
-    The last resort, for readers and writers that have no context of their own, and for those whose advice would be
-    wrong: a file that cannot be read now is not to be deleted.
+    This is the last resort for readers and writers without context of their own, and for readers whose advice would be
+    wrong: the user must not delete a file that cannot be read at the moment.
     """
     cause: BaseException | None = error
     while cause is not None:
@@ -146,7 +145,7 @@ def disk_fault(error: Exception) -> DistillError | None:
         if fault is not None and fault.errno in (*FAILED, *FULL, errno.EROFS, errno.EACCES, errno.EPERM):
             if isinstance(error, DistillError):
                 return type(error)(error.what, FAILED_HINT) if fault.errno in FAILED else error
-            if isinstance(fault, PermissionError):  # to read or to write
+            if isinstance(fault, PermissionError):  # It may concern reading or writing.
                 return RunError(f"no permission: {fault.filename or fault}", "correct it, or choose another folder")
             if fault.errno in FAILED:
                 return DataError(f"{fault.filename or 'a file'} cannot be used: {fault.strerror}", FAILED_HINT)

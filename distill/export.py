@@ -1,5 +1,7 @@
-"""Stage `export`: GGUF files of draft and target, read back and compared with the folders that they are made of; and
-importance matrices, by which llama.cpp's quantiser weighs the columns of a matrix: which ones meet large inputs."""
+"""Stage `export`: GGUF files of draft and target, read back and compared with their folders. Importance matrices.
+
+An importance matrix tells llama.cpp's quantiser which columns of a matrix meet large inputs.
+"""
 
 from __future__ import annotations
 
@@ -42,17 +44,16 @@ from distill.surgery.layers import watching
 from distill.teacher.distributions import head_logits
 from distill.vocabulary.vocabulary import tokenizer_content, with_opening
 
-# ── What was written and compared: gguf/export.json as dataclasses ──
+# ── gguf/export.json as dataclasses ──
 
 
 @dataclass(frozen=True)
 class Parity:
-    """Hugging Face fp32 against GGUF on the same ids; log-probabilities in nats, of the token that really follows two
-    others or more.
+    """Hugging Face in fp32 and GGUF compared on the same ids.
 
-    `tokenizer_mismatches` holds (index of the text, first differing position). Texts that the Hugging Face normaliser
-    changes are compared after it, because llama.cpp never normalises. `kl` is the mean divergence of the GGUF file's
-    distributions from those of Hugging Face, in nats.
+    Log-probabilities are in nats, for the token that really follows at least two others. `tokenizer_mismatches` holds
+    (index of the text, first differing position). Texts that the Hugging Face normaliser changes are compared after
+    it, because llama.cpp never normalises. `kl` is the mean KL in nats from Hugging Face's distributions to the file's.
     """
 
     positions: int
@@ -65,19 +66,21 @@ class Parity:
 
     @property
     def words(self) -> str:
-        """In one line."""
+        """The figures in one line."""
         return (
             f"top-1 {self.top1_agreement:.1%}, KL {self.kl:.2g}, mean |d log p| {self.mean_abs_dlogprob:.5f} over "
-            f"{self.positions} positions behind first ones, {len(self.tokenizer_mismatches)} of "
+            f"{self.positions} positions after at least two tokens, {len(self.tokenizer_mismatches)} of "
             f"{self.tokenizer_texts} texts with other ids"
         )
 
 
 @dataclass(frozen=True)
 class ExportedFile:
-    """One GGUF file: `path` within the run (elsewhere: absolute), `model` draft or target, tensors that another type
-    holds because theirs did not fit; `faults` is what the comparison found wrong. `parity` is None for the user's own
-    file of the target: it is the reference, and is compared with nothing.
+    """One GGUF file.
+
+    `path` is relative to the run, or absolute for a file elsewhere. `model` is draft or target. `fallback_tensors` have
+    another type, because the file's type did not fit their rows. `faults` lists what the comparison found wrong.
+    `parity` is None for the user's own file of the target, which is the reference.
     """
 
     path: str
@@ -98,14 +101,14 @@ class ExportReport:
 
     @property
     def faults(self) -> list[str]:
-        """What the checks found wrong, with the file's name before it."""
+        """What the checks found wrong, after the file's name."""
         return [f"{file.path}: {fault}" for file in self.files for fault in file.faults]
 
 
 # ── GGUF files, compared with their sources ──
 
 WINDOW = 256
-# Texts for a comparison where none are given: cases that tokenizers handle differently.
+# Texts for a comparison if none are given: cases that tokenizers handle differently.
 PROSE = """The lighthouse keeper had kept the same log for thirty-one years: wind, sea, visibility, ships. On the first
 of March he wrote nothing but the date. Nobody noticed until the inspector came in June, by which time the page had
 yellowed and the keeper had taken up bees. "What happened that day?" the inspector asked. "The fog lifted," he said,
@@ -123,16 +126,16 @@ NASTY = (
     "if x:\n        return {'a': [1, 2, 3]}  # !!! ??? --- ===\n",
     "a\u0302\u0323 q\u0307\u0323 z\u0335",
 )
-MAX_SPECIAL = 1024  # added tokens that are tried; vocabularies with more hold numbered fillers
-# By bits: the most mean KL (nats) and the least agreement of argmaxes that rounding to a type explains. A wrong tensor,
-# order or scale gives far more.
+MAX_SPECIAL = 1024  # added tokens that are tried. Larger vocabularies contain numbered fillers.
+# Bits -> the largest mean KL (nats) and the smallest argmax agreement that rounding to a type explains. A wrong tensor,
+# order or scale gives far larger differences.
 LIMITS: dict[int, tuple[float, float]] = {32: (1e-3, 0.97), 16: (0.01, 0.95), 8: (0.05, 0.9), 6: (0.15, 0.8)}
 LIMITS |= {5: (0.4, 0.7), 4: (1.0, 0.5), 3: (3.0, 0.1), 2: (6.0, 0.0)}
 
 
 @dataclass(frozen=True)
 class Original:
-    """A Hugging Face folder, opened to compare several files with it; `references` of texts that were compared."""
+    """A Hugging Face folder, opened to compare several files with it. `references` caches log-probabilities by text."""
 
     folder: Path
     shape: Shape
@@ -142,30 +145,35 @@ class Original:
 
     @classmethod
     def open(cls, folder: Path) -> Original:
-        """Open the model in fp32, and its tokenizer; raises DataError where they cannot be loaded."""
+        """Open the model in fp32, and its tokenizer. Raises DataError if they cannot be loaded."""
         return cls(folder, read_shape(folder), load_tokenizer(str(folder)), streamed(folder))
 
     @torch.inference_mode()
     def log_probabilities(self, parts: list[list[int]], columns: int) -> list[Tensor]:
-        """Log-probabilities [positions, V] after each token of every part but its first and last, of the first
-        `columns` ids. All parts go through the model at once, because each pass reads all weights."""
+        """Return log-probabilities [positions, V] of the first `columns` ids, after each token but the first and last.
+
+        All parts go through the model at once, because each pass reads all weights.
+        """
         key = tuple(map(tuple, parts))
         if key not in self.references:
             ids = torch.nn.utils.rnn.pad_sequence([torch.tensor(part) for part in parts], batch_first=True)
-            hidden = self.model.base_model(ids, use_cache=False).last_hidden_state  # no token sees the padding after it
+            # No token sees the padding after it.
+            hidden = self.model.base_model(ids, use_cache=False).last_hidden_state
             scored = torch.cat([hidden[row, 1 : len(part) - 1] for row, part in enumerate(parts)])
             logs = head_logits(self.model, scored)[:, :columns].log_softmax(-1)
             self.references[key] = list(logs.split([len(part) - 2 for part in parts]))
-        found = self.references[key]
-        for part, logs in zip(parts, found, strict=True):
+        by_part = self.references[key]
+        for part, logs in zip(parts, by_part, strict=True):
             require_finite(logs.amax(-1).tolist(), place_of(model_name(self.model), range(2, len(part))))
-        return found
+        return by_part
 
 
 def streamed(folder: Path) -> Any:
-    """A folder's model in fp32 on the CPU, whose modules read their weights from its files when they run, and free them
-    afterwards: a pass holds the largest module instead of the model. Weights that transformers stores under other names
-    are loaded whole, in their own type."""
+    """Return a folder's model in fp32 on the CPU, whose modules read their weights when they run and then free them.
+
+    A pass holds only the largest module in memory. If transformers stores weights under other names, the model is
+    loaded completely, in its own dtype.
+    """
     from accelerate import init_empty_weights
     from accelerate.hooks import attach_align_device_hook
     from accelerate.utils import OffloadedWeightsLoader
@@ -178,11 +186,11 @@ def streamed(folder: Path) -> Any:
         with safe_open(path, framework="pt") as file:
             stored |= {
                 name: {"safetensors_file": str(path), "weight_name": name, "dtype": "float32"}
-                for name in file.keys()  # noqa: SIM118 - a handle, no mapping
+                for name in file.keys()  # noqa: SIM118 - `file` is a handle, not a mapping.
             }
     with init_empty_weights(include_buffers=False):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    model.tie_weights()  # which empty weights undo
+    model.tie_weights()  # Empty weights are not tied.
     names = {id(parameter): name for name, parameter in model.named_parameters()}
     index = {
         name: stored.get(name) or stored.get(names[id(p)]) for name, p in model.named_parameters(remove_duplicate=False)
@@ -196,15 +204,15 @@ def streamed(folder: Path) -> Any:
 def compare(source: Original, gguf: Path, texts: list[str], positions: int) -> Parity:
     """Compare ids on all `texts` and logits on the first `positions` positions, in windows of at most 256 tokens.
 
-    The first position of a window is left out. A token alone, where the tokenizer has no bos, is what models are not
-    trained on and where rounding tells most: Qwen2.5-Coder's Q4_K_M file has 6 nats of KL there, .002 elsewhere.
-
-    Raises DataError when the file cannot be loaded, the vocabularies differ in size, or the texts hold no position.
+    The first position of a window is left out. If the tokenizer has no bos, the window starts with a single token.
+    Models are not trained on single tokens, and rounding errors peak there: Qwen2.5-Coder's Q4_K_M file has a KL of 6
+    nats instead of 0.002. Raises DataError if the file cannot be loaded, if the vocabularies differ in size, or if the
+    texts have no position to compare.
     """
     window = min(WINDOW, source.shape.context)
     with GgufModel(gguf, context=window, batch=window) as quantised:
         if quantised.file.head_rows != source.shape.vocabulary:
-            what = f"{gguf} has {quantised.file.head_rows} rows, {source.folder} has {source.shape.vocabulary}"
+            what = f"{gguf} has {quantised.file.head_rows} rows, but {source.folder} has {source.shape.vocabulary}"
             raise DataError(what, "compare a GGUF file with the folder it was exported from")
         mismatches = list(_mismatches(source.tokenizer, quantised, texts))
         same_top, differences, divergences = 0, list[float](), list[float]()
@@ -217,7 +225,7 @@ def compare(source: Original, gguf: Path, texts: list[str], positions: int) -> P
             divergences += forward_kl(reference, actual).tolist()
             same_top += int((reference.argmax(-1) == actual.argmax(-1)).sum())
     if not differences:
-        raise DataError("the texts hold no three consecutive tokens to compare", hint="give longer texts")
+        raise DataError("the texts have no three consecutive tokens to compare", hint="give longer texts")
     return Parity(
         positions=len(differences),
         top1_agreement=same_top / len(differences),
@@ -230,7 +238,7 @@ def compare(source: Original, gguf: Path, texts: list[str], positions: int) -> P
 
 
 def faults_of(parity: Parity, outtype: str) -> list[str]:
-    """What is wrong with a file of this type: texts with other ids, a KL or an agreement beyond the type's limits."""
+    """Return what is wrong with a file of this type: texts with other ids, and a KL or agreement beyond the limits."""
     faults = []
     if parity.tokenizer_mismatches:
         text, token = parity.tokenizer_mismatches[0]
@@ -242,14 +250,14 @@ def faults_of(parity: Parity, outtype: str) -> list[str]:
     max_kl, min_agreement = LIMITS[min(LIMITS, key=lambda known: abs(known - bits))]
     if not parity.kl <= max_kl:
         faults.append(f"the mean KL is {parity.kl:.3g} nats, more than {max_kl} for {outtype}")
-    # Flat distributions change their first token at a KL near 0.
+    # Flat distributions change their likeliest token at a KL near 0.
     if parity.top1_agreement < min_agreement and parity.kl > max_kl / 10:
         faults.append(f"{parity.top1_agreement:.1%} of the argmaxes agree, less than {min_agreement:.0%} for {outtype}")
     return faults
 
 
 def _mismatches(tokenizer: Any, quantised: GgufModel, texts: list[str]) -> Iterator[tuple[int, int]]:
-    """The number of each text with other ids, and the first place where they differ."""
+    """Yield the number of each text with other ids, and the first position where they differ."""
     for index, text in enumerate(texts):
         plain = as_llama_reads(tokenizer.backend_tokenizer, text)
         ids = with_opening(quantised.file.tokenize(plain, True), quantised.file.opening)
@@ -259,11 +267,11 @@ def _mismatches(tokenizer: Any, quantised: GgufModel, texts: list[str]) -> Itera
 
 
 def _parts(tokenizer: Any, texts: list[str], positions: int, window: int) -> Iterator[list[int]]:
-    """Parts of the texts of at most `window` tokens, in which at most this many positions are predicted."""
+    """Yield parts of the texts of at most `window` tokens, with at most this many predicted positions in all."""
     for text in texts:
         ids = encode_text(tokenizer, text)
         for start in range(0, len(ids) - 2, max(1, window - 2)):
-            # Two tokens of overlap, so that every token but the first two is predicted once.
+            # Windows overlap by two tokens, so that every token but the first two is predicted once.
             part = ids[start : start + window][: positions + 2]
             if len(part) < 3:
                 return
@@ -272,7 +280,7 @@ def _parts(tokenizer: Any, texts: list[str], positions: int, window: int) -> Ite
 
 
 def _log_probabilities(quantised: GgufModel, part: list[int]) -> Tensor:
-    """Log-probabilities [positions, V] of a file after each token of a part but its first and last."""
+    """Return a file's log-probabilities [positions, V] after each token of a part but the first and last."""
     quantised.rollback([0])
     output = quantised.extend(part, want=range(1, len(part) - 1))
     actual = output.full().log_softmax(-1)
@@ -281,16 +289,16 @@ def _log_probabilities(quantised: GgufModel, part: list[int]) -> Tensor:
 
 
 def check_texts(folder: Path) -> list[str]:
-    """Prose and the nasty texts, then every added token of the folder's tokenizer by itself."""
+    """Return prose and difficult texts, and every added token of the folder's tokenizer as a separate text."""
     added = tokenizer_content(folder / "tokenizer.json").get("added_tokens") or []
     return [PROSE, *PROBE, *NASTY, *(token["content"] for token in added[:MAX_SPECIAL])]
 
 
-# ── Where the models of a run come from, for the head of their GGUF files ──
+# ── Origins of a run's models, for the heads of their GGUF files ──
 
 
 def origins(recipe: Recipe, run: Run) -> dict[str, Origin]:
-    """The origins of a run's draft and target, by name."""
+    """Return the origins of a run's draft and target, by name."""
     donor, _ = parts_of(recipe.donor_model)
     draft = Origin(
         name=f"{recipe.name} draft",
@@ -303,7 +311,7 @@ def origins(recipe: Recipe, run: Run) -> dict[str, Origin]:
 
 
 def licence_of(model: str, run: Run) -> str | None:
-    """The licence in a model's card or GGUF file; a line in the log where the card cannot be read."""
+    """Return the licence in a model's card or GGUF file. If the card cannot be read, log a line and return None."""
     import yaml
     from gguf import Metadata
 
@@ -318,14 +326,14 @@ def licence_of(model: str, run: Run) -> str | None:
 
 # ── The stage ──
 
-PARITY_POSITIONS = 2000  # of test texts, on which each file is compared with transformers in float32
+PARITY_POSITIONS = 2000  # positions of test texts on which each file is compared with transformers in float32
 
 
 def export(recipe: Recipe, run: Run) -> list[Path]:
     """Write gguf/MODEL-OUTTYPE.gguf for draft and target, and gguf/export.json with the parity of each file.
 
-    Without `export.outtypes` no model is opened: GGUF may not hold it. A target that this machine cannot load is left
-    out. One that is a GGUF file is neither written again nor checked: it is the reference.
+    Without `export.outtypes` no model is opened, because GGUF may not support it. A target that this machine cannot
+    load is left out. A target that is a GGUF file is neither written nor checked, because it is the reference.
     """
     folder = run.path("gguf")
     files: list[ExportedFile] = []
@@ -335,17 +343,17 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
         return [folder]
     texts = read_json(run.path("corpus", "documents-test.json"), [str])
     sources = {"draft": run.path("draft")}
-    own = target_gguf(recipe)
+    own_file = target_gguf(recipe)
     reason = not_loadable(recipe)
     if reason is None:
         sources["target"] = local_folder(recipe.target.model)
     else:
         run.say(f"  no file of the target is written: {reason}")
     origin_of = origins(recipe, run)
-    if own is not None and sources.pop("target", None) is not None:
-        size = open_head(own).bytes
-        run.say(f"  {own.name}: {size / 1e6:.1f} MB, the target's own file, which is the reference")
-        files.append(ExportedFile(str(own.absolute()), "target", file_type(own), size, 0, None))
+    if own_file is not None and sources.pop("target", None) is not None:
+        size = open_head(own_file).bytes
+        run.say(f"  {own_file.name}: {size / 1e6:.1f} MB, the target's own file, which is the reference")
+        files.append(ExportedFile(str(own_file.absolute()), "target", file_type(own_file), size, 0, None))
     for name, folder_of_model in sources.items():
         outputs = {folder / f"{name}-{outtype}.gguf": outtype for outtype in recipe.export.outtypes}
         reports = export_files(folder_of_model, outputs, origin_of[name])
@@ -365,15 +373,15 @@ def export(recipe: Recipe, run: Run) -> list[Path]:
 
 # ── Importance matrices ──
 
-AGAIN = "make one for this model with llama.cpp's llama-imatrix, or give a text to measure it on"
-MAX_TOKENS, READ_AT_ONCE = 16_384, 512  # of the text that a matrix is measured on
+MAKE_MATRIX = "make one for this model with llama.cpp's llama-imatrix, or give a text to measure it on"
+MAX_TOKENS, TOKENS_AT_ONCE = 16_384, 512  # tokens of the text on which a matrix is measured, and of a forward pass
 
 
 def importance_of(path: Path, folder: Path) -> dict[str, Floats]:
-    """GGUF tensor name -> mean squares of the inputs of its columns, fp32.
+    """Return GGUF tensor name -> mean squares of the inputs of its columns, in fp32.
 
-    From a file of llama.cpp's llama-imatrix (GGUF), or measured with the model in `folder` on a text. Raises DataError
-    for a file that is neither, or whose matrix is not of this model.
+    `path` is a GGUF file of llama.cpp's llama-imatrix, or a text on which the model in `folder` is measured. Raises
+    DataError for a file that is neither, or whose matrix belongs to another model.
     """
     try:
         with path.open("rb") as file:
@@ -385,29 +393,29 @@ def importance_of(path: Path, folder: Path) -> dict[str, Floats]:
         _require_own(path, means, folder)
         return means
     if b"\0" in begin:
-        raise DataError(f"{path} is neither a text nor a GGUF file: an older .dat matrix is not read", AGAIN)
+        raise DataError(f"{path} is neither a text nor a GGUF file; an older .dat matrix is not supported", MAKE_MATRIX)
     return _measured(folder, read_utf8(path), path)
 
 
 def _stored(path: Path) -> dict[str, Floats]:
     import gguf
 
-    open_head(path)  # reports a damaged file with our own message
+    open_head(path)  # It explains the fault of a damaged file.
     arrays = {tensor.name: np.array(tensor.data, dtype=np.float32) for tensor in gguf.GGUFReader(path).tensors}
     result = {}
     for name, sums in arrays.items():
         counts = arrays.get(name.removesuffix(".in_sum2") + ".counts")
-        # A matrix that met no input is left out: zeros would say that its columns do not matter.
+        # A matrix without any input is left out, because zeros would mean that its columns are unimportant.
         if name.endswith(".in_sum2") and counts is not None and counts.size and (counts > 0).all():
             means = sums.reshape(counts.size, -1) / counts.reshape(-1, 1)
             result[name.removesuffix(".in_sum2")] = np.ascontiguousarray(means.ravel(), dtype=np.float32)
     if not result:
-        raise DataError(f"{path} holds no importance matrix", AGAIN)
+        raise DataError(f"{path} contains no importance matrix", MAKE_MATRIX)
     return result
 
 
 def _require_own(path: Path, means: Mapping[str, Floats], folder: Path) -> None:
-    """Raise DataError for a matrix of another model: llama.cpp looks names up and ignores the rest."""
+    """Raise DataError for a matrix of another model. llama.cpp would ignore the tensors that it does not find."""
     shape = read_shape(folder)
     expected = {shape.gguf_name(name): size for name, size in shape.expected_tensors(()).items() if len(size) == 2}
     missing = [name for name in expected if name not in means and str(name).startswith("blk.")]
@@ -415,13 +423,17 @@ def _require_own(path: Path, means: Mapping[str, Floats], folder: Path) -> None:
     if missing or other:
         lacks = f"has nothing for {len(missing)} of its tensors, first {missing[0]}" if missing else ""
         more = f"is for {len(other)} tensors that it lacks, first {other[0]}" if other else ""
-        raise DataError(f"{path} does not belong to {folder}: it {' and '.join(filter(None, (lacks, more)))}", AGAIN)
+        raise DataError(
+            f"{path} does not belong to {folder}: it {' and '.join(filter(None, (lacks, more)))}", MAKE_MATRIX
+        )
     for name, values in means.items():
         width = expected.get(name, (0, shape.hidden))[1]
         if len(values) != width:
-            raise DataError(f"{path} does not belong to {folder}: {name} has {len(values)} columns, not {width}", AGAIN)
+            raise DataError(
+                f"{path} does not belong to {folder}: {name} has {len(values)} columns, not {width}", MAKE_MATRIX
+            )
         if not np.isfinite(values).all() or (values < 0).any():
-            raise DataError(f"{path}: {name} holds values that are no mean squares", AGAIN)
+            raise DataError(f"{path}: {name} holds values that are not mean squares", MAKE_MATRIX)
 
 
 def _measured(folder: Path, text: str, path: Path) -> dict[str, Floats]:
@@ -441,7 +453,7 @@ def _measured(folder: Path, text: str, path: Path) -> dict[str, Floats]:
         squares = inputs.detach().double().square().flatten(0, -2).sum(0)
         sums[name] = sums[name] + squares if name in sums else squares
 
-    window = min(READ_AT_ONCE, shape.context)
+    window = min(TOKENS_AT_ONCE, shape.context)
     with torch.inference_mode(), watching([(module, partial(add, name)) for name, module in modules.items()]):
         for start in range(0, len(ids), window):
             model(torch.tensor([ids[start : start + window]]))

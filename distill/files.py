@@ -1,4 +1,4 @@
-"""Atomic writes, JSON, and digests of files and values. No torch here."""
+"""Atomic writes, JSON, and digests of files and values. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ if sys.platform == "win32":
 else:
     import fcntl
 
-STALE = 600  # seconds in which a living process writes something
-LARGE = 8 * 2**20  # bytes of a file from which its digest is remembered
+STALE = 600  # A process that wrote nothing for this many seconds may be dead.
+LARGE = 8 * 2**20  # The digests of files of at least this many bytes are cached.
 
 
 def is_utf8(text: str) -> bool:
-    """Whether a text can be written as UTF-8: false where it holds lone surrogates."""
+    """Whether a text can be written as UTF-8. A text with lone surrogates cannot."""
     try:
         text.encode()
     except UnicodeEncodeError:
@@ -50,7 +50,7 @@ def is_utf8(text: str) -> bool:
 
 
 def require_path(path: str | Path, where: str) -> None:
-    """Raise RecipeError, which names `where`, for a path or hub name that no file can have."""
+    """Raise RecipeError, naming `where`, for a path or hub name that no file can have."""
     text = str(path)
     if "\0" in text:
         fault = "holds a NUL character"
@@ -64,60 +64,60 @@ def require_path(path: str | Path, where: str) -> None:
 
 
 def parse_json(raw: bytes, largest: int | None = None, halves: bool = False) -> Any:
-    """The value of a JSON text.
+    """Return the value of a JSON text.
 
-    ValueError, in words for a message, for text that is not UTF-8 or no JSON, for lone surrogates, unless `halves` of
-    characters are let through, and for integers beyond ±`largest`, which the libraries below do not take.
+    Raises ValueError, in words for a message, if the text is not UTF-8 or not JSON, for lone surrogates (unless
+    `halves` allows them), and for integers beyond ±`largest`, which libraries do not accept.
     """
     many = largest is not None and _MANY_DIGITS.search(raw)
     try:
         text = raw.decode("utf-8-sig" if raw.startswith(b"\xef\xbb\xbf") else "utf-8")
-        found = json.loads(text, parse_int=(lambda digits: _integer(digits, largest)) if many else None)
+        value = json.loads(text, parse_int=(lambda digits: _integer(digits, largest)) if many else None)
         if not halves and _SURROGATE.search(raw):
-            json.dumps(found, ensure_ascii=False).encode()
+            json.dumps(value, ensure_ascii=False).encode()
     except UnicodeDecodeError as error:
         raise ValueError(f"not UTF-8 (byte {error.start + 1})") from None
     except UnicodeEncodeError:
-        raise ValueError("a lone surrogate (\\ud800 to \\udfff), which is no text") from None
+        raise ValueError("a lone surrogate (\\ud800 to \\udfff), which is not text") from None
     except RecursionError:
-        raise ValueError("no JSON (nested too deeply)") from None
+        raise ValueError("not JSON (nested too deeply)") from None
     except json.JSONDecodeError as error:
         line = f"line {error.lineno}, " if error.lineno > 1 else ""
-        raise ValueError(f"no JSON ({line}character {error.colno}: {error.msg})") from None
+        raise ValueError(f"not JSON ({line}character {error.colno}: {error.msg})") from None
     except ValueError:
-        raise ValueError("no JSON (a number with too many digits)") from None
-    return found
+        raise ValueError("not JSON (a number with too many digits)") from None
+    return value
 
 
 def _integer(digits: str, largest: int | None) -> int:
-    found = int(digits)
-    if largest is not None and abs(found) > largest:
+    value = int(digits)
+    if largest is not None and abs(value) > largest:
         raise ValueError
-    return found
+    return value
 
 
 def has_halves(value: Any) -> bool:
-    """Whether a JSON value holds a lone surrogate, which is half of a character and no text."""
+    """Whether a JSON value contains a lone surrogate, which is half of a character."""
     return not is_utf8(json.dumps(value, ensure_ascii=False, default=str))
 
 
 def parse_object(raw: bytes, halves: bool = False) -> dict[str, Any] | str:
-    """The JSON object in a line of a jsonl file, or the line's fault; `halves` as for parse_json."""
+    """Return the JSON object in a line of a jsonl file, or the line's fault. `halves` is that of `parse_json`."""
     try:
-        found = parse_json(raw, halves=halves)
+        value = parse_json(raw, halves=halves)
     except ValueError as error:
         return str(error)
-    return found if isinstance(found, dict) else f"a JSON object is needed, got {kind_of(found)}"
+    return value if isinstance(value, dict) else f"a JSON object is needed, got {kind_of(value)}"
 
 
 def kind_of(value: Any) -> str:
-    """The kind of a JSON or YAML value, in the words of those formats."""
+    """Return the kind of a JSON or YAML value, in the words of these formats."""
     kinds = {type(None): "null", bool: "true or false", int: "number", float: "number", str: "text", dict: "object"}
     return kinds.get(type(value), type(value).__name__)
 
 
 def read_utf8(path: Path) -> str:
-    """The text of a file; raises DataError, with the line, for one that cannot be read or is not UTF-8."""
+    """Return the text of a file. Raises DataError, with the line, if it cannot be read or is not UTF-8."""
     try:
         return utf8_text(path.read_bytes(), str(path)).replace("\r\n", "\n").replace("\r", "\n")
     except OSError as error:
@@ -125,7 +125,7 @@ def read_utf8(path: Path) -> str:
 
 
 def utf8_text(content: bytes, where: str) -> str:
-    """A text; raises DataError, which names `where` and the line, for one that is not UTF-8."""
+    """Decode a text. Raises DataError, naming `where` and the line, if it is not UTF-8."""
     try:
         return content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -134,20 +134,20 @@ def utf8_text(content: bytes, where: str) -> str:
 
 
 def names_of(record: dict[str, Any]) -> str:
-    """The fields of a record, for a message; of many, the first twelve."""
+    """Return the names of a record's fields for a message, at most twelve."""
     names = [name[:40] for name in list(record)[:12]]
     return ", ".join([*names, *(["…"] if len(record) > 12 else [])]) or "none"
 
 
 _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _MANY_DIGITS = re.compile(rb"[0-9]{19}")
-# The largest integer of artifacts, recipes and options; tokenizers have larger ones (model_max_length).
+# The largest integer of artifacts, recipes and options. Tokenizers have larger ones (model_max_length).
 LARGEST = 2**63 - 1
 
 
 @contextlib.contextmanager
 def _replacing(path: Path, temporary: Path) -> Iterator[None]:
-    """Remove what was begun under the temporary name where the block fails; RunError for a fault of the disk."""
+    """If the block fails, remove what was begun under the temporary name. Raises RunError for a fault of the disk."""
     try:
         yield
     except BaseException as error:
@@ -164,9 +164,9 @@ def _replacing(path: Path, temporary: Path) -> Iterator[None]:
 
 def _fsync(path: Path) -> None:
     """Wait until a file, or the names in a folder, are on the disk."""
-    if os.name == "nt" and path.is_dir():  # Windows opens no folders
+    if os.name == "nt" and path.is_dir():  # Windows cannot open folders.
         return
-    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # it flushes only what can be written
+    descriptor = os.open(path, os.O_RDWR if os.name == "nt" else os.O_RDONLY)  # Windows flushes only writable files.
     try:
         os.fsync(descriptor)
     finally:
@@ -174,18 +174,17 @@ def _fsync(path: Path) -> None:
 
 
 def write_atomically(path: Path, write: Callable[[Path], object], *, several: bool = False) -> None:
-    """Let `write` fill a temporary file; see `written_atomically`."""
+    """Let `write` fill a temporary file. See `written_atomically`."""
     with written_atomically(path, several=several) as temporary:
         write(temporary)
 
 
 @contextlib.contextmanager
 def written_atomically(path: Path, *, several: bool = False) -> Iterator[Path]:
-    """A temporary file to fill within a `with` block, then fsynced and renamed to `path`; readers never see half a
-    file.
+    """Give a `with` block a temporary file to fill, then fsync it and rename it to `path`.
 
-    With `several`, more than one process may write `path` at a time. Raises RunError when the disk is full or the
-    folder cannot be written; an old file then stays intact.
+    Readers never see half a file. With `several`, more than one process may write `path` at a time. Raises RunError if
+    the disk is full or the folder is not writable. An old file then stays intact.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp" if several else f".{path.name}.tmp")
     if several:
@@ -199,9 +198,9 @@ def written_atomically(path: Path, *, several: bool = False) -> Iterator[Path]:
 
 
 def remove_left(folder: Path, name: str, ending: str) -> None:
-    """Remove the files and folders `.NAME.PID.ENDING` that killed processes left.
+    """Remove the files and folders `.NAME.PID.ENDING` of processes that were killed.
 
-    The process must be gone, and nothing written for ten minutes: a process of another machine may share the folder.
+    The process must be gone, and nothing written for STALE seconds, because another machine may share the folder.
     """
     import psutil
 
@@ -216,7 +215,7 @@ def remove_left(folder: Path, name: str, ending: str) -> None:
 def write_folder(path: Path, write: Callable[[Path], object]) -> None:
     """Let `write` fill a temporary folder and rename it to `path`, replacing an old folder.
 
-    A kill between the two renames leaves no folder; `finish_folder`, called by the next reader, completes it.
+    If the process is killed between the two renames, there is no folder. The next reader calls `finish_folder`.
     """
     temporary, old = _besides(path)
     with _replacing(path, temporary):
@@ -245,46 +244,48 @@ def write_folder(path: Path, write: Callable[[Path], object]) -> None:
 
 
 def finish_folder(path: Path) -> None:
-    """Rename what `write_folder` had written whole when it was killed after moving the old folder away."""
+    """Rename a complete folder if `write_folder` was killed after it had moved the old folder away."""
     temporary, old = _besides(path)
     if old.is_dir() and temporary.is_dir() and not path.exists():
-        with contextlib.suppress(FileNotFoundError):  # another process has just done it
+        with contextlib.suppress(FileNotFoundError):  # Another process may just have done it.
             os.replace(temporary, path)
 
 
 def finish_folders(parent: Path) -> None:
-    """`finish_folder` of every folder below `parent`."""
+    """Call `finish_folder` for every folder below `parent`."""
     for old in parent.rglob(".*.old"):
         finish_folder(old.with_name(old.name[1:].removesuffix(".old")))
 
 
 def _besides(path: Path) -> tuple[Path, Path]:
-    """The folder that is written before it replaces `path`, and the replaced one until it is removed."""
+    """Return the folder that is written before it replaces `path`, and the folder for the replaced content."""
     return path.with_name(f".{path.name}.tmp"), path.with_name(f".{path.name}.old")
 
 
 def require_inside(name: str, record: Path, single: bool = False) -> None:
-    """Raise DataError for the name of a file in a `record` that lies outside of what the record is of: what it names
-    may be removed. With `single`, for a name with folders, too."""
+    """Raise DataError for a file name in a `record` that lies outside the record's folder, because it may be removed.
+
+    With `single`, names with folders are refused too.
+    """
     parts = Path(name).parts
     if not parts or Path(name).is_absolute() or ".." in parts or "\0" in name or (single and len(parts) > 1):
-        raise DataError(f"{record} names {name[:80]!r}, which lies outside its folder", "do not use this folder")
+        raise DataError(f"{record} names {name[:80]!r}, which is outside its folder", "do not use this folder")
 
 
 def take_lock(file: IO[str]) -> bool:
-    """Whether this process has, from now on, the lock of an open file; it goes when the file is closed."""
+    """Whether this process got the lock of an open file. It holds the lock until the file is closed."""
     try:
         if sys.platform == "win32":
             msvcrt.locking(file.fileno(), msvcrt.LK_NBLCK, 1)
         else:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):  # Linux and macOS; Windows
+    except (BlockingIOError, PermissionError):  # The first is raised by Linux and macOS, the second by Windows.
         return False
     return True
 
 
 def require_new_folder(path: Path) -> None:
-    """Raise DataError for a folder to be written that holds anything, or is a file."""
+    """Raise DataError if a folder that will be written contains anything, or is a file."""
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise DataError(f"{path} is not empty", "name a new folder")
 
@@ -295,12 +296,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Write `value` as indented JSON, atomically; NaN and infinities become null."""
+    """Write `value` as indented JSON, atomically. NaN and infinities become null."""
     write_text(path, json.dumps(without_nan(value), indent=1, ensure_ascii=False, allow_nan=False) + "\n")
 
 
 def without_nan(value: Any) -> Any:
-    """`value` with None in place of NaN and infinities, which JSON lacks."""
+    """Return `value` with None instead of NaN and infinities, which JSON lacks."""
     if isinstance(value, dict):
         return {name: without_nan(inner) for name, inner in value.items()}
     if isinstance(value, (list, tuple)):
@@ -309,15 +310,14 @@ def without_nan(value: Any) -> Any:
 
 
 def copy_file(source: Path, destination: Path) -> None:
-    """Copy a file's content into a folder that is being written; a fault names the side that it is on."""
-    content = open(source, "rb")  # noqa: SIM115 - closed below; only its own faults are the source's
+    """Copy a file's content into a folder that is being written. An error names the file that is at fault."""
+    content = open(source, "rb")  # noqa: SIM115 - It is closed below. Only faults of opening are the source's.
     with content, faults_explained(destination), open(destination, "wb") as copy:
         shutil.copyfileobj(content, copy, 2**20)
 
 
 def link_file(source: str | Path, place: str | Path) -> None:
-    """Give a finished file a second name, which stays when the first is removed; where the disk has no hard links, a
-    copy."""
+    """Give a finished file a second name, which stays if the first is removed. Without hard links, copy the file."""
     source, place = Path(source).resolve(), Path(place)
     with faults_explained(place):
         place.parent.mkdir(parents=True, exist_ok=True)
@@ -328,7 +328,7 @@ def link_file(source: str | Path, place: str | Path) -> None:
 
 
 def _read(path: Path, missing: tuple[str, str], unreadable: str, damaged: str, largest: int | None = None) -> Any:
-    """The value of a JSON file; DataError for one that is missing (its words and remedy), unreadable or damaged."""
+    """Return the value of a JSON file. DataError if it is missing (`missing`: words, remedy), unreadable or damaged."""
     try:
         return parse_json(path.read_bytes(), largest)
     except FileNotFoundError:
@@ -340,28 +340,31 @@ def _read(path: Path, missing: tuple[str, str], unreadable: str, damaged: str, l
 
 
 def read_json(path: Path, form: Any = None) -> Any:
-    """Read a JSON artifact; raises DataError when it is missing, damaged or not of this form (see `has_form`)."""
+    """Read a JSON artifact. Raises DataError if it is missing, damaged or not of this form (see `has_form`)."""
     again = "delete it and run `distill train` again"
     absent = ("is missing", "run `distill train` on its recipe again")
-    found = _read(path, absent, "correct its permissions, or the disk", again, LARGEST)
-    if form is not None and not has_form(found, form):
-        raise DataError(f"{path} is damaged: it does not hold what this version writes", again)
-    return found
+    value = _read(path, absent, "correct its permissions, or the disk", again, LARGEST)
+    if form is not None and not has_form(value, form):
+        raise DataError(f"{path} is damaged: it does not have the form that this version writes", again)
+    return value
 
 
 def read_object(path: Path, hint: str = "copy the folder again") -> dict[str, Any]:
-    """Read the JSON object in a file of a model folder; raises DataError when it is missing, damaged or no object."""
-    found = _read(path, ("does not exist", "give a whole Hugging Face folder"), hint, hint)
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is damaged: a JSON object is needed, got {kind_of(found)}", hint)
-    return found
+    """Read the JSON object in a file of a model folder. DataError if it is missing, damaged or not an object."""
+    value = _read(path, ("does not exist", "give a complete Hugging Face folder"), hint, hint)
+    if not isinstance(value, dict):
+        raise DataError(f"{path} is damaged: a JSON object is needed, got {kind_of(value)}", hint)
+    return value
 
 
 def has_form(value: Any, form: Any) -> bool:
-    """Whether a JSON value has a form: a type; a list of one form, for lists of it; a mapping of keys that must be
-    there, each with its form (`...` for all keys)."""
+    """Whether a JSON value has a form.
+
+    A form is a type, a list with one form (for lists of it), or a mapping of required keys to forms (`...` stands for
+    all keys).
+    """
     if isinstance(form, list):
-        if isinstance(form[0], type) and isinstance(value, list):  # token ids: compared at the speed of C
+        if isinstance(form[0], type) and isinstance(value, list):  # Long lists of token ids need the speed of C.
             return set(map(type, value)) <= {form[0]}
         return isinstance(value, list) and all(has_form(item, form[0]) for item in value)
     if isinstance(form, dict):
@@ -383,18 +386,18 @@ OVER, ADAPTER = " + ", "adapter_config.json"
 
 
 def over(base: str, adapter: str) -> str:
-    """The reference of a model with a PEFT adapter merged into it, which every reader of models takes."""
+    """Return the reference of a model with a PEFT adapter merged into it. Every reader of models accepts it."""
     return f"{base}{OVER}{adapter}"
 
 
 def parts_of(reference: str) -> tuple[str, str | None]:
-    """A model's base and the folder of the adapter over it (see `over`); None without one."""
+    """Split a reference into a model's base and the folder of its adapter (see `over`), or None without one."""
     base, mark, adapter = reference.rpartition(OVER)
     return (base, adapter) if mark and not os.path.exists(reference) else (reference, None)
 
 
 def reference_digest(reference: str, kind: HubKind = "model") -> str:
-    """Digest of the content of a local model or source; for a hub name, the name with the commit that it stands for."""
+    """Return the digest of a local model's or source's content. For a hub name, return the name with its commit."""
     base, adapter = parts_of(reference)
     if adapter is not None:
         return joint_digest({"base": reference_digest(base), "adapter": reference_digest(adapter)})
@@ -411,8 +414,11 @@ HUB_SECONDS = 10
 
 @functools.cache
 def hub_commit(name: str, kind: HubKind = "model") -> str | None:
-    """The commit that a hub name stands for: of a model the one in the hub's cache, which its files are read from, else
-    the newest on the hub. None where neither can be had. It stays the same as long as the process lives."""
+    """Return the commit that a hub name stands for, or None if it is unknown.
+
+    For a model, it is the commit in the hub's cache, from which files are read, or the newest on the hub. The result
+    stays the same while the process lives.
+    """
     from huggingface_hub import HfApi, constants
     from huggingface_hub.file_download import repo_folder_name
 
@@ -422,7 +428,7 @@ def hub_commit(name: str, kind: HubKind = "model") -> str | None:
     with contextlib.suppress(OSError):
         if kind == "model" or constants.HF_HUB_OFFLINE:
             return place.read_text(encoding="utf-8").strip()
-    with contextlib.suppress(Exception):  # the hub client raises many kinds: whoever needs the files names the fault
+    with contextlib.suppress(Exception):  # The hub client raises many kinds. Whoever needs the files names the fault.
         return HfApi().repo_info(name, repo_type=kind, timeout=HUB_SECONDS).sha
     with contextlib.suppress(OSError):
         return place.read_text(encoding="utf-8").strip()
@@ -430,7 +436,7 @@ def hub_commit(name: str, kind: HubKind = "model") -> str | None:
 
 
 def file_digests(reference: str) -> dict[str, str] | None:
-    """The digest of each file of a local model or source, by name (empty for a single file); None for a hub name."""
+    """Return the digest of each file of a local model or source, by name ("" for one file). None for a hub name."""
     path = Path(reference)
     if not path.exists():
         return None
@@ -440,14 +446,14 @@ def file_digests(reference: str) -> dict[str, str] | None:
 
 
 def is_gguf(reference: str) -> bool:
-    """Whether a model is named by a GGUF file: by its ending, or, as in the stores of other programs, by its content.
+    """Whether a model's reference names a GGUF file, by its ending or (as in stores of other programs) by its content.
 
-    A piece of a file that was cut for an upload is one too; see `distill.gguf.head.open_head`.
+    A piece of a file that was cut up for an upload counts too. See `distill.gguf.head.open_head`.
     """
     path = Path(reference)
     if OVER in reference and parts_of(reference)[1] is not None:
         return False
-    with contextlib.suppress(OSError, ValueError):  # of names that no file can have, too
+    with contextlib.suppress(OSError, ValueError):  # A name that no file can have raises them too.
         if path.is_dir():
             return False
         if path.is_file():
@@ -461,61 +467,65 @@ _GGUF = re.compile(r"\.gguf([.-](part|split)[\w-]*)?$", re.IGNORECASE)
 
 
 def split_parts(path: Path) -> list[Path]:
-    """All parts of a GGUF file that is split, by llama-gguf-split's names (NAME-00001-of-00003.gguf); else the file."""
-    found = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
-    numbers = range(1, int(found[2]) + 1) if found else ()
-    return [path.with_name(f"{found[1]}-{number:05}-of-{found[2]}.gguf") for number in numbers if found] or [path]
+    """Return all parts of a split GGUF file by llama-gguf-split's names (NAME-00001-of-00003.gguf), or the file."""
+    match = re.fullmatch(r"(.*)-\d{5}-of-(\d{5})\.gguf", path.name)
+    if match is None or int(match[2]) < 1:
+        return [path]
+    return [path.with_name(f"{match[1]}-{number:05}-of-{match[2]}.gguf") for number in range(1, int(match[2]) + 1)]
 
 
 def digests_of(files: Mapping[str, Path]) -> dict[str, str]:
-    """The digests of files, by name.
+    """Return the digests of files, by name.
 
-    What Python compiled from files beside it (`__pycache__`) is no content: it differs between installations.
+    Files that Python compiled (`__pycache__`) do not count, because they differ between installations.
     """
     return {name: _remembered_digest(file) for name, file in files.items() if "__pycache__" not in name.split("/")}
 
 
 def joint_digest(files: Mapping[str, str]) -> str:
-    """One digest of several files, each given by its name and own digest."""
-    return hashlib.sha256("".join(f"{name}\0{own}\n" for name, own in files.items()).encode()).hexdigest()
+    """Return one digest of several files, given by name and digest."""
+    lines = "".join(f"{name}\0{file_sha256}\n" for name, file_sha256 in files.items())
+    return hashlib.sha256(lines.encode()).hexdigest()
 
 
 def _remembered_digest(path: Path) -> str:
-    """The digest of a file; of a large one it is remembered with all that tells a change without reading it."""
-    found = path.stat()
-    if found.st_size < LARGE:
+    """Return a file's digest. A large file's digest is cached with the state that shows a change without reading it."""
+    state = path.stat()
+    if state.st_size < LARGE:
         return file_digest(path)
-    return _digest_at(path.resolve(), (found.st_size, found.st_mtime_ns, found.st_ctime_ns, found.st_ino, found.st_dev))
+    return _digest_at(path.resolve(), (state.st_size, state.st_mtime_ns, state.st_ctime_ns, state.st_ino, state.st_dev))
 
 
 @functools.lru_cache(1024)
 def _digest_at(path: Path, state: tuple[int, ...]) -> str:
-    """The digest of a file in this state, which the cache keeps where it can be written."""
+    """Return the digest of a file in this state, from the cache if it is there. The cache is written if possible."""
     place = cache_folder("digests") / f"{digest(str(path))}.json"
     with contextlib.suppress(DistillError, OSError):
         known = read_json(place, {"state": [int], "sha256": str})
         if known["state"] == [*state]:
             return str(known["sha256"])
-    found = file_digest(path)
-    remember(place, {"state": state, "sha256": found})
-    return found
+    sha256 = file_digest(path)
+    remember(place, {"state": state, "sha256": sha256})
+    return sha256
 
 
 CacheKind = Literal["imported", "merged", "batches", "costs", "digests", "weights", "kernels"]
 
 
 def cache_folder(kind: CacheKind) -> Path:
-    """Where imported files, or what was found of files, are kept: below DISTILL_CACHE, else the user's cache folder."""
-    own = os.environ.get("DISTILL_CACHE")
-    base = os.path.expanduser(own or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "distill"))
-    if base.startswith("~"):  # a user of a container, who has no home
+    """Return the folder for imported files or facts about files: below DISTILL_CACHE or the user's cache folder."""
+    configured = os.environ.get("DISTILL_CACHE")
+    base = os.path.expanduser(configured or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "distill"))
+    if base.startswith("~"):  # A container's user may have no home.
         base = base.replace("~", os.path.join(os.sep, "nonexistent"), 1)
     return Path(base).absolute() / kind
 
 
 def remember(place: Path, value: Any) -> None:
-    """Keep a JSON value in the cache for later commands, of which several may run; where that cannot be written, the
-    work goes on, and a note says once how to have it remembered."""
+    """Keep a JSON value in the cache for later commands, several of which may run at once.
+
+    If the cache is not writable, the work continues, and a warning says once how to change this.
+    """
     try:
         text = json.dumps(without_nan(value), allow_nan=False)
         write_atomically(place, lambda temporary: temporary.write_text(text, encoding="utf-8"), several=True)
@@ -523,12 +533,12 @@ def remember(place: Path, value: Any) -> None:
         fault = getattr(error.__cause__ or error, "strerror", None) or error
         folder = place.parent.parent
         warn_once(
-            f"not kept for later commands: {folder} cannot be written ({fault}): DISTILL_CACHE names another folder"
+            f"not kept for later commands: {folder} is not writable ({fault}). Set DISTILL_CACHE to another folder"
         )
 
 
 def digest(value: Any) -> str:
-    """Short hash of any value that JSON can hold."""
+    """Return a short hash of any value that JSON can store."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()[:20]
 
 
@@ -536,7 +546,7 @@ def digest(value: Any) -> str:
 
 Result = TypeVar("Result")
 
-# A number that may be unknown: NaN in a dataclass, null in JSON, which has no NaN.
+# A number that may be unknown: NaN in a dataclass, and null in JSON, which has no NaN.
 Figure = Annotated[
     float,
     BeforeValidator(lambda value: math.nan if value is None else value),
@@ -545,7 +555,7 @@ Figure = Annotated[
 
 
 def as_json(result: Any) -> Any:
-    """A dataclass as plain JSON values; a figure that could not be had (NaN) is None."""
+    """Return a dataclass as plain JSON values. An unknown figure (NaN) becomes None."""
     return without_nan(asdict(result))
 
 
@@ -555,15 +565,15 @@ def write_result(path: Path, result: Any) -> None:
 
 
 def read_result(path: Path, kind: type[Result]) -> Result:
-    """Read what `write_result` wrote; raises DataError where it is missing, damaged or of another version's form."""
+    """Read what `write_result` wrote. DataError if it is missing, damaged or of another version's form."""
     return from_json(read_json(path), kind, str(path))
 
 
-_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}  # of each kind that was read: a TypeAdapter takes a while to make
+_ADAPTERS: dict[Any, TypeAdapter[Any]] = {}  # by the kinds that were read, because making a TypeAdapter takes a while
 
 
 def from_json(value: Any, kind: type[Result], source: str) -> Result:
-    """A dataclass from JSON values, nested ones too; raises DataError, which names `source`, for another form."""
+    """Make a dataclass, with nested ones, from JSON values. Raises DataError, naming `source`, for another form."""
     if kind not in _ADAPTERS:
         _ADAPTERS[kind] = TypeAdapter(kind)
     try:
@@ -571,6 +581,6 @@ def from_json(value: Any, kind: type[Result], source: str) -> Result:
     except ValidationError as error:
         where = ".".join(str(part) for part in error.errors()[0]["loc"])
         raise DataError(
-            f"{source} does not hold what this version writes: {where or 'it'} is missing or of another kind",
+            f"{source} does not have the form that this version writes: {where or 'it'} is missing or has a wrong type",
             "make it again: `distill train RECIPE --redo STAGE`, with the stage that wrote it",
         ) from error

@@ -1,4 +1,4 @@
-"""Processor, cores, memory and GPU of this machine, and the package versions that figures depend on. No torch here."""
+"""This machine's processor, cores, memory and GPU, and the package versions that figures depend on. Without torch."""
 
 from __future__ import annotations
 
@@ -20,22 +20,20 @@ from packaging.version import InvalidVersion, Version
 from distill.devices import accelerators, device_name
 from distill.errors import RecipeError
 
-# ── Processor, cores, memory and GPU of this machine, and the package versions that figures depend on. No torch
-# here ──
-
+# ── Processor, cores, memory and GPU ──
 PACKAGES = ("torch", "transformers", "datasets", "peft", "accelerate", "gguf", "safetensors", "llama-cpp-python")
 
-FAST_WITH = {  # features of a processor, as /proc/cpuinfo names them, one of which makes a type fast
+FAST_WITH = {  # A dtype is fast with one of these processor features, in the names of /proc/cpuinfo.
     "bfloat16": {"avx512_bf16", "amx_bf16", "bf16", "svebf16"},
     "float16": {"avx512_fp16", "amx_fp16", "asimdhp"},
 }
 
-VARIABLE = "OMP_NUM_THREADS"  # what torch and other libraries read
-MOST_THREADS = 1024  # more crash the libraries that make them
+VARIABLE = "OMP_NUM_THREADS"  # torch and other libraries read it too.
+MOST_THREADS = 1024  # More threads crash the libraries that create them.
 
 
 def machine() -> dict[str, Any]:
-    """Processor, cores, memory, GPU (the first accelerator, if torch is loaded and sees one) and versions."""
+    """Return processor, cores, memory, GPU (the first accelerator, if torch is loaded and finds one) and versions."""
     import psutil
 
     versions = {name: version_of(name) for name in PACKAGES}
@@ -51,7 +49,7 @@ def machine() -> dict[str, Any]:
 
 
 def usable_cores() -> int:
-    """Processor cores this process may run on, no more than a container's quota pays for."""
+    """Return the number of processor cores that this process may use, limited by a container's quota."""
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else (os.cpu_count() or 1)
     limit = core_limit()
     return cores if limit is None else max(1, min(cores, int(limit)))
@@ -61,19 +59,19 @@ GROUPS = Path("/sys/fs/cgroup")
 
 
 def core_limit() -> float | None:
-    """The cores' worth of time that quotas leave this process, on Linux; None without one.
+    """Return the number of cores that quotas allow this process on Linux, or None without a quota.
 
-    Of control groups of version 2 the own one and those around it count, of version 1 the container's.
+    For control groups of version 2, the process's group and its parents count. For version 1, the container's counts.
     """
-    own = ""
+    group = ""
     with contextlib.suppress(OSError, UnicodeDecodeError):
         lines = Path("/proc/self/cgroup").read_text(encoding="utf-8").splitlines()
-        own = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
-    parts, limits = Path(own).parts, []
+        group = next((line.removeprefix("0::").strip("/") for line in lines if line.startswith("0::")), "")
+    parts, limits = Path(group).parts, []
     for folder in (GROUPS.joinpath(*parts[:depth]) for depth in range(len(parts) + 1)):
         with contextlib.suppress(OSError, ValueError):
             quota, period = (folder / "cpu.max").read_text(encoding="ascii").split()
-            limits.append(float(quota) / float(period))  # ValueError for `max`
+            limits.append(float(quota) / float(period))  # `max` raises ValueError.
     with contextlib.suppress(OSError, ValueError):
         quota, period = (
             (GROUPS / "cpu" / f"cpu.cfs_{name}_us").read_text(encoding="ascii") for name in ("quota", "period")
@@ -83,9 +81,9 @@ def core_limit() -> float | None:
 
 
 def thread_count(threads: int | None = None) -> int:
-    """CPU threads of the models: `threads`, else OMP_NUM_THREADS where it is set, else all usable cores.
+    """Return the CPU threads for models: `threads`, or OMP_NUM_THREADS if it is set, or all usable cores.
 
-    Of a variable that lists a number for each nested level, the first counts. RecipeError for anything but 1 to
+    If the variable lists a number for each nested level, the first counts. Raises RecipeError for anything but 1 to
     MOST_THREADS.
     """
     name, count = ("threads", str(threads)) if threads is not None else (VARIABLE, os.environ.get(VARIABLE, ""))
@@ -97,22 +95,26 @@ def thread_count(threads: int | None = None) -> int:
     return int(count)
 
 
-TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # as glibc's malloc.h numbers them
-KEPT, LARGEST_KEPT = 2**28, 2**25  # bytes: free ones that stay the process's; the largest block taken from among them
+TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3  # options in glibc's malloc.h
+KEPT_BYTES = 2**28  # The process keeps at most this much freed memory.
+LARGEST_KEPT_BYTES = 2**25  # Larger blocks are returned to the system at once.
 
 
 def keep_freed_memory() -> None:
-    """Let the C library keep freed memory for the next tensor. By default it returns what a step over a large
-    vocabulary allocates, and the kernel clears every page of it again: 2.3 of 2.6 ms for five distributions of 152k."""
-    with contextlib.suppress(OSError, AttributeError):  # other systems have other libraries
-        own = ctypes.CDLL(None)
-        own.gnu_get_libc_version  # noqa: B018
-        own.mallopt(TRIM_THRESHOLD, KEPT)
-        own.mallopt(MMAP_THRESHOLD, LARGEST_KEPT)
+    """Let the C library keep freed memory for the next tensor.
+
+    By default it returns the memory of a step over a large vocabulary, and the kernel clears every page again. That
+    takes 2.3 of 2.6 ms for five distributions of 152k tokens.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # Other systems have other C libraries.
+        libc = ctypes.CDLL(None)
+        libc.gnu_get_libc_version  # noqa: B018
+        libc.mallopt(TRIM_THRESHOLD, KEPT_BYTES)
+        libc.mallopt(MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
 
 
 def _described(*names: str) -> str | None:
-    """What /proc/cpuinfo says of the first processor under one of these names; None where it does not."""
+    """Return the value in /proc/cpuinfo of the first processor under one of these names, or None."""
     with contextlib.suppress(OSError):
         for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
             name, _, value = line.partition(":")
@@ -122,38 +124,42 @@ def _described(*names: str) -> str | None:
 
 
 def cpu_features() -> set[str] | None:
-    """The features that /proc/cpuinfo lists; None where it does not exist or lists none."""
-    found = _described("flags", "Features")  # x86, ARM
-    return None if found is None else set(found.split())
+    """Return the processor features in /proc/cpuinfo, or None if it does not exist or lists none."""
+    features = _described("flags", "Features")  # the names on x86 and on ARM
+    return None if features is None else set(features.split())
 
 
 def has_instructions(dtype: str) -> bool | None:
-    """Whether this processor has instructions for a type; None where its features are unknown."""
+    """Whether this processor has instructions for a dtype. None if its features are unknown."""
     features = cpu_features()
     return None if features is None else dtype not in FAST_WITH or bool(features & FAST_WITH[dtype])
 
 
 def faster_type(dtype: str) -> str | None:
-    """The type that this processor computes faster than `dtype`; None where it has instructions for it, or where its
-    features are unknown."""
+    """Return a dtype that this processor computes faster than `dtype`.
+
+    None if it has instructions for `dtype`, or if its features are unknown.
+    """
     if has_instructions(dtype) is not False:
         return None
     return "bfloat16" if dtype == "float16" and has_instructions("bfloat16") else "float32"
 
 
-# ── The packages that distill needs or can use, as its own metadata names them, beside those installed. No torch
-# here ──
+# ── The packages that distill needs or can use, by its own metadata, and the installed versions ──
 
-DEVELOPERS = "dev"  # the extra that no user needs
+DEVELOPERS = "dev"  # Users do not need this extra.
 COMPILE_LLAMA = "pip install --force-reinstall --no-cache-dir --no-deps --no-binary llama-cpp-python llama-cpp-python"
-_NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"  # see scripts/compiler_flags.sh
+_NO_AMX = "-mno-amx-tile -mno-amx-int8 -mno-amx-bf16"  # See scripts/compiler_flags.sh.
 WITHOUT_AMX = f'CFLAGS="{_NO_AMX}" CXXFLAGS="{_NO_AMX}"'
 
 
 @dataclass(frozen=True)
 class Package:
-    """A package that the metadata names: its requirement, such as `torch>=2.11`, the extra that it is of (None for
-    one that is always needed), and the version installed (None without one)."""
+    """A package in distill's metadata.
+
+    `requirement` is like `torch>=2.11`. `extra` is None if the package is always needed. `installed` is the installed
+    version, or None.
+    """
 
     name: str
     requirement: str
@@ -162,54 +168,57 @@ class Package:
 
     @property
     def fits(self) -> bool:
-        """Whether it is installed in a version that is supported."""
+        """Whether a supported version is installed."""
         if self.installed is None:
             return False
         try:
             return Requirement(self.requirement).specifier.contains(Version(self.installed), prereleases=True)
-        except InvalidVersion:  # a build with a name of its own
+        except InvalidVersion:  # A private build may have any name.
             return True
 
     @property
     def found(self) -> str:
-        """The version beside the oldest that is supported."""
+        """The installed version and the oldest supported version."""
         specifier = str(Requirement(self.requirement).specifier)
         return f"{self.installed or 'not installed'} ({specifier})" if specifier else str(self.installed)
 
 
 def required_python() -> str | None:
-    """The versions of Python that the metadata allows, such as `>=3.11`; None where distill is not installed."""
+    """Return the Python versions that the metadata allows, such as `>=3.11`. None if distill is not installed."""
     return None if version_of("distill") is None else importlib.metadata.metadata("distill")["Requires-Python"]
 
 
 def packages() -> list[Package]:
-    """Everything that the installed metadata names but the developers' tools; empty where distill is not installed."""
+    """Return the packages in the installed metadata, without developers' tools. Empty if distill is not installed."""
     if version_of("distill") is None:
         return []
     metadata = importlib.metadata.metadata("distill")
     extras = [name for name in metadata.get_all("Provides-Extra") or [] if name != DEVELOPERS]
-    found = []
+    needed = []
     for line in metadata.get_all("Requires-Dist") or []:
         wanted = Requirement(line)
         extra = None
         if wanted.marker is not None and not wanted.marker.evaluate({"extra": ""}):
             extra = next((name for name in extras if wanted.marker.evaluate({"extra": name})), DEVELOPERS)
         if extra != DEVELOPERS:
-            found.append(Package(wanted.name, f"{wanted.name}{wanted.specifier}", extra, version_of(wanted.name)))
-    return found
+            needed.append(Package(wanted.name, f"{wanted.name}{wanted.specifier}", extra, version_of(wanted.name)))
+    return needed
 
 
 def install_extra(extra: str) -> str:
-    """The command that installs what an extra, such as `llama`, names.
+    """Return the command that installs an extra, such as `llama`.
 
-    It names the packages themselves: pip finds `distill[llama]` on an index alone, and many run a checkout or a wheel.
+    The command names the packages, because pip finds `distill[llama]` only on an index, and many users have a checkout
+    or a wheel.
     """
-    named = [one.requirement for one in packages() if one.extra == extra]
-    return pip_install(*named) if named else f"{pip_install('-e', f'.[{extra}]')} in the checkout of distill"
+    requirements = [package.requirement for package in packages() if package.extra == extra]
+    return (
+        pip_install(*requirements) if requirements else f"{pip_install('-e', f'.[{extra}]')} in the checkout of distill"
+    )
 
 
 def version_of(name: str) -> str | None:
-    """The version of a package that is installed; None without one."""
+    """Return the installed version of a package, or None."""
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
@@ -217,9 +226,10 @@ def version_of(name: str) -> str | None:
 
 
 def pip_install(*requirements: str) -> str:
-    """The command that installs packages into the environment of this interpreter, in any shell."""
-    beside = shutil.which("pip")
+    """Return the command that installs packages into this interpreter's environment, in any shell."""
+    on_path = shutil.which("pip")
     here = Path(sys.executable).parent
-    own = beside is not None and Path(beside).parent.resolve() == here.resolve()
-    pip = "pip" if own else f'"{sys.executable}" -m pip'
-    return " ".join([pip, "install", *(f'"{one}"' if set(one) & set("<>=!~[]; ") else one for one in requirements)])
+    is_ours = on_path is not None and Path(on_path).parent.resolve() == here.resolve()
+    pip = "pip" if is_ours else f'"{sys.executable}" -m pip'
+    quoted = (f'"{name}"' if set(name) & set("<>=!~[]; ") else name for name in requirements)
+    return " ".join([pip, "install", *quoted])

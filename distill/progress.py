@@ -1,6 +1,6 @@
-"""Lines on stderr, as `--quiet` and `--verbose` ask, and the progress of long work.
+"""Lines on stderr, depending on `--quiet` and `--verbose`, and the progress of long work.
 
-Progress can be left out, warnings and errors never are.
+`--quiet` hides progress, but never warnings and errors.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
-# ── Ctrl-C and SIGTERM: the first ends the command in order, the second ends the process at once ──
-# Files are written under temporary names, so an end at any moment, also by SIGKILL, leaves no half file.
+# ── Ctrl-C and SIGTERM: the first signal ends the command in order, the second ends the process at once ──
+# Files are written under temporary names, so that no signal, not even SIGKILL, leaves half a file.
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-ANEW = "nothing was left half-written; start the same command again"
+START_AGAIN = "nothing was left half-written; start the same command again"
 RESUMES = "the same command resumes"
-_first: list[int] = []  # the signal that this command received first
-_ending = ANEW  # how to go on
+_first: list[int] = []  # the first signal that this command received
+_ending = START_AGAIN  # how the user can continue
 
 
 class Interrupted(KeyboardInterrupt):
@@ -33,41 +33,43 @@ class Interrupted(KeyboardInterrupt):
 
 
 def signalled() -> int | None:
-    """The signal that this command received first; None without one."""
+    """Return the first signal that this command received, or None."""
     return _first[0] if _first else None
 
 
 def resumes() -> None:
-    """From here on, the same command resumes after an interruption: its work is in a run directory."""
+    """Say from now on that the same command resumes after an interruption, because its work is in a run directory."""
     global _ending
     _ending = RESUMES
 
 
 def farewell() -> str:
-    """The line for a command that a signal ended: how to go on; empty in all but the first of several processes."""
+    """Return the line for a command that a signal ended. Empty in all but the first of several processes."""
     return f"\ndistill: interrupted; {_ending}\n" if os.environ.get("RANK", "0") == "0" else ""
 
 
 def check() -> None:
-    """Raise Interrupted where a signal came whose exception a library has dropped."""
+    """Raise Interrupted if a signal came and a library swallowed its exception."""
     if _first and threading.current_thread() is threading.main_thread():
         raise Interrupted
 
 
 @contextlib.contextmanager
-def noting(note: Callable[[int], object], said: str = "") -> Iterator[None]:
-    """Within a `with` block of the main thread, the first SIGINT or SIGTERM is given to `note`, `said` is printed by
-    the first of several processes, and the second ends the process; a signal that is ignored stays so."""
-    if threading.current_thread() is not threading.main_thread():  # the caller stops this thread by other means
+def noting(note: Callable[[int], object], message: str = "") -> Iterator[None]:
+    """Within the context, pass the first SIGINT or SIGTERM to `note`. The second one ends the process.
+
+    The first of several processes prints `message`. Ignored signals stay ignored. Only the main thread handles signals.
+    """
+    if threading.current_thread() is not threading.main_thread():  # The caller stops this thread by other means.
         yield
         return
 
     def handle(number: int, frame: FrameType | None) -> None:
-        for one in before:
-            signal.signal(one, signal.SIG_DFL)
-        if said and os.environ.get("RANK", "0") == "0":
-            with contextlib.suppress(OSError):  # not print: its lock may be held by the code that was interrupted
-                os.write(2, f"\ndistill: {said}\n".encode())
+        for handled_signal in before:
+            signal.signal(handled_signal, signal.SIG_DFL)
+        if message and os.environ.get("RANK", "0") == "0":
+            with contextlib.suppress(OSError):  # print takes a lock, which the interrupted code may hold.
+                os.write(2, f"\ndistill: {message}\n".encode())
         note(number)
 
     before = {number: signal.signal(number, handle) for number in SIGNALS if signal.getsignal(number) != signal.SIG_IGN}
@@ -80,10 +82,10 @@ def noting(note: Callable[[int], object], said: str = "") -> Iterator[None]:
 
 @contextlib.contextmanager
 def handled() -> Iterator[None]:
-    """Within a `with` block of the main thread, the first SIGINT or SIGTERM raises Interrupted."""
+    """Within the context, the first SIGINT or SIGTERM raises Interrupted in the main thread."""
     global _ending
     _first.clear()
-    _ending = ANEW
+    _ending = START_AGAIN
 
     def interrupt(number: int) -> None:
         _first.append(number)
@@ -93,9 +95,9 @@ def handled() -> Iterator[None]:
         yield
 
 
-# ── Lines on stderr, as `--quiet` and `--verbose` ask, and the progress of long work ──
+# ── Lines on stderr, and the progress of long work ──
 
-EVERY = 10.0  # seconds between two lines of a progress that is not on a terminal
+EVERY = 10.0  # seconds between two lines of progress if stderr is not a terminal
 
 
 @dataclass
@@ -115,12 +117,12 @@ def set_console(quiet: bool, verbose: bool) -> None:
 
 
 def is_verbose() -> bool:
-    """Whether the libraries' log lines go to stderr, and the traceback of a bug."""
+    """Whether the libraries' log lines, and the traceback of a bug, go to stderr."""
     return _console.verbose
 
 
 def command_line(argv: Sequence[str]) -> str:
-    """A command as a shell takes it, from its arguments, the program's own name first."""
+    """Return a command as a shell takes it, from its arguments. The first argument is the program's name."""
     return shlex.join(["distill", *argv[1:]])
 
 
@@ -135,23 +137,23 @@ def warn(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
 
 
-warn_once = functools.cache(warn)  # in a process
+warn_once = functools.cache(warn)  # once in each process
 note_once = functools.cache(note)
 
 
 class Caution(str):
-    """A line of a check that a user should see even where the check passed."""
+    """A line of a check that the user should see even if the check passed."""
 
 
 def announce(place: Path) -> None:
-    """Say where the command writes, before it does; once for each place."""
+    """Say once for each place where the command will write."""
     if place not in _console.announced:
         _console.announced.add(place)
         note(f"writing to {place}")
 
 
 def duration(seconds: float) -> str:
-    """Seconds as 42s, 3m10s or 2h05m."""
+    """Return seconds as 42s, 3m10s or 2h05m."""
     whole = round(seconds)
     if whole < 60:
         return f"{whole}s"
@@ -163,7 +165,7 @@ _watched: list[list[Progress]] = []
 
 @contextlib.contextmanager
 def watched() -> Iterator[list[Progress]]:
-    """The loops that begin within the block, so that their seconds can be told from the rest of a stage's."""
+    """Collect the loops that begin within the context, so that their seconds can be told from the rest of a stage."""
     _watched.append([])
     try:
         yield _watched[-1]
@@ -172,11 +174,11 @@ def watched() -> Iterator[list[Progress]]:
 
 
 class Progress:
-    """Counts units of work, from `done` of `total` on, and reports them on stderr: on a terminal in one line that is
-    rewritten, else in a new line from time to time.
+    """Counts units of work, from `done` to `total`, and reports them on stderr.
 
-    `together` units are worked on at once. A `brief` one is a part of a longer work: nothing is said of it where it is
-    over within `EVERY` seconds, and it is not `watched`.
+    A terminal shows one line that is rewritten. Otherwise there is a new line from time to time. `together` is the
+    number of units worked on at once. A `brief` loop is part of a longer one: nothing is printed if it ends within
+    `EVERY` seconds, and `watched` ignores it.
     """
 
     def __init__(self, title: str, total: int, done: int = 0, together: int = 1, brief: bool = False) -> None:
@@ -189,11 +191,11 @@ class Progress:
 
     @property
     def seconds(self) -> float:
-        """Seconds from the beginning to the last unit."""
+        """Seconds from the start to the last unit."""
         return self.stepped - self.started
 
     def eta_seconds(self) -> float:
-        """Seconds left at the pace so far, where each unit that is being worked on counts as half done."""
+        """Return the seconds left at the pace so far. Each unit that is being worked on counts as half done."""
         left = self.total - self.done
         begun = min(self.together - 1, left) / 2
         made = self.done - self.first + begun

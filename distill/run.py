@@ -1,4 +1,4 @@
-"""The run directory: stages and their artifacts, metrics, provenance. No torch here."""
+"""The run directory: stages and their artifacts, metrics, provenance. This module does not import torch."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from distill.machine import machine
 from distill.progress import announce, command_line, note, resumes, warn
 from distill.recipe import Recipe, dump_recipe
 
-BEGIN = "begin"  # the line of metrics.jsonl with which a training begins
+BEGIN = "begin"  # A line of metrics.jsonl with this stage begins a training.
 
 PARENT = {"generation": int, "run": str, "digest": str, "files": {...: str}}  # the form of parent.json
-# The form of what was read of a traffic file or folder.
+# The form of a record of what was read from a traffic file or folder.
 TRAFFIC_FORM = {"path": str, "lines": int, "parts": [{"path": str, "bytes": int, "lines": int, "sha256": str}]}
 # The form of stages/NAME.json.
 RECORD = {"key": str, "inputs": {}, "artifacts": {...: {"bytes": int, "sha256": str}}, "digest": str}
 
 
 def _git_revision() -> str | None:
-    """The checkout's revision; None for an installation, which may lie in a repository of the user's own."""
+    """Return the checkout's revision. None for an installation, which may lie in a repository of the user."""
     checkout = Path(__file__).parent.parent
     if not (checkout / ".git").exists():
         return None
     try:
-        asked = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
-        result = subprocess.run(asked, capture_output=True, text=True, timeout=5)
+        command = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--abbrev=12"]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=5)
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None
 
 
 def now() -> str:
-    """The time, UTC, to the second, in ISO 8601."""
+    """Return the time in UTC, to the second, in ISO 8601."""
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
 
 
@@ -69,14 +69,14 @@ class Run:
     recipe: Recipe
     _log: IO[str] | None = None
     _lock: IO[str] | None = None
-    silent: bool = False  # for all but the main process of a command: writes and prints nothing
-    whole: bool = False  # finished artifacts are read whole when the stages are planned
-    read_only: bool = False  # the directory cannot be written: what is finished can be shown
+    silent: bool = False  # Processes other than the main one write and print nothing.
+    whole: bool = False  # Planning reads finished artifacts completely.
+    read_only: bool = False  # The directory is not writable. Finished stages can be shown.
     command: str = field(default_factory=lambda: command_line(sys.argv))
-    redraw: Callable[[], str] = lambda: ""  # writes the page on how far the run has come; returns what is left
+    redraw: Callable[[], str] = lambda: ""  # It writes the page of the unfinished run and returns the remaining time.
 
     def path(self, *parts: str) -> Path:
-        """A path inside the run directory."""
+        """Return a path inside the run directory."""
         return self.folder.joinpath(*parts)
 
     @property
@@ -90,20 +90,19 @@ class Run:
         return self.path("report.html")
 
     def again(self, *more: str) -> str:
-        """The command that brings this run up to date."""
+        """Return the command that brings this run up to date."""
         folder = self.folder
         return shlex.join(["distill", "train", str(folder / "config.yaml"), "--runs", str(folder.parent), *more])
 
     def _take_lock(self) -> None:
-        self._lock = open(self.folder / ".lock", "w")  # noqa: SIM115 - held for the life of the run
+        self._lock = open(self.folder / ".lock", "w")  # noqa: SIM115 - The run holds it until it is closed.
         if not take_lock(self._lock):
             self.close()
             raise RunError(f"another process is working in {self.folder}", "wait for it, or use another run (name=…)")
         finish_folders(self.folder)
 
     def can_be_written(self) -> bool:
-        """Whether files can be made and the lock can be opened, as the operating system says; it may not know before
-        the attempt."""
+        """Whether the operating system says that files can be made and the lock opened. An attempt may still fail."""
         if not os.access(self.folder, os.W_OK | os.X_OK):
             return False
         try:
@@ -116,7 +115,7 @@ class Run:
 
     @contextlib.contextmanager
     def locked(self) -> Iterator[None]:
-        """Hold the lock of an existing directory; raises RunError when another process has it."""
+        """Hold the lock of an existing directory. Raises RunError if another process has it."""
         with faults_explained(self.folder):
             self._take_lock()
         try:
@@ -125,15 +124,15 @@ class Run:
             self.close()
 
     def open(self, recipe_text: str | None = None) -> None:
-        """Create the directory, take its lock and write recipe, resolved configuration and provenance; without a text
-        the run keeps its recipe and configuration.
+        """Create the directory, take its lock, and write recipe, resolved configuration and provenance.
 
-        Where a run exists and cannot be written, only `read_only` is set: no lock, no log, no provenance.
+        With None for the text, the run keeps its recipe and configuration. If the run exists and is not writable, only
+        `read_only` is set: there is no lock, log or provenance.
         """
         with faults_explained(self.folder):
             if self.path("config.yaml").exists() and not self.can_be_written():
                 self.read_only = True
-                note(f"{self.folder} cannot be written: finished stages are shown")
+                note(f"{self.folder} is not writable: finished stages are shown")
                 return
             announce(self.folder)
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -149,26 +148,26 @@ class Run:
         write_json(history_path, history)
 
     def parent(self) -> dict[str, Any] | None:
-        """The origin of a refreshed run (parent.json); None for a run that began with a cut."""
+        """Return the origin of a refreshed run (parent.json), or None for a run that began with a cut."""
         path = self.path("parent.json")
         if not path.exists():
             return None
-        found: dict[str, Any] = read_json(path, PARENT)
-        require_inside(found["run"], path, single=True)
-        if found.get("traffic") is not None and not has_form(found["traffic"], TRAFFIC_FORM):
-            raise DataError(f"{path} is damaged: `traffic` is of another kind", "copy the run again")
-        return found
+        parent: dict[str, Any] = read_json(path, PARENT)
+        require_inside(parent["run"], path, single=True)
+        if parent.get("traffic") is not None and not has_form(parent["traffic"], TRAFFIC_FORM):
+            raise DataError(f"{path} is damaged: `traffic` has a wrong form", "copy the run again")
+        return parent
 
     def close(self) -> None:
         """Release the lock and the log."""
         for handle in (self._log, self._lock):
             if handle is not None:
-                with contextlib.suppress(OSError):  # a full disk was already reported when the line was written
+                with contextlib.suppress(OSError):  # A full disk was reported when the line was written.
                     handle.close()
         self._log = self._lock = None
 
     def say(self, message: str, *, warning: bool = False) -> None:
-        """Write one line to stderr and log.txt; with --quiet, only a warning goes to stderr."""
+        """Write one line to stderr and log.txt. With --quiet, stderr gets only warnings."""
         if self.silent:
             return
         (warn if warning else note)(message)
@@ -178,7 +177,7 @@ class Run:
                 self._log.flush()
 
     def record(self, stage: str, **values: Any) -> None:
-        """Append one object to metrics.jsonl, flushed."""
+        """Append one object to metrics.jsonl and flush it."""
         if self.silent:
             return
         line = json.dumps({"stage": stage, "time": now(), **values}) + "\n"
@@ -186,15 +185,15 @@ class Run:
         with faults_explained(path), open(path, "a+b") as handle:
             if handle.tell():
                 handle.seek(-1, os.SEEK_END)
-                if handle.read(1) != b"\n":  # a kill left the last line torn: this one must not continue it
+                if handle.read(1) != b"\n":  # A kill cut the last line off, and this line must not continue it.
                     handle.write(b"\n")
             handle.write(line.encode())
 
     def metrics(self) -> list[dict[str, Any]]:
-        """The objects of metrics.jsonl since the training last began: for each stage and step the last line written; a
-        torn last line is left out.
+        """Return the objects of metrics.jsonl since the training last began: the last line for each stage and step.
 
-        A run that was killed after a step but before its checkpoint repeats that step and writes its line again.
+        A truncated last line is left out. A run that was killed after a step but before its checkpoint repeats the
+        step and writes its line again.
         """
         path = self.path("metrics.jsonl")
         if not path.exists():
@@ -203,19 +202,19 @@ class Run:
         for number, line in enumerate(path.read_bytes().splitlines()):
             value = parse_object(line)
             if isinstance(value, dict) and value.get("stage") == BEGIN:
-                latest.clear()  # what follows is another training, after --redo train
+                latest.clear()  # After --redo train, another training follows.
             elif isinstance(value, dict) and has_form(value, {"stage": str}):
                 latest[(value["stage"], str(value.get("step", -number)))] = value
         return list(latest.values())
 
-    # ── stages ──
+    # ── Stages ──
 
     def done_path(self, stage: str) -> Path:
-        """Path of the record of a finished stage."""
+        """Return the path of the record of a finished stage."""
         return self.path("stages", f"{stage}.json")
 
     def done(self, stage: str) -> dict[str, Any] | None:
-        """The record of a finished stage; None for an unfinished one."""
+        """Return the record of a finished stage, or None for an unfinished one."""
         path = self.done_path(stage)
         if not path.exists():
             return None
@@ -225,16 +224,16 @@ class Run:
         return record
 
     def artifacts_digest(self, stage: str, pattern: str) -> str | None:
-        """Digest of a finished stage's artifacts whose names match `pattern`; None for an unfinished stage."""
+        """Return the digest of a finished stage's artifacts that match `pattern`. None for an unfinished stage."""
         record = self.done(stage)
         if record is None:
             return None
         return digest({file: entry["sha256"] for file, entry in record["artifacts"].items() if fnmatch(file, pattern)})
 
     def outdated(self, stage: str) -> bool:
-        """Whether a stage's artifacts are missing, or were made from others that have been replaced since.
+        """Whether a stage's artifacts are missing, or were made from artifacts that have been replaced since.
 
-        So it is where a training was redone and the stages behind it were not.
+        A stage is outdated if training was redone and the stage was not.
         """
         record = self.done(stage)
         if record is None:
@@ -246,10 +245,10 @@ class Run:
         )
 
     def damaged_artifacts(self, record: dict[str, Any], pattern: str = "*", read: bool = False) -> dict[str, str]:
-        """The faults of a record's artifacts whose names match, by name: missing, or of another size; to `read` them
-        also of another checksum, where the time of change is not that of the record (a copy may have new ones).
+        """Return the faults of a record's artifacts that match `pattern`, by name: missing, or of another size.
 
-        With `whole`, the checksum of every one is compared.
+        With `read`, a file whose time of change differs from the record (as after a copy) is also compared by checksum.
+        If `self.whole` is set, every checksum is compared.
         """
         faults = {}
         for name, entry in record["artifacts"].items():
@@ -264,7 +263,7 @@ class Run:
             elif (self.whole or (read and state.st_mtime_ns != entry.get("mtime"))) and (
                 file_digest(path) != entry["sha256"]
             ):
-                faults[name] = f"{name} is damaged: its checksum is not the one recorded when it was written"
+                faults[name] = f"{name} is damaged: its checksum differs from the one recorded when it was written"
         return faults
 
     def finish(self, stage: str, key: str, inputs: dict[str, Any], artifacts: Sequence[Path], started: float) -> None:
@@ -290,7 +289,7 @@ class Run:
         )
 
     def verify(self, stage: str, pattern: str = "*") -> None:
-        """Raise DataError for an artifact of a finished stage that matches and is missing or not what was written."""
+        """Raise DataError for a matching artifact of a finished stage that is missing or has changed."""
         for fault in self.damaged_artifacts(self.done(stage) or {"artifacts": {}}, pattern, read=True).values():
-            hint = f"`{self.again('--verify')}` makes it again, or copy the run again"
+            hint = f"make it again with `{self.again('--verify')}`, or copy the run again"
             raise DataError(f"{self.folder}/{fault}", hint)

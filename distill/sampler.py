@@ -1,8 +1,6 @@
 """The sampler: from logits to the distribution that tokens are drawn from.
 
-The same object serves answers, losses, evaluation and verification.
-
-Legend: N rows, V vocabulary, H tokens of history.
+The same object serves answers, losses, evaluation and verification. Legend: N rows, V vocabulary, H tokens of history.
 """
 
 from __future__ import annotations
@@ -20,24 +18,27 @@ from distill.devices import CPU
 from distill.errors import DataError, RecipeError
 from distill.recipe import SamplerSettings
 
-# ── Logits that are not finite: one check and one message, which names the model and the position ──
-# Logits of −∞ are legal (trimmed heads, grammars) as long as a row has a larger one. NaN counts as the largest.
+# ── Logits that are not finite: one check, and one message that names the model and the position ──
+# Logits of −∞ are legal (trimmed heads, grammars) if the row has a larger logit. NaN counts as the largest.
 
-Place = Callable[[int], str]  # from a row of logits: the model and the position that they belong to
+Place = Callable[[int], str]  # row of logits -> its model and position
 
 
 def place_of(model: str, lengths: Sequence[int]) -> Place:
-    """The places of rows that a model computed after this many tokens each."""
+    """Return the places of rows that a model computed after these numbers of tokens."""
     return lambda row: f"{model} after {lengths[row]} tokens"
 
 
 def place_from(place: Place | None, first: int) -> Place | None:
-    """The places of some rows of many, `first` on."""
+    """Return the places of the rows from `first` on."""
     return None if place is None else lambda row: place(first + row)
 
 
 def finite_argmax(ids: list[int], largest: list[float], place: Place | None, empty: int | None) -> list[int]:
-    """The ids of the rows' largest logits, `empty` for those that are −∞ everywhere; DataError as `require_finite`."""
+    """Return the ids of the rows' largest logits, and `empty` for rows that are −∞ everywhere.
+
+    Raises DataError as `require_finite` does.
+    """
     require_finite(largest, place, empty is not None)
     if empty is None:
         return ids
@@ -45,12 +46,12 @@ def finite_argmax(ids: list[int], largest: list[float], place: Place | None, emp
 
 
 def shrunk(largest: Tensor) -> Tensor:
-    """Largest logits in two bytes each, of which `require_finite` says the same."""
+    """Return largest logits in two bytes each. `require_finite` gives the same result for them."""
     return (largest.float() * 1e-30).bfloat16()
 
 
 def require_finite(largest: Iterable[float], place: Place | None = None, empty: bool = False) -> None:
-    """Raise DataError unless the largest logit of each row is finite; −∞ is allowed with `empty`."""
+    """Raise DataError unless the largest logit of each row is finite. `empty` also allows −∞."""
     for row, value in enumerate(largest):
         if -math.inf < value < math.inf or (empty and value == -math.inf):
             continue
@@ -58,64 +59,66 @@ def require_finite(largest: Iterable[float], place: Place | None = None, empty: 
         if value == -math.inf:
             hint = "a trimmed head or a grammar leaves no token that the model has: allow more tokens"
             raise DataError(f"no token can follow: the logits of {where} are -inf everywhere", hint)
-        hint = "the weights are damaged or their type overflows: get the model again, or load it in float32"
+        hint = "the weights are damaged or their dtype overflows: get the model again, or load it in float32"
         raise DataError(f"the logits of {where} are not finite: the largest is {value}", hint)
 
 
-# ── The sampler: from logits to the distribution that tokens are drawn from ──
+# ── The sampler ──
 
 
 class Logits(Protocol):
-    """Logits [n, V] where they were computed, rows in the order of `want`; valid until the model's next extend."""
+    """Logits [n, V] on the device where they were computed, in the order of `want`. Valid until the next `extend`."""
 
     def __len__(self) -> int:
-        """How many rows n there are."""
+        """Return the number n of rows."""
 
     @property
     def place(self) -> Place | None:
         """The model and the position of each row, for messages."""
 
     def argmax(self, empty: int | None = None) -> list[int]:
-        """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere.
+        """Return the best id of each row (the smallest id on ties), and `empty` for a row that is −∞ everywhere.
 
-        DataError for NaN or +∞ and, without `empty`, for a row that is −∞ everywhere.
+        Raises DataError for NaN or +∞ and, without `empty`, for a row that is −∞ everywhere.
         """
 
     def full(self) -> Tensor:
-        """All logits [n, V] as a copy on the CPU, in fp32, or fp64 where they were computed so; not checked."""
+        """Return all logits [n, V] as a copy on the CPU, in fp32 (or fp64 if computed so). They are not checked."""
 
 
-GROUP = 64  # numbers whose largest one tells whether any of them is looked at
+GROUP = 64  # The largest of this many neighbours decides whether all of them are searched.
 
 
 def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
-    """`rows.topk(count)` of rows [N, V], values and indices. A CPU looks only at the chunks with the largest numbers,
-    which takes a fifth of the time for a large vocabulary."""
+    """Return `rows.topk(count)` of rows [N, V], values and indices.
+
+    A CPU searches only the groups with the largest numbers. For a large vocabulary, this takes a fifth of the time.
+    """
     size, whole = rows.shape[-1], rows.shape[-1] // GROUP
     if rows.device.type != CPU or whole < 4 * count:
-        found = rows.topk(count)
-        return found.values, found.indices
-    chunks = rows[:, : whole * GROUP].unflatten(-1, (whole, GROUP))
-    among = chunks.amax(-1).topk(count).indices.unsqueeze(-1)
-    values = torch.cat((chunks.gather(1, among.expand(-1, -1, GROUP)).flatten(1), rows[:, whole * GROUP :]), 1)
+        best = rows.topk(count)
+        return best.values, best.indices
+    groups = rows[:, : whole * GROUP].unflatten(-1, (whole, GROUP))
+    among = groups.amax(-1).topk(count).indices.unsqueeze(-1)
+    values = torch.cat((groups.gather(1, among.expand(-1, -1, GROUP)).flatten(1), rows[:, whole * GROUP :]), 1)
     places = torch.arange(whole * GROUP, size).expand(len(rows), -1)
     places = torch.cat(((among * GROUP + torch.arange(GROUP)).flatten(1), places), 1)
-    found = values.topk(count)
-    return found.values, places.gather(1, found.indices)
+    best = values.topk(count)
+    return best.values, places.gather(1, best.indices)
 
 
 HIGHEST = float(torch.finfo(torch.float32).max)
-NUCLEUS = 128  # likeliest tokens among which top-p is looked for first
+NUCLEUS = 128  # Top-p first searches this many of the likeliest tokens.
 
 
 @dataclass(frozen=True)
 class Sampler:
-    """Repetition penalty, temperature, then top-k, top-p and min-p, in that order; 1, –, 0, 1 and 0 switch them off.
+    """Repetition penalty, temperature, then top-k, top-p and min-p. The values 1, –, 0, 1 and 0 switch them off.
 
-    Temperature 0 is greedy: all mass on the first largest logit; top-k, top-p and min-p have no effect. So is one so
-    small that the largest logit divided by it overflows. The penalty divides the positive logits of tokens in the
-    history and multiplies the negative ones, as transformers and llama.cpp do. RecipeError for a temperature below 0 or
-    beyond fp32.
+    Temperature 0 is greedy: all mass is on the first largest logit, and top-k, top-p and min-p have no effect. A
+    temperature so small that the largest logit divided by it overflows is greedy too. The penalty divides positive
+    logits of tokens in the history and multiplies negative ones, as in transformers and llama.cpp. Raises RecipeError
+    for a temperature below 0 or beyond fp32.
     """
 
     temperature: float = 1.0
@@ -134,13 +137,13 @@ class Sampler:
 
     @classmethod
     def of(cls, settings: SamplerSettings) -> Sampler:
-        """The sampler that a recipe's section describes."""
+        """Return the sampler that a recipe's section describes."""
         return cls(settings.temperature, settings.top_k, settings.top_p, settings.min_p)
 
     def distributions(
         self, logits: Logits, histories: Sequence[Sequence[int]] | None = None, empty: bool = False
     ) -> Tensor:
-        """`probabilities` of a model's logits; an error names that model and the position."""
+        """Return `probabilities` of a model's logits. An error names the model and the position."""
         return self.probabilities(logits.full(), histories, logits.place, empty)
 
     def probabilities(
@@ -150,13 +153,13 @@ class Sampler:
         place: Place | None = None,
         empty: bool = False,
     ) -> Tensor:
-        """Probabilities [N, V] in fp32 (fp64 if the logits are) of the next token, from logits [N, V].
+        """Return the probabilities [N, V] of the next token in fp32 (fp64 if the logits are), from logits [N, V].
 
-        `histories` are each row's tokens so far, or a tensor of them [N, H] padded with −1. Only a repetition penalty
-        reads them, and raises ValueError where they are missing or not one per row.
+        `histories` are each row's tokens so far, or a tensor [N, H] of them padded with −1. Only a repetition penalty
+        reads them. It raises ValueError if they are missing or not one per row.
 
-        DataError, naming the `place` of the row, where a logit is NaN or +∞ or all are −∞. With `empty`, for drafts,
-        the last kind of row has no distribution: 0 everywhere.
+        Raises DataError, naming the row's `place`, if a logit is NaN or +∞, or if all are −∞. With `empty`, for drafts,
+        a row of −∞ has no distribution: it is 0 everywhere.
         """
         values = logits if logits.dtype == torch.float64 else logits.float()
         if self.repetition_penalty != 1:
@@ -169,10 +172,10 @@ class Sampler:
         return self._settled(distributions, values, invalid, largest)
 
     def unchecked(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """`probabilities` of logits [..., V] that the host does not look at, and the largest logit [...] of each row.
+        """Return `probabilities` of logits [..., V] that the host does not look at, and each row's largest logit [...].
 
-        The caller has to hand these to `require_finite`, which `probabilities` does itself; where one is −∞, the
-        distribution is 0 everywhere. ValueError under a repetition penalty, which reads histories.
+        The caller must pass the largest logits to `require_finite`. If one is −∞, the distribution is 0 everywhere.
+        Raises ValueError under a repetition penalty, which reads histories.
         """
         if self.repetition_penalty != 1:
             raise ValueError("a repetition penalty reads the tokens so far: use probabilities")
@@ -182,9 +185,9 @@ class Sampler:
         return self._settled(distributions, values, invalid, largest), largest
 
     def _shaped(self, logits: Tensor, looks: bool = True) -> tuple[Tensor, Tensor]:
-        """The distributions of logits after the penalty, and which of them [...] are invalid.
+        """Return the distributions of logits after the penalty, and whether each [...] is invalid.
 
-        Without `looks` nothing that is computed decides what is computed next: no device is waited for.
+        Without `looks`, no computed value decides what is computed next, so the host never waits for a device.
         """
         if self.temperature == 0:
             best = logits.argmax(-1, keepdim=True)
@@ -193,8 +196,8 @@ class Sampler:
         logits = logits / self.temperature
         if looks and logits.device.type == CPU and 0 < self.top_k <= NUCLEUS and self.top_k < logits.shape[-1]:
             values, ids = largest(logits.reshape(-1, logits.shape[-1]), self.top_k + 1)
-            if bool((values[:, -1] < values[:, -2]).all()):  # no tie with the k-th: the others are out of it
-                ids, order = ids[:, :-1].sort()  # of equal ones the smaller id comes first
+            if bool((values[:, -1] < values[:, -2]).all()):  # Without a tie with the k-th, all other tokens are out.
+                ids, order = ids[:, :-1].sort()  # Of equal logits, the smaller id comes first.
                 few, invalid = replace(self, temperature=1.0, top_k=0)._shaped(values.gather(1, order))
                 distributions = torch.zeros_like(logits).view(len(ids), -1).scatter(1, ids, few)
                 return distributions.view(logits.shape), invalid.view(logits.shape[:-1])
@@ -208,10 +211,10 @@ class Sampler:
             floor = logits.max(-1, keepdim=True).values + math.log(self.min_p)
             logits = logits.masked_fill(logits < floor, -math.inf)
         distributions = logits.softmax(-1)
-        return distributions, distributions[..., 0].isnan()  # one NaN or +∞, or nothing but −∞, makes the whole row NaN
+        return distributions, distributions[..., 0].isnan()  # NaN, +∞, or only −∞ makes the whole row NaN.
 
     def _settled(self, distributions: Tensor, logits: Tensor, invalid: Tensor, largest: Tensor) -> Tensor:
-        """The distributions, of rows whose logits overflow at this temperature the greedy one, of empty rows 0."""
+        """Return the distributions: greedy for rows that overflow at this temperature, and 0 for empty rows."""
         greedy = torch.zeros_like(distributions).scatter(-1, logits.argmax(-1, keepdim=True), 1)
         distributions = torch.where(invalid.unsqueeze(-1), greedy, distributions)
         return distributions.masked_fill(torch.isneginf(largest).unsqueeze(-1), 0)
@@ -220,7 +223,7 @@ class Sampler:
         if histories is None or logits.ndim != 2 or len(histories) != len(logits):
             given = "no histories" if histories is None else f"{len(histories)} histories"
             raise ValueError(
-                f"a repetition penalty of {self.repetition_penalty:g} needs the tokens so far of each row: "
+                f"a repetition penalty of {self.repetition_penalty:g} needs the tokens so far of each row, but "
                 f"got {given} for logits {list(logits.shape)}; pass histories, or set repetition_penalty to 1"
             )
         if not isinstance(histories, Tensor):
@@ -229,7 +232,7 @@ class Sampler:
             histories = torch.tensor(padded, dtype=torch.long).reshape(len(padded), longest)
         size = logits.shape[-1]
         ids = histories.to(logits.device)
-        # Ids without a logit (−1, or padding of the vocabulary) go to an extra column that is dropped afterwards.
+        # Ids without a logit (−1, or padding of the vocabulary) go to an extra column, which is dropped afterwards.
         column = torch.where((ids >= 0) & (ids < size), ids, size)
         seen = torch.zeros(len(logits), size + 1, dtype=torch.bool, device=logits.device)
         seen = seen.scatter(-1, column, True)[:, :size]
@@ -237,23 +240,23 @@ class Sampler:
         return torch.where(seen, less, logits)
 
     def describe(self) -> dict[str, float]:
-        """The settings, for tables and manifests; the penalty only where it is not 1."""
+        """Return the settings, for tables and manifests. The penalty is included only if it is not 1."""
         settings = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
         return settings | ({"repetition_penalty": self.repetition_penalty} if self.repetition_penalty != 1 else {})
 
 
 def _outside(probabilities: Tensor, top_p: float, looks: bool) -> Tensor:
-    """Which tokens [N, V] top-p drops: one stays while the mass before it is below `top_p`, likelier ones first and
-    smaller ids first on ties; the first one always stays.
+    """Return which tokens [N, V] top-p drops. Likelier tokens come first, and smaller ids first on ties.
 
-    A row's likeliest K tell, where they reach that mass: sorting a whole vocabulary takes longer than a step of a small
-    model. Whether they do has to be looked at: without `looks` all are sorted. A row of NaN drops nothing.
+    A token stays if the mass before it is below `top_p`. The first token always stays. If a row's likeliest K reach
+    that mass, they decide, because sorting a whole vocabulary takes longer than a step of a small model. This has to be
+    looked at: without `looks` all tokens are sorted. A row of NaN drops nothing.
     """
     size = probabilities.shape[-1]
     rows = probabilities.detach().reshape(-1, size)
     least, count = _smallest(rows, top_p, NUCLEUS if looks else size)
     dropped = rows < least
-    # Logits of two bytes often tie: rows where more are left than stay drop the last ones of these.
+    # Logits of two bytes often tie. A row in which more tokens are left than stay drops the last tied ones.
     excess = size - dropped.count_nonzero(dim=-1) > count
     if looks and rows.device.type == CPU:
         for row in excess.nonzero().flatten().tolist():
@@ -268,10 +271,10 @@ def _outside(probabilities: Tensor, top_p: float, looks: bool) -> Tensor:
 
 
 def _smallest(rows: Tensor, top_p: float, among: int) -> tuple[Tensor, Tensor]:
-    """Of each row [N, V] the smallest probability that stays [N, 1], and how many tokens stay [N].
+    """Return each row's smallest probability that stays [N, 1], and how many tokens stay [N], from rows [N, V].
 
-    Looked for among the likeliest, this many at first. Where these are too few, a CPU leaves out tokens below
-    (1 − top-p) ÷ V, all of which together hold less than 1 − top-p; other devices sort those rows at once.
+    The search starts with `among` of the likeliest. If these are too few, a CPU ignores tokens below (1 − top-p) ÷ V,
+    which together have less mass than 1 − top-p. Other devices sort these rows completely.
     """
     size = rows.shape[-1]
     least, count, whole = _last_that_stays(_falling(rows) if among >= size else largest(rows, among)[0], top_p)
@@ -281,7 +284,7 @@ def _smallest(rows: Tensor, top_p: float, among: int) -> tuple[Tensor, Tensor]:
         least[~whole], count[~whole], _ = _last_that_stays(_falling(rows[~whole]), top_p)
         return least, count.clamp(min=1)
     for row in (~whole).nonzero().flatten().tolist():
-        for floor in ((1 - top_p) / size, 0.0):  # the latter where rounding left a sum below top-p
+        for floor in ((1 - top_p) / size, 0.0):  # The second is needed if rounding left a sum below top-p.
             values = rows[row]
             least[row], count[row], enough = _last_that_stays(_falling(values[values >= floor]), top_p)
             if bool(enough):
@@ -290,14 +293,14 @@ def _smallest(rows: Tensor, top_p: float, among: int) -> tuple[Tensor, Tensor]:
 
 
 def _last_that_stays(values: Tensor, top_p: float) -> tuple[Tensor, Tensor, Tensor]:
-    """Of falling probabilities [..., K] the last that stays [..., 1], how many do [...], and whether one did not."""
+    """Return the last of falling probabilities [..., K] that stays [..., 1], how many stay [...], and if one drops."""
     stays = values.cumsum(-1) - values < top_p
     count = stays.sum(-1)
     return values.gather(-1, count.unsqueeze(-1).sub(1).clamp_(min=0)), count, ~stays[..., -1]
 
 
 def _falling(rows: Tensor) -> Tensor:
-    """Each row [..., V] in falling order, NaN first. On a CPU numpy sorts many times faster: it keeps no indices."""
+    """Sort each row [..., V] in falling order, NaN first. On a CPU numpy is much faster (it keeps no indices)."""
     if rows.device.type != CPU:
         return rows.sort(dim=-1, descending=True).values
     return torch.from_numpy(np.sort(rows.numpy(), axis=-1)).flip(-1)

@@ -1,7 +1,7 @@
-"""Figures with their intervals, and documents of results: one list of blocks, of which the terminal, Markdown files,
-the model card, csv and lines of JSON are renderings here, and the report page one in `report.page`.
+"""Figures with intervals, and documents of results: a list of blocks with several renderings.
 
-A result's figures are put into a table once, as values. Legend: U units (prompts or documents), R resamples.
+The terminal, Markdown files, the model card, csv and lines of JSON are rendered here, and the report page in
+`report.page`. A figure is put into a table once, as a value. Legend: U units (prompts or documents), R resamples.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from distill.files import Figure, without_nan
 
 @dataclass(frozen=True)
 class Interval:
-    """A mean with the bounds of its interval; NaN throughout where nothing was counted."""
+    """A mean with the bounds of its interval. All are NaN if nothing was counted."""
 
     mean: Figure
     low: Figure
@@ -34,43 +34,43 @@ class Interval:
 
 
 Numbers = NDArray[numpy.float64]
-Column = Sequence[float] | Numbers  # a number for each of U units
+Column = Sequence[float] | Numbers  # one number for each of U units
 DRAWS = 2**22  # draws held in memory at once
-RESAMPLES, CONFIDENCE = 2000, 0.95  # of every interval that is reported
+RESAMPLES, CONFIDENCE = 2000, 0.95  # for every interval that is reported
 UNKNOWN = Interval(float("nan"), float("nan"), float("nan"))
 
 
 def ratio_interval(sums: Column, counts: Column) -> Interval:
-    """Mean Σ sums / Σ counts over U units with its percentile interval.
+    """Return the mean Σ sums / Σ counts over U units with its percentile interval.
 
     Units with count 0 take part in the resampling, because a new draw of prompts may contain such units too. Resamples
-    whose counts sum to 0 are left out. NaN throughout where all counts are 0.
+    whose counts sum to 0 are left out. All is NaN if all counts are 0.
     """
     return _interval((sums, counts), [1], lambda s: s[0] / s[1])
 
 
 def paired_ratio_interval(sums: Column, counts: Column, new_sums: Column, new_counts: Column) -> Interval:
-    """The rise of Σ sums / Σ counts from one measurement of U units to another of the same units, with its interval.
+    """Return the rise of Σ sums / Σ counts between two measurements of the same U units, with its interval.
 
-    Both are resampled with the same draws. Resamples in which the counts of either sum to 0 are left out. NaN
-    throughout where all counts of either are 0.
+    Both are resampled with the same draws. Resamples in which the counts of either sum to 0 are left out. All is NaN if
+    all counts of either are 0.
     """
     return _interval((sums, counts, new_sums, new_counts), [1, 3], lambda s: s[2] / s[3] - s[0] / s[1])
 
 
 def speed_ratio(tokens: Column, seconds: Column, base_tokens: Column, base_seconds: Column) -> Interval:
-    """Tokens per second over the base's on the same U prompts, which are resampled together.
+    """Return tokens per second divided by the base's on the same U prompts, which are resampled together.
 
-    Resamples without tokens or seconds of either are left out. NaN throughout for no prompt.
+    Resamples without tokens or seconds of either are left out. All is NaN without prompts.
     """
     columns = (tokens, seconds, base_tokens, base_seconds)
     return _interval(columns, range(4), lambda s: (s[0] / s[1]) / (s[2] / s[3]))
 
 
 def _interval(columns: Sequence[Column], divisors: Sequence[int], figure: Callable[[Numbers], Any]) -> Interval:
-    """A figure of the sums of C columns [U], computed from the sums [C] or [C, R], with its percentile interval.
+    """Return a figure of the sums of C columns [U] with its percentile interval. `figure` takes sums [C] or [C, R].
 
-    Resamples in which one of the `divisors`, columns by number, sums to 0 are left out; NaN throughout where all do.
+    Resamples in which one of the `divisors` (columns by number) sums to 0 are left out. All is NaN if every one does.
     """
     arrays = [numpy.asarray(column, float) for column in columns]
     totals = numpy.array([array.sum() for array in arrays])
@@ -84,10 +84,10 @@ def _interval(columns: Sequence[Column], divisors: Sequence[int], figure: Callab
 
 
 def edge_of(units: int) -> float:
-    """The share of the resamples of this many units that an interval leaves out at each end.
+    """Return the share of resamples that an interval of this many units leaves out at each end.
 
-    Of few units the percentiles of 95 % are too narrow, as their spread is that of a population: they are widened to
-    Student's t (Hesterberg 2015, The American Statistician 69). scripts/benchmarks/intervals.py compares.
+    The 95 % percentiles of few units are too narrow, because their spread is that of a population. They are widened to
+    Student's t (Hesterberg 2015, The American Statistician 69). scripts/benchmarks/intervals.py compares both.
     """
     from scipy.special import ndtr, stdtrit  # type: ignore[import-untyped]
 
@@ -96,15 +96,15 @@ def edge_of(units: int) -> float:
 
 
 def _resampled(columns: Sequence[Numbers]) -> list[Numbers]:
-    """The sums [R] of each column [U] over the same R draws of U units, some draws at a time to bound the memory."""
+    """Return the sums [R] of each column [U] over the same R draws of U units. Few draws at a time limit the memory."""
     units, random = len(columns[0]), numpy.random.default_rng(0)
     sums = [numpy.empty(RESAMPLES) for _ in columns]
     at_once = max(1, DRAWS // units)
     for start in range(0, RESAMPLES, at_once):
         size = min(at_once, RESAMPLES - start)
         drawn = random.integers(0, units, size=(size, units))
-        for column, own in zip(columns, sums, strict=True):
-            own[start : start + size] = column[drawn].sum(1)
+        for column, column_sums in zip(columns, sums, strict=True):
+            column_sums[start : start + size] = column[drawn].sum(1)
     return sums
 
 
@@ -114,15 +114,15 @@ Item = TypeVar("Item")
 Value = str | int | float | Interval | None
 DASH = "–"
 
-_ABSOLUTE = re.compile(r"(?<![^\s='\"\[,])/(?:[^\s/'\",\]]+/)+([^\s/'\",\]]+)")  # within a command
+_ABSOLUTE = re.compile(r"(?<![^\s='\"\[,])/(?:[^\s/'\",\]]+/)+([^\s/'\",\]]+)")  # a path within a command
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ufffe\uffff]")
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A value and how its figure is shown: `form` is a key of FORMS or a format of Python; `bad` is a warning.
+    """A value and the format of its figure. `form` is a key of FORMS or a Python format. `bad` marks a warning.
 
-    A bare value in a row is a Cell without a form: whole numbers are shown in full, others with two decimals.
+    A bare value in a row is a Cell without a form. Whole numbers are then shown in full, and others with two decimals.
     """
 
     value: Value
@@ -131,14 +131,14 @@ class Cell:
 
 
 Row = Sequence[Cell | Value]
-Columns = Mapping[str, Callable[[Item], Cell | Value]]  # by head, the cell of an item
+Columns = Mapping[str, Callable[[Item], Cell | Value]]  # column head -> the cell of an item
 
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under their heads, which hold the units, and the command that measured them.
+    """Rows under their heads, which contain the units, and the command that measured them.
 
-    `title` and `note` stand above. `classes` names the style of each row, `plain`, `best` or none, where there are any.
+    `title` and `note` stand above the table. `classes` may name the style of each row: `plain`, `best` or none.
     """
 
     heads: Sequence[str]
@@ -151,8 +151,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Code:
-    """Text that is shown as it is, in the language of a code block; with `folded`, a title, the page alone has it,
-    folded."""
+    """Text that is shown unchanged, as a code block in a language. With `folded` (a title), only the page shows it."""
 
     text: str
     language: str = ""
@@ -161,13 +160,13 @@ class Code:
 
 @dataclass(frozen=True)
 class Plot:
-    """A picture of figures, which the page alone shows: `draw` gives an SVG, or raises DataError."""
+    """A picture of figures, which only the page shows. `draw` returns an SVG, or raises DataError."""
 
     draw: Callable[[], str]
     caption: str
 
 
-Block = str | list[str] | Table | Code | Plot  # of a document: a string is a paragraph, several are a list
+Block = str | list[str] | Table | Code | Plot  # A string is a paragraph of a document, and a list of strings a list.
 
 
 def table_of(
@@ -178,12 +177,12 @@ def table_of(
     note: str = "",
     classes: Sequence[str] = (),
 ) -> Table:
-    """A table with a row for each item."""
+    """Return a table with a row for each item."""
     rows = [[of(item) for of in columns.values()] for item in items]
     return Table(list(columns), rows, command, title, note, classes)
 
 
-# ── figures ──
+# ── Figures ──
 
 
 def known(value: Any) -> TypeGuard[float]:
@@ -192,14 +191,14 @@ def known(value: Any) -> TypeGuard[float]:
 
 
 def number(value: Any, digits: int = 2) -> str:
-    """A number with thousands separators; a dash where nothing was measured."""
+    """Return a number with thousands separators, or a dash if nothing was measured."""
     if not known(value):
         return DASH
     return f"{value:,}" if isinstance(value, int) else f"{value:,.{digits}f}"
 
 
 def significant(value: Any) -> str:
-    """Three significant digits, for figures of any size."""
+    """Return three significant digits, for figures of any size."""
     if not known(value):
         return DASH
     if value == 0:
@@ -210,7 +209,7 @@ def significant(value: Any) -> str:
 
 
 def percent(value: Any) -> str:
-    """Per cent to one decimal; a share below 1 is never rounded up to 100."""
+    """Return per cent with one decimal. A share below 1 is never rounded up to 100."""
     if not known(value):
         return DASH
     digits = next((digits for digits in (1, 2, 3) if value >= 1 or float(f"{100 * value:.{digits}f}") < 100), 4)
@@ -218,12 +217,12 @@ def percent(value: Any) -> str:
 
 
 def counted(count: int, noun: str) -> str:
-    """A count with its noun, in the plural but for one."""
+    """Return a count with its noun, in the plural unless it is one."""
     return f"{number(count)} {noun}{'s' * (count != 1)}"
 
 
 def size(value: Any) -> str:
-    """Bytes in decimal units."""
+    """Return bytes in decimal units."""
     if not known(value):
         return DASH
     for unit, factor in (("GB", 1e9), ("MB", 1e6), ("kB", 1e3)):
@@ -243,7 +242,7 @@ FORMS: dict[str, Callable[[float], str]] = {
 
 
 def shown(cell: Cell | Value, form: str = "") -> str:
-    """A value as every output for readers shows it, an interval as `1.52× [1.44, 1.60]`; a dash for none."""
+    """Return a value as all outputs for readers show it. An interval is `1.52× [1.44, 1.60]`, no value is a dash."""
     if isinstance(cell, Cell):
         return shown(cell.value, cell.form)
     if isinstance(cell, str):
@@ -253,32 +252,32 @@ def shown(cell: Cell | Value, form: str = "") -> str:
         return show(cell) if known(cell) else DASH
     if not known(cell.mean):
         return DASH
-    if not known(cell.low) or not known(cell.high) or cell.low == cell.high:  # of one text, or of texts that are alike
+    if not known(cell.low) or not known(cell.high) or cell.low == cell.high:  # There was one text, or all were alike.
         return show(cell.mean)
     low, high = (show(bound).rstrip(" %×") for bound in (cell.low, cell.high))
     return f"{show(cell.mean)} [{low}, {high}]"
 
 
 def listed(counts: Mapping[str, int]) -> str:
-    """Counts by reason, in a row."""
+    """Return counts by reason in one line."""
     return "; ".join(f"{number(count)} {reason}" for reason, count in counts.items())
 
 
-# ── foreign text ──
+# ── Foreign text ──
 
 
 def clean(value: object) -> str:
-    """Text that is safe to print: control characters and lone surrogates become visible signs."""
+    """Return text that is safe to print. Control characters and lone surrogates become visible signs."""
     text = str(value).replace("\r\n", "\n").encode("utf-8", "replace").decode("utf-8")
     return _CONTROL.sub(lambda match: chr(0x2400 + ord(match[0])) if ord(match[0]) < 32 else "\ufffd", text)
 
 
 def placeless(value: Any) -> Any:
-    """Text without the folders of this machine: absolute paths become their last name; in lists and dicts too."""
+    """Return text, also in lists and dicts, without this machine's folders: absolute paths keep their last name."""
     if isinstance(value, dict):
-        return {key: placeless(one) for key, one in value.items()}
+        return {key: placeless(inner) for key, inner in value.items()}
     if isinstance(value, (list, tuple)):
-        return [placeless(one) for one in value]
+        return [placeless(inner) for inner in value]
     if not isinstance(value, str):
         return value
     if os.path.isabs(value):
@@ -286,7 +285,7 @@ def placeless(value: Any) -> Any:
     return _ABSOLUTE.sub(lambda match: match[1], value)
 
 
-# ── the outputs ──
+# ── The outputs ──
 
 
 def _values(table: Table) -> list[list[Value]]:
@@ -294,7 +293,7 @@ def _values(table: Table) -> list[list[Value]]:
 
 
 def columns_of_words(table: Table) -> list[bool]:
-    """Whether a column holds words alone: these stand left, figures right."""
+    """Whether each column contains only words. Words are aligned left, figures right."""
     return [
         at == 0 or all(isinstance(row[at], str) for row in rows) if (rows := _values(table)) else True
         for at in range(len(table.heads))
@@ -302,17 +301,17 @@ def columns_of_words(table: Table) -> list[bool]:
 
 
 def commands_of(blocks: Iterable[Block]) -> list[str]:
-    """The commands that measured what the tables show, each once."""
+    """Return the commands that measured the tables, each once."""
     return [*dict.fromkeys(block.command for block in blocks if isinstance(block, Table) and block.command)]
 
 
 def in_a_cell(text: str) -> str:
-    """Text that does not end a cell of a table in Markdown."""
+    """Return text that does not end a cell of a Markdown table."""
     return text.replace("|", "/").replace("\n", " ")
 
 
 def markdown(table: Table, word: Callable[[str], str] = in_a_cell, sentence: Callable[[str], str] = str) -> str:
-    """A table as Markdown, its title and note above; `word` and `sentence` make text harmless that is no figure."""
+    """Return a table as Markdown, with title and note above it. `word` and `sentence` make foreign text harmless."""
 
     def line(row: Row, bold: bool = False) -> str:
         cells = [
@@ -329,9 +328,9 @@ def markdown(table: Table, word: Callable[[str], str] = in_a_cell, sentence: Cal
 
 
 def document(blocks: Iterable[Block], escaped: bool = False) -> str:
-    """Blocks as Markdown, for the terminal and for eval.md, speedup.md and their like; the commands stand last.
+    """Return blocks as Markdown, for the terminal and for eval.md, speedup.md and others. The commands come last.
 
-    `escaped` is for Markdown that is rendered elsewhere: foreign text cannot break out of it, and commands name no
+    `escaped` is for Markdown that is rendered elsewhere. Foreign text then cannot break out of it, and commands name no
     folders of this machine.
     """
     blocks = [block for block in blocks if block]
@@ -341,28 +340,28 @@ def document(blocks: Iterable[Block], escaped: bool = False) -> str:
         if isinstance(block, str):
             return sentence(block)
         if isinstance(block, list):
-            return "\n".join(f"- {sentence(one)}" for one in block)
+            return "\n".join(f"- {sentence(item)}" for item in block)
         if isinstance(block, Code):
             return code_block(block.language, block.text)
         assert isinstance(block, Table)
         return markdown(block, word, sentence)
 
-    on_page_alone = [isinstance(block, Plot) or (isinstance(block, Code) and bool(block.folded)) for block in blocks]
-    parts = [part(block) for block, left_out in zip(blocks, on_page_alone, strict=True) if not left_out]
-    commands = [code(placeless(one)) if escaped else f"`{one}`" for one in commands_of(blocks)]
+    only_on_page = [isinstance(block, Plot) or (isinstance(block, Code) and bool(block.folded)) for block in blocks]
+    parts = [part(block) for block, left_out in zip(blocks, only_on_page, strict=True) if not left_out]
+    commands = [code(placeless(command)) if escaped else f"`{command}`" for command in commands_of(blocks)]
     return "\n\n".join([*parts, *commands]) + "\n"
 
 
-# Markdown that foreign text cannot break out of.
+# ── Markdown that foreign text cannot break out of ──
 
 
 def words(text: object) -> str:
-    """Foreign text as plain Markdown words on one line, with all markup escaped, HTML's too."""
+    """Return foreign text as plain Markdown words on one line, with all markup escaped, including HTML."""
     return _escaped(" ".join(clean(text).split()))
 
 
 def sentence_of_words(text: str) -> str:
-    """A sentence in which backticks enclose code, all other markup escaped."""
+    """Return a sentence in which backticks enclose code. All other markup is escaped."""
     parts = re.split("`([^`]+)`", " ".join(clean(text).split()))
     return "".join(code(part) if at % 2 else _escaped(part) for at, part in enumerate(parts))
 
@@ -373,7 +372,7 @@ def _escaped(text: str) -> str:
 
 
 def code(text: object) -> str:
-    """A code span whose fence is longer than any run of backticks inside; bars are safe for tables."""
+    """Return a code span whose fence is longer than any run of backticks inside. Bars are safe for tables."""
     inner = " ".join(clean(text).split()).replace("|", "\\|")
     fence = "`" * (1 + _longest_fence(inner))
     space = " " if "`" in inner else ""
@@ -381,7 +380,7 @@ def code(text: object) -> str:
 
 
 def code_block(language: str, text: str) -> str:
-    """A code block whose fence is longer than any run of backticks inside."""
+    """Return a code block whose fence is longer than any run of backticks inside."""
     text = clean(text)
     fence = "`" * max(3, 1 + _longest_fence(text))
     return f"{fence}{language}\n{text}\n{fence}"
@@ -392,12 +391,12 @@ def _longest_fence(text: str) -> int:
 
 
 def records(blocks: Iterable[Block]) -> list[dict[str, Any]]:
-    """Every row as an object: its values by head, an interval also with its bounds; of several tables with the title.
+    """Return every row as an object: values by head, intervals also with their bounds. An unknown figure is None.
 
-    A figure that could not be had is None.
+    With several tables, each object has the title of its table.
     """
     tables = [block for block in blocks if isinstance(block, Table)]
-    found: list[dict[str, Any]] = []
+    objects: list[dict[str, Any]] = []
     for table in tables:
         for row in _values(table):
             record: dict[str, Any] = {"table": table.title} if len(tables) > 1 else {}
@@ -406,12 +405,12 @@ def records(blocks: Iterable[Block]) -> list[dict[str, Any]]:
                     record |= {head: value.mean, f"{head}, low": value.low, f"{head}, high": value.high}
                 else:
                     record[head] = value
-            found.append(without_nan(record))
-    return found
+            objects.append(without_nan(record))
+    return objects
 
 
 def rendered(blocks: Sequence[Block], value: Any, output: str) -> str:
-    """Results as text: `md`, `jsonl` or `csv` of the blocks, or `value` as `json`."""
+    """Return results as text: `md`, `jsonl` or `csv` of the blocks, or `value` as `json`."""
     if output == "md":
         return document(blocks)
     if output == "json":

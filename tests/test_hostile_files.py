@@ -57,7 +57,7 @@ def edit(path: Path, **values: Any) -> None:
     ("raw", "words"),
     [
         (b"\xff", r"not UTF-8 \(byte 1\)"),
-        (b'{"a":\n"b": }', r"no JSON \(line 2, character 4"),
+        (b'{"a":\n"b": }', r"not JSON \(line 2, character 4"),
         (b'"\\ud800"', "lone surrogate"),
         (b"[" * 100_000, "nested too deeply"),
         (b"9" * 5000, "too many digits"),
@@ -170,7 +170,7 @@ def damaged_models() -> Iterator[tuple[str, dict[str, Any], Callable[[Path], obj
         ("chat_template", [{"name": "default"}]),
     ):
         for reader in (Vocabulary.read, pin_tokenizer, lambda folder: VocabularyMetadata.read(str(folder))):
-            yield SETTINGS, {key: setting}, reader, f"{key} is of another kind"
+            yield SETTINGS, {key: setting}, reader, f"{key} has a wrong type"
     beyond = {"added_tokens_decoder": {"9999999": {"content": "x"}}}
     yield SETTINGS, beyond, Vocabulary.read, "have ids from 0 to 9999999"
     yield SETTINGS, {"model_max_length": "many"}, lambda folder: load_tokenizer(str(folder)), "model_max_length must be"

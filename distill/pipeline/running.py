@@ -97,7 +97,7 @@ class Planner:
     def __init__(self, recipe: Recipe, run: Run, redo: Sequence[str] = ()) -> None:
         self.recipe, self.run = recipe, run
         path = run.path("stages", "redo.json")
-        redone = {"asked": [], "started": []}
+        redone: dict[str, list[str]] = {"asked": [], "started": []}
         if path.exists():
             redone = read_json(path, {"asked": [str], "started": [str]})
         self.asked: list[str] = sorted({*redone["asked"], *redo})

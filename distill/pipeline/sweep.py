@@ -68,10 +68,8 @@ def require_alike(runs: Sequence[Run]) -> None:
     """Raise RecipeError for runs that do not belong in one table, RunError if their drafts do not fit on the disk."""
     for key in ALIKE:
         if any(value_of(run.recipe, key) != value_of(runs[0].recipe, key) for run in runs):
-            what = (
-                f"--sweep changes {key} (the target, the prompts, or what is measured on them), so the runs could not"
-            )
-            raise RecipeError(f"{what} be compared", "give one value to all of them (KEY=VALUE)")
+            what = f"--sweep changes {key}: the target, the prompts, or what is measured on them"
+            raise RecipeError(f"{what}, so the runs could not be compared", "give one value to all runs (KEY=VALUE)")
     needed = 0
     for run in runs:
         cut = planned_sizes(run.recipe, load_config(run.recipe.target.model), load_config(run.recipe.donor_model))

@@ -212,9 +212,9 @@ LINES = [
     (b'{"text": "a\\ud800b"}', "lone surrogate"),
     (b'{"\\uDFFF": 1}', "lone surrogate"),
     (b'{"text": ' + b"9" * 5000 + b"}", "too many digits"),
-    (b'{"text": ', "no JSON"),
+    (b'{"text": ', "not JSON"),
     (b"[1]", "a JSON object is needed, got list"),
-    (b"\x00", "no JSON"),
+    (b"\x00", "not JSON"),
 ]
 
 

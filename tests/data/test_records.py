@@ -471,7 +471,7 @@ def test_a_table_with_any_delimiter(sign: str, first: str, tmp_path: Path) -> No
         ("a.json", "[1, 2]", "a JSON object is needed, got list"),
         ("a.json", '[\n{"prompt": "a"},\n{"prompt": }\n]', "line 3, character"),
         ("a.json", "[]", "the file is empty"),
-        ("a.json", "plain", "line 1: no JSON"),
+        ("a.json", "plain", "line 1: not JSON"),
         ("t.csv", "text\na, b, c\n", "line 2 has 3 fields, and the header 1: text"),
         ("t.csv", 'prompt,answer\n"a",b\n"c\nd",e,f\n', "line 4 has 3 fields, and the header 2: prompt, answer"),
         ("t.csv", '"Sort, please",Done\n', "the first line names no column that is read: Sort, please | Done"),

@@ -168,7 +168,7 @@ def test_tokens_without_a_row_are_never_written(sampler: Sampler, drafts: bool) 
     [
         ("regex", "[a", "unclosed"),
         ("regex", "(?=a)b", "look-ahead"),
-        ("json", "{", "no JSON"),
+        ("json", "{", "not JSON"),
         ("json", "[]", "an object"),
         ("json", '{"type": "strin"}', "strin"),
         ("lark", "start: other", "other"),

@@ -188,7 +188,7 @@ def test_parity_of_a_file_and_of_a_wrong_one(exported: Path, tmp_path: Path) -> 
     assert (parity.positions, parity.tokenizer_texts, parity.tokenizer_mismatches) == (400, 2, [])
     assert parity.max_abs_dlogprob < 0.02 and parity.mean_abs_dlogprob < 0.0025 and parity.top1_agreement > 0.93
     assert json.loads(json.dumps(dataclasses.asdict(parity)))["positions"] == 400
-    assert "over 400 positions behind first ones" in parity.words
+    assert "over 400 positions after at least two tokens" in parity.words
     other = Path(shutil.copytree(exported, tmp_path / "other"))
     content = json.loads((other / "tokenizer.json").read_text())
     content["model"]["merges"] = content["model"]["merges"][::-1]
@@ -425,8 +425,8 @@ def test_an_importance_matrix_is_the_models_own(wide: Path, tmp_path: Path, caps
         (MATRIX | {"blk.2.attn_q.weight": MATRIX[one]}, "for 1 tensors that it lacks, first blk.2.attn_q.weight"),
         ({"blk.0.ssm_in.weight": MATRIX[one]}, "nothing for 14 .* and is for 1 tensors"),
         (MATRIX | {one: MATRIX[one][:192]}, f"{one} has 192 columns, not 256"),
-        (MATRIX | {one: -MATRIX[one]}, f"{one} holds values that are no mean squares"),
-        (MATRIX | {one: MATRIX[one] * np.nan}, f"{one} holds values that are no mean squares"),
+        (MATRIX | {one: -MATRIX[one]}, f"{one} holds values that are not mean squares"),
+        (MATRIX | {one: MATRIX[one] * np.nan}, f"{one} holds values that are not mean squares"),
         ({}, "importance matrix"),
     ):
         write_imatrix(path, matrix)

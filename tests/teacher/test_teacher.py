@@ -371,7 +371,7 @@ def test_processes_share_the_shards(kind: str, folders: dict[str, Path], tmp_pat
     teacher(recipe, run)
     assert tiny.contents(run.path("teacher")) == wanted
     assert stands.items() <= {path: path.stat().st_mtime_ns for path in run.path("teacher").rglob("shard-*")}.items()
-    with pytest.raises(RunError, match=r"7 processes were started, and there are 6 teacher shards"):
+    with pytest.raises(RunError, match=r"7 processes were started, but there are 6 teacher shards"):
         teacher(recipe, run, (3, 7))
 
 

@@ -386,7 +386,7 @@ def test_measure_counts_whole_lines(tmp_path: Path, size: int) -> None:
 @pytest.mark.parametrize(
     ("raw", "words"),
     [
-        ("{", "no JSON"),
+        ("{", "not JSON"),
         ("3", "got number"),
         ('{"answer": "a"}', "field `prompt` (it has: answer)"),
         ('{"prompt": "a", "answer": ""}', "an empty answer"),
