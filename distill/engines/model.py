@@ -1,8 +1,7 @@
-"""The interface of every backend of a model; the bookkeeping of a tree of tokens that is not committed yet; and models
-whose steps are noted.
+"""The interface of every model backend, the bookkeeping of a pending tree of tokens, and models that record steps.
 
 Legend: n rows of logits (one per wanted token), V vocabulary, k candidates, m tokens of a step. Nodes are numbered in
-the order in which they were added since the last keep, rollback or committing extend; ROOT is the committed end.
+the order in which they were added since the last keep, rollback or committing extend. ROOT is the committed end.
 """
 
 from __future__ import annotations
@@ -22,78 +21,78 @@ Ints = Sequence[int]
 
 
 class Model(Protocol):
-    """A language model with a cache that grows and rolls back, and that gives logits.
+    """A language model that gives logits, with a cache that grows and rolls back.
 
-    Tokens go in as a chain that is committed at once, or as nodes of a tree of which one path is committed later:
+    Tokens enter as a chain that is committed at once, or as nodes of a tree. One path of the tree is committed later:
 
         extend(prompt)                             commits
         extend([5, 7], parents=[-1, -1])           nodes 0 and 1 after the prompt
         extend([2, 3], parents=[0, 2])             node 2 below node 0, node 3 below node 2
         keep([[0, 2]])                             commits 5, 2; nodes 1 and 3 are gone
 
-    Whatever calls came before, logits equal those of a fresh prefill of the same path up to rounding. A mistake of the
-    caller (ValueError) leaves everything as it was.
+    After any calls, logits equal those of a fresh prefill of the same path up to rounding. A mistake of the caller
+    (ValueError) changes nothing.
     """
 
     @property
     def vocabulary_size(self) -> int:
-        """How many ids V the logits cover."""
+        """The number V of ids that the logits cover."""
 
     @property
     def capacity(self) -> int:
-        """The most tokens a row can hold."""
+        """The most tokens that a row can hold."""
 
     @property
     def rows(self) -> int:
-        """How many sequences are kept at once."""
+        """The number of sequences that are kept at once."""
 
     @property
     def max_leaves(self) -> int:
-        """The most branches (leaves) that a tree may have at once; 0: no trees."""
+        """The most branches (leaves) that a tree may have at once. 0 means no trees."""
 
     @property
     def lengths(self) -> list[int]:
-        """Committed tokens of each row; nodes of a pending tree are not among them."""
+        """The number of committed tokens of each row, without nodes of a pending tree."""
 
     def extend(
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> Logits:
-        """Take `tokens` (all rows flat, `counts` per row) and return the logits after those that `want` indexes.
+        """Add `tokens` (all rows flat, `counts` per row) and return the logits after those that `want` indexes.
 
-        `want` indexes the tokens of this call (None: all). Without `parents` the tokens of a row follow each other and
+        `want` indexes the tokens of this call (None: all). Without `parents`, the tokens of a row follow each other and
         are committed. With `parents`, one node number (or ROOT) per token, they join the pending tree and nothing is
-        committed. ValueError, with nothing changed, for tokens that do not fit, and without `parents` while a tree is
-        pending.
+        committed. Raises ValueError, with nothing changed, for tokens that do not fit, and without `parents` while a
+        tree is pending.
         """
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
         """Commit one path of the pending tree per row and drop its other nodes.
 
-        A path is the node numbers from a child of ROOT downwards, or empty to drop the whole tree.
+        A path is a list of node numbers from a child of ROOT downwards. An empty path drops the whole tree.
         """
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget the pending tree and the tokens of each row beyond `lengths`."""
 
     def close(self) -> None:
-        """Free the model's memory; it cannot be used afterwards."""
+        """Free the model's memory. The model cannot be used afterwards."""
 
 
 def resent(model: Model) -> int:
-    """Committed tokens that the model computes again with its next call; most models never do (see `Retold`)."""
+    """Return the number of committed tokens that the next call computes again (see `StateSnapshots`). Usually 0."""
     count: int = getattr(model, "resent", 0)
     return count
 
 
 ROOT = -1
-SPARE_NODES = 64  # nodes of a tree that any model with trees holds in addition to `capacity` tokens
+SPARE_NODES = 64  # nodes of a tree that every model with trees holds in addition to `capacity` tokens
 
 
 @dataclass(frozen=True)
 class PendingTree:
-    """Nodes that hang below the committed end of one row, each with its parent and its depth (1 for a child of ROOT).
+    """Nodes below the committed end of one row, each with its parent and its depth (1 for a child of ROOT).
 
-    `paths` are sets of nodes as bits: a node's path from the root, itself included.
+    `paths` are sets of nodes as bits: a node's path from the root, including the node.
     """
 
     parents: list[int] = field(default_factory=list)
@@ -104,10 +103,10 @@ class PendingTree:
         return len(self.parents)
 
     def grown(self, parents: Sequence[int], committed: int = 0, capacity: int = sys.maxsize) -> PendingTree:
-        """This tree with nodes below `parents`.
+        """Return this tree with new nodes below `parents`.
 
-        ValueError for a parent that is neither ROOT nor an earlier node, and for a path that with the committed tokens
-        exceeds the capacity.
+        Raises ValueError for a parent that is neither ROOT nor an earlier node, and for a path that exceeds the
+        capacity together with the committed tokens.
         """
         grown = PendingTree([*self.parents, *(int(parent) for parent in parents)], [*self.depths], [*self.paths])
         for node in range(len(self), len(grown)):
@@ -122,11 +121,11 @@ class PendingTree:
         return grown
 
     def seen(self, first: int, width: int) -> list[list[int]]:
-        """Whether (0 or 1) each node from `first` on attends to each of `width` nodes: to its path and itself."""
+        """Return 1 or 0 for each node from `first` on and each of `width` nodes: whether it attends to that node."""
         return [[path >> node & 1 for node in range(width)] for path in self.paths[first:]]
 
     def only_path(self, paths: Sequence[Sequence[int]]) -> list[int]:
-        """The path of the one row in `paths`; ValueError when it does not lead downwards from ROOT, node by node."""
+        """Return the path of the only row in `paths`. ValueError if it does not lead down from ROOT node by node."""
         if len(paths) != 1:
             raise ValueError(f"one path for one row, got {len(paths)}")
         above, path = ROOT, [int(node) for node in paths[0]]
@@ -137,35 +136,35 @@ class PendingTree:
         return path
 
 
-SNAPSHOTS = 16  # of a row: a draft returns to the place before any of its last tokens
-NO_TREES = "trees need layers of keys and values, and some of this model's have a recurrent state"
+SNAPSHOTS = 16  # copies per row, so that a draft can return to the place before any of its last tokens
+NO_TREES = "trees need layers of keys and values, but some of this model's layers have a recurrent state"
 
 
-class Retold:
-    """The committed text of a cache that cannot be cut, and copies of its state at the last lengths that it had.
+class StateSnapshots:
+    """The committed text of a cache that cannot be cut, and copies of its state at its last lengths.
 
-    Going back means to return to a copy; the committed tokens after it are computed again with those of the next call.
+    To go back, the cache returns to a copy. The committed tokens after the copy are computed again in the next call.
     """
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
         self._copies: deque[tuple[int, Any]] = deque(maxlen=SNAPSHOTS)
-        self._alone = 0  # calls of one token since the last other one, and since the last return
+        self._alone = 0  # calls of one token since the last other call or return
 
     def due(self, taken: int, count: int) -> bool:
-        """Whether the state after `taken` tokens, all that the cache holds, is to be copied before a call of `count`.
+        """Whether the state after `taken` tokens (all of the cache) should be copied before a call of `count` tokens.
 
-        Not where there is such a copy, and not in plain decoding, which takes one token after the other and keeps them.
+        It is not copied if that copy exists. Plain decoding takes one token after another and needs no copies.
         """
         self._alone = self._alone + 1 if count == 1 else 0
         return taken > 0 and self._alone <= SNAPSHOTS and not (self._copies and self._copies[-1][0] == taken)
 
     def copied(self, taken: int, state: Any) -> None:
-        """Keep a copy of the state after `taken` tokens, and forget the oldest one where there are too many."""
+        """Keep a copy of the state after `taken` tokens. The oldest copy is forgotten if there are too many."""
         self._copies.append((taken, state))
 
     def latest(self, length: int) -> tuple[int, Any]:
-        """The tokens and the state of the latest copy of at most `length` tokens, without a copy (0, None).
+        """Return tokens and state of the latest copy of at most `length` tokens, or (0, None).
 
         Later copies are forgotten.
         """
@@ -176,7 +175,7 @@ class Retold:
 
 
 def check_call(tokens: Ints, counts: Ints | None, parents: Ints, want: Ints | None, vocabulary: int) -> None:
-    """Raise ValueError unless one row takes all tokens, with a parent for each, as of `check_tokens`."""
+    """Raise ValueError unless one row takes all tokens, with a parent for each, and `check_tokens` passes."""
     if counts is not None and list(counts) != [len(tokens)]:
         raise ValueError(f"this model keeps one row: counts must be [{len(tokens)}], got {list(counts)}")
     if len(parents) != len(tokens):
@@ -203,9 +202,10 @@ def check_chain(
     vocabulary: int,
     pending: Sized = (),
 ) -> list[int]:
-    """The number of tokens that each row takes, from `counts` or, for one row, all.
+    """Return the number of tokens that each row takes: `counts`, or all tokens for one row.
 
-    ValueError as `check_tokens`, for counts that do not add up, beyond the capacity, and while a tree is `pending`.
+    Raises ValueError as `check_tokens` does, for counts that do not add up, beyond the capacity, and while a tree is
+    `pending`.
     """
     if len(pending):
         raise ValueError("a tree is pending: keep a path of it or roll back first")
@@ -221,18 +221,18 @@ def check_chain(
 
 
 def check_lengths(lengths: Sequence[int], committed: Sequence[int]) -> list[int]:
-    """The lengths to which rows go back; ValueError unless there is one for each, within what it has committed."""
+    """Return the lengths to which rows go back. ValueError unless there is one for each row, within its committed."""
     pairs = zip(lengths, committed, strict=False)
     if len(lengths) != len(committed) or any(not 0 <= new <= old for new, old in pairs):
         raise ValueError(f"lengths must lie within the committed {list(committed)}, got {list(lengths)}")
     return [int(length) for length in lengths]
 
 
-# ── The steps of both models while texts are decoded, noted by models that stand before them ──
+# ── Recording the steps of both models while texts are decoded ──
 
 
 class Step(NamedTuple):
-    """One call of a model: tokens committed before it, tokens taken, when it began and how many seconds it took."""
+    """One call of a model: committed tokens before it, tokens taken, start time, and seconds taken."""
 
     depth: int
     tokens: int
@@ -241,16 +241,16 @@ class Step(NamedTuple):
 
 
 class Noted:
-    """A model of one row whose steps are noted. All else is the model's own, so that either can go on with a text."""
+    """A model of one row whose steps are recorded. All else is the model's, so that either can continue a text."""
 
     def __init__(self, model: Any, steps: list[Step]) -> None:
-        self._inner, self.steps = model, steps  # `model` is the model's own, too
+        self._inner, self.steps = model, steps  # An attribute `model` would hide that of the model.
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._inner, name)
 
     def _noted(self, tokens: int, call: Callable[..., Any], *arguments: Any) -> Any:
-        # What watching takes is the model's time rather than the round's own: between steps it would show more.
+        # The cost of watching counts as the model's time. Between steps it would distort the round's own time.
         started, depth = time.perf_counter(), self._inner.lengths[0]
         logits = call(*arguments)
         self.steps.append(Step(depth, tokens, started, time.perf_counter() - started))
@@ -262,7 +262,7 @@ class Noted:
         """See `Model`."""
         return self._noted(len(tokens), self._inner.extend, tokens, counts, parents, want)
 
-    # Rounds on a device drive a model past `extend`.
+    # Rounds on a device call the model without `extend`.
 
     def step(self, ids: Tensor, *arguments: Any) -> Any:
         """See `StaticTorchModel`."""
@@ -277,12 +277,12 @@ class Watch:
         self.draft: list[Step] = []
 
     def models(self, target: Model, draft: Model) -> tuple[Model, Model]:
-        """Both models with their steps noted here; one that is both notes as the target."""
+        """Return both models, with their steps recorded here. If they are the same, it records as the target."""
         watched: Any = Noted(target, self.target)
         return watched, watched if draft is target else Noted(draft, self.draft)
 
     def take(self, since: float = 0.0) -> tuple[list[Step], list[Step]]:
-        """The steps of target and draft that began at this time of the clock or later; all are forgotten here."""
+        """Return the steps of target and draft that began at `since` or later, and forget all steps."""
         taken = tuple([step for step in steps if step.started >= since] for steps in (self.target, self.draft))
         self.target.clear()
         self.draft.clear()

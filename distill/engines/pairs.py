@@ -1,4 +1,4 @@
-"""Whether a target and a draft fit each other: the rules of our decoder, llama.cpp and vLLM, from files alone."""
+"""Whether a target and a draft fit each other: the rules of our decoder, llama.cpp and vLLM, from files only."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from distill.vocabulary.vocabulary import (
     tokens_without_row,
 )
 
-# ── A model's vocabulary and context as the rules compare them, read from a folder or a GGUF file; no weights ──
+# ── A model's vocabulary and context as the rules compare them, read from a folder or a GGUF file without weights ──
 # Legend: V rows of the model's vocabulary, padding included.
 
 
@@ -33,9 +33,10 @@ from distill.vocabulary.vocabulary import (
 class VocabularyMetadata:
     """A model's vocabulary and context as llama.cpp and vLLM see them.
 
-    `tokens` [V] are the raw token strings, padding rows named [PAD<id>] as every converter does; `bos` and `eos` are
-    added to a text where `add_bos` and `add_eos` are true; `rowless` are the tokenizer's markers of images and sounds
-    without a row, `kept` the ids of a trimmed head (None: the whole head); `context` is the training context in tokens.
+    `tokens` [V] are the raw token strings. Padding rows are named [PAD<id>], as every converter does. `bos` and `eos`
+    are added to a text if `add_bos` and `add_eos` are true. `rowless` are the tokenizer's markers of images and sounds
+    without a row. `kept` is the number of ids of a trimmed head, or None for the whole head. `context` is the training
+    context in tokens.
     """
 
     reference: str
@@ -53,28 +54,28 @@ class VocabularyMetadata:
 
     @classmethod
     def read(cls, reference: str) -> VocabularyMetadata:
-        """The metadata of a Hugging Face folder, a hub name or a .gguf file; DataError where it cannot be read."""
+        """Read the metadata of a Hugging Face folder, a hub name or a .gguf file. DataError if it cannot be read."""
         return _from_gguf(Path(reference)) if is_gguf(reference) else _from_folder(reference)
 
     @property
     def rows(self) -> int:
-        """V: Hugging Face's vocab_size."""
+        """The number V of rows: Hugging Face's vocab_size."""
         return len(self.tokens)
 
     def real(self, index: int) -> str | None:
-        """The string of a token, None for a padding row."""
+        """Return the string of a token, or None for a padding row."""
         if index >= len(self.tokens) or self.tokens[index] == f"[PAD{index}]":
             return None
         return self.tokens[index]
 
     def with_rows(self, rows: int) -> VocabularyMetadata:
-        """The same with padding rows appended, or rows at the end removed."""
+        """Return the metadata with padding rows appended, or rows at the end removed."""
         padding = [f"[PAD{index}]" for index in range(len(self.tokens), rows)]
         return replace(self, tokens=self.tokens[:rows] + padding)
 
     @property
     def real_tokens(self) -> int:
-        """Rows that hold tokens."""
+        """The number of rows that hold tokens."""
         return sum(self.real(index) is not None for index in range(self.rows))
 
 
@@ -94,7 +95,7 @@ def _from_folder(reference: str) -> VocabularyMetadata:
     templates = any((folder / f"chat_template.{kind}").is_file() for kind in ("jinja", "json"))
     return VocabularyMetadata(
         reference=reference,
-        tokens=[tokens.get(index, f"[PAD{index}]") for index in range(rows)],  # as converters name rows without one
+        tokens=[tokens.get(index, f"[PAD{index}]") for index in range(rows)],  # the converters' names for padding
         **ends._replace(add_bos=ends.add_bos or model == ALWAYS_ADDS_BOS)._asdict(),
         context=context_length(config),
         architecture=config.model_type,
@@ -105,7 +106,7 @@ def _from_folder(reference: str) -> VocabularyMetadata:
 
 
 def _tokenizer(place: str) -> Any:
-    """The tokenizers.Tokenizer of a folder."""
+    """Return the tokenizers.Tokenizer of a folder."""
     path = Path(place) / "tokenizer.json"
     if path.is_file():
         return open_tokenizer(path)
@@ -116,22 +117,22 @@ def _tokenizer(place: str) -> Any:
 
 
 def _gguf_model(place: str, tokenizer: Any, architecture: str) -> str:
-    """The tokenizer.ggml.model that llama.cpp's converter would write."""
+    """Return the tokenizer.ggml.model that llama.cpp's converter would write."""
     model = type(tokenizer.model).__name__
     if architecture.startswith("gemma4"):
         return "gemma4"
     if model != "BPE":
-        raise DataError(f"{place}: tokenizers of the kind {model} are not supported", "use another tokenizer")
+        raise DataError(f"{place}: tokenizers of kind {model} are not supported", "use another tokenizer")
     return "llama" if tokenizer.model.byte_fallback else "gpt2"
 
 
 def _text_ends(
     tokenizer: Any, settings: Mapping[str, Any], named: Mapping[str, int | None], defaults: Defaults
 ) -> Defaults:
-    """The tokens that begin and end a text, and whether they are added to it, in the place of llama.cpp's `defaults`.
+    """Return the tokens that begin and end a text, and whether they are added to it, instead of llama.cpp's `defaults`.
 
-    By the tokenizer's post-processor first, then by the ids that the files name. Whether they are added is a setting
-    (add_bos_token, add_eos_token) before it is the post-processor's.
+    The tokens come from the tokenizer's post-processor, or from the ids that the files name. The settings
+    add_bos_token and add_eos_token decide whether they are added. Without a setting, the post-processor decides.
     """
     before, after = added_around(tokenizer) or ([], [])
     bos = next((number for number in (*before[:1], named["bos"]) if number is not None), defaults.bos)
@@ -147,14 +148,16 @@ def _from_gguf(path: Path) -> VocabularyMetadata:
     refuse_head_file(head)
     model, tokens = head.text("tokenizer.ggml.model"), head.texts("tokenizer.ggml.tokens", "surrogateescape")
     if model is None or "tokenizer.ggml.tokens" not in head.values:
-        raise DataError(f"{path} holds no tokenizer", "give a whole model file, of a split model the first part")
+        raise DataError(
+            f"{path} contains no tokenizer", "give a complete model file (of a split model, the first part)"
+        )
     if model not in DEFAULTS:
         raise DataError(f"{path}: tokenizer.ggml.model is {model!r}, which is unknown", f"known: {', '.join(DEFAULTS)}")
-    # One row per token, or llama.cpp does not load the file.
+    # llama.cpp loads only files with one row per token.
     embedding = head.shapes.get("token_embd.weight", [0, len(tokens)])
     if embedding[-1:] != [len(tokens)]:
         embedded = embedding[-1] if embedding else "none"
-        raise DataError(f"{path} names {len(tokens)} tokens but embeds {embedded}", "export the model again")
+        raise DataError(f"{path} names {len(tokens)} tokens, but embeds {embedded}", "export the model again")
     ends = stated_ends(head)
     bos, eos = (_token_id(head, role, len(tokens), getattr(ends, role)) for role in ("bos", "eos"))
     return VocabularyMetadata(
@@ -168,7 +171,7 @@ def _from_gguf(path: Path) -> VocabularyMetadata:
 
 
 def _token_id(head: FileHead, role: str, count: int, default: int | None) -> int | None:
-    """The id that a file names for a role; the default for one that is no id, as llama.cpp has it."""
+    """Return the id that a file names for a role. If it is not an id, return the default, as llama.cpp does."""
     number = head.values.get(token_key(role))
     return number if isinstance(number, int) and not isinstance(number, bool) and 0 <= number < count else default
 
@@ -176,29 +179,29 @@ def _token_id(head: FileHead, role: str, count: int, default: int | None) -> int
 # ── The rules ──
 
 LLAMA_CPP_SIZE_DIFFERENCE = 128  # llama.cpp's SPEC_VOCAB_MAX_SIZE_DIFFERENCE
-LLAMA_CPP_FIRST_ID = 5  # SPEC_VOCAB_CHECK_START_TOKEN_ID: token strings are compared from this id up
-BYTE_LEVEL = "BPE"  # the kind of a vocabulary
+LLAMA_CPP_FIRST_ID = 5  # SPEC_VOCAB_CHECK_START_TOKEN_ID: token strings are compared from this id on.
+BYTE_LEVEL = "BPE"  # a kind of vocabulary
 LONGEST_SHOWN = 40  # characters of a token in a message
 
 TRANSPLANT = "transplant the target's vocabulary into the draft: cut.transplant in a recipe, or `distill transplant`"
 OTHER_ROWS = f"give the draft {{}} rows too: {TRANSPLANT}"
-ANY_ROWS = '"use_heterogeneous_vocab": true, which drafts the draft\'s best tokens alone'  # in vLLM's configuration
+ANY_ROWS = '"use_heterogeneous_vocab": true, which drafts only the draft\'s best tokens'  # in vLLM's configuration
 SAME_FILES = "copy the target's tokenizer files into the draft's folder and export the draft again"
 
 
-class Against(NamedTuple):
-    """Why a pair does not fit by a rule, and the next step."""
+class Mismatch(NamedTuple):
+    """The reason why a pair does not fit by a rule, and the next step."""
 
     reason: str
     remedy: str
 
 
-Verdict = Against | None  # None: it fits
+Verdict = Mismatch | None  # None means that the pair fits.
 
 
 @dataclass(frozen=True)
 class PairReport:
-    """The verdict of each rule on a pair. `distill` is the rule of our decoder, `context` only a warning."""
+    """The verdict of each rule on a pair. `distill` is the rule of our decoder. `context` is only a warning."""
 
     distill: Verdict
     llama_cpp: Verdict
@@ -208,19 +211,19 @@ class PairReport:
     draft: VocabularyMetadata = field(repr=False)
 
     def verdicts(self) -> Iterator[tuple[str, bool, str]]:
-        """Of each rule: its line, whether the pair fits, and the next step or nothing."""
+        """Yield each rule's line, whether the pair fits, and the next step (or an empty text)."""
         for key, name, trouble in (
             ("distill", "pair rule of distill", "does not fit"),
             ("llama_cpp", "pair rule of llama.cpp", "does not fit"),
             ("vllm", "pair rule of vLLM", "does not fit"),
             ("context", "context", "warning"),
         ):
-            against: Verdict = getattr(self, key)
-            reason, remedy = against or ("", "")
-            yield f"{name}: {trouble}: {reason}" if against else f"{name}: fits", against is None, remedy
+            mismatch: Verdict = getattr(self, key)
+            reason, remedy = mismatch or ("", "")
+            yield f"{name}: {trouble}: {reason}" if mismatch else f"{name}: fits", mismatch is None, remedy
 
     def lines(self) -> list[str]:
-        """The report as lines of text: both models, then one line per rule and one per remedy."""
+        """Return the report in lines: both models, then a line for each rule and each remedy."""
         rules = [
             text for line, _, remedy in self.verdicts() for text in (line, f"  {remedy}" if remedy else "") if text
         ]
@@ -228,7 +231,7 @@ class PairReport:
 
 
 def _described(role: str, metadata: VocabularyMetadata) -> str:
-    """One line about a model."""
+    """Return a line about a model."""
     parts = [f"{metadata.architecture}, {metadata.kind}, {metadata.real_tokens} tokens in {metadata.rows} rows"]
     parts.append("context unknown" if metadata.context is None else f"context {metadata.context}")
     added = [f"bos {metadata.bos}"] * metadata.add_bos + [f"eos {metadata.eos}"] * metadata.add_eos
@@ -242,7 +245,7 @@ def _described(role: str, metadata: VocabularyMetadata) -> str:
 
 
 def _decoded(token: str, kind: str) -> str:
-    """The text that a token stands for, instead of the letters by which byte-level BPE writes bytes."""
+    """Return the text that a token stands for, not the characters by which byte-level BPE writes bytes."""
     if kind == BYTE_LEVEL and is_utf8(token):
         data = from_mapped(token)
     else:
@@ -260,7 +263,7 @@ Tokens = Callable[[VocabularyMetadata, int], str | None]
 
 
 def _differences(first: int, last: int, target: VocabularyMetadata, draft: VocabularyMetadata, of: Tokens) -> str:
-    """The first id in [first, last) with different strings, and the number of differences; empty without any."""
+    """Describe the first id in [first, last) with different strings, and count the differences. Empty without any."""
     different = [index for index in range(first, last) if of(target, index) != of(draft, index)]
     if not different:
         return ""
@@ -268,14 +271,15 @@ def _differences(first: int, last: int, target: VocabularyMetadata, draft: Vocab
     more = f" (the first of {len(different)} differences)" if len(different) > 1 else ""
     written = [of(side, index) for side in (target, draft)]
     texts = [token and _decoded(token, side.kind) for token, side in zip(written, (target, draft), strict=True)]
-    ours, theirs = map(_shown, written if texts[0] == texts[1] else texts)  # the same text, written in two ways
+    # If both texts are equal, the tokens write the same text in two ways, so the raw strings are shown.
+    ours, theirs = map(_shown, written if texts[0] == texts[1] else texts)
     return f"token {index} is {ours} in the target and {theirs} in the draft{more}"
 
 
 def distill_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
-    """Our decoder: every id that is a token and no padding in one model is the same string in both.
+    """Apply our decoder's rule: every id that is a token in one model (not padding) is the same string in both.
 
-    Files of converters write the spaces of some added tokens as they are, where folders have SentencePiece's.
+    Converters' files write the spaces of some added tokens as spaces, and folders write them as SentencePiece does.
     """
     byte_level = BYTE_LEVEL in (target.kind, draft.kind)
 
@@ -284,13 +288,13 @@ def distill_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdi
         return token if token is None or byte_level else token.replace(SPACE, " ")
 
     different = _differences(0, max(target.rows, draft.rows), target, draft, spaced)
-    return Against(different, TRANSPLANT) if different else None
+    return Mismatch(different, TRANSPLANT) if different else None
 
 
 def llama_cpp_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
-    """llama.cpp's common_speculative_are_compatible, in its order (common/speculative.cpp)."""
+    """Apply llama.cpp's common_speculative_are_compatible, in its order (common/speculative.cpp)."""
     if target.kind != draft.kind:
-        return Against(f"the target's vocabulary is of type {target.kind}, the draft's {draft.kind}", TRANSPLANT)
+        return Mismatch(f"the target's vocabulary has type {target.kind}, the draft's {draft.kind}", TRANSPLANT)
     sides = (
         ("bos", target.add_bos, draft.add_bos, target.bos, draft.bos),
         ("eos", target.add_eos, draft.add_eos, target.eos, draft.eos),
@@ -298,55 +302,55 @@ def llama_cpp_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Ver
     for name, ours, theirs, first, second in sides:
         if ours != theirs:
             with_it, without = ("target", "draft") if ours else ("draft", "target")
-            return Against(f"the {with_it} adds its {name} token to a text, the {without} does not", SAME_FILES)
+            return Mismatch(f"the {with_it} adds its {name} token to a text, but the {without} does not", SAME_FILES)
         if ours and first != second:
             reason = f"the {name} token that is added is {first} in the target and {second} in the draft"
-            return Against(reason, SAME_FILES)
+            return Mismatch(reason, SAME_FILES)
     if abs(target.rows - draft.rows) > LLAMA_CPP_SIZE_DIFFERENCE:
         reason = f"vocabulary sizes {target.rows} and {draft.rows} differ by more than {LLAMA_CPP_SIZE_DIFFERENCE}"
-        return Against(reason, OTHER_ROWS.format(target.rows))
+        return Mismatch(reason, OTHER_ROWS.format(target.rows))
     last = min(target.rows, draft.rows)
     different = _differences(LLAMA_CPP_FIRST_ID, last, target, draft, lambda side, index: side.tokens[index])
-    return Against(different, TRANSPLANT) if different else None
+    return Mismatch(different, TRANSPLANT) if different else None
 
 
 def vllm_rule(target: VocabularyMetadata, draft: VocabularyMetadata) -> Verdict:
-    """vLLM: equal vocab_size, padding included, but with `use_heterogeneous_vocab`, which drafts greedily."""
+    """Apply vLLM's rule: equal vocab_size including padding. `use_heterogeneous_vocab` lifts it and drafts greedily."""
     if target.rows == draft.rows:
         return None
     reason = f"vocab_size is {target.rows} in the target and {draft.rows} in the draft"
-    return Against(reason, f"{OTHER_ROWS.format(target.rows)}; or serve it with {ANY_ROWS}")
+    return Mismatch(reason, f"{OTHER_ROWS.format(target.rows)}; or serve it with {ANY_ROWS}")
 
 
 def context_rule(draft: VocabularyMetadata, served: int | None) -> Verdict:
-    """The draft's training context is at least the served one; fits where the served one is unknown."""
+    """Require that the draft's training context is at least the served one. It fits if the served one is unknown."""
     if draft.context is None:
         remedy = "set max_position_embeddings in its config.json, or export it again"
-        return Against("the draft names no context length", remedy)
+        return Mismatch("the draft names no context length", remedy)
     if served is None or draft.context >= served:
         return None
-    reason = f"the draft was made for {draft.context} tokens, {served} are to be served"
+    reason = f"the draft was made for {draft.context} tokens, but {served} will be served"
     shorter = f"serve at most {draft.context} tokens (llama.cpp --ctx-size, vLLM --max-model-len)"
-    return Against(reason, f"{shorter}, or cut the draft from a donor with a longer context")
+    return Mismatch(reason, f"{shorter}, or cut the draft from a donor with a longer context")
 
 
 def compare_pair(target: str, draft: str, same_rows: bool = False) -> PairReport:
-    """Compare two models by the rules of each decoder; loads no weights.
+    """Compare two models by the rules of each decoder. Loads no weights.
 
-    Each is a Hugging Face folder or hub name or a .gguf file; the context to be served is the target's. With
-    `same_rows` the draft is a donor that will get the target's number of rows, if our own rule allows it. Raises
-    DataError where a model cannot be read.
+    Each model is a Hugging Face folder, a hub name or a .gguf file. The served context is the target's. With
+    `same_rows`, the draft is a donor that will get the target's number of rows if our own rule allows it. Raises
+    DataError if a model cannot be read.
     """
     ours = VocabularyMetadata.read(target)
     theirs = ours if target == draft else VocabularyMetadata.read(draft)
     if same_rows and distill_rule(ours, theirs) is None:
         theirs = theirs.with_rows(ours.rows)
-    own, llama = distill_rule(ours, theirs), llama_cpp_rule(ours, theirs)
-    return PairReport(own, llama, vllm_rule(ours, theirs), context_rule(theirs, ours.context), ours, theirs)
+    ours_rule, llama = distill_rule(ours, theirs), llama_cpp_rule(ours, theirs)
+    return PairReport(ours_rule, llama, vllm_rule(ours, theirs), context_rule(theirs, ours.context), ours, theirs)
 
 
 def require_pair(target: str, draft: str) -> PairReport:
-    """`compare_pair`, raising PairError where our own decoder could not use the two together."""
+    """Return `compare_pair`. Raises PairError if our decoder could not use the two models together."""
     report = compare_pair(target, draft)
     if report.distill is not None:
         hint = f"choose a donor with the target's tokenizer, or {report.distill.remedy}"
@@ -355,9 +359,10 @@ def require_pair(target: str, draft: str) -> PairReport:
 
 
 def require_drafts(target: str, draft: str, foreign: bool, in_bits: bool = False) -> tuple[str, str]:
-    """The pair in one engine: a GGUF file beside a folder is imported (`one_engine`). References are resolved.
+    """Return the references of a pair for one engine. If one is a GGUF file, it is imported (`one_engine`).
 
-    Raises PairError for a draft that does not fit, unless it may have another vocabulary (`foreign`).
+    References are resolved before. Raises PairError for a draft that does not fit, unless it may have another
+    vocabulary (`foreign`).
     """
     if foreign:
         return one_engine(target, draft, in_bits)
@@ -366,7 +371,7 @@ def require_drafts(target: str, draft: str, foreign: bool, in_bits: bool = False
     except PairError as error:
         if is_gguf(target):
             raise
-        hint = "draft text instead, which any tokenizer can: drafter=string; or transplant the vocabulary"
+        hint = "draft text instead, which works with any tokenizer: drafter=string; or transplant the vocabulary"
         raise PairError(error.what, f"{hint} (`distill transplant`)") from None
     return one_engine(target, draft, in_bits)
 
@@ -374,22 +379,23 @@ def require_drafts(target: str, draft: str, foreign: bool, in_bits: bool = False
 def pair_references(
     target: str, draft: str | None, configurations: Sequence[Configuration], in_bits: bool = False
 ) -> tuple[str, str | None]:
-    """Target and draft, references resolved before, as they are loaded; loads nothing.
+    """Return target and draft as they will be loaded. References are resolved before. Loads nothing.
 
-    RecipeError, DataError or PairError for a draft that is missing, unused or does not fit.
+    Raises RecipeError, DataError or PairError for a draft that is missing, unused or does not fit.
     """
     foreign = [configuration for configuration in configurations if configuration.other_vocabulary]
     native = [configuration for configuration in configurations if configuration.asks_the_draft]
     if foreign and native:
         raise RecipeError(
-            f"`{native[0].described}` asks a draft of the target's vocabulary, `{foreign[0].described}` one of another"
+            f"`{native[0].described}` needs a draft with the target's vocabulary, but `{foreign[0].described}` needs a "
+            f"draft with another vocabulary"
         )
     if draft is None:
         if foreign or native:
             raise RecipeError(f"`{(foreign or native)[0].described}` needs a draft", "name one, or use drafter=lookup")
         return target, None
     if not foreign and not native:
-        raise RecipeError("no configuration asks the draft", "leave the draft out")
+        raise RecipeError("no configuration uses the draft", "leave the draft out")
     if foreign and is_gguf(target):
         raise DataError(f"drafter {foreign[0].drafter} reads both tokenizers from Hugging Face folders")
     return require_drafts(target, draft, bool(foreign), in_bits)

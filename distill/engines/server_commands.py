@@ -1,7 +1,7 @@
-"""The commands that serve a pair, for llama-server, vLLM and transformers: all that `distill` prints or runs; and the
-heads to draft with that a target ships.
+"""Commands that serve a pair with llama-server, vLLM or transformers, and draft heads that a target ships.
 
-tests/engines/test_server_commands.py holds the options to real servers, and vLLM's to its sources.
+Every server command that `distill` prints or runs is made here. tests/engines/test_server_commands.py checks the
+options against real servers, and vLLM's against its sources.
 """
 
 from __future__ import annotations
@@ -22,24 +22,26 @@ from distill.folders import present_files, read_header
 from distill.gguf.head import FileHead, open_head
 from distill.recipe import is_path
 
-LLAMA_SERVER = "the llama-server of llama-cpp-python 0.3.36's sources"  # the build on which these options were run
-VLLM = "0.32.0"  # the version on which these options were run, in its build for CPUs
-DRAFT_TYPE = "draft-simple"  # of --spec-type: a plain draft model; without it the server loads the draft for nothing
+LLAMA_SERVER = "the llama-server of llama-cpp-python 0.3.36's sources"  # These options were run on this build.
+VLLM = "0.32.0"  # These options were run on this version, in its build for CPUs.
+DRAFT_TYPE = "draft-simple"  # --spec-type of a plain draft model. Without it, the server loads the draft for nothing.
 
 SPEC_TYPE, N_MAX, P_MIN = "--spec-type", "--spec-draft-n-max", "--spec-draft-p-min"
-DRAWN_AMONG = 10  # likeliest tokens of the draft, of probabilistic drafts (common/speculative.cpp, spec_retune)
-IK_DEPTH, IK_INSERTED = 64, 2**28  # of ik_llama.cpp's suffix tree; the most tokens × depth of a corpus that it reads
-SGLANG_NODES, SGLANG_TOKENS = 8, 10_000_000  # of its 12 drafted tokens, those from the file; its own limit of a file
-VLLM_REQUESTS = 10_000  # whose texts its suffix cache keeps by default
-SAMPLING = "--spec-draft-sampling"  # greedy, its default, or probabilistic; older builds do not have it
+DRAWN_AMONG = 10  # Probabilistic drafts are drawn from this many tokens (common/speculative.cpp, spec_retune).
+IK_DEPTH = 64  # the depth of ik_llama.cpp's suffix tree
+IK_INSERTED = 2**28  # the most tokens × depth of a corpus that ik_llama.cpp reads
+SGLANG_NODES = 8  # SGLang takes this many of its 12 drafted tokens from the file.
+SGLANG_TOKENS = 10_000_000  # SGLang's limit for a file
+VLLM_REQUESTS = 10_000  # By default vLLM's suffix cache keeps the texts of this many requests.
+SAMPLING = "--spec-draft-sampling"  # greedy (the default) or probabilistic. Older builds do not have it.
 
 
 def pair_arguments(
     target: str, draft: str | None, n_max: int, p_min: float | None = None, probabilistic: bool = False
 ) -> list[str]:
-    """llama-server's arguments for a pair; `p_min` None leaves the server's own (0), `draft` None decodes plainly.
+    """Return llama-server's arguments for a pair. With None, `p_min` is the server's (0), and `draft` is not used.
 
-    `probabilistic` drafts are drawn, which builds since October 2026 can.
+    `probabilistic` drafts are drawn, which builds since October 2026 support.
     """
     if draft is None:
         return ["-m", target]
@@ -48,9 +50,9 @@ def pair_arguments(
     return ["-m", target, "-md", draft, SPEC_TYPE, DRAFT_TYPE, N_MAX, str(n_max), *floor, *drawn]
 
 
-# A served sampler by its names in recipes and generation_config.json: its name in GGUF files (general.sampling.…), and
-# llama-server's option. vLLM, transformers and llama-server take what the target's files say wherever a request names
-# nothing; where those say nothing, llama-server has defaults of its own.
+# Settings of a sampler, by their names in recipes and generation_config.json: the name in GGUF files
+# (general.sampling.…), and llama-server's option. If a request names no setting, vLLM, transformers and llama-server
+# use the settings in the target's files. If these have none, llama-server uses its own defaults.
 Sampling = Mapping[str, float]
 SAMPLING_KEYS = {
     "temperature": ("temp", "--temp"),
@@ -59,7 +61,7 @@ SAMPLING_KEYS = {
     "min_p": ("min_p", "--min-p"),
     "repetition_penalty": ("penalty_repeat", "--repeat-penalty"),
 }
-# Settings of generation_config.json that no recipe has, and the values that change nothing.
+# Settings of generation_config.json that recipes do not have, and the values that change nothing.
 FOREIGN: dict[str, tuple[Any, ...]] = {
     "no_repeat_ngram_size": (0,),
     "typical_p": (1,),
@@ -70,42 +72,42 @@ FOREIGN |= {"epsilon_cutoff": (0,), "eta_cutoff": (0,), "suppress_tokens": ([],)
 
 
 def stated_sampling(target: str) -> dict[str, Any]:
-    """The sampler that a target's own files ask servers for, by the names of `SAMPLING_KEYS` and `FOREIGN`."""
+    """Return the sampler settings in a target's files, by the names of `SAMPLING_KEYS` and `FOREIGN`."""
     if is_gguf(target):
         values = open_head(Path(target)).values
-        found = {key: values.get(f"general.sampling.{name}") for key, (name, _) in SAMPLING_KEYS.items()}
+        stated = {key: values.get(f"general.sampling.{name}") for key, (name, _) in SAMPLING_KEYS.items()}
     else:
         from distill.engines.torch.hugging_face import text_folder
 
         path = text_folder(target) / "generation_config.json"
-        stated = read_object(path) if path.is_file() else {}
-        found = {key: stated.get(key) for key in (*SAMPLING_KEYS, *FOREIGN)}
-    return {key: value for key, value in found.items() if value is not None and not isinstance(value, bool)}
+        settings = read_object(path) if path.is_file() else {}
+        stated = {key: settings.get(key) for key in (*SAMPLING_KEYS, *FOREIGN)}
+    return {key: value for key, value in stated.items() if value is not None and not isinstance(value, bool)}
 
 
 def other_sampling(target: str, sampling: Sampling) -> str | None:
-    """How the sampler in a target's own files differs from this one; None where it does not."""
-    found, keys = [], []
+    """Describe how the sampler in a target's files differs from this one. None if it does not."""
+    differences, keys = [], []
     for key, value in stated_sampling(target).items():
         if key in FOREIGN:
-            found += [f"{key} {value!r:.60} (which no recipe has)"] if value not in FOREIGN[key] else []
+            differences += [f"{key} {value!r:.60} (which recipes do not have)"] if value not in FOREIGN[key] else []
         elif not isinstance(value, int | float):
-            found.append(f"{key} {value!r:.60}, which is no number")
-        elif sampling["temperature"] or key in ("temperature", "repetition_penalty"):  # else the likeliest token counts
-            value = max(value, 0) if key == "top_k" else value  # servers take -1 for off
+            differences.append(f"{key} {value!r:.60}, which is not a number")
+        elif sampling["temperature"] or key in ("temperature", "repetition_penalty"):  # Greedy decoding ignores others.
+            value = max(value, 0) if key == "top_k" else value  # Servers accept -1 for off.
             if not math.isclose(value, sampling[key], rel_tol=1e-5, abs_tol=1e-9):
-                found.append(f"{key} {value:.6g} (here {sampling[key]:g})")
+                differences.append(f"{key} {value:.6g} (here {sampling[key]:g})")
                 keys.append(f"{'answers' if key == 'repetition_penalty' else 'sampler'}.{key}={value:.6g}")
-    if not found:
+    if not differences:
         return None
     place = "general.sampling" if is_gguf(target) else "generation_config.json"
-    advice = "take out what is not served"
+    advice = "remove the settings that you do not serve"
     if keys:
-        advice = f"if it is the one that you serve, learn and measure it ({' '.join(keys)})"
-        advice += "; else serve with the report's commands, which carry the recipe's"
+        advice = f"if you serve with these settings, learn and measure with them ({' '.join(keys)})"
+        advice += "; otherwise serve with the report's commands, which contain the recipe's sampler"
     return (
-        f"the target's {place} names another sampler than the recipe: {', '.join(found)}. vLLM, transformers and "
-        f"llama-server use theirs wherever a request names none: {advice}"
+        f"the target's {place} has another sampler than the recipe: {', '.join(differences)}. vLLM, transformers and "
+        f"llama-server use it if a request names none: {advice}"
     )
 
 
@@ -122,7 +124,7 @@ def _vllm_sampling(sampling: Sampling | None) -> str:
 def llama_server(
     target: str, draft: str | None, n_max: int, p_min: float | None = None, sampling: Sampling | None = None
 ) -> str:
-    """The command that serves two GGUF files, with this sampler where a request names none."""
+    """Return the command that serves two GGUF files. The sampler applies if a request names none."""
     return shlex.join(["llama-server", *pair_arguments(target, draft, n_max, p_min), *_llama_sampling(sampling)])
 
 
@@ -134,10 +136,10 @@ def vllm(
     same_vocabulary: bool = True,
     sampling: Sampling | None = None,
 ) -> str:
-    """The command that serves two Hugging Face folders, with this sampler where a request names none.
+    """Return the command that serves two Hugging Face folders. The sampler applies if a request names none.
 
-    `probabilistic` drafts are drawn from the draft; by default vLLM drafts its best tokens, and where the vocabularies
-    differ only those, of the tokens that both have.
+    By default vLLM drafts the draft's best tokens. `probabilistic` drafts are drawn. If the vocabularies differ, only
+    best tokens that both vocabularies have are drafted.
     """
     config: dict[str, str | int | bool] = {"method": "draft_model", "model": draft, "num_speculative_tokens": length}
     if not same_vocabulary:
@@ -151,15 +153,17 @@ def vllm(
 
 
 def suffix_depth(tokens: int) -> int:
-    """The deepest suffix tree, up to ik_llama.cpp's own, for which it reads a corpus of this many tokens."""
+    """Return the greatest depth, up to IK_DEPTH, at which ik_llama.cpp reads a corpus of this many tokens."""
     return min(IK_DEPTH, IK_INSERTED // max(tokens, 1))
 
 
 def drafting_from_texts(
     server: str, target: str, file: str, texts: int, tokens: int, sampling: Sampling | None = None
 ) -> str:
-    """The command of a server that drafts from a file of this many texts and tokens (teacher/store.py), without a draft
-    model, with this sampler where a request names none (SGLang takes none)."""
+    """Return a server's command that drafts from a file of texts and tokens (teacher/ngrams.py), without a draft model.
+
+    The sampler applies if a request names none. SGLang takes no sampler.
+    """
     model, sampled = shlex.quote(target), "".join(f" {word}" for word in _llama_sampling(sampling))
     if server == "llama.cpp":
         return f"llama-server -m {model} {SPEC_TYPE} ngram-cache --lookup-cache-static {shlex.quote(file)}{sampled}"
@@ -169,7 +173,7 @@ def drafting_from_texts(
         return f"llama-server -m {model} {SPEC_TYPE} {shlex.quote(stage)}{sampled}"
     if server == "sglang":
         budget = ["--speculative-ngram-external-sam-budget", str(SGLANG_NODES)]
-        if texts + tokens > SGLANG_TOKENS:  # it counts a mark between texts
+        if texts + tokens > SGLANG_TOKENS:  # SGLang also counts a mark between texts.
             budget += ["--speculative-ngram-external-corpus-max-tokens", str(texts + tokens)]
         return (
             f"python -m sglang.launch_server --model-path {model} --speculative-algorithm NGRAM \\\n"
@@ -188,8 +192,11 @@ def drafting_from_texts(
 
 
 def serving(backend: str, drafter: str | None, target: str, draft: str | None, length: int, run: str = "") -> str:
-    """The command of the server that comes nearest to what a backend of ours decoded: with a draft the server drafts
-    `length` tokens; the n-grams of a `run` are written first, which prints the server's command."""
+    """Return the server command that is nearest to what one of our backends decoded.
+
+    With a draft, the server drafts `length` tokens. For the n-grams of a `run`, the command writes them first and
+    prints the server's command.
+    """
     engine = backend.partition(":")[0]
     if drafter == "table" and run:
         server = {"gguf": "llama.cpp", "ik": "ik_llama"}.get(engine, "vllm")
@@ -209,7 +216,7 @@ def serving(backend: str, drafter: str | None, target: str, draft: str | None, l
 
 
 def sglang(target: str, draft: str, length: int) -> str:
-    """SGLang's command for a draft of the same vocabulary."""
+    """Return SGLang's command for a draft with the target's vocabulary."""
     options = {"algorithm": "STANDALONE", "draft-model-path": draft, "num-steps": length, "eagle-topk": 1}
     options |= {"num-draft-tokens": length + 1}
     words = [word for name, value in options.items() for word in (f"--speculative-{name}", str(value))]
@@ -217,14 +224,14 @@ def sglang(target: str, draft: str, length: int) -> str:
 
 
 def transformers(target: str, draft: str, length: int, same_vocabulary: bool, sampling: Sampling | None = None) -> str:
-    """Python that continues a text with two Hugging Face folders, with this sampler."""
+    """Return Python code that continues a text with two Hugging Face folders and this sampler."""
     given = dict(sampling or {})
     if given and not given["temperature"]:
         given = {"repetition_penalty": given["repetition_penalty"]}
     drawn = {} if not sampling else {"do_sample": bool(sampling["temperature"])} | given
     extra = "".join(f", {key}={value}" for key, value in drawn.items())
     extra += "" if same_vocabulary else ", tokenizer=tokenizer, assistant_tokenizer=assistant_tokenizer"
-    # Where the vocabularies differ in size, transformers needs both tokenizers.
+    # If the vocabularies differ in size, transformers needs both tokenizers.
     tokenizers = "" if same_vocabulary else f"\nassistant_tokenizer = AutoTokenizer.from_pretrained({draft!r})"
     return f"""from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -238,46 +245,46 @@ output = target.generate(**inputs, assistant_model=draft{extra}, max_new_tokens=
 print(tokenizer.decode(output[0], skip_special_tokens=True))"""
 
 
-# ── What a target ships to draft with: a head inside it (multi-token prediction), and for it in files beside it ──
-# Names of keys and tensors: DeepSeek-V3, GLM-4.5, Qwen3.5, MiMo; of architectures: llama.cpp, SGLang, DFlash.
+# ── Draft heads that a target ships: inside the model (multi-token prediction), or in other files of its folder ──
+# Names of keys and tensors: DeepSeek-V3, GLM-4.5, Qwen3.5, MiMo. Names of architectures: llama.cpp, SGLang, DFlash.
 
-HEAD_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # of config.json
+HEAD_KEYS = ("num_nextn_predict_layers", "mtp_num_hidden_layers")  # in config.json
 HEAD_TENSORS = re.compile(r"(^|\.)(mtp|mtp_layers|nextn|eh_proj)\.")
-HEAD_KINDS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}  # as servers name them
-MOST_BESIDE = 64  # files or folders that are looked at
+HEAD_KINDS = {"eagle3": "EAGLE-3", "dflash": "DFlash"}  # the servers' names
+MOST_BESIDE = 64  # At most this many neighbouring files or folders are read.
 MORE = "docs/choosing.md#drafts-of-other-kinds says when a plain draft still wins"
 MTP_OF_FILES, MTP = f"{SPEC_TYPE} draft-mtp {N_MAX} 3", {"method": "mtp", "num_speculative_tokens": 1}
 
 
 def refuse_head_file(head: FileHead) -> None:
-    """Raise DataError for a GGUF file that holds a head to draft with, as `refuse_head` for a folder."""
+    """Raise DataError for a GGUF file that contains a draft head, as `refuse_head` does for a folder."""
     if (kind := head.text("general.architecture")) in HEAD_KINDS:
         command = shlex.join(["llama-server", "-m", "TARGET", "-md", str(head.path), SPEC_TYPE, f"draft-{kind}"])
         head.refuse(
             f"it is a head ({HEAD_KINDS[kind]}), which drafts from the hidden states of its target",
-            f"serve it with its target: {command}; to draft here, give a whole model",
+            f"serve it with its target: {command}; to draft here, give a complete model",
         )
 
 
 def shipped_heads(target: str) -> list[str]:
-    """A line for each head of a model folder, hub name or GGUF file: how to use it, or that this copy has lost it.
+    """Return a line for each head of a model folder, hub name or GGUF file: its use, or that this copy lacks it.
 
-    Nothing for a hub name whose files cannot be had; DataError for a damaged GGUF file or config.json.
+    Empty for a hub name whose files are not available. DataError for a damaged GGUF file or config.json.
     """
-    found = list(_heads_of_file(Path(target)) if is_gguf(target) else _heads_of_folder(target))
-    return [*found, MORE] if found else []
+    heads = list(_heads_of_file(Path(target)) if is_gguf(target) else _heads_of_folder(target))
+    return [*heads, MORE] if heads else []
 
 
 def _heads_of_file(path: Path) -> Iterator[str]:
     head, key = open_head(path), "nextn_predict_layers"
     yield from _inside(key, head.size(key, 0, 2**16), head.shapes, f"llama-server {MTP_OF_FILES}")
-    others = sorted(one for one in path.parent.glob("*.gguf") if one != path)
+    others = sorted(file for file in path.parent.glob("*.gguf") if file != path)
     for other in itertools.islice(others, MOST_BESIDE):
         with contextlib.suppress(DistillError, OSError):
             kind = open_head(other).text("general.architecture")
             if kind in HEAD_KINDS:
                 use = f"llama-server -md {shlex.quote(str(other))} {SPEC_TYPE} draft-{kind}"
-                yield f"target: {other.name} beside it is for {HEAD_KINDS[kind]}; if it was made for this target: {use}"
+                yield f"target: {other.name} in its folder is for {HEAD_KINDS[kind]}; if made for this target: {use}"
 
 
 def _heads_of_folder(target: str) -> Iterator[str]:
@@ -285,13 +292,13 @@ def _heads_of_folder(target: str) -> Iterator[str]:
 
     try:
         folder = text_folder(target)
-    except DistillError:  # `plan` needs no more than a configuration
+    except DistillError:  # `plan` needs only a configuration.
         return
     config = _language(read_object(folder / "config.json"))
     key = next((key for key in HEAD_KEYS if config.get(key)), "")
     names, whole = ["mtp."], local_snapshot(target) if key else None
     if whole is not None:
-        with contextlib.suppress(DistillError, OSError):  # without weights here, config.json is believed
+        with contextlib.suppress(DistillError, OSError):  # Without weights, config.json is believed.
             names = [name for file in present_files(whole) for name in read_header(file)]
     use = f"vLLM, --speculative-config {shlex.quote(json.dumps(MTP))}; its GGUF file, llama-server {MTP_OF_FILES}"
     yield from _inside(key, config.get(key), names, use)
@@ -308,15 +315,15 @@ def _heads_of_folder(target: str) -> Iterator[str]:
 
 
 def _language(config: dict[str, Any]) -> dict[str, Any]:
-    """A configuration with that of its language model in front, where it is one of several parts."""
+    """Return a configuration with the values of its language model, if that is one of several parts."""
     inner = config.get("text_config")
     return config | inner if isinstance(inner, dict) else config
 
 
 def _inside(key: str, layers: Any, names: Iterable[str], use: str) -> Iterator[str]:
-    """The line about a head inside, where the target states `layers` of it: whether its tensors' `names` have one."""
+    """Yield a line about a head inside the target, if config.json states `layers` of it. `names` are its tensors."""
     about = f"a head for multi-token prediction ({key} {layers})"
     if layers and any(map(HEAD_TENSORS.search, names)):
         yield f"target: it has {about}; measure it first: {use}"
     elif layers:
-        yield f"target: it states {about} and holds no tensor of it: this copy lost it"
+        yield f"target: it states {about}, but has no tensor of it: this copy lost it"

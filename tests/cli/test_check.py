@@ -69,7 +69,10 @@ def lines_of(folder: Path, name: str, text: str) -> str:
             ["torn.jsonl", "line 2"],
         ),
         (lambda v, f: source(v, kind="text", path=str(f / "no.txt")), ["no.txt", "does not exist"]),
-        (lambda v, f: v["target"].update(model="./x.gguf"), ["target.model: /", "x.gguf does not exist", "starts at"]),
+        (
+            lambda v, f: v["target"].update(model="./x.gguf"),
+            ["target.model: /", "x.gguf does not exist", "is relative to"],
+        ),
         (lambda v, f: v["cut"].update(donor=str(f / "nowhere")), ["cut.donor: /", "nowhere does not exist"]),
         (lambda v, f: v["corpus"]["sources"].pop(), ["no test document (", " all: 12 train, 3 validation, 0 test"]),
         (lambda v, f: v["corpus"].update(block=1024), ["corpus.block is 1024", "context 512"]),

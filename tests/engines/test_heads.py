@@ -33,7 +33,7 @@ def test_a_head_inside_or_lost(target: Path, key: str, tensor: str, nested: bool
     assert shipped_heads(str(target)) == []
     edit(target / "config.json", **({"text_config": {key: 1}} if nested else {key: 1}))
     (lost, more) = shipped_heads(str(target))
-    assert f"({key} 1) and holds no tensor of it: this copy lost it" in lost and "choosing.md" in more
+    assert f"({key} 1), but has no tensor of it: this copy lost it" in lost and "choosing.md" in more
     weights = load_file(target / "model.safetensors")
     save_file(weights | {tensor: weights["model.norm.weight"].clone()}, target / "model.safetensors")
     held, _ = shipped_heads(str(target))
@@ -79,7 +79,7 @@ def test_heads_of_files(tmp_path: Path) -> None:
     gguf_file(tmp_path / "b.gguf", "eagle3")
     (tmp_path / "c.gguf").write_bytes(b"damaged")
     (beside, _) = shipped_heads(str(gguf_file(path, "qwen35")))
-    assert "b.gguf beside it is for EAGLE-3" in beside
+    assert "b.gguf in its folder is for EAGLE-3" in beside
     assert beside.endswith(f"llama-server -md {tmp_path / 'b.gguf'} --spec-type draft-eagle3")
     gguf_file(tmp_path / "b of mine.gguf", "eagle3")
     assert f"-md '{tmp_path / 'b of mine.gguf'}'" in "".join(shipped_heads(str(path)))

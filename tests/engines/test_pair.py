@@ -157,12 +157,12 @@ CASES: dict[str, tuple[dict[str, Any], tuple[bool, bool, bool], str]] = {
     "129 more": ({"words": longer(129)}, (True, False, False), f"{len(WORDS)} and {len(WORDS) + 129} differ by more"),
     "one fewer": ({"words": WORDS[:-1]}, (False, True, False), f"{len(WORDS) - 1} is ' \\n' in the target and no"),
     "one more": ({"words": [*WORDS, "more"]}, (False, True, False), f"token {len(WORDS)} is no token in the target an"),
-    "add_bos": ({"add_bos_token": True}, (True, False, True), "the draft adds its bos token to a text, the target doe"),
+    "add_bos": ({"add_bos_token": True}, (True, False, True), "the draft adds its bos token to a text, but the target"),
     "add_eos": ({"add_eos_token": True}, (True, False, True), "the draft adds its eos token"),
     "other bos": ({"bos_token_id": 9}, (True, False, True), "bos token that is added is 1 in the target and 9 in the"),
     "other eos": ({"eos_token_id": 9}, (True, False, True), "eos token that is added is 2 in the target and 9 in the"),
     "ids that are not added": ({"bos_token_id": 9, "eos_token_id": 9}, (True, True, True), ""),
-    "type": ({"kind": "llama", "add_bos_token": False}, (True, False, True), "is of type BPE, the draft's SPM"),
+    "type": ({"kind": "llama", "add_bos_token": False}, (True, False, True), "has type BPE, the draft's SPM"),
 }
 
 
@@ -265,7 +265,7 @@ def test_report_as_text(model: Path, copied: Path) -> None:
     assert lines[2:4] == ["pair rule of distill: fits", "pair rule of llama.cpp: fits"]
     assert lines[4] == "pair rule of vLLM: does not fit: vocab_size is 305 in the target and 310 in the draft"
     assert lines[5].startswith("  give the draft 305 rows") and len(lines) == 8
-    assert lines[6] == "context: warning: the draft was made for 100 tokens, 160 are to be served"
+    assert lines[6] == "context: warning: the draft was made for 100 tokens, but 160 will be served"
     assert lines[7].startswith("  serve at most 100 tokens")
     assert compare_pair(str(copied), str(model.with_suffix(".gguf"))).context is None
 
@@ -405,7 +405,7 @@ def test_other_files_are_refused(model: Path, tmp_path: Path) -> None:
         ({"token_list": None}, "holds no tokenizer"),
         ({"tokenizer_model": None}, "holds no tokenizer"),
         ({"tokenizer_model": "of-my-own"}, "'of-my-own', which is unknown"),
-        ({"token_list": WORDS[:-1], "rows": len(WORDS)}, f"names {len(WORDS) - 1} tokens but embeds {len(WORDS)}"),
+        ({"token_list": WORDS[:-1], "rows": len(WORDS)}, f"names {len(WORDS) - 1} tokens, but embeds {len(WORDS)}"),
     ):
         write_file(path, **changes)
         refused(words)
@@ -427,7 +427,7 @@ def test_real_tokenizers(tmp_path: Path) -> None:
     expected = f"token {first} is {ids[0][first]!r} in the target and {ids[1][first]!r} in the draft"
     assert first > 256 and report.distill is not None and report.distill.reason.startswith(expected)
     assert report.llama_cpp is not None and report.vllm is not None
-    assert report.llama_cpp.reason == "the target adds its bos token to a text, the draft does not"
+    assert report.llama_cpp.reason == "the target adds its bos token to a text, but the draft does not"
     assert report.vllm.reason == "vocab_size is 128256 in the target and 151936 in the draft"
     assert (report.target.add_bos, report.target.bos) == (True, 128_000)
     assert report.draft.real_tokens < report.draft.rows == 151_936 and report.draft.chat_template

@@ -146,7 +146,7 @@ def test_packed_documents_are_read_alone(kind: str) -> None:
 def test_what_a_recurrent_state_does_not_allow_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     hugging_face = toy("granitemoehybrid")
     model = growing_decoder(hugging_face)
-    with pytest.raises(ValueError, match="trees need layers of keys and values, and some"):
+    with pytest.raises(ValueError, match="trees need layers of keys and values, but some"):
         model.extend([1, 2], parents=[-1, -1])
     with pytest.raises(ValueError, match="rows of different lengths cannot be decoded together: it has"):
         BatchedTorchModel(hugging_face, 2)

@@ -62,9 +62,9 @@ SAMPLING = {"temperature": 0.7, "top_k": 20, "top_p": 1.0, "min_p": 0.0, "repeti
         (
             {"no_repeat_ngram_size": 0, "bad_words_ids": [[3]]},
             {},
-            "*bad_words_ids [[3]] (which no recipe has). vLLM",
+            "*bad_words_ids [[3]] (which recipes do not have). vLLM",
         ),
-        ({"temperature": "0.7"}, {}, "temperature '0.7', which is no number"),
+        ({"temperature": "0.7"}, {}, "temperature '0.7', which is not a number"),
     ],
 )
 def test_a_target_that_names_another_sampler(

@@ -248,8 +248,8 @@ def test_the_engines_of_a_run_take_turns(copied: Path, monkeypatch: Patch) -> No
     """Plain decoding of both and what beats it there, the fastest first; the fastest plain one is the base.
 
     An engine that is too slow on this machine takes none, and does where every one may."""
-    for near in (speedup_results.NEAR, 0.0):
-        monkeypatch.setattr(speedup_results, "NEAR", near)
+    for near in (speedup_results.CONTENDER_RATIO, 0.0):
+        monkeypatch.setattr(speedup_results, "CONTENDER_RATIO", near)
         if not near:
             recipe = load_recipe(copied / "config.yaml")
             speedup(recipe, Run(copied, recipe))  # the parts are there
@@ -524,14 +524,14 @@ def test_drafts_of_other_kinds(
         ([], "--prompts is missing\n"),
         (["{}/target", "{}/other"], "drafter=string"),
         (["{}/target", "{}/nothing"], "nothing"),
-        (["--lengths", "0", "-C", "drafter=lookup,length=2"], "no configuration asks the draft"),
+        (["--lengths", "0", "-C", "drafter=lookup,length=2"], "no configuration uses the draft"),
         (["--lengths", "0"], "nothing is measured but plain decoding"),
         (["--lengths", "64"], "draft lengths run from 1 to 63"),
         (["--lengths", "2", "--configuration", "{length: 2}"], "is measured as a length already"),
         (["--configuration", "p_min"], "expected KEY=VALUE"),
         (["--configuration", "{rule: pmin}"], "there is no rule 'pmin'"),
         (["--configuration", "{sampler: recipe}"], "give a sampler (--sampler temperature=1)"),
-        (["--configuration", "{drafter: string}"], "asks a draft of the target's vocabulary"),
+        (["--configuration", "{drafter: string}"], "needs a draft with the target's vocabulary"),
         (
             ["--sampler", "temperature=1", "-C", "length=3,verifier=greedy"],
             "the options: `drafter draft, rule fixed, length 3, verifier greedy, sampler recipe`",

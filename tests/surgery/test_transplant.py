@@ -265,7 +265,7 @@ def test_messages_show_text_and_not_the_letters_of_bytes(tmp_path: Path) -> None
     for name in (" ab", "Ġab"):
         of = map_subtokens(donor, target, {name: "b"}).of(target.index["Ġab"])
         assert of == [donor.index["b"]]
-    with pytest.raises(DataError, match="no token of the target") as raised:
+    with pytest.raises(DataError, match="not a token of the target") as raised:
         check_overrides(target, {" abc": "ab"})
     assert raised.value.hint == "did you mean ' ab'?"
     with pytest.raises(DataError, match="name the same token"):
@@ -367,7 +367,7 @@ def test_what_is_refused_before_any_work(tmp_path: Path) -> None:
             transplant(folder, target, tmp_path / "new")
     with pytest.raises(DataError, match=r"no tokenizer\.json"):
         transplant(donor, tmp_path / "nowhere", tmp_path / "new")
-    with pytest.raises(DataError, match="no token of the target"):
+    with pytest.raises(DataError, match="not a token of the target"):
         check_transplant(donor, target, {"<strange>": "a"})
     with pytest.raises(DataError, match="int4"):
         transplant(donor, target, tmp_path / "new", dtype="int4")

@@ -1,6 +1,6 @@
-"""GGUF models: one row of tokens, and trees of them, decoded by llama.cpp.
+"""GGUF models: one row of tokens, and trees of tokens, decoded by llama.cpp.
 
-llama.cpp aborts the process on arguments out of range, so ids, lengths and indices are checked here first.
+llama.cpp aborts the process if arguments are out of range. Ids, lengths and indices are therefore checked here first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,16 @@ from numpy.typing import NDArray
 
 from distill.divergences import forward_kl
 from distill.engines.llama_cpp.context import FEW, Branches, GgufContext, GgufLogits
-from distill.engines.model import NO_TREES, ROOT, Ints, PendingTree, Retold, check_call, check_chain, check_lengths
+from distill.engines.model import (
+    NO_TREES,
+    ROOT,
+    Ints,
+    PendingTree,
+    StateSnapshots,
+    check_call,
+    check_chain,
+    check_lengths,
+)
 from distill.errors import DataError
 from distill.files import cache_folder, digest, read_result, remember
 from distill.gguf.importing import file_name
@@ -29,13 +38,13 @@ from distill.progress import duration, note
 from distill.recipe import GgufOptions
 from distill.recipe.measuring import MOST_KL, ON_CPU
 
-# ── Whether a library computes several tokens at once as it computes them one by one: measured before it is believed ──
-# A kernel for batches that is wrong gives a text that looks like one (ik_llama.cpp 0.1.5, q4_1 files, from 32 tokens
-# on, a KL of 1.6 nats on the processor where it was found), and speculative decoding verifies in batches.
+# ── Whether a library computes several tokens at once as it computes single tokens. This is measured before use. ──
+# A wrong kernel for batches gives text that looks right, and speculative decoding verifies in batches. An example is
+# ik_llama.cpp 0.1.5 with q4_1 files: from 32 tokens on, the KL was 1.6 nats on one processor.
 
 SIZES = (2, 8, 16, 31, 32, 64)
-BRANCHED = (ROOT, 0, 0)  # parents in the trees that are tried
-ALONG = 32  # tokens of the text that are paths through trees
+BRANCHED = (ROOT, 0, 0)  # parents of the nodes in the tested trees
+ALONG = 32  # This many tokens of the text are tested as paths through trees.
 TEXT = (
     "The bicycle was invented in the nineteenth century, when builders in several countries tried to make machines "
     "that a rider moves with the feet. The first ones were heavy, made of wood and hard to steer; later ones had "
@@ -45,9 +54,9 @@ TEXT = (
 
 @dataclass(frozen=True)
 class BatchCheck:
-    """What a library makes of a file's tokens in batches of each size.
+    """Differences between a file's tokens in batches of each size and single tokens, for one library.
 
-    `kl` is the mean KL in nats (one by one ‖ together); `trees` is the mean KL where the text is a path through trees,
+    `kl` is the mean KL in nats (single ‖ batch) by size. `trees` is the mean KL if the text is a path through trees, or
     None for a recurrent model.
     """
 
@@ -57,21 +66,21 @@ class BatchCheck:
 
     @property
     def largest(self) -> int | None:
-        """The most tokens that may be computed at once; None: as many as were tried, or more."""
+        """The most tokens that may be computed at once. None means that every tested size is correct."""
         sound = list(takewhile(lambda size: self.kl[size] <= MOST_KL, sorted(self.kl)))
         return None if len(sound) == len(self.kl) else max(sound, default=1)
 
     @property
     def takes_trees(self) -> bool:
-        """Whether trees give the logits of single tokens, or nearly so."""
+        """Whether trees give the logits of single tokens, up to MOST_KL."""
         return self.trees is not None and self.trees <= MOST_KL
 
     def describe(self) -> str:
-        """What is wrong, and what follows from it, in a sentence."""
+        """Describe the faults and their consequences in a sentence."""
         faults, worst = [], max(self.kl, key=lambda size: self.kl[size])
         if self.largest is not None:
             faults.append(
-                f"{worst} tokens at once differ from single ones by a KL of {self.kl[worst]:.2g}, so that no more than "
+                f"{worst} tokens at once differ from single tokens by a KL of {self.kl[worst]:.2g}, so at most "
                 f"{self.largest} are computed at once"
             )
         if self.trees is not None and not self.takes_trees:
@@ -80,9 +89,9 @@ class BatchCheck:
 
 
 def checked_batches(file: GgufFile, options: GgufOptions) -> BatchCheck | None:
-    """Compare batches with single tokens, once for each file, build, processor and options that compute.
+    """Compare batches with single tokens, once for each file, build, processor and set of options.
 
-    None where every token is computed alone. DataError where the library computes two tokens otherwise than one.
+    Returns None if every token is computed alone. Raises DataError if two tokens already differ from single tokens.
     """
     sizes = [size for size in SIZES if size <= min(options.ubatch_size or size, file.context_length)]
     if not sizes:
@@ -95,13 +104,14 @@ def checked_batches(file: GgufFile, options: GgufOptions) -> BatchCheck | None:
         check = read_result(place, BatchCheck)
     except DataError:
         name, started = Path(file.path).name, time.monotonic()
-        note(f"{name}: batches of 2 to {sizes[-1]} tokens are compared with single ones, once in this {library}")
+        note(f"{name}: comparing batches of 2 to {sizes[-1]} tokens with single tokens, once for this {library}")
         check = _measure(file, library, options, sizes)
         note(f"{name}: compared in {duration(time.monotonic() - started)}")
         remember(place, asdict(check))
     if check.largest == 1:
-        what = f"{file.path}: {library} computes 2 tokens at once otherwise than one by one (KL {check.kl[2]:.2g} nats)"
-        raise DataError(what, "use another library or type of file; ubatch_size 1 computes each alone, at no gain")
+        what = f"{file.path}: {library} computes 2 tokens at once differently from single tokens"
+        hint = "use another library or type of file; ubatch_size 1 computes tokens one at a time, without a gain"
+        raise DataError(f"{what} (KL {check.kl[2]:.2g} nats)", hint)
     return check
 
 
@@ -117,7 +127,7 @@ def _measure(file: GgufFile, library: str, options: GgufOptions, sizes: list[int
             rows.append(_rows(context, ids[place : place + 1], place))
         single = np.concatenate(rows)
         kl = {}
-        for size in sizes:  # ascending: each removes what the one before it decoded
+        for size in sizes:  # The sizes ascend, so each one removes the tokens of the size before it.
             if count - size in states:
                 context.restore(states[count - size], count - size)
             else:
@@ -130,9 +140,9 @@ def _measure(file: GgufFile, library: str, options: GgufOptions, sizes: list[int
 
 
 def _kl_of_trees(file: GgufFile, options: GgufOptions, ids: NDArray[np.int64], single: NDArray[np.float32]) -> float:
-    """Mean KL of the text's logits [n, V] one by one to those in trees of two of its tokens, with another one between.
+    """Return the mean KL from the text's single-token logits [n, V] to those in trees of two of its tokens.
 
-    The gaps that rejected nodes leave in the cache come to lie in every place.
+    Another token stands between the two. The rejected nodes leave gaps at every place of the cache.
     """
     context = GgufContext(
         file, 2 * len(ids), len(BRANCHED), 3, options.model_copy(update={"ubatch_size": len(BRANCHED)})
@@ -156,27 +166,28 @@ def _rows(context: GgufContext, ids: NDArray[np.int64], start: int) -> NDArray[n
 
 
 def _mean_kl(p: NDArray[np.float32], q: NDArray[np.float32]) -> float:
-    """Mean KL(p ‖ q) in nats of logits [n, V]."""
+    """Return the mean KL(p ‖ q) in nats, from logits [n, V]."""
     first, second = (torch.from_numpy(rows).double().log_softmax(-1) for rows in (p, q))
     return float(forward_kl(first, second).mean())
 
 
 # ── The model ──
 
-MOST_LEAVES = 255  # llama.cpp has at most 256 sequences, and the committed row is one of them
+MOST_LEAVES = 255  # llama.cpp has at most 256 sequences, including the committed row.
 
 
 class GgufModel:
     """A GGUF file with a cache of one row, and trees of up to `max_leaves` branches.
 
-    `context` is the capacity in tokens, `batch` the most tokens decoded at once; `options` are llama.cpp's (by default
-    no GPU, an f16 cache, flash attention off), `threads` those where the options name none. Logits depend on how a text
-    was divided into calls by rounding alone: llama.cpp computes a lone token, and a lone output, with other kernels.
+    `context` is the capacity in tokens. `batch` is the most tokens decoded at once. `options` are llama.cpp's (by
+    default no GPU, an f16 cache, and flash attention off). `threads` applies if the options give none. Logits depend on
+    the division of a text into calls only by rounding, because llama.cpp has other kernels for a single token and a
+    single output.
 
-    A recurrent model takes no trees. It returns to copies of its state (`Retold`); where llama.cpp
-    takes back the last tokens of a call by itself, which depends on the architecture, nothing is computed again.
+    A recurrent model takes no trees. It returns to copies of its state (`StateSnapshots`). For some architectures,
+    llama.cpp takes back the last tokens of a call by itself, and nothing is computed again.
 
-    Raises DataError when llama-cpp-python is missing or the file is missing, damaged or of an unsupported kind,
+    Raises DataError if llama-cpp-python is missing or the file is missing, damaged or of an unsupported kind, and
     RecipeError for options that this build or this file does not allow.
     """
 
@@ -202,11 +213,11 @@ class GgufModel:
         self.capacity = context
         self._length = 0
         self.file = GgufFile(self.path, options=options)
-        self._text = Retold() if self.file.recurrent else None
+        self._text = StateSnapshots() if self.file.recurrent else None
         max_leaves = 0 if self.file.recurrent else max_leaves
-        self._undoable = 0  # of the last tokens, by llama.cpp itself; −1 where it has just taken some back
+        self._undoable = 0  # last tokens that llama.cpp can take back, or −1 if it has just taken some back
         self.vocabulary_size = self.file.vocabulary_size
-        self.build = self.file.build  # of the library that computes
+        self.build = self.file.build  # the build of the library that computes
         try:
             options = options.model_copy(update={"threads": options.threads or threads})
             self.batches = checked_batches(self.file, options)
@@ -219,29 +230,29 @@ class GgufModel:
         except BaseException:
             self.file.close()
             raise
-        # Whether rejected tokens leave others that are computed again.
+        # Whether a rejection makes the model compute committed tokens again.
         self.resends = self._text is not None and not self._context.undoable
         self.max_leaves = max_leaves
         self._branches = Branches(self._context, max_leaves)
 
     @property
     def lengths(self) -> list[int]:
-        """Committed tokens of the one row."""
+        """The number of committed tokens of the one row."""
         return [self._length if self._text is None else len(self._text.tokens)]
 
     @property
     def resent(self) -> int:
-        """Committed tokens of a recurrent model that the next call computes again."""
+        """The number of committed tokens that a recurrent model computes again in the next call."""
         return 0 if self._text is None else len(self._text.tokens) - self._length
 
     def extend(
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> GgufLogits:
-        """Commit `tokens`, or add them to the tree below `parents`; logits [n, V] for those in `want` (None: all).
+        """Commit `tokens`, or add them to the tree below `parents`. Return logits [n, V] for `want` (None: all).
 
         Raises ValueError, with nothing changed, for no tokens, ids outside [0, V), too many tokens for the capacity,
         indices outside the tokens, a chain below a pending tree, more than `max_leaves` branches, or more nodes than
-        the cache has cells or a batch has tokens; DataError when llama.cpp fails.
+        the cache has cells or a batch has tokens. Raises DataError if llama.cpp fails.
         """
         self.file.require_open()
         if self._text is not None:
@@ -265,9 +276,9 @@ class GgufModel:
         return GgufLogits(context, rows, lengths if want is None else [lengths[index] for index in want])
 
     def _extend_text(
-        self, text: Retold, tokens: list[int], counts: Ints | None, parents: Ints | None, want: Ints | None
+        self, text: StateSnapshots, tokens: list[int], counts: Ints | None, parents: Ints | None, want: Ints | None
     ) -> GgufLogits:
-        """`extend` of a recurrent model."""
+        """Do `extend` for a recurrent model."""
         if parents is not None:
             raise ValueError(NO_TREES)
         check_chain(tokens, counts, want, self.lengths, self.capacity, self.vocabulary_size)
@@ -283,11 +294,11 @@ class GgufModel:
             self._return(text, self._length)
             raise
         text.tokens += tokens
-        last = (len(again) + len(tokens) - 1) % self._context.batch_size  # a prompt is decoded in chunks
+        last = (len(again) + len(tokens) - 1) % self._context.batch_size  # A prompt is decoded in chunks.
         self._undoable = min(self._context.undoable, last)
         return logits
 
-    def _return(self, text: Retold, length: int) -> None:
+    def _return(self, text: StateSnapshots, length: int) -> None:
         """Go back to `length` tokens, or to the latest copy before them."""
         size, state = text.latest(length)
         if 0 < self._length - length <= self._undoable and length and self._context.withdraw(0, length):
@@ -300,7 +311,7 @@ class GgufModel:
             self._context.restore(state, size)
 
     def _is_short_step(self, tokens: Ints, want: Ints | None) -> bool:
-        """Whether a chain is a valid step or verification, which can skip the bookkeeping of prompts and trees."""
+        """Whether a chain is a valid step or verification, which needs no bookkeeping for prompts and trees."""
         return (
             (want is None or (len(want) == 1 and want[0] == len(tokens) - 1))
             and not len(self._branches)
@@ -327,12 +338,12 @@ class GgufModel:
         return GgufLogits(self._context, rows, lengths if want is None else [lengths[index] for index in want])
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Commit one path of the pending tree and drop its other nodes; ValueError for no path from the root."""
+        """Commit one path of the pending tree and drop its other nodes. ValueError for no path from the root."""
         self.file.require_open()
         self._length += self._branches.commit(paths, self._length)
 
     def _decode_all(self, tokens: Sequence[int], want: Sequence[int] | None) -> NDArray[np.float32]:
-        """Decode in chunks; logits [n, V], a view when one chunk holds them all in order."""
+        """Decode in chunks. Return logits [n, V], as a view if one chunk has them all in order."""
         ids, (mask, order) = np.asarray(tokens, dtype=np.int64), _outputs(len(tokens), want)
         parts: list[NDArray[np.float32]] = []
         bounds = self._chunks(len(ids))
@@ -344,7 +355,7 @@ class GgufModel:
         return rows if order is None else rows[order]
 
     def _chunks(self, count: int) -> list[tuple[int, int]]:
-        """Bounds of chunks of at most the batch size, with no lone token at the end where that can be avoided."""
+        """Return bounds of chunks of at most the batch size. If possible, the last chunk has several tokens."""
         size = self._context.batch_size
         bounds = [*range(0, count, size), count]
         if len(bounds) > 2 and bounds[-1] - bounds[-2] == 1 and size > 2:
@@ -352,7 +363,7 @@ class GgufModel:
         return list(itertools.pairwise(bounds))
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget a pending tree and the tokens beyond `lengths` (one number); ValueError outside 0..the committed."""
+        """Forget a pending tree, and the tokens beyond `lengths` (one number). ValueError for a number out of range."""
         self.file.require_open()
         (length,) = check_lengths(lengths, self.lengths)
         if self._text is not None:
@@ -362,14 +373,14 @@ class GgufModel:
             return
         if len(self._branches):
             self._branches.drop(self._length)
-        # A signal may have come between llama.cpp's step and our count of it: a new text begins in an empty cache.
+        # A signal may come between llama.cpp's step and our count of it, so a new text begins in an empty cache.
         if length < self._length or length == 0:
             self._context.remove(0, length)
             self._length = length
             self._branches.shorten(length)
 
     def close(self) -> None:
-        """Free the model; safe to call twice. Logits returned before become unreadable."""
+        """Free the model. A second call does nothing. Logits returned before become unreadable."""
         self._context.close()
         self.file.close()
 
@@ -381,7 +392,7 @@ class GgufModel:
 
 
 def _outputs(count: int, want: Sequence[int] | None) -> tuple[NDArray[np.int8], NDArray[np.intp] | None]:
-    """Which of `count` tokens need logits [count], and the row of each wanted one among them; None for all in order."""
+    """Return which of `count` tokens need logits [count], and the row of each wanted token. None means all in order."""
     wanted = np.arange(count) if want is None else np.asarray(want, dtype=np.int64)
     needed, order = np.unique(wanted, return_inverse=True)
     mask = np.zeros(count, dtype=np.int8)
@@ -390,7 +401,7 @@ def _outputs(count: int, want: Sequence[int] | None) -> tuple[NDArray[np.int8], 
 
 
 def token_bytes_of(model: GgufModel) -> list[bytes]:
-    """The bytes [V] of each token, empty for control tokens and unused ones."""
+    """Return the bytes [V] of each token, empty for control tokens and unused tokens."""
     llama, vocabulary = model.file.library, model.file.vocabulary
     silent = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_UNUSED | llama.LLAMA_TOKEN_ATTR_UNKNOWN
     return [

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from distill.devices import CPU, as_float64, has_float64, has_pinned_memory
-from distill.engines.model import NO_TREES, Ints, PendingTree, Retold, check_call, check_chain, check_lengths
+from distill.engines.model import NO_TREES, Ints, PendingTree, StateSnapshots, check_call, check_chain, check_lengths
 from distill.engines.torch.hugging_face import UNDECODABLE, context_length, logits_of
 from distill.errors import DataError
 from distill.gguf.families import LAYER_KINDS
@@ -384,9 +384,8 @@ class TorchModel:
 class RecurrentTorchModel(TorchModel):
     """A model some or all of whose layers keep a recurrent state in the place of keys and values; chains only.
 
-    Before calls the states are copied (`Retold.due`). Where tokens are rolled back, the states return to the latest
-    copy, keys and values are cut there, and the committed tokens after it are computed again with those of the next
-    call: `resent`.
+    States are copied before some calls (`StateSnapshots.due`). A rollback restores the latest copy and cuts keys and
+    values there. The next call computes the committed tokens after the copy again (`resent`).
     DataError for layers of other kinds, and for a model whose logits from its cache are not those of the whole text.
     """
 
@@ -397,7 +396,7 @@ class RecurrentTorchModel(TorchModel):
         self.max_leaves, self.steps_on_device = 0, False  # what a state has read cannot be cut
         self._new_cache = partial(growing_cache, model.config, model_name(model))
         self._cache = self._new_cache()
-        self._text = Retold()
+        self._text = StateSnapshots()
         self.require_equal()
 
     @property
