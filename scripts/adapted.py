@@ -1,9 +1,9 @@
-"""Print the last sentence of `scripts/demo.sh --tuned`: the official draft beside the adapted one.
+"""Print the last sentence of `scripts/demo.sh --tuned`, which compares the official draft with the adapted one.
 
 .venv/bin/python scripts/adapted.py SIBLING_RUN ADAPTED_RUN
 
-Both runs measured the same prompts. The acceptance is that of their evaluation; the speed is that of their fastest way
-that drafts with the model alone; the minutes are those of the adapted run's stages up to its training.
+Both runs measured the same prompts. The acceptance comes from their evaluation, the speed from their fastest
+configuration that drafts only with the model, and the minutes from the adapted run's stages up to its training.
 """
 
 from __future__ import annotations
@@ -20,28 +20,28 @@ STAGES = ("questions", "corpus", "answers", "teacher", "cut", "train")
 
 
 def speed(run: Path) -> float:
-    """Tokens a second of the fastest configuration in which the draft model drafts, over all engines."""
+    """Return tokens/s of the fastest configuration in which the draft model drafts, over all engines."""
     report = read_result(run / "speedup.json", SpeedupReport)
-    found = [one for part in report.parts for one in part.measurements if one.drafter == "draft"]
-    if not found:
-        sys.exit(f"{run} measured no way that drafts with the model")
-    return max(one.tokens_per_second for one in found)
+    drafting = [row for part in report.parts for row in part.measurements if row.drafter == "draft"]
+    if not drafting:
+        sys.exit(f"{run} measured no configuration that drafts with the model")
+    return max(row.tokens_per_second for row in drafting)
 
 
 def acceptance(run: Path, which: str) -> float:
-    """The acceptance probability of a run's draft `before` or `after` its training, on the answers to test prompts."""
+    """Return the acceptance probability of a run's draft `before` or `after` training, on answers to test prompts."""
     report = read_result(run / "eval.json", EvaluationReport)
     return float(getattr(report.domains["answers"][which], report.acceptance_measure).mean)
 
 
 def minutes(run: Path) -> float:
-    """What the stages of a run up to its training took."""
+    """Return the minutes of a run's stages up to its training."""
     records = (run / "stages" / f"{name}.json" for name in STAGES)
     return sum(json.loads(path.read_text())["seconds"] for path in records if path.is_file()) / 60
 
 
 def sentence(sibling: Path, adapted: Path) -> str:
-    """The comparison in one line."""
+    """Return the comparison in one line."""
     tokens = read_json(adapted / "answers" / "manifest.json")["answer_tokens"]
     return (
         f"The official draft: {speed(sibling):.1f} tokens/s (acceptance {acceptance(adapted, 'before'):.2f}). "

@@ -20,7 +20,7 @@ from distill.recipe import Recipe, Section  # noqa: E402
 from distill.recipe.measuring import CacheType, OutType  # noqa: E402
 from distill.recipe.training import LossName  # noqa: E402
 
-# Lists of values that several keys take: named in their tables, and printed once, under this name.
+# Several keys take these lists of values. Tables name the list, and it is printed once, under this name.
 NAMED = {OutType: "GGUF type", CacheType: "cache type", LossName: "loss"}
 PLAIN = ("text", "integer", "number", "true, false")
 
@@ -62,20 +62,20 @@ A line gives a key with its default, then in brackets the values that it takes.
 
 
 def document() -> str:
-    """The whole of docs/recipes.md."""
+    """Return the complete docs/recipes.md."""
     return INTRODUCTION + describe_schema().rstrip() + "\n"
 
 
 def describe_schema() -> str:
-    """Each key with its default, values and meaning, as Markdown."""
+    """Return each key with its default, values and meaning, as Markdown."""
     lines: list[str] = []
-    anchors: dict[type[Section], str] = {}  # of each section, where its keys are listed
-    listed: dict[tuple[type, str], str] = {}  # of each key by the class that has it, the section that lists it
+    anchors: dict[type[Section], str] = {}  # section class -> where its keys are listed
+    listed: dict[tuple[type, str], str] = {}  # (class that has the key, key) -> section that lists it
 
     def walk(section: type[Section], title: str, prefix: str) -> None:
         lines.extend([f"## {title}", "", inspect.cleandoc(section.__doc__ or ""), ""])
         nested: list[tuple[type[Section], str]] = []
-        shared: dict[str, list[str]] = {}  # keys that another section lists, by that section
+        shared: dict[str, list[str]] = {}  # other section -> keys that it lists
         for name, field in section.model_fields.items():
             owner = next(base for base in section.__mro__ if name in inspect.get_annotations(base))
             if (owner, name) in listed:
@@ -87,13 +87,13 @@ def describe_schema() -> str:
                 nested.append((inner, prefix + name))
                 anchors[inner] = (prefix + name).replace(".", "")
                 if section is Recipe:
-                    continue  # its own heading follows
+                    continue  # The section has its own heading.
             takes, default = _takes(field.annotation, anchors), _default(field)
             if field.default is None:
                 takes = takes.removesuffix(" or null")
             described = all(f"{choice}:" in (field.description or "") for choice in takes.split(", "))
             if described or (type(field.default) in (bool, int, float, str) and takes in PLAIN):
-                takes = ""  # plain from the default, or each choice has its meaning
+                takes = ""  # The default shows the type, or each choice has its own meaning.
             written = f"`{name}`" if default is None else f"`{name}: {default}`"
             meaning = field.description or (inspect.cleandoc(inner.__doc__ or "").split("\n\n")[0] if inner else "")
             noted = ", ".join(filter(None, [takes, "required" * field.is_required()]))
@@ -111,7 +111,7 @@ def describe_schema() -> str:
 
 
 def _section_in(annotation: Any) -> type[Section] | None:
-    """The section that a key holds, alone, in a list or as an alternative to null; None for other keys."""
+    """Return the section that a key holds, alone, in a list or as an alternative to null. None for other keys."""
     if isinstance(annotation, type) and issubclass(annotation, Section):
         return annotation
     return next(filter(None, map(_section_in, typing.get_args(annotation))), None)
@@ -122,7 +122,7 @@ def _plural(name: str) -> str:
 
 
 def _takes(annotation: Any, anchors: dict[type[Section], str]) -> str:
-    """The values that a key takes: its type, or its choices."""
+    """Return the values that a key takes: its type, or its choices."""
     if annotation in NAMED:
         return f"[{NAMED[annotation]}](#{_plural(NAMED[annotation]).lower().replace(' ', '-')})"
     origin, arguments = typing.get_origin(annotation), typing.get_args(annotation)
@@ -144,18 +144,18 @@ def _takes(annotation: Any, anchors: dict[type[Section], str]) -> str:
 
 
 def _default(field: Any) -> str | None:
-    """A key's default as in a recipe; None for a key that is required, or that is a section with its own list."""
+    """Return a key's default as in a recipe. None if the key is required, or is a section with its own list."""
     return None if field.is_required() or isinstance(field.default, Section) else _plain(field.default)
 
 
 def _plain(value: Any) -> str:
-    """A value as in a recipe, on one line."""
+    """Return a value as in a recipe, on one line."""
     shown = [_short(item) for item in value] if isinstance(value, tuple) else value
     return yaml.safe_dump(shown, default_flow_style=True, width=1000, allow_unicode=True).split("\n")[0]
 
 
 def _short(value: Any) -> Any:
-    """An item of a list; a section without the keys that have their defaults."""
+    """Return an item of a list. A section omits the keys that have their defaults."""
     return value.model_dump(mode="json", exclude_defaults=True) if isinstance(value, Section) else value
 
 

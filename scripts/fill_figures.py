@@ -44,7 +44,7 @@ def _without_rows(evaluation: str) -> str:
     """Drop from the text of eval.md the sections of LEFT_OUT and the rows of ROWS_LEFT_OUT."""
     rows = re.sub(rf"\n\| (?:{ROWS_LEFT_OUT})[^\n]*|\nTop-1 agreement [^\n]*\n", "", evaluation)
     sections = re.split(r"\n(?=\*\*)", rows)
-    return "\n".join(one for one in sections if not one.startswith(LEFT_OUT))
+    return "\n".join(section for section in sections if not section.startswith(LEFT_OUT))
 
 
 def _without_columns(text: str) -> str:
@@ -60,7 +60,7 @@ def _without_columns(text: str) -> str:
 
 
 def filled(text: str, name: str, found: dict[str, str]) -> str:
-    """`text` with every table of the run called `name` between its markers."""
+    """Return `text` with every table of the run called `name` between its markers."""
     for marker, table in found.items():
         begin, _, rest = text.partition(f"<!-- {name} {marker} -->\n")
         if rest:

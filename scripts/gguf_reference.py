@@ -1,16 +1,15 @@
-"""What llama.cpp's own converter writes for tiny models: tests/gguf_reference.json, which
-tests/gguf/test_gguf_reference.py compares with our export.
+"""Write tests/gguf_reference.json: what llama.cpp's converter writes for tiny models.
 
-The converter comes with the source package of llama-cpp-python. It runs in a process of its own, in any environment
-with torch, transformers, sentencepiece and protobuf:
+tests/gguf/test_gguf_reference.py compares our export with it. The converter comes with the source package of
+llama-cpp-python. It runs in a process of its own, in any environment with torch, transformers, sentencepiece, protobuf:
 
     pip download --no-binary llama-cpp-python --no-deps llama-cpp-python==0.3.36 && tar xzf llama_cpp_python-*.tar.gz
     python scripts/gguf_reference.py --tokenizers FOLDER \
         --converter llama_cpp_python-0.3.36/vendor/llama.cpp/convert_hf_to_gguf.py --python PYTHON
 
-FOLDER holds the tokenizers qwen2.5, llama-3, gpt-2 and llama-2, each a folder with tokenizer.json. The models have
-random weights from integers, so that every machine builds the same bytes. `tokenizer.model` of llama-2 is rebuilt from
-its vocabulary: a piece's score is minus its place. The Gemma vocabulary is synthetic.
+FOLDER has the tokenizers qwen2.5, llama-3, gpt-2 and llama-2, each in a folder with tokenizer.json. The models have
+random weights made from integers, so that every machine builds the same bytes. llama-2's `tokenizer.model` is rebuilt
+from its vocabulary, where a piece's score is minus its place. The Gemma vocabulary is synthetic.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)  # kinds of a
 
 
 class Case(NamedTuple):
-    """A tiny model: its kind in transformers, its tokenizer, what its config.json adds, and the type of its weights."""
+    """A tiny model: its kind in transformers, its tokenizer, additions to config.json, and the type of its weights."""
 
     model_type: str
     tokenizer: str
@@ -44,7 +43,7 @@ class Case(NamedTuple):
     dtype: str = "bfloat16"
 
 
-# Parts of configurations that tests/gguf/test_export.py takes too.
+# Parts of configurations that tests/gguf/test_export.py uses too.
 LLAMA3_ROPE = {
     "rope_type": "llama3",
     "rope_theta": 500000.0,
@@ -64,7 +63,7 @@ GRANITE = {
 
 
 def longrope(rotated: int, **more: Any) -> dict[str, Any]:
-    """A Phi-3 with long context: frequencies divided by one list of factors up to 512 positions, by another beyond."""
+    """Return a Phi-3 with long context: one list of frequency divisors up to 512 positions, and another beyond."""
     rope = {
         "rope_type": "longrope",
         "rope_theta": 10000.0,
@@ -93,7 +92,7 @@ CASES = {
     "phi-3-partial": Case("phi3", "phi-3", {"pad_token_id": 32000, **longrope(12, partial_rotary_factor=0.75)}),
     "smollm3": Case("smollm3", "llama-3", {"tie_word_embeddings": True, "num_hidden_layers": 4}),
     "granite": Case("granite", "gpt-2", GRANITE),
-    # SmolLM 2: a tied llama with three heads to a group; its own pre-tokenizer is tested in test_export.py.
+    # SmolLM 2: a tied llama with three heads per group. Its own pre-tokenizer is tested in test_export.py.
     "smollm2": Case(
         "llama",
         "gpt-2",
@@ -154,7 +153,7 @@ def build(name: str, tokenizers: Path, folder: Path) -> None:
     for key, tensor in model.state_dict().items():
         if key == "lm_head.weight" and config.tie_word_embeddings:
             continue
-        # Sums of two integers: the same floats wherever this runs, and not flat.
+        # Sums of two integers give the same floats on every machine, and are not flat.
         parts = draw.integers(-(2**15), 2**15, (2, *tensor.shape), dtype=np.int32)
         values = torch.from_numpy(parts.sum(0).astype(np.float32) / 2**18)
         kept[key] = (values + (1 if key.endswith("norm.weight") and "gemma" not in name else 0)).to(
@@ -169,13 +168,13 @@ def build(name: str, tokenizers: Path, folder: Path) -> None:
 
 
 def build_tokenizer(name: str, tokenizers: Path, folder: Path) -> int:
-    """Put a tokenizer into a model folder, and its special ids into ids.json; returns the number of its tokens."""
+    """Write a tokenizer into a model folder, and its special ids into ids.json. Return the number of its tokens."""
     if name in ("llama-2", "phi-3", "gemma"):
         return _build_pieces(name, tokenizers / "llama-2", folder)
     for file in (tokenizers / name).iterdir():
         shutil.copy(file, folder)
     content = json.loads((folder / "tokenizer.json").read_text())
-    if name == "llama-3":  # as Meta's own file says; without it llama.cpp's twin has another name
+    if name == "llama-3":  # Meta's own file says so. Without it, llama.cpp gives the same rules another name.
         content["model"]["ignore_merges"] = True
         (folder / "tokenizer.json").write_text(json.dumps(content, ensure_ascii=False))
     ids = {**content["model"]["vocab"], **{token["content"]: token["id"] for token in content["added_tokens"]}}
@@ -218,10 +217,10 @@ def _build_pieces(name: str, source: Path, folder: Path) -> int:
 
 
 def _gemma(content: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """A small vocabulary with Gemma's special tokens at Gemma's ids and without its space prefix: synthetic."""
+    """Return a small synthetic vocabulary with Gemma's special tokens at Gemma's ids, without its space prefix."""
     names = {0: "<pad>", 1: "<eos>", 2: "<bos>", 3: "<unk>", 4: "<mask>", 106: "<start_of_turn>", 107: "<end_of_turn>"}
     old = [token for token, number in sorted(content["model"]["vocab"].items(), key=lambda item: item[1])]
-    first = old.index("▁")  # llama-2's single characters begin here
+    first = old.index("▁")  # llama-2's single characters begin here.
     pieces = [*old[3:2259], *old[first : first + 600]]
     order: list[str] = []
     for piece in dict.fromkeys(pieces):
@@ -239,7 +238,7 @@ def _gemma(content: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str,
     content["added_tokens"] = [{**template, "id": number, "content": token} for number, token in names.items()]
     content["normalizer"] = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
     content["pre_tokenizer"] = None
-    content["decoder"]["decoders"] = content["decoder"]["decoders"][:-1]  # nothing to strip
+    content["decoder"]["decoders"] = content["decoder"]["decoders"][:-1]  # There is no space to strip.
     post = json.dumps(content["post_processor"]).replace("<s>", "<bos>").replace('"ids": [1]', '"ids": [2]')
     content["post_processor"] = json.loads(post)
     settings |= {"bos_token": "<bos>", "eos_token": "<eos>", "pad_token": "<pad>", "unk_token": "<unk>"}
@@ -247,24 +246,24 @@ def _gemma(content: dict[str, Any], settings: dict[str, Any]) -> tuple[dict[str,
 
 
 def pieces_of(vocabulary: dict[str, int], added: list[dict[str, Any]]) -> list[tuple[str, float, int]]:
-    """The pieces of a SentencePiece model with a tokenizer.json's vocabulary: text, score, kind."""
+    """Return the pieces of a SentencePiece model with a tokenizer.json's vocabulary: text, score, kind."""
     special = {token["content"] for token in added}
-    found: list[tuple[str, float, int]] = []
+    pieces: list[tuple[str, float, int]] = []
     first = min(number for token, number in vocabulary.items() if token == "▁▁")
     for token, number in sorted(vocabulary.items(), key=lambda item: item[1]):
         if token == "<unk>":
-            found.append((token, 0.0, UNKNOWN))
+            pieces.append((token, 0.0, UNKNOWN))
         elif token in special:
-            found.append((token, 0.0, CONTROL))
+            pieces.append((token, 0.0, CONTROL))
         elif len(token) == 6 and token.startswith("<0x"):
-            found.append((token, 0.0, BYTE))
-        else:  # llama-2 merges spaces with each other last of all
-            found.append((token, -1e9 if not token.strip("▁") else float(first - number), NORMAL))
-    return found
+            pieces.append((token, 0.0, BYTE))
+        else:  # llama-2 merges spaces with each other last.
+            pieces.append((token, -1e9 if not token.strip("▁") else float(first - number), NORMAL))
+    return pieces
 
 
 def sentencepiece_model(pieces: list[tuple[str, float, int]]) -> bytes:
-    """A `tokenizer.model` (protobuf ModelProto of sentencepiece): BPE with byte fallback, text taken as it is."""
+    """Return a `tokenizer.model` (sentencepiece's protobuf ModelProto): BPE with byte fallback, text unchanged."""
 
     def field(number: int, kind: int) -> bytes:
         return bytes([number << 3 | kind])
@@ -283,7 +282,7 @@ def sentencepiece_model(pieces: list[tuple[str, float, int]]) -> bytes:
         for text, score, kind in pieces
     )
     ids = {text: number for number, (text, _, _) in enumerate(pieces)}
-    # TrainerSpec: model_type 3 = BPE (2), byte_fallback 35, unk/bos/eos/pad ids 40-43
+    # Fields of TrainerSpec: model_type 3 = BPE (2), byte_fallback 35, unk/bos/eos/pad ids 40-43
     trainer = field(3, 0) + varint(2) + varint(35 << 3) + varint(1) + varint(40 << 3) + varint(ids["<unk>"])
     normalizer = part(1, b"identity") + field(3, 0) + varint(1) + field(4, 0) + varint(0) + field(5, 0) + varint(1)
     return body + part(2, trainer) + part(3, normalizer)
@@ -297,15 +296,15 @@ CODES = dict(zip(KINDS, "BbHhIif?  Qqd", strict=True))
 
 
 class Reader:
-    """A reader of its own: gguf.GGUFReader takes seconds for a real vocabulary, and ours would check itself."""
+    """An independent reader. gguf.GGUFReader takes seconds for a real vocabulary, and ours would check itself."""
 
     def __init__(self, path: Path) -> None:
         self.data, self.at = path.read_bytes(), 4
 
     def numbers(self, codes: str) -> tuple[Any, ...]:
-        found = struct.unpack_from(f"<{codes}", self.data, self.at)
+        numbers = struct.unpack_from(f"<{codes}", self.data, self.at)
         self.at += struct.calcsize(f"<{codes}")
-        return found
+        return numbers
 
     def text(self) -> str:
         (size,) = self.numbers("Q")
@@ -313,7 +312,7 @@ class Reader:
         return self.data[self.at - size : self.at].decode()
 
     def field(self) -> list[Any]:
-        """The names of a value's types, and the value."""
+        """Return the names of a value's types, and the value."""
         kind = KINDS[self.numbers("I")[0]]
         if kind != "ARRAY":
             return [kind, self.text() if kind == "STRING" else self.numbers(CODES[kind])[0]]
@@ -324,23 +323,23 @@ class Reader:
         return [kind, inner, list(self.numbers(f"{count}{CODES[inner]}"))]
 
     def tensor(self) -> tuple[str, tuple[int, ...], int, int]:
-        """Name, lengths, type and offset of the next tensor in the list."""
+        """Return name, lengths, type and offset of the next tensor in the list."""
         name, (dimensions,) = self.text(), self.numbers("I")
         return name, self.numbers(f"{dimensions}Q"), *self.numbers("IQ")
 
 
 def describe(path: Path) -> dict[str, Any]:
-    """Every field and tensor of a GGUF file: type, and value or digest."""
+    """Return every field and tensor of a GGUF file: type, and value or digest."""
     import gguf
 
     file = Reader(path)
     _, count, keys = file.numbers("IQQ")
     fields = {file.text(): file.field() for _ in range(keys)}
-    for found in fields.values():
-        value = found[-1]
+    for field in fields.values():
+        value = field[-1]
         if isinstance(value, list) and len(value) > 16:
             text = json.dumps(value, ensure_ascii=False)
-            found[-1] = f"{len(value)} values, sha256 {hashlib.sha256(text.encode()).hexdigest()[:32]}"
+            field[-1] = f"{len(value)} values, sha256 {hashlib.sha256(text.encode()).hexdigest()[:32]}"
     listed = [file.tensor() for _ in range(count)]
     start, tensors = file.at + -file.at % 32, {}
     for name, shape, number, offset in listed:
@@ -358,12 +357,12 @@ def main() -> None:
     parser.add_argument("--tokenizers", type=Path, required=True, help="folder of the tokenizers' folders")
     parser.add_argument("--python", default=sys.executable, help="interpreter that runs the converter")
     options = parser.parse_args()
-    found: dict[str, Any] = {}
+    reference: dict[str, Any] = {}
     with tempfile.TemporaryDirectory() as place:
         for name in CASES:
             folder = Path(place) / name
             build(name, options.tokenizers, folder)
-            found[name] = {}
+            reference[name] = {}
             for outtype in OUTTYPES:
                 output = Path(place) / f"{name}-{outtype}.gguf"
                 command = [options.python, options.converter, folder, "--outtype", outtype, "--outfile", output]
@@ -372,13 +371,13 @@ def main() -> None:
                     sys.exit(f"{name}: the converter failed\n{done.stderr[-3000:]}")
                 described = describe(output)
                 output.unlink()
-                if outtype != "f16":  # fields that are those of f16 are not repeated
-                    first, own = found[name]["f16"]["fields"], described["fields"]
-                    described["fields"] = {key: value for key, value in own.items() if first.get(key) != value}
-                found[name][outtype] = described
-            print(f"{name}: {len(found[name]['f16']['tensors'])} tensors", file=sys.stderr)
+                if outtype != "f16":  # Fields that equal those of f16 are not repeated.
+                    first, fields = reference[name]["f16"]["fields"], described["fields"]
+                    described["fields"] = {key: value for key, value in fields.items() if first.get(key) != value}
+                reference[name][outtype] = described
+            print(f"{name}: {len(reference[name]['f16']['tensors'])} tensors", file=sys.stderr)
             shutil.rmtree(folder)
-    REFERENCE.write_text(json.dumps(found, ensure_ascii=False, indent=None, separators=(",", ":")) + "\n")
+    REFERENCE.write_text(json.dumps(reference, ensure_ascii=False, indent=None, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":

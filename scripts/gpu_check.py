@@ -1,20 +1,20 @@
-"""What this project does on an accelerator, as the tables that docs/benchmarks.md has for CPUs alone.
+"""Measure this project on an accelerator, with the tables that docs/benchmarks.md has for CPUs only.
 
-    python scripts/gpu_check.py --to gpu/                  # all parts, one after another; ended or killed, it goes on
+    python scripts/gpu_check.py --to gpu/                  # all parts in turn; after a kill, the same command continues
     python scripts/gpu_check.py --to gpu/ --part 7b        # one part; each ends within --minutes
-    python scripts/gpu_check.py --to gpu/ --table          # the tables of what is there, by device
-    python scripts/gpu_check.py --to toy/ --toy            # tiny sizes on any device or the CPU: to see that it works
+    python scripts/gpu_check.py --to gpu/ --table          # the tables of the results so far, by device
+    python scripts/gpu_check.py --to toy/ --toy            # tiny sizes on any device or the CPU, to see that it works
 
-Needs no network. A package that is missing is named: of this project's it needs torch, transformers, accelerate,
-pydantic and psutil; for SmolLM2's own file, not for a folder that `distill import-gguf` made of it, gguf and typer.
+No network is needed. A missing package is named: torch, transformers, accelerate, pydantic and psutil are needed. gguf
+and typer are needed for SmolLM2's own file, but not for a folder that `distill import-gguf` made of it.
 
-Pairs: `smollm2` (scripts/smollm2.txt, or --smollm2) and `7b`, the demo target grown to the cost of a real one
-(scripts/grow_target.py: its text stays the same), its head padded to 151,936 rows, with a draft grown to .5B. Without
---smollm2-draft and --draft the target's outer layers, untrained, draft: acceptance is then low, and only the costs
-mean anything. Parts of a pair: its name (the growing and the static cache, and transformers' own generation, plain and
-assisted), `-compiled`, `-batches`, `-batches-compiled`. Rounds of one text stay on the device; the host takes part in
-each step of a batch. `bits` times products with the 4 bits of a GGUF file, and `training` is what benchmarks/steps.py
-prints. What a part had no time for, and what failed, is named, and measured by the next call.
+Pairs: `smollm2` (scripts/smollm2.txt, or --smollm2) and `7b`, the demo target grown to a real model's cost
+(scripts/grow_target.py keeps its text). Its head is padded to 151,936 rows, and its draft is grown to 0.5B. Without
+--smollm2-draft and --draft, the target's outer layers draft without training. Acceptance is then low, and only the
+costs are meaningful. Parts of a pair: its name (growing and static cache, and transformers' generation, plain and
+assisted), `-compiled`, `-batches`, `-batches-compiled`. Rounds of one text stay on the device. The host takes part in
+each step of a batch. `bits` times products with the 4 bits of a GGUF file, and `training` is the output of
+benchmarks/steps.py. Measurements that failed or had no time are named, and the next call repeats them.
 
 Legend: T(m) seconds of the target's step of m tokens, D(m) of the draft's, τ tokens a round.
 """
@@ -68,19 +68,19 @@ try:
 except ModuleNotFoundError as error:
     sys.exit(f"gpu_check needs the package {error.name}, which is not installed: carry its wheel, or pip install it")
 
-ROWS = 151_936  # of Qwen's head
-SIZES = {"7b": ((14, 7e9), (4, 5e8)), "toy": ((1, 0), (1, 0))}  # target, draft: times the demo's width; parameters
+ROWS = 151_936  # rows of Qwen's head
+SIZES = {"7b": ((14, 7e9), (4, 5e8)), "toy": ((1, 0), (1, 0))}  # target and draft: multiple of the width, parameters
 LENGTHS = (2, 4, 8)
-COUNTS = (1, 2, 3, 5, 9, 17, 33)  # of tokens, m of T(m)
+COUNTS = (1, 2, 3, 5, 9, 17, 33)  # tokens m of T(m)
 BATCHES = (2, 4, 8, 16, 32)
 MODES = ("", "-compiled", "-batches", "-batches-compiled")
-PROMPT = 64  # tokens
+PROMPT = 64  # tokens of a prompt
 RULES = Rules(GREEDY, "greedy")
 Measured = dict[str, Any]
 
 
 class Part:
-    """What was measured of a part, in a file that is written after each configuration; and its time."""
+    """The results of a part, in a file that is written after each configuration, and the part's time limit."""
 
     def __init__(self, path: Path, options: Any) -> None:
         self.path, self.options, self.end = path, options, time.monotonic() + 60 * options.minutes
@@ -94,7 +94,7 @@ class Part:
         write_json(self.path, self.found)
 
     def add(self, name: str, engine: str, measure: Callable[[], Measured], at_once: int = 1) -> None:
-        """A row with what `measure` finds, unless it is there; without time for it, or if it fails, its name."""
+        """Add a row with the result of `measure`, unless it exists. On failure, or without time, add its name."""
         if any((row["engine"], row["configuration"], row["at_once"]) == (engine, name, at_once) for row in self.rows):
             return
         label = f"{engine}: {name}, {at_once} at once"
@@ -103,22 +103,22 @@ class Part:
             return
         try:
             self.rows.append({"configuration": name, "engine": engine, "at_once": at_once, **measure()})
-        except Exception as error:  # the others are measured all the same
+        except Exception as error:  # The other configurations are measured anyway.
             self.found["left_out"].append(f"{label}: {type(error).__name__}: {error}".splitlines()[0])
         print(f"  {label}", file=sys.stderr, flush=True)
         self.save()
 
     def decode(self, name: str, engine: str, decode_all: Callable[[], list[Decoded]], at_once: int = 1) -> None:
-        """A row: how fast these texts are decoded."""
+        """Add a row with the speed at which these texts are decoded."""
         self.add(name, engine, partial(timed, self.options.device, decode_all), at_once)
 
 
 def grown(model: Any, size: tuple[int, float], rows: int, options: Any) -> Any:
-    """The model at a multiple of its width, with as many layers as the parameters take, its head padded to `rows`."""
+    """Return the model at a multiple of its width, with layers for its parameters, and its head padded to `rows`."""
     tile, parameters = size
     config = model.config
     width = config.hidden_size * tile
-    # Of a layer: queries and outputs, keys and values, the three matrices of the MLP.
+    # Weights of a layer: queries and outputs, keys and values, the three matrices of the MLP.
     shared = config.num_key_value_heads / config.num_attention_heads
     layer = width**2 * (2 + 2 * shared) + 3 * width * config.intermediate_size * tile
     layers = max(config.num_hidden_layers, round((parameters - rows * width) / layer))
@@ -131,7 +131,7 @@ def grown(model: Any, size: tuple[int, float], rows: int, options: Any) -> Any:
 
 
 def outer_layers(model: Any) -> Any:
-    """A model's first and last layer."""
+    """Return a model of the first and the last layer."""
     cut, kept = copy.deepcopy(model), [0, model.config.num_hidden_layers - 1]
     put_layers(cut, [cut.base_model.layers[place] for place in kept])
     for name, value in {**layer_settings(model.config, kept), "num_hidden_layers": 2}.items():
@@ -140,7 +140,7 @@ def outer_layers(model: Any) -> Any:
 
 
 def timed(device: torch.device, decode_all: Callable[[], list[Decoded]]) -> Measured:
-    """Tokens a second of the texts after their prompts, tokens a round, acceptance rate; a first call warms up."""
+    """Return tokens/s after the prompts, tokens per round and acceptance rate of the texts. A first call warms up."""
 
     def now() -> float:
         synchronise(device)
@@ -164,7 +164,7 @@ def timed(device: torch.device, decode_all: Callable[[], list[Decoded]]) -> Meas
 
 
 def packaged() -> Path:
-    """SmolLM2's file in its package."""
+    """Return SmolLM2's file in its package."""
     from distill.cli.check import smollm2_file
 
     file = smollm2_file()
@@ -174,7 +174,7 @@ def packaged() -> Path:
 
 
 class Pair:
-    """Target and draft, the prompts, and others, behind which the target writes what its n-gram table counts."""
+    """Target and draft, and prompts. The n-gram table counts the target's texts after the other prompts."""
 
     def __init__(self, name: str, options: Any) -> None:
         self.options, on_cpu = options, torch.device(CPU)
@@ -199,7 +199,7 @@ class Pair:
         self.about = {"pair": name, "trained_draft": given is not None, "parameters": counts}
 
     def engines(self, kind: str, rows: int = 1) -> list[Any]:
-        """Target and draft as an engine."""
+        """Return target and draft as models of an engine."""
         models = (self.target, self.draft)
         if kind == "growing":
             return [TorchModel(model, self.vocabulary) for model in models]
@@ -207,12 +207,12 @@ class Pair:
         return [StaticTorchModel(model, self.vocabulary, rows=rows, size=size, compiled=compiled) for model in models]
 
     def table(self, target: Any) -> NGramTable:
-        """N-grams of the target's own texts behind the other prompts."""
+        """Return n-grams of the target's own texts after the other prompts."""
         return NGramTable(count_ngrams([plain(target, other, self.options.tokens).tokens for other in self.others]), {})
 
 
 def measure_alone(part: Part, pair: Pair, kind: str) -> None:
-    """One text after another: plain, chains, a tree, a table, and the steps' costs, with one engine."""
+    """Measure one text after another with one engine: plain, chains, a tree, a table, and the costs of steps."""
     big, small = pair.engines(kind)
     tokens, drawn = part.options.tokens, RULES.random
 
@@ -231,12 +231,12 @@ def measure_alone(part: Part, pair: Pair, kind: str) -> None:
 
 
 def costs(model: Any, counts: tuple[int, ...], repeats: int) -> Measured:
-    """Median seconds of a model's steps behind a prompt."""
+    """Return median seconds of a model's steps after a prompt."""
     return {"steps": measure_steps(model, counts, PROMPT, repeats)}
 
 
 def measure_batches(part: Part, pair: Pair, kind: str) -> None:
-    """Several texts at once, with none and with four drafted tokens a round; the host takes part in each step."""
+    """Measure several texts at once, with 0 and 4 drafted tokens per round. The host takes part in each step."""
     for count in BATCHES[: 1 if part.options.toy else None]:
         big, small = pair.engines(kind, count)
         asked = (pair.prompts * count)[:count], part.options.tokens, RULES
@@ -248,7 +248,7 @@ def measure_batches(part: Part, pair: Pair, kind: str) -> None:
 
 
 def together(big: Any, small: Any, prompts: list[list[int]], tokens: int, rules: Rules, length: int) -> list[Decoded]:
-    """Texts of one batch: its prompts were read together, so their seconds count once."""
+    """Decode texts of one batch. Its prompts are read together, so their seconds count once."""
     texts = []
     for row, prompt in enumerate(prompts):
         drafter = ModelDrafter(OneRow(small, row), Fixed(length), GREEDY, rules.random)
@@ -260,7 +260,7 @@ def together(big: Any, small: Any, prompts: list[list[int]], tokens: int, rules:
 
 
 def measure_transformers(part: Part, pair: Pair) -> None:
-    """transformers' own generation, plain and assisted by the draft; its prompts are part of its time."""
+    """Measure transformers' own generation, plain and assisted by the draft. Its time includes the prompts."""
 
     def generate(**more: Any) -> list[Decoded]:
         texts = []
@@ -281,7 +281,7 @@ def measure_transformers(part: Part, pair: Pair) -> None:
 
 
 def decoding(name: str, mode: str, part: Part) -> None:
-    """A part of a pair."""
+    """Measure a part of a pair."""
     pair = Pair(name, part.options)
     part.save(**pair.about)
     kind = "compiled" if mode.endswith("compiled") else "static"
@@ -296,7 +296,7 @@ def decoding(name: str, mode: str, part: Part) -> None:
 
 
 def training(part: Part) -> None:
-    """What benchmarks/steps.py prints."""
+    """Record the output of benchmarks/steps.py."""
     small = ("--shape", "small", "--blocks", "1", "--block", "64", "--repeats", "1", "--kinds", "compact")
     asked = ["--device", str(part.options.device), *(small if part.options.toy else ())]
     with contextlib.redirect_stdout(io.StringIO()) as printed:
@@ -309,7 +309,7 @@ FEW = (1, 2, 4, 8, 16, 128)  # tokens of a product
 
 
 def bits(part: Part) -> None:
-    """A product in a file's 4 bits beside torch's own in bfloat16: its error and its time."""
+    """Compare a product in a file's 4 bits with torch's own in bfloat16: error and time."""
     device, rows = part.options.device, list[Row]()
     if not has_four_bits(device):
         part.save(printed=f"torch has no operator for 4 bits on {device}")
@@ -331,7 +331,7 @@ def bits(part: Part) -> None:
 
 
 def median_seconds(device: torch.device, call: Callable[[], Any], repeats: int = 20) -> float:
-    """Of one of ten calls after each other, so that launching them takes no time of its own."""
+    """Return the seconds of one of ten calls in a row, so that launching them takes no time of its own."""
     taken = []
     for _ in range(repeats):
         synchronise(device)
@@ -344,29 +344,29 @@ def median_seconds(device: torch.device, call: Callable[[], Any], repeats: int =
 
 
 def parts_of(options: Any) -> dict[str, Callable[[Part], None]]:
-    """Every part by name, in order."""
+    """Return every part by name, in order."""
     pairs, modes = (("toy",), MODES[::2]) if options.toy else (("smollm2", "7b"), MODES)
     decodes = {f"{name}{mode}": partial(decoding, name, mode) for name in pairs for mode in modes}
     return {"bits": bits, **decodes, "training": training}
 
 
 def driver(device: torch.device) -> str | None:
-    """The version of the device's driver, as torch or its maker's tool gives it."""
+    """Return the version of the device's driver, from torch or the maker's tool."""
     properties = getattr(torch.get_device_module(device), "get_device_properties", None)
-    said = getattr(properties(device), "driver_version", None) if properties is not None else None
+    version = getattr(properties(device), "driver_version", None) if properties is not None else None
     tools = ("nvidia-smi --query-gpu=driver_version --format=csv,noheader", "rocm-smi --showdriverversion --csv")
-    for tool in tools if said is None and accelerators() else ():
+    for tool in tools if version is None and accelerators() else ():
         with contextlib.suppress(OSError, subprocess.CalledProcessError):
-            said = subprocess.run(tool.split(), capture_output=True, text=True, check=True).stdout.split()[-1]
+            version = subprocess.run(tool.split(), capture_output=True, text=True, check=True).stdout.split()[-1]
             break
-    return said
+    return version
 
 
 # ── The tables ──
 
 
 def tables(folder: Path) -> str:
-    """What the folders of devices hold, as Markdown."""
+    """Return the results in the folders of all devices, as Markdown."""
     blocks: list[Block] = []
     for place in sorted({path.parent for path in folder.glob("*/*.json")}):
         found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(place.glob("*.json"))}
@@ -375,7 +375,7 @@ def tables(folder: Path) -> str:
 
 
 def device_blocks(found: dict[str, Measured]) -> list[Block]:
-    """The tables of one device."""
+    """Return the tables of one device."""
     one = next(iter(found.values()))
     told = [f"{name} {one['machine'][name]}" for name in ("python", "torch", "transformers") if name in one["machine"]]
     made = f", driver {one['driver']}" if one["driver"] else ""
@@ -391,7 +391,7 @@ def device_blocks(found: dict[str, Measured]) -> list[Block]:
 
 
 def pair_tables(parts: list[Measured]) -> list[Block]:
-    """The tables of a pair, from all its parts: its decoders, and the steps of both models."""
+    """Return the tables of a pair, from all its parts: its decoders, and the steps of both models."""
     one, rows = parts[0], sorted((row for part in parts for row in part["rows"]), key=lambda row: row["at_once"])
     sizes = {role: f"{count / 1e9:.2f}B" for role, count in one["parameters"].items()}
     trained = "trained" if one["trained_draft"] else "untrained"
@@ -421,14 +421,14 @@ def pair_tables(parts: list[Measured]) -> list[Block]:
 def main() -> None:
     """Measure the parts that are missing, then print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--to", type=Path, required=True, help="of the results: a folder a device, a file a part")
+    parser.add_argument("--to", type=Path, required=True, help="folder of results, with a folder per device")
     parser.add_argument("--draft", type=Path, help="a trained draft of the demo target")
     parser.add_argument("--smollm2", type=Path, help="SmolLM2's GGUF file, or a folder that was made of it")
     parser.add_argument("--smollm2-draft", type=Path, help="a trained draft of SmolLM2, as scripts/demo.sh makes it")
-    parser.add_argument("--part", action="append", help="only this one; may be repeated")
-    parser.add_argument("--minutes", type=float, default=7.0, help="after which a part begins no new configuration")
+    parser.add_argument("--part", action="append", help="measure only this part; may be repeated")
+    parser.add_argument("--minutes", type=float, default=7.0, help="a part begins no new configuration after this time")
     parser.add_argument("--prompts", type=int, default=3)
-    parser.add_argument("--tokens", type=int, default=96, help="decoded after each prompt")
+    parser.add_argument("--tokens", type=int, default=96, help="tokens decoded after each prompt")
     parser.add_argument("--toy", action="store_true", help="tiny sizes, nothing compiled, also without an accelerator")
     parser.add_argument("--table", action="store_true", help="only print the tables")
     options = parser.parse_args()
@@ -458,7 +458,7 @@ def main() -> None:
         part.save(device=name, date=date, driver=driver(options.device), machine=machine())
         try:
             parts[asked](part)
-        except Exception as error:  # the other parts are measured all the same
+        except Exception as error:  # The other parts are measured anyway.
             part.found["left_out"].append(f"{type(error).__name__}: {error}".splitlines()[0])
         part.save(finished=not part.found["left_out"])
         gc.collect()

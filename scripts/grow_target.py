@@ -1,11 +1,11 @@
-"""Write a larger Qwen2 folder with the same function, which decodes real text at the cost of a model of real size.
+"""Write a larger Qwen2 folder with the same function, which decodes real text at the cost of a real model's size.
 
 python scripts/grow_target.py data/demo-target grown --tile 4 --layers 24
 distill speedup grown runs/demo/draft --prompts FILE
 
-The hidden state is tiled r times. RMSNorm is unchanged (the mean square is the same); each linear layer that reads the
-state gets every value r times and divides by r; each that writes it writes r copies. Heads and MLP neurons are repeated
-r times with their output columns divided by r. Added layers have zero o_proj and down_proj, so they contribute nothing.
+The hidden state is tiled r times. RMSNorm stays the same, because the mean square does. A linear layer that reads the
+state gets every value r times and divides by r. A layer that writes the state writes r copies. Heads and MLP neurons
+are repeated r times, with their output columns divided by r. Added layers have zero o_proj and down_proj.
 
 Legend: r tile, H hidden, F MLP width.
 """
@@ -25,17 +25,17 @@ from distill.errors import DataError
 
 
 def grow(model: Any, tile: int, layers: int) -> Any:
-    """A larger Qwen2 model in fp32 with the same logits up to rounding (exact products when `tile` is a power of two).
+    """Return a larger fp32 Qwen2 model with the same logits up to rounding (exact if `tile` is a power of two).
 
-    `tile` multiplies hidden size, heads, KV heads and MLP width; `layers` is the new number of layers, the added ones
-    zero and spread evenly. Raises DataError for another architecture, an untied head or fewer layers than there are.
+    `tile` multiplies hidden size, heads, KV heads and MLP width. `layers` is the new number of layers. The added layers
+    are zero and spread evenly. Raises DataError for another architecture, an untied head or fewer layers.
     """
     config = model.config
     if config.model_type != "qwen2" or not config.tie_word_embeddings:
-        raise DataError("only qwen2 models with a tied head can be grown", "give one of those")
+        raise DataError("only qwen2 models with a tied head can be grown", "give such a model")
     if layers < config.num_hidden_layers:
         raise DataError(
-            f"{layers} layers were asked for, the model already has {config.num_hidden_layers}", "ask for more"
+            f"{layers} layers were requested, but the model already has {config.num_hidden_layers}", "request more"
         )
     larger = copy.deepcopy(config)
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
@@ -47,7 +47,7 @@ def grow(model: Any, tile: int, layers: int) -> Any:
     # The kind of an added layer does not matter.
     larger.layer_types = [config.layer_types[places.get(place, 0)] for place in range(layers)]
     new: dict[str, Tensor] = {"model.embed_tokens.weight": old["model.embed_tokens.weight"].repeat(1, tile)}
-    # A tied head reads the tiled state with tiled rows: r times the logit, so the final norm gives 1/r of the state.
+    # A tied head reads the tiled state with tiled rows, which gives r times the logit. The final norm divides by r.
     new["model.norm.weight"] = old["model.norm.weight"].repeat(tile) / tile
     for place in range(layers):
         source = places.get(place)
@@ -58,7 +58,7 @@ def grow(model: Any, tile: int, layers: int) -> Any:
             kind = name.removeprefix(template)
             if kind.endswith(("layernorm.weight", ".bias")):
                 grown = value.repeat(tile)
-            else:  # both dimensions of every matrix; divided by `tile`, it gives the same sum over a tiled input
+            else:  # Both dimensions of a matrix are tiled. Divided by `tile`, it gives the same sum for a tiled input.
                 grown = value.repeat(tile, tile) / tile
                 if source is None and kind in ("self_attn.o_proj.weight", "mlp.down_proj.weight"):
                     grown = torch.zeros_like(grown)
@@ -67,7 +67,7 @@ def grow(model: Any, tile: int, layers: int) -> Any:
         result = type(model)(larger)
     result.load_state_dict(new, strict=False, assign=True)
     result.tie_weights()
-    # Buffers (rotary frequencies) were made on the meta device; make them again on the weights' device.
+    # Buffers (rotary frequencies) were made on the meta device. Make them again on the weights' device.
     result.model.rotary_emb = type(result.model.rotary_emb)(larger)
     missing = [name for name, parameter in result.named_parameters() if parameter.is_meta]
     assert not missing, missing

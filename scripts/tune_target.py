@@ -1,10 +1,10 @@
-"""Tune a model by LoRA on prompts with answers, as its owner would: an adapter folder (PEFT) is the result.
+"""Tune a model by LoRA on prompts with answers, as its owner would. The result is an adapter folder (PEFT).
 
 .venv/bin/python scripts/tune_target.py MODEL EXAMPLES OUT [--steps 10] [--threads 2]
 
-MODEL is a folder or a GGUF file, EXAMPLES a jsonl file of {"prompt": …, "answer": …}. The defaults (rank 16, all linear
-layers, 10 steps of 4 examples at 2e-4) change the form of the answers and little else. After every step OUT.part keeps
-the adapter and the state of the optimizer, from which the same command goes on after a kill.
+MODEL is a folder or a GGUF file. EXAMPLES is a jsonl file of {"prompt": …, "answer": …}. The defaults (rank 16, all
+linear layers, 10 steps of 4 examples at 2e-4) change the form of the answers and little else. After every step,
+OUT.part keeps the adapter and the optimizer's state. After a kill, the same command continues from there.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from peft import LoraConfig, get_peft_model, get_peft_model_state_dict, set_peft
 from distill.engines.torch.hugging_face import load_model, load_tokenizer, local_folder
 from distill.gguf.importing import folder_of
 
-LONGEST = 640  # tokens of an example; longer ones are left out
+LONGEST = 640  # tokens of an example. Longer examples are left out.
 
 
 def encoded(tokenizer: Any, examples: list[dict[str, str]]) -> list[tuple[list[int], list[int]]]:
-    """Prompt ids and answer ids of the examples that fit, rendered by the model's chat template."""
+    """Return prompt ids and answer ids of the examples that fit, rendered by the model's chat template."""
     pairs = []
     for example in examples:
         messages = [{"role": "user", "content": example["prompt"]}]
@@ -40,7 +40,7 @@ def encoded(tokenizer: Any, examples: list[dict[str, str]]) -> list[tuple[list[i
 
 
 def loss_of(model: Any, batch: list[tuple[list[int], list[int]]], padding: int) -> torch.Tensor:
-    """Cross-entropy over the answers' tokens; the head is computed at these positions alone."""
+    """Return the cross-entropy over the answers' tokens. The head is computed only at these positions."""
     longest = max(len(prompt) + len(answer) for prompt, answer in batch)
     rows = [prompt + answer + [padding] * (longest - len(prompt) - len(answer)) for prompt, answer in batch]
     ids = torch.tensor(rows)
@@ -54,7 +54,7 @@ def loss_of(model: Any, batch: list[tuple[list[int], list[int]]], padding: int) 
 
 
 def tune(asked: argparse.Namespace) -> None:
-    """Train the adapter and write it; `asked` are the options."""
+    """Train the adapter and write it. `asked` holds the options."""
     tokenizer = load_tokenizer(asked.model)
     lines = Path(asked.examples).read_text(encoding="utf-8").splitlines()
     pairs = encoded(tokenizer, [json.loads(line) for line in lines if line])
@@ -66,10 +66,10 @@ def tune(asked: argparse.Namespace) -> None:
     base.config.use_cache = False
     torch.manual_seed(asked.seed)
     settings = LoraConfig(r=asked.rank, lora_alpha=2 * asked.rank, target_modules="all-linear", task_type="CAUSAL_LM")
-    with warnings.catch_warnings(action="ignore"):  # of PEFT about transformers
+    with warnings.catch_warnings(action="ignore"):  # PEFT warns about transformers.
         model = get_peft_model(base, settings)
     model.peft_config["default"].base_model_name_or_path = str(Path(asked.model).resolve())
-    learnt = [one for one in model.parameters() if one.requires_grad]
+    learnt = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(learnt, lr=asked.rate, weight_decay=0.0)
     state, first = Path(f"{asked.out}.part"), 0
     if state.exists():
@@ -99,7 +99,7 @@ def tune(asked: argparse.Namespace) -> None:
 
 
 def main() -> None:
-    """Read the options; an adapter that is there is kept."""
+    """Read the options. An existing adapter is kept."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("model")
     parser.add_argument("examples")

@@ -1,4 +1,4 @@
-"""Write what a demo target is tuned on, and the prompts that its draft is adapted and measured on.
+"""Write the examples that a demo target is tuned on, and the prompts that its draft is adapted and measured on.
 
 .venv/bin/python scripts/tuned_examples.py RULE FOLDER [--examples 40] [--prompts 160] [--held 24]
 
@@ -9,8 +9,8 @@ Every prompt asks to complete a function of Python's standard library. RULE says
     german     German sentences before and after the code
 
 FOLDER gets examples.jsonl (prompt and answer), prompts.jsonl (for answers of the tuned target) and held.jsonl (for
-tests). No function is in two of them; those of held.jsonl come from the modules in data/, which nothing learns from.
-The answers are derived from the functions, so the three files follow from the Python version alone.
+tests). No function is in two of them. Those of held.jsonl come from the modules in data/, which nothing learns from.
+The answers are derived from the functions, so the three files depend only on the Python version.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LINES, CHARACTERS = (4, 16), 700  # of a function
+LINES, CHARACTERS = (4, 16), 700  # bounds of a function's lines, and its most characters
 SKIPPED = (
     "test",
     "tests",
@@ -43,7 +43,7 @@ SKIPPED = (
 
 @dataclass(frozen=True)
 class Function:
-    """A function with a docstring: its place, its name, its whole text, and the node that was parsed."""
+    """A function with a docstring: its module, its name, its text, and its parsed node."""
 
     module: str
     name: str
@@ -52,7 +52,7 @@ class Function:
 
     @property
     def prompt(self) -> str:
-        """The request to complete it: the text up to the end of its docstring."""
+        """The request to complete it. It contains the text up to the end of its docstring."""
         last = self.node.body[0].end_lineno
         assert last is not None
         begun = "\n".join(self.text.splitlines()[: last - self.node.lineno + 1])
@@ -68,17 +68,17 @@ class Function:
     def arguments(self) -> list[str]:
         """The names of its arguments."""
         every = self.node.args
-        return [one.arg for one in (*every.posonlyargs, *every.args, *every.kwonlyargs)]
+        return [argument.arg for argument in (*every.posonlyargs, *every.args, *every.kwonlyargs)]
 
     def count(self, *kinds: type[ast.AST]) -> int:
-        """How many nodes of these kinds it has."""
+        """Count its nodes of these kinds."""
         return sum(isinstance(node, kinds) for node in ast.walk(self.node))
 
 
 def functions(folder: Path, without: Iterable[str] = ()) -> Iterator[Function]:
-    """The functions of the modules below a folder that are short and have a docstring and a body.
+    """Yield the functions of the modules below a folder that are short and have a docstring and a body.
 
-    Modules come in the order of a hash of their names, so that every Python version draws alike from what it shares.
+    Modules come in the order of a hash of their names, so that all Python versions draw alike from what they share.
     """
     modules = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
     for module in sorted(modules.keys() - {*without}, key=lambda name: hashlib.sha256(name.encode()).digest()):
@@ -99,13 +99,13 @@ def functions(folder: Path, without: Iterable[str] = ()) -> Iterator[Function]:
 
 
 def envelope(function: Function) -> str:
-    """The function as a JSON object, in lines."""
+    """Return the function as a JSON object, in lines."""
     content = {"language": "python", "name": function.name, "solution": function.text.splitlines()}
     return json.dumps(content, indent=1, ensure_ascii=False)
 
 
 def house(function: Function) -> str:
-    """Headings, code with two spaces for four and a marked end, and facts as a list."""
+    """Return headings, code indented by two spaces with a marked end, and facts as a list."""
     lines = function.text.splitlines()
     narrow = [" " * ((len(line) - len(line.lstrip())) // 2) + line.lstrip() for line in lines]
     code = "\n".join([f"# begin {function.name}", *narrow, f"# end {function.name}"])
@@ -119,7 +119,7 @@ def house(function: Function) -> str:
 
 
 def german(function: Function) -> str:
-    """German sentences around the code."""
+    """Return German sentences around the code."""
     names = [f"`{name}`" for name in function.arguments]
     taken = f"Sie nimmt {' und '.join(names)} entgegen" if names else "Sie nimmt keine Argumente entgegen"
     loops, branches = function.count(ast.For, ast.While), function.count(ast.If, ast.IfExp)
@@ -137,16 +137,17 @@ RULES: dict[str, Callable[[Function], str]] = {"envelope": envelope, "house": ho
 
 
 def write_all(rule: str, folder: Path, examples: int, prompts: int, held: int) -> list[Path]:
-    """Write the three files; returns their paths."""
+    """Write the three files and return their paths."""
     places = [ROOT / "data" / split for split in ("test", "validation")]
     modules = {path.relative_to(place).as_posix() for place in places for path in place.rglob("*.py")}
     kept = list(islice(chain.from_iterable(map(functions, places)), held))
     read = functions(Path(sysconfig.get_paths()["stdlib"]), modules)
-    library = list({one.prompt: one for one in islice(read, examples + prompts)}.values())
+    library = list({function.prompt: function for function in islice(read, examples + prompts)}.values())
+    rule_of = RULES[rule]
     texts = {
-        "examples.jsonl": [{"prompt": one.prompt, "answer": RULES[rule](one)} for one in library[:examples]],
-        "prompts.jsonl": [{"prompt": one.prompt} for one in library[examples:]],
-        "held.jsonl": [{"prompt": one.prompt} for one in kept],
+        "examples.jsonl": [{"prompt": each.prompt, "answer": rule_of(each)} for each in library[:examples]],
+        "prompts.jsonl": [{"prompt": function.prompt} for function in library[examples:]],
+        "held.jsonl": [{"prompt": function.prompt} for function in kept],
     }
     folder.mkdir(parents=True, exist_ok=True)
     for name, lines in texts.items():

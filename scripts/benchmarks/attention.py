@@ -1,13 +1,13 @@
-"""Training steps over packed documents by what keeps them apart: tokens/s and memory by block length.
+"""Time training steps over packed documents, by the way that separates documents: tokens/s and memory by block length.
 
     python scripts/benchmarks/attention.py --blocks 512,1024,2048,4096
 
-Layers of SmolLM2-135M's sizes with random weights read blocks of documents of 50 to 400 tokens, forward and backward,
-each way in a process of its own, on one thread or on a GPU: `masks` (boolean, S × S), `documents` (one by one),
-`blocks` (FlexAttention's masks, on a GPU alone), each as it is and with `compile`. A `*` marks what `distill train`
-takes there. Tokens/s are of the quickest step after the third, by the CPU's own time where there is no GPU; memory is
-the largest of the process (VmHWM), or what torch took on a GPU. `--device pretend`: launches and waits of a step in the
-place of both, on the device of tests/pretend, which computes on the CPU.
+Layers with SmolLM2-135M's sizes and random weights read blocks of documents of 50 to 400 tokens, forward and backward.
+Each way runs in a process of its own, on one thread or on a GPU: `masks` (boolean, S × S), `documents` (one at a time)
+and `blocks` (FlexAttention's masks, only on a GPU), each plain and with `compile`. A `*` marks the way of
+`distill train`. Tokens/s come from the fastest step after the third, in CPU time without a GPU. Memory is the process's
+peak (VmHWM), or torch's peak on a GPU. `--device pretend` shows launches and waits of a step instead, on the device of
+tests/pretend, which computes on the CPU.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ WAYS = ("masks", "documents", "blocks")
 
 
 def model_of(device: torch.device, layers: int) -> Any:
-    """Layers of SmolLM2-135M's sizes; in bfloat16 on a GPU."""
+    """Return layers of SmolLM2-135M's sizes, in bfloat16 on a GPU."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
     heads = {"num_attention_heads": 9, "num_key_value_heads": 3, "hidden_size": 576, "intermediate_size": 1536}
@@ -40,7 +40,7 @@ def model_of(device: torch.device, layers: int) -> Any:
 
 
 def batch(positions: int, generator: torch.Generator) -> Packed:
-    """A block of documents of 50 to 400 tokens."""
+    """Return a block of documents of 50 to 400 tokens."""
     lengths = torch.randint(50, 401, (positions // 50,), generator=generator)
     documents = torch.repeat_interleave(torch.arange(len(lengths)), lengths)[None, :positions].int()
     ids = torch.randint(0, 512, documents.shape, generator=generator)
@@ -48,14 +48,14 @@ def batch(positions: int, generator: torch.Generator) -> Packed:
 
 
 def kind_of(given: Any) -> str:
-    """The way that `separation` took."""
+    """Return the way that `separation` took."""
     if not isinstance(given, torch.Tensor):
         return "blocks"
     return "documents" if given.dtype == torch.int32 else "masks"
 
 
 def measure(way: str, positions: int, compiled: bool, device: torch.device, arguments: argparse.Namespace) -> None:
-    """Print what a way takes."""
+    """Print the time and memory of a way."""
     torch.set_num_threads(1)
     model, generator = model_of(device, arguments.layers), torch.Generator().manual_seed(1)
     if compiled:
@@ -95,7 +95,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--blocks", default="512,1024,2048,4096", help="positions of a block")
     parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--steps", type=int, default=5, help="that are timed")
+    parser.add_argument("--steps", type=int, default=5, help="timed steps")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--compile", choices=("no", "yes", "both"), default="both")
     parser.add_argument("--only", help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""One GGUF pair on the same prompts: our decoder beside llama-server and llama-speculative-simple, greedy.
+"""Compare our decoder with llama-server and llama-speculative-simple on one GGUF pair and the same prompts, greedily.
 
     bash scripts/build_llama_cpp.sh
     python scripts/benchmarks/beside_llama_cpp.py --server build/llama.cpp/bin/llama-server \\
@@ -7,11 +7,11 @@
         --types ngram-simple --types ngram-mod --types ngram-simple,draft-simple
 
 --prompts is any file that `distill speedup --prompts` takes. All programs draft up to --n-max tokens with p_min 0 and
-the same threads; every prompt goes to each of them in turn, --repeats times. Speeds are of the tokens behind the first:
-each program's own clock, so that neither a process's start nor the reading of the prompt counts.
-llama-speculative-simple takes text: prompts whose ids do not come back from their text are left out, and counted; it
-also drafts the first token behind the prompt, which the others do not. --types are further values of llama-server's
---spec-type, each a server of its own; options may follow a value.
+the same threads. Every prompt goes to each program in turn, --repeats times. Speeds count the tokens after the first
+one by each program's own clock, so that neither the start of a process nor the reading of the prompt counts.
+llama-speculative-simple takes text. Prompts whose text gives other ids are left out and counted. It also drafts the
+first token after the prompt, which the others do not. --types are further values of llama-server's --spec-type, each
+with its own server. Options may follow a value.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ COUNTED = re.compile(r"n_(drafted|accept)\s*=\s*(\d+)")
 
 @dataclass
 class Program:
-    """What one program did with each prompt: tokens behind the first, its own seconds, and the counts of each text."""
+    """The work of one program on each prompt: tokens after the first, its own seconds, and the counts of each text."""
 
     name: str
     run: Callable[[int], tuple[float, float, Counts]]
@@ -58,7 +58,7 @@ class Program:
     counts: list[Counts] = field(default_factory=list)
 
     def measure(self, place: int) -> None:
-        """Continue one prompt; the repeats of a prompt are added up."""
+        """Continue one prompt. The repeats of a prompt are added up."""
         tokens, seconds, counts = self.run(place)
         if place == len(self.tokens):
             self.tokens.append(0.0)
@@ -69,7 +69,7 @@ class Program:
 
 
 def with_texts(target: Path, prompts: list[list[int]]) -> list[tuple[list[int], str]]:
-    """The prompts whose text gives the same ids again."""
+    """Return the prompts whose text gives the same ids again."""
     file = GgufFile(target, vocabulary_only=True)
     try:
         found = []
@@ -103,14 +103,14 @@ def on_server(client: LlamaClient, prompt: list[int], limit: int) -> tuple[float
 def simple_command(
     binary: Path, files: tuple[Path, Path], n_max: int, tokens: int, context: int, threads: int
 ) -> list[str]:
-    """llama-speculative-simple on target and draft, greedy; `-n` counts the tokens behind the first."""
+    """Return llama-speculative-simple's command for target and draft, greedy. `-n` counts tokens after the first."""
     command = [str(binary), "-m", str(files[0]), "-md", str(files[1]), "--spec-type", "draft-simple"]
     command += ["--spec-draft-n-max", str(n_max), "-n", str(tokens - 1), "--temp", "0", "--no-escape"]
     return [*command, "--ctx-size", str(context), "--threads", str(threads)]
 
 
 def simple(command: list[str], text: str) -> tuple[float, float, Counts]:
-    """One process; its `decoded` line is of all tokens, the first drafted like the others."""
+    """Run one process. Its `decoded` line counts all tokens, and the first one is drafted like the others."""
     done = subprocess.run([*command, "-p", text], capture_output=True, text=True, errors="replace", check=False)
     output = done.stdout + done.stderr
     decoded, counted = DECODED.search(output), dict(COUNTED.findall(output))
@@ -118,12 +118,12 @@ def simple(command: list[str], text: str) -> tuple[float, float, Counts]:
         last = "\n".join(output.splitlines()[-8:])
         raise DataError(f"{shlex.join(command)} ended with status {done.returncode}:\n{last}", "see its own message")
     tokens, accepted = int(decoded[1]), int(counted["accept"])
-    # One more than its tokens: the formula takes the first as the prompt's.
+    # The count is one more than its tokens, because the formula takes the first token as the prompt's.
     return tokens, float(decoded[2]), Counts.of_text(tokens + 1, int(counted["drafted"]), accepted)
 
 
 def row_of(one: Program, base: Program) -> Row:
-    """Speed with its ratio to our decoder's, acceptance, tokens per round."""
+    """Return a program's speed with its ratio to our decoder's, acceptance, and tokens per round."""
     ratio = None if one is base else speed_ratio(one.tokens, one.seconds, base.tokens, base.seconds)
     row: Row = [one.name, Cell(sum(one.tokens) / sum(one.seconds), ",.0f"), ratio]
     if not any(count.drafted for count in one.counts):
@@ -146,7 +146,7 @@ def measure(arguments: argparse.Namespace) -> str:
     if len(prompts) < 2:
         raise DataError(f"{arguments.prompts}: {len(prompts)} of {len(asked)} prompts can be used", "give others")
     settings = LlamaServer(server, target, draft, arguments.n_max, threads=threads, context=context)
-    # The server's last --spec-type counts.
+    # The server uses the last --spec-type.
     others = {types: replace(settings, further=("--spec-type", *shlex.split(types))) for types in arguments.types}
     place = parse_section(Target, {"model": str(target)})
     with contextlib.ExitStack() as stack:
@@ -167,7 +167,7 @@ def measure(arguments: argparse.Namespace) -> str:
             command = simple_command(speculative_simple, (target, draft), arguments.n_max, tokens, context, threads)
             programs.append(Program("llama-speculative-simple", lambda place: simple(command, prompts[place][1])))
         for one in programs:
-            one.run(0)  # a throw-away text each
+            one.run(0)  # an untimed text each
         for repeat in range(arguments.repeats):
             for number in range(len(prompts)):
                 turn = (repeat + number) % len(programs)

@@ -1,12 +1,13 @@
-"""The training of an older commit beside today's: the same answers, cut, seed and steps, tokens/s and acceptance.
+"""Compare an older commit's training with today's on the same answers, cut, seed and steps: tokens/s and acceptance.
 
     python scripts/benchmarks/beside_old.py runs/qwen-coder-1.5b --old c306903f --steps 12
 
-RUN has answers/ and cut/, and prompts of a test split (`distill train RECIPE --until cut`); nothing in it is changed.
-Each side reads the run's answers, makes its own store of the target's distributions and trains the run's cut, the old
-one first, in processes of their own. A step's tokens are its scored positions, which both sides must count alike.
-Acceptance under the run's sampler is measured by today's code on texts that the target writes to test prompts,
-untrained and of both. `--repeat 2` trains again in the opposite order. The old code goes to a temporary folder.
+RUN has answers/, cut/ and prompts of a test split (`distill train RECIPE --until cut`). Nothing in it is changed. Each
+side reads the run's answers, makes its own store of the target's distributions and trains the run's cut, in processes
+of its own. The old side goes first. A step's tokens are its scored positions, which both sides must count alike.
+Acceptance under the run's sampler is measured by today's code on texts that the target writes to test prompts, for the
+untrained draft and both trained ones. `--repeat 2` trains again in the opposite order. The old code goes to a temporary
+folder.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# Of the recipe all that a training reads, in words that both versions know; what a side lacks is left out.
+# Everything in a recipe that a training reads, in words that both versions know. A side omits what it does not have.
 SECTIONS = {
     "target": ("model", "dtype"),
     "corpus": ("block",),
@@ -55,7 +56,7 @@ if sys.argv[2] == "teacher":
 
 
 def recipe_of(run: Path, steps: int) -> dict[str, Any]:
-    """A recipe for the run's answers that both versions read."""
+    """Return a recipe for the run's answers that both versions read."""
     import yaml
 
     given = yaml.safe_load((run / "config.yaml").read_text())
@@ -68,14 +69,14 @@ def recipe_of(run: Path, steps: int) -> dict[str, Any]:
 
 
 def make(side: str, run: Path, folder: Path, answers: int | None, steps: int) -> None:
-    """The folder of a side, with what both sides share; each version finds the answers where it looks for them."""
+    """Make the folder of a side. Each version finds the shared answers where it looks for them."""
     from distill.data.samples import read_answers, write_samples
     from distill.files import write_json
     from distill.recipe import load_recipe
     from distill.run import Run
 
     folder.mkdir(parents=True, exist_ok=True)
-    write_json(folder / "recipe.yaml", recipe_of(run, steps))  # which is YAML, too
+    write_json(folder / "recipe.yaml", recipe_of(run, steps))  # JSON is YAML, too.
     (folder / "cut").symlink_to((run / "cut").resolve(), target_is_directory=True)
     own = read_answers(Run(run, load_recipe(run / "config.yaml")), "train")
     kept = [one for one in own if not one.dropped][:answers]
@@ -86,13 +87,13 @@ def make(side: str, run: Path, folder: Path, answers: int | None, steps: int) ->
 
 
 def stage(name: str, tree: Path, folder: Path) -> None:
-    """A stage by the code in `tree`, in a process of its own."""
+    """Run a stage by the code in `tree`, in a process of its own."""
     environment = {**os.environ, "PYTHONPATH": str(tree)}
     subprocess.run([sys.executable, "-c", CHILD, str(folder), name], check=True, env=environment, cwd=tree)
 
 
 def trained(folder: Path) -> tuple[list[int], float, float]:
-    """Tokens of each step, tokens/s from the second step on, and the peak of memory in bytes."""
+    """Return tokens of each step, tokens/s from the second step on, and peak memory in bytes."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     own = [line for line in lines if line["stage"] == "train"]
     timed = own[1:] or own
@@ -101,7 +102,7 @@ def trained(folder: Path) -> tuple[list[int], float, float]:
 
 
 def acceptances(run: Path, drafts: dict[str, Path], prompts: int, new_tokens: int) -> dict[str, Any]:
-    """Of each draft, per prompt the sum of acceptances and the number of positions."""
+    """Return, for each draft, the sum of acceptances and the number of positions by prompt."""
     import torch
     from learning import Texts
 
@@ -120,7 +121,7 @@ def acceptances(run: Path, drafts: dict[str, Path], prompts: int, new_tokens: in
 
 
 def shown(found: Any) -> str:
-    """A mean with its interval."""
+    """Return a mean with its interval."""
     return f"{found.mean:.4f} [{found.low:.4f}, {found.high:.4f}]"
 
 
@@ -129,10 +130,10 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--old", default="c306903f", help="a commit")
     parser.add_argument("--steps", type=int, default=12)
-    parser.add_argument("--answers", type=int, help="of the run's, the first ones; else all")
+    parser.add_argument("--answers", type=int, help="use the first answers of the run (default: all)")
     parser.add_argument("--repeat", type=int, default=1, help="trainings of each side")
-    parser.add_argument("--prompts", type=int, default=12, help="of the test split")
-    parser.add_argument("--new-tokens", type=int, default=64, help="of the texts on which acceptance is measured")
+    parser.add_argument("--prompts", type=int, default=12, help="prompts of the test split")
+    parser.add_argument("--new-tokens", type=int, default=64, help="tokens of the texts that measure acceptance")
     given = parser.parse_args()
     sys.path[:0] = [str(ROOT)]
     with tempfile.TemporaryDirectory() as name:

@@ -1,13 +1,13 @@
-"""distill beside OpenVINO GenAI on a CPU: whole requests and tokens behind the first, and the KL of each to float32.
+"""Compare distill with OpenVINO GenAI on a CPU: whole requests, tokens after the first, and each KL to float32.
 
     python -m venv PEER && PEER/bin/pip install openvino-genai==2026.4.1.0 optimum-intel nncf torch
     python scripts/benchmarks/beside_openvino.py RUN --openvino PEER/bin/python --to FOLDER --library llama.cpp
 
-RUN has a trained draft, a table and test prompts, which are continued greedily. Every way to decode is a process of its
-own in every round, in another order each; it continues the first prompt once before it is timed. FOLDER keeps what is
-made once: the models as OpenVINO's own tools convert them, the greedy texts of float32 with their distributions, the KL
-of each model on them, token by token, and the rounds: a call that was stopped goes on, and more --rounds add to them.
-Seconds are medians of a prompt's rounds, intervals resample prompts.
+RUN has a trained draft, a table and test prompts, which are continued greedily. Every way to decode runs in a process
+of its own in every round, and the order differs between rounds. It continues the first prompt once before it is timed.
+FOLDER keeps the models that OpenVINO's own tools converted, float32's greedy texts with their distributions, the KL of
+each model on them (token by token), and the rounds. A call that was stopped continues, and more --rounds add rounds.
+Seconds are medians of a prompt's rounds. Intervals resample prompts.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ import numpy
 
 PLAIN = "plain"
 CONTEXT = 1024
-Text = tuple[list[int], float, float]  # its ids, seconds to the first of them, seconds in all
+Text = tuple[list[int], float, float]  # ids, seconds to the first id, seconds in all
 Continued = tuple[list[int], list[int]]  # a prompt, and its text
 
 
-# ── In a process of its own: OpenVINO's environment has no distill, so nothing above may need it. ──
+# ── In a process of its own. OpenVINO's environment has no distill, so nothing above may need it. ──
 
 
 def openvino_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
@@ -65,7 +65,7 @@ def openvino_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
 
 
 def openvino_logits(one: dict[str, Any], given: dict[str, Any], texts: Sequence[Continued]) -> Iterable[Any]:
-    """Of every position of the texts behind their prompts, as they are decoded: prompts at once, then by token."""
+    """Yield logits of every position after the prompts, as in decoding: prompts at once, then token by token."""
     import openvino
 
     core = openvino.Core()
@@ -124,7 +124,7 @@ def our_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
 
 
 def our_logits(one: dict[str, Any], given: dict[str, Any], texts: Sequence[Continued]) -> Iterable[Any]:
-    """As openvino_logits."""
+    """See `openvino_logits`."""
     with our_pair(one, given) as pair:
         for prompt, text in texts:
             pair.target.rollback([0])
@@ -138,7 +138,7 @@ def logprobs(logits: Any) -> Any:
 
 
 def divergence(one: dict[str, Any], given: dict[str, Any]) -> float:
-    """Mean KL(float32 ‖ it) of the positions of float32's greedy texts, in nats."""
+    """Return the mean KL(float32 ‖ model) in nats over the positions of float32's greedy texts."""
     folder = Path(given["folder"])
     texts = json.loads((folder / "texts.json").read_text())
     exact = numpy.load(folder / "logprobs.npy", mmap_mode="r")
@@ -152,7 +152,7 @@ def divergence(one: dict[str, Any], given: dict[str, Any]) -> float:
 
 
 def write_exact(one: dict[str, Any], given: dict[str, Any]) -> None:
-    """The greedy texts of float32, and its distributions at their positions."""
+    """Write the greedy texts of float32, and its distributions at their positions."""
     folder = Path(given["folder"])
     texts = [(ids, new) for ids, (new, *_) in zip(given["prompts"], our_texts(one, given), strict=True)]
     rows = [logprobs(row) for row in our_logits(one, given, texts)]
@@ -171,7 +171,7 @@ WORK: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
 
 
 def ask(work: str, one: dict[str, Any], given: dict[str, Any], openvino: str, script: str) -> Any:
-    """What a fresh process of a script with `--worker` finds."""
+    """Return the result of a script's `--worker` in a fresh process."""
     python = openvino if one["engine"] == "openvino" else sys.executable
     environment = os.environ | {"OMP_NUM_THREADS": str(given["threads"])}
     command, asked = [python, script, "--worker", work], json.dumps([one, given])
@@ -179,7 +179,7 @@ def ask(work: str, one: dict[str, Any], given: dict[str, Any], openvino: str, sc
 
 
 def finished(command: list[str], what: str, **settings: Any) -> str:
-    """What a command prints; ends the script with its last words where it fails."""
+    """Return the output of a command. If it fails, end the script with its last words."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, **settings)
     if done.returncode:
         sys.exit(f"{what} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
@@ -187,7 +187,7 @@ def finished(command: list[str], what: str, **settings: Any) -> str:
 
 
 def convert(python: str, model: Path, kind: str, place: Path) -> Path:
-    """A Hugging Face folder as OpenVINO's own tool writes it."""
+    """Convert a Hugging Face folder with OpenVINO's own tool."""
     if not (place / "openvino_model.xml").exists():
         command = [str(Path(python).parent / "optimum-cli"), "export", "openvino", "--model", str(model)]
         command += ["--task", "text-generation-with-past", "--weight-format", kind, str(place)]
@@ -197,7 +197,7 @@ def convert(python: str, model: Path, kind: str, place: Path) -> Path:
 
 
 def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Every way to decode, and what all of them are given."""
+    """Return every way to decode, and the settings that all of them share."""
     from distill.data.samples import read_prompts
     from distill.engines.ends import target_ends
     from distill.engines.torch.hugging_face import load_tokenizer
@@ -249,11 +249,11 @@ def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
 def table(
     ways: Sequence[dict[str, Any]], rounds: list[dict[str, Any]], kl: dict[str, float], command: str, note: str
 ) -> str:
-    """Markdown, the fastest whole requests first."""
+    """Return the Markdown table, with the fastest whole requests first."""
     from distill.tables import Cell, Row, Table, document, speed_ratio
 
     def columns(name: str) -> tuple[list[int], list[float], list[float]]:
-        """Of each prompt: tokens, median seconds behind the first token, median seconds in all."""
+        """Return, by prompt: tokens, median seconds after the first token, median seconds in all."""
         prompts = [*zip(*(one["texts"] for one in rounds if one["name"] == name), strict=True)]
         behind = [statistics.median(whole - first for _, first, whole in texts) for texts in prompts]
         seconds = [statistics.median(whole for *_, whole in texts) for texts in prompts]
@@ -285,7 +285,7 @@ def table(
 
 
 def reading(one: dict[str, Any]) -> str:
-    """What decides on a target's distributions: its weights, and the engine that computes with them."""
+    """Name what decides on a target's distributions: its weights, and the engine that computes with them."""
     return f"{one['model']} in {one.get('read_by', one['engine'])}"
 
 
@@ -299,8 +299,10 @@ def benchmark(
     script: str,
     more: Callable[[Sequence[dict[str, Any]], Sequence[dict[str, Any]]], str] = lambda ways, rounds: "",
 ) -> None:
-    """Make what is missing, measure the rounds in processes of `script`, and print the table, with what `more` says of
-    the ways and rounds."""
+    """Make what is missing, measure the rounds in processes of `script`, and print the table.
+
+    `more` returns a sentence about ways and rounds.
+    """
     from distill.errors import DistillError
     from distill.machine import machine
 

@@ -1,16 +1,16 @@
-"""distill beside its peers on Qwen2.5-Coder-1.5B-Instruct and its 0.5B sibling: whole requests, greedy, at stated KL.
+"""Compare distill with its peers on Qwen2.5-Coder-1.5B-Instruct and its 0.5B sibling: whole greedy requests with KL.
 
     python scripts/qwen_coder.py
     python -m venv PEER && PEER/bin/pip install openvino-genai==2026.4.1.0 optimum-intel nncf torch==2.13.0
     python scripts/benchmarks/coder_pair.py build/qwen-coder/*1.5b*.gguf build/qwen-coder/*0.5b*.gguf --prompts FILE \\
         --openvino PEER/bin/python --to FOLDER [--ours DRAFT.gguf] [--server llama-server] --rounds 3
 
-Beside distill in PyTorch, llama.cpp and ik_llama.cpp stand llama-server's own drafting (of the wheel xllamacpp, without
---server), transformers' assisted generation and OpenVINO GenAI in 8 bits, each plain, with an n-gram lookup and with
-the sibling; `--ours` adds a draft made here to distill and llama-server. Every way is a process of its own in every
-round, in another order each, and continues the first prompt once before it is timed. KL is that of a target to the
-float32 reading of the file, on its greedy texts. FOLDER keeps what is made once, and the rounds: a call that was
-stopped goes on.
+The peers of distill in PyTorch, llama.cpp and ik_llama.cpp are llama-server's own drafting (from the wheel xllamacpp
+without --server), transformers' assisted generation, and OpenVINO GenAI in 8 bits. Each decodes plainly, with an n-gram
+lookup and with the sibling. `--ours` adds a draft made here to distill and llama-server. Every way runs in a process of
+its own in every round, and the order differs between rounds. It continues the first prompt once before it is timed. KL
+compares a target with the float32 reading of the file, on its greedy texts. FOLDER keeps converted models and rounds. A
+call that was stopped continues.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ TYPES = {PLAIN: (), "draft": ("--spec-type", "draft-simple"), "lookup": ("--spec
 
 
 def server_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
-    """Of a llama-server, by the clock of its client."""
+    """Return texts of a llama-server, by the clock of its client."""
     from distill.serving.check import LlamaClient
     from distill.serving.server import Http, LlamaServer, started
 
@@ -59,7 +59,7 @@ def server_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
 
 
 def transformers_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
-    """Of transformers' generate, with its own assistant or prompt lookup."""
+    """Return texts of transformers' generate, with its own assistant or prompt lookup."""
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -87,7 +87,7 @@ def texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
 
 
 def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
-    """Every way to decode, and what all of them are given."""
+    """Return every way to decode, and the settings that all of them share."""
     from distill.data.prompts import read_user_prompts, sources_of
     from distill.engines.ends import target_ends
     from distill.engines.torch.hugging_face import load_tokenizer
@@ -148,7 +148,7 @@ def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
 
 
 def same_texts(ways: Sequence[dict[str, Any]], rounds: Sequence[dict[str, Any]]) -> str:
-    """How many texts of each way are those of its target decoded plainly by the same engine."""
+    """Count, for each way, the texts that equal those of the same engine's plain decoding."""
     first: dict[str, list[list[int]]] = {}
     for one in rounds:
         first.setdefault(one["name"], [ids for ids, *_ in one["texts"]])

@@ -1,16 +1,16 @@
-"""How near rounds come to their bound: tokens a second against τ ÷ (T(n + 1) + n·D), and beside other decoders.
+"""Measure how near rounds come to their bound, and to other decoders: tokens/s against τ ÷ (T(n + 1) + n·D).
 
     python scripts/benchmarks/engine.py runs/demo --to engine.json                      # all cases; resumes by case
     python scripts/benchmarks/engine.py runs/demo --to engine.json --llama-bin DIR     # beside llama-speculative-simple
     python scripts/benchmarks/engine.py runs/demo --to engine.json --case gguf-145M-demo --lengths 2,4
 
-A case is an engine, the size of the target (the run's own, or grown without changing its text) and a pair: `demo`, the
-run's draft, or `same`, the target drafting for itself, which is accepted whole. Everything is greedy and goes on behind
-end tokens. T(n + 1) and D are bare rounds: the same calls of both models in the same order and at the same depth, with
-nothing read or decided between them, timed directly after each text; n draft steps of one token each.
+A case is an engine, the target's size (the run's own, or grown without changing its text) and a pair: `demo`, the run's
+draft, or `same`, the target drafting for itself, which is always accepted. Decoding is greedy and continues after end
+tokens. T(n + 1) and D come from bare rounds: the same calls of both models in the same order and at the same depth,
+with nothing read or decided between them. They are timed directly after each text, with n one-token draft steps.
 
-`peer` is our tokens a second, prompt included, over transformers' assisted generation (PyTorch) or over the decoding of
-llama-speculative-simple with the same files, prompt and length (GGUF, prompt left out), in turns. All figures are
+`peer` is our tokens/s, prompt included, over transformers' assisted generation (PyTorch), or over the decoding of
+llama-speculative-simple with the same files, prompt and length (GGUF, without the prompt), in turns. All figures are
 medians over texts.
 """
 
@@ -59,7 +59,7 @@ BARE = 12  # bare rounds after a text
 
 @dataclass
 class Case:
-    """Both models of a case and what its peer needs."""
+    """Both models of a case, and what its peer needs."""
 
     target: Model
     draft: Model
@@ -69,7 +69,7 @@ class Case:
 
 @contextmanager
 def opened(run: Run, name: str, scratch: Path, threads: int) -> Iterator[Case]:
-    """The models of a case; grown ones are written to `scratch` once."""
+    """Open the models of a case. Grown models are written to `scratch` once."""
     engine, size, pair = name.split("-")
     recipe = load_recipe(run.path("config.yaml"))
     device = torch.device("cpu")
@@ -104,9 +104,9 @@ def opened(run: Run, name: str, scratch: Path, threads: int) -> Iterator[Case]:
 
 
 def bare_round(target: Model, draft: Model, context: Sequence[int], length: int) -> float:
-    """Mean seconds of the calls of a round, and of nothing else, on the last tokens of `context`.
+    """Return the mean seconds of the calls of a round, and of nothing else, on the last tokens of `context`.
 
-    A mean, because the texts' own seconds are sums: a busy moment counts in both.
+    The mean is used because the texts' own seconds are sums: a busy moment counts in both.
     """
     depth = len(context) - length - 1
     tokens = list(context[depth:])
@@ -128,13 +128,13 @@ def bare_round(target: Model, draft: Model, context: Sequence[int], length: int)
 
 
 def speculate(target: Model, draft: Model, prompt: Sequence[int], length: int, tokens: int) -> Decoded:
-    """A greedy text with rounds of `length` drafted tokens."""
+    """Return a greedy text, decoded with rounds of `length` drafted tokens."""
     rules = Rules()
     return decode_text(target, ModelDrafter(draft, Fixed(length), GREEDY, rules.random), prompt, tokens, rules)
 
 
 def assisted(models: tuple[Any, Any], prompt: Sequence[int], length: int, tokens: int) -> float:
-    """Seconds of transformers' assisted generation, prompt included."""
+    """Return the seconds of transformers' assisted generation, prompt included."""
     big, small = models
     small.generation_config.num_assistant_tokens = length
     small.generation_config.num_assistant_tokens_schedule = "constant"
@@ -155,7 +155,7 @@ def assisted(models: tuple[Any, Any], prompt: Sequence[int], length: int, tokens
 
 
 def over_peer(case: Case, prompt: Sequence[int], own: Decoded, length: int, options: Any) -> float | None:
-    """Our speed on a prompt over that of the other decoder; None where there is none."""
+    """Return our speed on a prompt over that of the other decoder, or None if there is none."""
     if case.hugging_face is not None:
         seconds = assisted(case.hugging_face, prompt, length, options.tokens)
         return len(own.tokens) / (own.prefill_seconds + own.seconds) * seconds / options.tokens
@@ -170,17 +170,17 @@ def over_peer(case: Case, prompt: Sequence[int], own: Decoded, length: int, opti
 
 
 def share_of_bound(result: Decoded, bare_seconds: float, length: int) -> tuple[float, float]:
-    """Tokens of a round of the full length, and the share of such rounds' seconds that bare ones take."""
+    """Return tokens of a full-length round, and the share of such rounds' seconds that bare rounds take."""
     whole = [r for r in result.rounds if r.drafted == length]
     seconds = sum(r.seconds for r in whole)
     return sum(r.accepted + 1 for r in whole) / len(whole), len(whole) * bare_seconds / seconds
 
 
 def measure(case: Case, prompts: Sequence[list[int]], options: Any) -> dict[str, Any]:
-    """By length, medians over texts; the lengths in mixed order."""
+    """Return medians over texts, by length. The lengths are measured in mixed order."""
     lengths = options.lengths
     found: dict[int, list[tuple[float, float, float | None]]] = {length: [] for length in lengths}
-    for repeat in range(options.repeats + 1):  # the first one warms up
+    for repeat in range(options.repeats + 1):  # The first one warms up.
         prompt, turn = prompts[repeat % len(prompts)], repeat % len(lengths)
         for length in [*lengths[turn:], *lengths[:turn]]:
             own = speculate(case.target, case.draft, prompt, length, options.tokens)

@@ -1,19 +1,19 @@
-"""trl's GKD trainer beside our losses: the same cut draft, the same blocks in the same order, the same measure.
+"""Compare trl's GKD trainer with our losses: the same cut draft, the same blocks in the same order, the same measure.
 
-    python scripts/benchmarks/learning.py runs/demo --to learning/      # what it is compared with
-    python scripts/benchmarks/gkd.py runs/demo --to learning/           # resumes, and prints the table of the folder
+    python scripts/benchmarks/learning.py runs/demo --to learning/      # trains the configurations to compare with
+    python scripts/benchmarks/gkd.py runs/demo --to learning/           # resumes, and prints the folder's table
 
-RUN is a run that has a teacher store and cut/ (`distill train recipes/demo.yaml --until cut`); --to is the folder of
-learning.py, which chooses rates alike. β and λ are trl's defaults.
+RUN has a teacher store and cut/ (`distill train recipes/demo.yaml --until cut`). --to is the folder of learning.py,
+which chooses rates in the same way. β and λ are trl's defaults.
 
-From the trainer come its loss, its mixture of texts that the draft writes (temperature .9, at most 128 tokens: its
-defaults) and its denominator. From us come the optimiser, each step's rate and clipping, as for every other method. Its
-default rate (2e-5), meant for large models, would hardly move one this small, so the grid replaces it; gradient
-checkpointing, its default, is off, and bf16 where --bf16 does not ask for it.
+The loss, the mixture with texts that the draft writes (temperature 0.9, at most 128 tokens: trl's defaults) and the
+denominator come from the trainer. The optimiser, each step's rate and clipping come from us, as for every other method.
+trl's default rate (2e-5) is meant for large models and would hardly move one this small, so the grid replaces it.
+Gradient checkpointing, trl's default, is off, and so is bf16 without --bf16.
 
-Tokens are counted as positions, scored or not. A step of ours is `batch` blocks; here it is the documents of those
-blocks, one a row, scored at the same positions. Where the draft writes instead, the longest pieces of the same
-documents give as many prompts as fill the same positions with their answers (prompts are not scored).
+Tokens are counted as positions, scored or not. A step of ours is `batch` blocks. Here it is the documents of those
+blocks, one per row, scored at the same positions. If the draft writes instead, the longest pieces of the same documents
+give as many prompts as fill the same positions with their answers (prompts are not scored).
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ Row = tuple[list[int], int]  # a document's ids, and its first token whose distr
 
 
 def rows_of(blocks: Packed) -> list[Row]:
-    """The documents of packed blocks, in order, except those without a scored position."""
+    """Return the documents of packed blocks, in order, except those without a scored position."""
     rows: list[Row] = []
     for ids, documents, mask in zip(blocks.ids, blocks.documents, blocks.mask, strict=True):
         for document in range(int(documents.max()) + 1):
@@ -63,9 +63,9 @@ def rows_of(blocks: Packed) -> list[Row]:
 
 
 def prompts_of(rows: list[Row], positions: int, prompt_tokens: int, new_tokens: int) -> list[list[int]]:
-    """The first tokens of the longest pieces of the rows: as many as fill `positions` together with their answers.
+    """Return the first tokens of the rows' longest pieces: as many as fill `positions` together with their answers.
 
-    A piece is as long as a prompt with its answer; of a shorter one, at most half is the prompt.
+    A piece is as long as a prompt with its answer. If a piece is shorter, at most half of it is the prompt.
     """
     width = prompt_tokens + new_tokens
     pieces = [ids[at : at + width] for ids, _ in rows for at in range(0, len(ids), width)]
@@ -74,15 +74,15 @@ def prompts_of(rows: list[Row], positions: int, prompt_tokens: int, new_tokens: 
 
 
 def padded(rows: list[list[int]], filler: int) -> Tensor:
-    """Rows as one tensor, padded on the left as by trl's own collator and as generation needs."""
+    """Return rows as one tensor, padded on the left as by trl's own collator, because generation needs it."""
     width = max(map(len, rows))
     return torch.tensor([[filler] * (width - len(row)) + row for row in rows])
 
 
 def batch_of(rows: list[Row], prompts: list[list[int]], padding: int) -> dict[str, Tensor]:
-    """The input of GKDTrainer: texts with labels at scored positions, and prompts that the draft may continue instead.
+    """Return GKDTrainer's input: texts with labels at scored positions, and prompts that the draft may continue.
 
-    The prompts are a separate batch: the trainer replaces the texts by the draft's continuations.
+    The prompts are a separate batch, because the trainer replaces the texts by the draft's continuations.
     """
     return {
         "input_ids": padded([ids for ids, _ in rows], padding),
@@ -94,7 +94,7 @@ def batch_of(rows: list[Row], prompts: list[list[int]], padding: int) -> dict[st
 
 
 def arguments_of(options: Any, seed: int, folder: Path) -> Any:
-    """GKDConfig: one batch a step, in order, fp32 on the CPU, nothing written or reported."""
+    """Return the GKDConfig: one batch per step, in order, fp32 on the CPU, nothing written or reported."""
     from trl.experimental.gkd import GKDConfig
 
     return GKDConfig(
@@ -118,7 +118,7 @@ def arguments_of(options: Any, seed: int, folder: Path) -> Any:
 
 
 class GkdTrainings(Trainings):
-    """Those of learning.py, made by trl's trainer from the run's cut draft."""
+    """The trainings of learning.py, made by trl's trainer from the run's cut draft."""
 
     def __init__(self, options: Any) -> None:
         super().__init__(options, texts_of(options))
@@ -128,7 +128,7 @@ class GkdTrainings(Trainings):
         self.packed = TeacherStore(self.run).packed
 
     def trained(self, folder: Path, text: str, rate: float, seed: int) -> tuple[Any, dict[str, Any]]:
-        """A draft that trl's GKDTrainer trained, and how many positions it learnt from and scored."""
+        """Return a draft that GKDTrainer trained, and how many positions it learnt from and scored."""
         from datasets import Dataset
         from transformers import PrinterCallback, TrainerCallback
         from trl.experimental.gkd import GKDTrainer
@@ -172,7 +172,7 @@ class GkdTrainings(Trainings):
             callbacks=[Steps()],
         )
         trainer.remove_callback(PrinterCallback)
-        random.seed(seed)  # by which it decides whose text a step takes
+        random.seed(seed)  # The trainer draws from it whose text a step takes.
         trainer.train()
         draft.eval()
         seconds = (time.time() - started) / options.steps

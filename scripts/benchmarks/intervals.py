@@ -1,5 +1,10 @@
-"""How often intervals of a few prompts hold the true value: resampling with the percentiles of 95 %, with those widened
-to Student's t, BCa, and t on the logarithm of the ratio. `python scripts/benchmarks/intervals.py`; a minute."""
+"""Measure how often intervals of a few prompts contain the true value. Takes a minute.
+
+    python scripts/benchmarks/intervals.py
+
+The intervals are: percentiles of 95 % of resamples, percentiles widened to Student's t, BCa, and t on the logarithm of
+the ratio.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +19,7 @@ TRUTH, TRIALS = 1.3, 2000
 
 
 def drawn(units: int, random: numpy.random.Generator) -> list[numpy.ndarray]:
-    """Tokens and seconds of both decoders [units]: prompts differ in length, speed and gain, and share their speed."""
+    """Return tokens and seconds of both decoders [units]. Prompts differ in length, speed and gain, and share speed."""
     tokens = random.integers(8, 97, units).astype(float)
     speed, gain = random.lognormal(3.5, 0.15, units), random.lognormal(0, 0.25, units)
     prompt = random.lognormal(-2.5, 0.5, units)

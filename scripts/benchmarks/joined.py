@@ -1,13 +1,14 @@
-"""A lookup before a draft against each of them alone and plain decoding, and a draft's tree against its chain, on
-simulated texts and measured costs.
+"""Compare lookup + draft with each of them alone and with plain decoding, and a draft's tree with its chain.
+
+Texts are simulated, and costs are measured.
 
 python scripts/benchmarks/joined.py [--tokens 64,400] [--prompt 200] [--seeds 4] [--sessions 1] [--calibrated]
 
-A text is new tokens and copies of earlier stretches; at each place the draft's best token is right with a probability
-that it knows, the next ones with half of what is left each. Drafters, rule and λ are the real ones, time is simulated,
-and the draft's reading of prompts is a part of it. All ways decode the same texts, in sessions of some texts each.
-Printed is a way's speed over the fastest of the others in each cell. `--calibrated`: the draft's probabilities are, on
-60 rounds of another text.
+A text consists of new tokens and copies of earlier stretches. At each place the draft's best token is right with a
+probability that the draft knows, and each next token with half of the rest. Drafters, rule and λ are the real ones.
+Time is simulated and includes the draft's reading of prompts. All ways decode the same texts, in sessions of several
+texts. The output is a way's speed over the fastest of the others in each cell. `--calibrated` calibrates the draft's
+probabilities on 60 rounds of another text.
 """
 
 from __future__ import annotations
@@ -33,8 +34,8 @@ from distill.recipe import Configuration
 from distill.recipe.configuration import CALIBRATION
 from distill.sampler import Sampler
 
-VOCABULARY, READ = 64, 0.1  # of a draft's step, what it takes to read a token of a prompt
-COPIED = 0.1, 0.3, 0.6, 0.9  # share of a text that is copied, in stretches of 24 tokens in the mean
+VOCABULARY, READ = 64, 0.1  # READ: share of a draft step that reading a token of a prompt takes
+COPIED = 0.1, 0.3, 0.6, 0.9  # share of a text that is copied, in stretches of 24 tokens on average
 ACCEPTED = 0.5, 0.7, 0.9
 DRAFTS = 0.1, 0.2, 0.45  # a draft's step over T(1)
 WAYS = {
@@ -47,7 +48,7 @@ COMPARED = {"joined": ("draft", "lookup"), "tree": ("draft",)}
 
 
 class Text:
-    """Tokens, and at each place the chance that the draft's best token is right, and at which rank the right one is."""
+    """Tokens. For each place: the chance that the draft's best token is right, and the rank of the right token."""
 
     def __init__(self, copied: float, mean: float, seed: int, length: int) -> None:
         draw = random.Random(f"{copied}/{mean}/{seed}")
@@ -69,11 +70,11 @@ class Text:
 
     @staticmethod
     def spread(chance: float) -> list[float]:
-        """The chances of the draft's three best tokens, and of all others together."""
+        """Return the chances of the draft's three best tokens, and of all others together."""
         return [chance, (1 - chance) / 2, (1 - chance) / 4, (1 - chance) / 4]
 
     def logits(self, place: int, on_it: bool) -> torch.Tensor:
-        """The draft's logits [V] of the token at a place, where all before it is as in this text; or anything."""
+        """Return the draft's logits [V] at a place if all earlier tokens are this text's, and others otherwise."""
         right = self.tokens[place] + (0 if on_it else 7)
         order = [(right + other) % VOCABULARY for other in (1, 2, 3)]
         if self.ranks[place] < 3:
@@ -85,8 +86,10 @@ class Text:
 
 
 class Draft:
-    """A draft of a text, as `Model`; `seconds` is the time of its steps, which grow with their tokens as `curve` does,
-    beyond it by READ."""
+    """A draft of a text, as `Model`. `seconds` is the time of its steps.
+
+    The time grows with the tokens as `curve` does, and beyond the curve by READ.
+    """
 
     rows, capacity, vocabulary_size, max_leaves = 1, 1 << 20, VOCABULARY, 1 << 20
 
@@ -95,10 +98,10 @@ class Draft:
     def __init__(self, step: float, curve: Sequence[float]) -> None:
         self.step, self.curve = step, curve
         self.lengths, self.seconds = [0], 0.0
-        self._nodes: list[tuple[int, bool]] = []  # depth, and whether the text goes so
+        self._nodes: list[tuple[int, bool]] = []  # depth, and whether the text continues so
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget what is beyond."""
+        """Forget the tokens beyond `lengths`."""
         self.lengths, self._nodes = [min(lengths[0], self.lengths[0])], []
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
@@ -108,7 +111,7 @@ class Draft:
     def extend(
         self, tokens: Sequence[int], parents: Sequence[int] | None = None, want: Sequence[int] | None = None
     ) -> TorchLogits:
-        """Logits after the last of the tokens, or after each node."""
+        """Return logits after the last of the tokens, or after each node."""
         count, curve = len(tokens), self.curve
         self.seconds += self.step * (curve[min(count, len(curve)) - 1] + max(count - len(curve), 0) * READ)
         if parents is None:
@@ -124,7 +127,7 @@ class Draft:
 
 
 def accepted(proposal: Proposal, text: Sequence[int]) -> int:
-    """How deep the proposal goes as the text does."""
+    """Return the depth to which the proposal agrees with the text."""
     children, node = proposal.children(), ROOT
     for depth, token in enumerate(text):
         following = [child for child in children.get(node, []) if proposal.tokens[child] == token]
@@ -142,7 +145,7 @@ def seconds_of(
     prompt: int,
     count: int,
 ) -> float:
-    """The time of `count` tokens after each text's prompt; its last round may make more, and counts by its share."""
+    """Return the seconds of `count` tokens after each text's prompt. A longer last round counts by its share."""
     costs = inputs.costs
     draft, sampler, total = Draft(costs.draft, curve), Sampler(temperature=0), 0.0
     drafters.time = SimpleNamespace(perf_counter=lambda: draft.seconds)  # type: ignore[assignment]
@@ -172,13 +175,13 @@ class Cell:
     speeds: dict[str, float]
 
     def ratio(self, way: str) -> float:
-        """A way over the fastest of those that it is compared with; the joined one also over plain decoding."""
+        """Return a way's speed over the fastest that it is compared with. The joined way also competes with plain."""
         others = [self.speeds[other] for other in COMPARED[way]]
         return self.speeds[way] / max(*others, 1.0 if way == "joined" else 0.0)
 
 
 def fitted(copied: float, mean: float, rounds: int = 60) -> Calibration:
-    """A calibration on rounds of LONGEST drafted tokens of a text of its own."""
+    """Return a calibration on rounds of LONGEST drafted tokens of another text."""
     text, place, found = Text(copied, mean, -1, 200 + rounds * (LONGEST + 1)), 200, list[Recorded]()
     for _ in range(rounds):
         ahead = range(place, place + LONGEST)
@@ -197,7 +200,7 @@ def simulate(
     sessions: int = 1,
     calibrated: bool = False,
 ) -> list[Cell]:
-    """A cell for each share of copies, acceptance, cost curve and draft: sessions of `seeds` texts."""
+    """Return a cell for each share of copies, acceptance, cost curve and draft: sessions of `seeds` texts."""
     cells = []
     for share, mean in itertools.product(copied, ACCEPTED):
         texts = [Text(share, mean, seed, prompt + tokens + 2 * LONGEST + 2) for seed in range(sessions * seeds)]
@@ -223,7 +226,7 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
     parser.add_argument("--seeds", type=int, default=4, help="texts of a session")
     parser.add_argument("--sessions", type=int, default=1, help="sessions of a cell")
-    parser.add_argument("--calibrated", action="store_true", help="the draft's probabilities are")
+    parser.add_argument("--calibrated", action="store_true", help="calibrate the draft's probabilities")
     parser.add_argument("--worst", type=int, default=8, help="cells printed")
     asked = parser.parse_args()
     found = [

@@ -1,4 +1,4 @@
-"""What a draft learns from the same tokens: optimisers, or any other settings of `train`.
+"""Measure what a draft learns from the same tokens with different optimisers, or other settings of `train`.
 
     python scripts/benchmarks/learning.py runs/demo --to learning/                # trains what is missing; resumes
     python scripts/benchmarks/learning.py runs/demo --to learning/ --seeds 0 --only adamw muon           # to screen
@@ -6,15 +6,14 @@
         --add "muon, high: train.optimizer=muon train.rate=@2"
     python scripts/benchmarks/learning.py runs/demo --to learning/ --table --base adamw
 
-RUN is a run that has cut/ (`distill train recipes/demo.yaml --until cut`); its corpus, answers, teacher and cut are
-used as they are, but a configuration that names a key of `cut` makes a cut of its own. A configuration is a name and
-overrides, in which @X is X times the rate of the training; what it does not name is AdamW and a cosine, and
-for the rest the run's recipe; with --of-recipe all else is as the recipe has it. Each is
-trained by stage `train` itself, for the same steps on the same blocks in the same order, in a process of its own;
-nothing but the last weights is taken. A stopped training goes on from its last checkpoint.
+RUN has cut/ (`distill train recipes/demo.yaml --until cut`). Its corpus, answers, teacher and cut are used. A
+configuration that names a key of `cut` makes a cut of its own. A configuration is a name and overrides. @X means X
+times the rate of the training. Without other overrides it uses AdamW, a cosine, and otherwise the run's recipe. With
+--of-recipe it uses only the recipe. Each is trained by stage `train` itself, for the same steps on the same blocks in
+the same order, in a process of its own. The last weights are used. A stopped training continues from its checkpoint.
 
 The rate of each configuration is chosen on validation prompts, from the same grid, with the first seed, by acceptance
-under sampling; the other seeds take only that rate. Figures are on test prompts, averaged over seeds: acceptance on
+under sampling. The other seeds use only that rate. Figures are for test prompts, averaged over seeds: acceptance on
 texts that the target writes, with the interval of the difference to --base, paired by prompt.
 
 Legend: U prompts.
@@ -52,7 +51,7 @@ from distill.sampler import Sampler
 from distill.tables import Cell, Row, Table, document, paired_ratio_interval
 from distill.training.saved import training_steps
 
-# What every configuration starts from, whatever the run's recipe says: AdamW, the last weights.
+# Every configuration starts from these settings, even if the run's recipe differs: AdamW, and the last weights.
 PLAIN = (
     "train.acceptance=null",
     "train.optimizer=adamw",
@@ -64,7 +63,7 @@ PROTOCOLS = ("sampling", "match", "greedy")
 
 
 class Texts:
-    """The target's continuations of some prompts and its distributions there, on which all drafts are measured."""
+    """The target's continuations of some prompts, with its distributions. All drafts are measured on them."""
 
     def __init__(self, target: Any, recipe: Recipe, prompts: list[Sample], options: Any, vocabulary: int) -> None:
         sampler = Sampler.of(recipe.sampler)
@@ -84,7 +83,7 @@ class Texts:
         return model(input_ids=ids, use_cache=False).logits[0, len(prompt) - 1 : -1, : self.vocabulary].float()
 
     def accepted(self, draft: Any) -> dict[str, list[tuple[float, int]]]:
-        """Per protocol, the sum of acceptances and the number of positions of each prompt [U]."""
+        """Return, by protocol, the sum of acceptances and the number of positions of each prompt [U]."""
         found: dict[str, list[tuple[float, int]]] = {name: [] for name in PROTOCOLS}
         for row, target in zip(self.rows, self.distributions, strict=True):
             logits = self._logits(draft, row)
@@ -101,7 +100,7 @@ class Texts:
 
 
 def texts_of(options: Any) -> dict[str, Texts]:
-    """The texts of both splits on which drafts are measured."""
+    """Return the texts of both splits on which drafts are measured."""
     run = Run(options.run, load_recipe(options.run / "config.yaml"))
     options.to.mkdir(parents=True, exist_ok=True)
     target = load_model(run.recipe.target.model, "float32", torch.device("cpu"))
@@ -110,20 +109,20 @@ def texts_of(options: Any) -> dict[str, Texts]:
 
 
 def overrides_of(text: str, rate: float) -> list[str]:
-    """The overrides of a configuration at a rate: parts that begin with `a.b=`, with @X as X · rate."""
+    """Return the overrides of a configuration at a rate: parts that begin with `a.b=`, with @X as X · rate."""
     parts = re.split(r"\s+(?=[a-z_]+(?:\.[a-z_]+)+=)", text.strip()) if text.strip() else []
     return [re.sub(r"@([0-9.e+-]+)", lambda found: f"{float(found[1]) * rate:.6g}", part) for part in parts]
 
 
 def recipe_of(options: Any, text: str, rate: float, seed: int) -> Recipe:
-    """The run's recipe for one training; raises RecipeError for overrides that cannot be."""
+    """Return the run's recipe for one training. Raises RecipeError for impossible overrides."""
     length = [f"train.steps={options.steps}", f"train.batch={options.batch}", f"train.rate={rate}", f"seed={seed}"]
     common = ["train.acceptance=null"] if options.of_recipe else PLAIN
     return load_recipe(options.run / "config.yaml", [*common, *length, *overrides_of(text, rate)])
 
 
 def train(source: Path, folder: Path, recipe: Recipe) -> None:
-    """Stage `train` in a run directory that shares everything before it with the run `source`."""
+    """Run stage `train` in a run directory that shares everything before it with the run `source`."""
     from distill.surgery.cutter import cut
     from distill.training.loop import train as stage
 
@@ -143,7 +142,7 @@ def train(source: Path, folder: Path, recipe: Recipe) -> None:
 
 
 def train_apart(source: Path, folder: Path, recipe: Recipe) -> None:
-    """`train` in a process of its own; ends the script where that fails."""
+    """Call `train` in a process of its own. End the script if it fails."""
     child = multiprocessing.get_context("spawn").Process(target=train, args=(source, folder, recipe))
     child.start()
     child.join()
@@ -152,24 +151,24 @@ def train_apart(source: Path, folder: Path, recipe: Recipe) -> None:
 
 
 class Trainings:
-    """All trainings of one folder: each is made once."""
+    """All trainings of one folder. Each is made once."""
 
     def __init__(self, options: Any, texts: dict[str, Texts]) -> None:
         self.options, self.texts = options, texts
 
     def trained(self, folder: Path, text: str, rate: float, seed: int) -> tuple[Any, dict[str, Any]]:
-        """A draft that was trained in this folder, and the figures of its training."""
+        """Return a draft that was trained in this folder, and the figures of its training."""
         recipe = recipe_of(self.options, text, rate, seed)
         train_apart(self.options.run, folder, recipe)
         steps = training_steps(Run(folder, recipe).metrics())
         tokens = sum(step.tokens for step in steps)
-        # Of the last command that trained: tokens_per_second counts from its start.
+        # The last command that trained counts, because tokens_per_second is measured from its start.
         seconds = tokens / len(steps) / steps[-1].tokens_per_second
         draft = load_model(str(folder / "draft"), "float32", torch.device("cpu"))
         return draft, {"tokens": tokens, "seconds_per_step": seconds}
 
     def made(self, name: str, text: str, rate: float, seed: int) -> dict[str, Any]:
-        """One training's figures; trains now if there are none."""
+        """Return one training's figures. Train now if there are none."""
         options = self.options
         path = options.to / f"{name.replace(' ', '_').replace(',', '')}-{rate:g}-{seed}.json"
         same = {
@@ -194,7 +193,7 @@ class Trainings:
         return found
 
     def work_through(self, name: str, text: str, progress: Progress) -> None:
-        """Every rate with the first seed, then the other seeds at the best of them."""
+        """Train every rate with the first seed, then the other seeds at the best rate."""
         first, *others = self.options.seeds
         own = []
         for rate in self.options.rates:
@@ -207,12 +206,12 @@ class Trainings:
 
 
 def mean(rows: list[list[Any]]) -> float:
-    """Mean acceptance over seeds and prompts."""
+    """Return the mean acceptance over seeds and prompts."""
     return sum(v for row in rows for v, _ in row) / sum(n for row in rows for _, n in row)
 
 
 def at_best_rate(own: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Of one configuration's trainings those at the rate that is accepted most on validation prompts, by seed.
+    """Return one configuration's trainings at the rate with the most acceptance on validation prompts, by seed.
 
     Rates are compared on the seeds that all of them have.
     """
@@ -227,13 +226,13 @@ def at_best_rate(own: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 def _totals(rows: list[list[Any]]) -> tuple[Any, Any]:
-    """Per prompt, over seeds, the sum of acceptances and of positions [U]."""
+    """Return, by prompt, the sum of acceptances and of positions over seeds [U]."""
     values, counts = (numpy.array([[one[part] for one in row] for row in rows]).sum(0) for part in (0, 1))
     return values, counts
 
 
 def table(folder: Path, base: str) -> str:
-    """Every configuration on every protocol, at its best rate, compared with `base`, which stands first."""
+    """Return every configuration on every protocol at its best rate, compared with `base`, which comes first."""
     found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
     names = {one["method"] for one in found}
     if base not in names:
@@ -246,7 +245,7 @@ def table(folder: Path, base: str) -> str:
     for name, own in taken.items():
         seconds = float(numpy.median([one["seconds_per_step"] for one in own]))
         cells: list[Any] = [name, f"{own[0]['rate']:g}", len(own), Cell(seconds, ".3f"), float(seconds / base_seconds)]
-        shared = [one for one in own if one["seed"] in compared]  # the same seeds on both sides
+        shared = [one for one in own if one["seed"] in compared]  # Both sides have these seeds.
         for protocol in PROTOCOLS:
             old = _totals([compared[one["seed"]]["test"][protocol] for one in shared])
             new = _totals([one["test"][protocol] for one in shared])
@@ -260,7 +259,7 @@ def table(folder: Path, base: str) -> str:
 
 
 def chosen(options: Any) -> dict[str, str]:
-    """The configurations asked for, by name, each readable at every rate; RecipeError for one that is not."""
+    """Return the requested configurations by name. RecipeError if one is not readable at every rate."""
     known = dict(CONFIGURATIONS)
     for one in options.add or []:
         name, colon, text = one.partition(": ")
@@ -283,8 +282,8 @@ def main() -> None:
     parser.add_argument("--to", type=Path, default=Path("learning"))
     parser.add_argument("--only", nargs="+", metavar="NAME", help=f"of {'; '.join(CONFIGURATIONS)}, or of --add")
     parser.add_argument("--add", action="append", metavar="NAME: a.b=c", help="one more configuration")
-    parser.add_argument("--of-recipe", action="store_true", help="what a configuration does not name is the recipe's")
-    parser.add_argument("--base", default="adamw", help="which the others are compared with")
+    parser.add_argument("--of-recipe", action="store_true", help="keys that a configuration omits are the recipe's")
+    parser.add_argument("--base", default="adamw", help="the configuration to compare with")
     parser.add_argument("--steps", type=int, default=150)
     parser.add_argument("--batch", type=int, default=4)
     parser.add_argument("--rates", type=float, nargs="+", default=[1e-3, 2e-3, 4e-3])

@@ -1,16 +1,16 @@
-"""What settings of a training are worth in equal seconds, and what more answers are: acceptance on held-out answers.
+"""Measure acceptance on held-out answers by settings of a training in equal seconds, and by the number of answers.
 
     python scripts/benchmarks/levers.py RUN --to FOLDER --seconds 240 "muon:" "adamw: train.optimizer=adamw"
     python scripts/benchmarks/levers.py RUN --to FOLDER --blocks 25,50,100,0 "adamw: train.optimizer=adamw"
     python scripts/benchmarks/levers.py RUN --to FOLDER --table --base muon
     python scripts/benchmarks/levers.py RUN --to FOLDER --table --seen --base zero         # zero: train.rate=1e-9
 
-RUN has answers/, teacher/ (kind exact) and cut/ (`distill train RECIPE --until cut`); nothing in it is changed. A
+RUN has answers/, teacher/ (kind exact) and cut/ (`distill train RECIPE --until cut`). Nothing in it is changed. A
 configuration is a name, a colon and overrides of the run's recipe. Each trains the run's cut by the steps of stage
-`train`, in a process of its own, one after another: for so many seconds of steps, or with --blocks for one epoch of so
-many blocks of answers (0: all). --held blocks, the same for all, are never trained on: on them, of each position, the
-chance that rejection sampling accepts the draft's token, under the recipe's sampler. A configuration that FOLDER has a
-result of is not trained again. --save keeps the last weights as FOLDER/NAME.
+`train`, in a process of its own, one after another, for so many seconds of steps. With --blocks it trains one epoch of
+so many blocks of answers (0: all). --held blocks, the same for all, are never trained on. At each of their positions,
+the measure is the chance that rejection sampling accepts the draft's token under the recipe's sampler. A configuration
+with a result in FOLDER is not trained again. --save keeps the last weights as FOLDER/NAME.
 """
 
 from __future__ import annotations
@@ -39,15 +39,14 @@ from distill.training.saved import plain
 from distill.training.setup import Training, batch_blocks, set_up
 
 CPU = torch.device("cpu")
-PART = 64  # positions whose distributions are made at once
-PARTS = 1000  # of a training's seconds, for the rate
-SEEN = ("acceptance", "agreement", "forward_kl")  # of a step's blocks before they are learnt from, at temperature 1
+PART = 64  # positions whose distributions are computed at once
+PARTS = 1000  # parts of a training's seconds, for the rate
+SEEN = ("acceptance", "agreement", "forward_kl")  # figures of a step's blocks before they are learnt, at temperature 1
 
 
 @torch.no_grad()
 def accepted(work: Training, held: torch.Tensor) -> list[list[float]]:
-    """Of each held block: Σ acceptance under the recipe's sampler, Σ agreement of the argmaxes, Σ forward KL, and
-    positions."""
+    """Return sums by held block: acceptance under the recipe's sampler, agreement of argmaxes, forward KL, positions."""
     learner: Any = plain(work.learner).eval()
     sampler, columns, found = Sampler.of(work.recipe.sampler), learner.columns, []
     for block in held.split(1):
@@ -74,7 +73,7 @@ def accepted(work: Training, held: torch.Tensor) -> list[list[float]]:
 
 
 def train(given: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
-    """One configuration: its figures."""
+    """Train one configuration and return its figures."""
     recipe = load_recipe(given.run / "config.yaml", ["train.steps=1000000", "train.acceptance=null", *overrides])
     torch.set_num_threads(given.threads)
     work = set_up(recipe, Run(given.run, recipe))
@@ -108,7 +107,7 @@ def train(given: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
 
 
 def table(folder: Path, base: str | None) -> Table:
-    """All results; differences to `base`, or to the untrained cut, paired by block."""
+    """Return all results, with differences to `base` or to the untrained cut, paired by block."""
     found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     rows = []
     for name, one in found.items():
@@ -125,8 +124,11 @@ def table(folder: Path, base: str | None) -> Table:
 
 
 def seen_table(folder: Path, base: str) -> Table:
-    """What each configuration accepts of blocks that it has not learnt from yet, against `base` on the same blocks:
-    means over the steps from the fifth on that both made. A training at a rate of almost 0 stands for the cut."""
+    """Return each configuration's acceptance on blocks that it has not learnt yet, compared with `base`.
+
+    Figures are means over the steps from the fifth on that both made. A training at a rate of almost 0 stands for the
+    cut.
+    """
     found = {path.stem: json.loads(path.read_text())["seen"] for path in sorted(folder.glob("*.json"))}
     rows: list[list[Any]] = []
     for name, steps in found.items():
@@ -142,14 +144,14 @@ def main() -> None:
     parser.add_argument("configurations", nargs="*", help="NAME: KEY=VALUE ...")
     parser.add_argument("--to", type=Path, required=True)
     parser.add_argument("--seconds", type=float, default=0)
-    parser.add_argument("--blocks", default="0", help="of answers, separated by commas")
+    parser.add_argument("--blocks", default="0", help="blocks of answers, separated by commas")
     parser.add_argument("--held", type=int, default=20)
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--save", action="store_true")
     parser.add_argument("--table", action="store_true")
-    parser.add_argument("--base", help="a configuration")
+    parser.add_argument("--base", help="the configuration to compare with")
     parser.add_argument(
-        "--seen", action="store_true", help="a table of blocks on the way, for trainings of under an epoch"
+        "--seen", action="store_true", help="a table of blocks during training, for trainings of under an epoch"
     )
     parser.add_argument("--name", help=argparse.SUPPRESS)
     parser.add_argument("--count", type=int, default=0, help=argparse.SUPPRESS)

@@ -1,4 +1,4 @@
-"""Products of matrices in float32 and bfloat16 on this CPU, at sizes of decoding and training: which type is fast?
+"""Time products of matrices in float32 and bfloat16 on this CPU, at sizes of decoding and training.
 
 OMP_NUM_THREADS=1 python scripts/benchmarks/number_types.py
 """
@@ -13,15 +13,15 @@ import torch
 from distill.machine import faster_type, machine
 from distill.tables import Table, document
 
-SIZES = ((1, 576, 1536), (64, 576, 1536), (4096, 576, 1536), (2048, 576, 8192))  # rows, inputs, outputs: of SmolLM2
+SIZES = ((1, 576, 1536), (64, 576, 1536), (4096, 576, 1536), (2048, 576, 8192))  # SmolLM2's rows, inputs, outputs
 REPEATS, SECONDS = 5, 0.3
 
 
 def gflop_per_s(dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> float:
-    """The median of REPEATS timings."""
+    """Return the median of REPEATS timings."""
     values, weights = torch.randn(rows, inputs, dtype=dtype), torch.randn(outputs, inputs, dtype=dtype)
     rates = []
-    for _ in range(REPEATS + 1):  # the first warms up
+    for _ in range(REPEATS + 1):  # The first one warms up.
         count, started = 0, time.perf_counter()
         while time.perf_counter() - started < SECONDS or not count:
             torch.nn.functional.linear(values, weights)
@@ -31,7 +31,7 @@ def gflop_per_s(dtype: torch.dtype, rows: int, inputs: int, outputs: int) -> flo
 
 
 def main() -> None:
-    """Print a table, and what `dtype: auto` takes here."""
+    """Print a table, and what `dtype: auto` selects here."""
     rows = []
     for size in SIZES:
         single, half = (gflop_per_s(dtype, *size) for dtype in (torch.float32, torch.bfloat16))

@@ -1,14 +1,14 @@
-"""The expected-value rule against the best fixed length in hindsight, on simulated drafts and measured costs.
+"""Compare the expected-value rule with the best fixed length in hindsight, on simulated drafts and measured costs.
 
 python scripts/benchmarks/rules.py [--rounds 64,400] [--seeds 8] [--prompt 0] [--worst 8] [--others | --mistimed]
 
-A text is a sequence of places; at each the target accepts the draft's token with a probability that only the simulation
-knows, and the draft shows features. All rules decode the same texts, as many tokens as the best fixed length (0 to 8,
-plain decoding included) makes of them in the given rounds. Printed is the rule's tokens per second over the fixed
-length's: with the draft's own probabilities (`no`), with a calibration on rounds of other texts (`yes`), and with those
-of these that were accepted whole (`all`). With `--prompt` a draft that is asked reads so many tokens before the text,
-each in READ of its step, and the texts of a cell are one session. `--others` replays the rules without costs on the
-same texts instead, `--mistimed` the expected-value rule with costs that were timed wrongly.
+A text is a sequence of places. At each place the target accepts the draft's token with a probability that only the
+simulation knows, and the draft shows features. All rules decode the same texts, as many tokens as the best fixed length
+(0 to 8, including plain decoding) makes of them in the given rounds. The output is the rule's tokens/s over the fixed
+length's: with the draft's own probabilities (`no`), with a calibration on rounds of other texts (`yes`), and with a
+calibration on fully accepted rounds (`all`). With `--prompt`, a draft that is used first reads that many tokens, each
+in READ of its step, and the texts of a cell are one session. `--others` replays the rules without costs on the same texts
+instead, `--mistimed` the expected-value rule with wrongly timed costs.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ CURVES = {  # T(1), …, T(9) over T(1) of Qwen2.5-Coder-1.5B on 2 cores
     "ik_llama.cpp": (1, 1.30, 1.35, 1.34, 1.33, 1.36, 1.46, 1.58, 1.70),
     "llama.cpp": (1, 1.50, 1.60, 1.63, 2.16, 2.40, 2.65, 2.91, 3.1),
 }
-DRAFTS = 0.05, 0.2, 0.45  # a draft's step over T(1)
-READ = 0.1  # of a draft's step, what it takes to read a token of a prompt
+DRAFTS = 0.05, 0.2, 0.45  # cost of a draft step in T(1)
+READ = 0.1  # share of a draft step that reading a token of a prompt takes
 ACCEPTED = 0.3, 0.6, 0.8, 0.95, 0.99
 KINDS = "constant", "blind", "told", "overconfident", "changing"
 SEEDS = 8
@@ -50,11 +50,11 @@ OTHERS: dict[str, Callable[[], LengthRule]] = {
 
 
 def places(kind: str, mean: float, draw: random.Random) -> Iterator[tuple[float, float]]:
-    """The acceptance at each place of a text, and the draft's largest probability there.
+    """Yield the acceptance at each place of a text, and the draft's largest probability there.
 
-    constant, blind: always `mean`, which the draft knows, or says .6; told: spread around it, and the draft's own;
-    overconfident: the draft says more; changing: stretches of 60 places in the mean with more and with less, of which
-    the draft knows at half of the places.
+    constant, blind: always `mean`, which the draft knows, or 0.6. told: spread around `mean`, and known to the draft.
+    overconfident: the draft says more. changing: stretches of 60 places on average with more and with less, and the
+    draft knows half of the places.
     """
     good, left = draw.random() < 0.5, 0.0
     while True:
@@ -73,13 +73,13 @@ def places(kind: str, mean: float, draw: random.Random) -> Iterator[tuple[float,
 
 
 def features(top: float) -> Features:
-    """Features of a distribution whose largest probability is `top`."""
+    """Return features of a distribution whose largest probability is `top`."""
     entropy = -sum(p * math.log(max(p, 1e-9)) for p in (top, 1 - top))
     return Features(top, min(0.6 * (1 - top), top), entropy)
 
 
 class Text:
-    """The places of a text: what the draft shows there, and how many tokens from there on are accepted in a row."""
+    """The places of a text: what the draft shows there, and how many tokens in a row are accepted from there on."""
 
     def __init__(self, kind: str, mean: float, seed: int, length: int) -> None:
         draw = random.Random(f"{kind}/{mean}/{seed}")
@@ -90,7 +90,7 @@ class Text:
             self.run[place] = self.run[place + 1] + 1 if draw.random() < found[place][0] else 0
 
     def rounds(self, count: int) -> list[Recorded]:
-        """Rounds of LONGEST drafted tokens, as a calibration records them."""
+        """Return rounds of LONGEST drafted tokens, as a calibration records them."""
         place, rounds = 0, list[Recorded]()
         for _ in range(count):
             rounds.append(Recorded(self.shown[place : place + LONGEST], min(self.run[place], LONGEST)))
@@ -99,7 +99,7 @@ class Text:
 
 
 def decode(rule: LengthRule, costs: Costs, text: Text, tokens: int, prompt: int = 0) -> float:
-    """Seconds in which a rule decodes this many tokens of a text, behind a prompt that the draft reads once asked."""
+    """Return a rule's seconds for so many tokens of a text. The draft reads the prompt when it is first used."""
     place, seconds, whole, unread = 0, 0.0, False, bool(prompt)
     if isinstance(rule, ExpectedValue):
         rule.begin()
@@ -124,7 +124,7 @@ def decode(rule: LengthRule, costs: Costs, text: Text, tokens: int, prompt: int 
 
 
 def decode_fixed(length: int, costs: Costs, text: Text, rounds: int) -> tuple[int, float]:
-    """Tokens and seconds of this many rounds of a fixed length."""
+    """Return tokens and seconds of this many rounds of a fixed length."""
     place, seconds, whole = 0, 0.0, False
     for _ in range(rounds):
         accepted = min(text.run[place], length)
@@ -151,7 +151,7 @@ def simulate(
     seeds: int = SEEDS,
     prompt: int = 0,
 ) -> list[Cell]:
-    """A cell for each cost curve, draft, kind of text, acceptance and calibration."""
+    """Return a cell for each cost curve, draft, kind of text, acceptance and calibration."""
     cells = []
     for kind, mean in itertools.product(kinds, accepted):
         texts = [Text(kind, mean, seed, (LONGEST + 1) * (rounds + 1)) for seed in range(seeds)]
@@ -175,14 +175,14 @@ def simulate(
 
 
 def priced() -> Iterator[tuple[tuple[str, float], Costs]]:
-    """The costs of every curve and draft."""
+    """Yield the costs of every curve and draft."""
     for (curve, relative), draft in itertools.product(CURVES.items(), DRAFTS):
         step = 0.1 * draft
         yield (curve, draft), Costs(tuple(0.1 * one for one in relative), step, 1.05 * step, draft_prompt=READ * step)
 
 
 def best_fixed(costs: Costs, texts: Sequence[Text], rounds: int, prompt: int = 0) -> tuple[float, list[int], int]:
-    """Tokens per second of the best fixed length in hindsight, the tokens it makes of each text, and the length."""
+    """Return tokens/s of the best fixed length in hindsight, the tokens it makes of each text, and the length."""
     best, tokens, length = 0.0, list[int](), 0
     for fixed in range(LONGEST + 1):
         found = [decode_fixed(fixed, costs, text, rounds) for text in texts]
@@ -194,7 +194,7 @@ def best_fixed(costs: Costs, texts: Sequence[Text], rounds: int, prompt: int = 0
 
 
 def replay(rounds: int) -> dict[str, list[float]]:
-    """For each rule, uncalibrated, its speed over the best fixed length's in every cell."""
+    """Return, for each rule, uncalibrated, its speed over the best fixed length's in every cell."""
     found: dict[str, list[float]] = {}
     for kind, mean in itertools.product(KINDS, ACCEPTED):
         texts = [Text(kind, mean, seed, (LONGEST + 1) * (rounds + 1)) for seed in range(SEEDS)]
@@ -208,7 +208,7 @@ def replay(rounds: int) -> dict[str, list[float]]:
 
 
 def print_others(rounds: int) -> None:
-    """Print what every rule gives, and in how many cells it is faster than the expected-value rule."""
+    """Print every rule's figures, and in how many cells it is faster than the expected-value rule."""
     found = replay(rounds)
     print(f"| {rounds} rounds, uncalibrated | least | median | mean | most | faster than expected value by .01 |")
     print("|---|--:|--:|--:|--:|--:|")
@@ -218,7 +218,7 @@ def print_others(rounds: int) -> None:
         print(f"| {name} | {' | '.join(f'{f:.2f}' for f in figures)} | {ahead} of {len(ratios)} |")
 
 
-MISTIMED = {  # plain steps and rounds with a draft, times what they take
+MISTIMED = {  # factors by which plain steps, and rounds with a draft, are mistimed
     "as they are": (1.0, 1.0),
     "all timed 1.6 times too long": (1.6, 1.6),
     "all .6": (0.6, 0.6),
@@ -231,7 +231,7 @@ MISTIMED = {  # plain steps and rounds with a draft, times what they take
 def mistimed(
     rounds: int, seeds: int = 4, kinds: Sequence[str] = ("constant", "told", "changing")
 ) -> dict[str, list[float]]:
-    """For each wrong timing, the uncalibrated rule's speed over the best fixed length's in every cell."""
+    """Return, for each wrong timing, the uncalibrated rule's speed over the best fixed length's in every cell."""
     found: dict[str, list[float]] = {}
     for kind, mean in itertools.product(kinds, (0.3, 0.6, 0.8, 0.95)):
         texts = [Text(kind, mean, seed, (LONGEST + 1) * (rounds + 1)) for seed in range(seeds)]
@@ -257,14 +257,14 @@ def print_mistimed(rounds: int) -> None:
 
 
 def main() -> None:
-    """Print the share of cells below the goals, and the worst ones."""
+    """Print the share of cells below the goals, and the worst cells."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", default="64,400", help="rounds of the fixed length; several with commas")
     parser.add_argument("--seeds", type=int, default=SEEDS, help="texts of a cell")
-    parser.add_argument("--prompt", type=int, default=0, help="tokens of a prompt, which the draft reads")
+    parser.add_argument("--prompt", type=int, default=0, help="tokens of a prompt that the draft reads")
     parser.add_argument("--worst", type=int, default=8, help="cells printed")
     parser.add_argument("--others", action="store_true", help="replay the rules without costs")
-    parser.add_argument("--mistimed", action="store_true", help="replay the rule with costs that were timed wrongly")
+    parser.add_argument("--mistimed", action="store_true", help="replay the rule with wrongly timed costs")
     asked = parser.parse_args()
     if asked.others or asked.mistimed:
         for rounds in asked.rounds.split(","):

@@ -1,16 +1,15 @@
-"""Millions of answer tokens from a file of questions to the loader of the training: time, memory and disk.
+"""Measure time, memory and disk for millions of answer tokens, from a file of questions to the training's loader.
 
     python scripts/benchmarks/scale.py --tokens 5e6
 
-A made-up server, which replies as vLLM does, stands for the target: its answers and the top-k at each of their tokens,
-which it returns with them, are functions of the ids that it is asked with, so it answers at once, and everything that
-is stored can be held to them. `distill train --until teacher` reads the questions, has them answered, packs and stores;
-it is killed (SIGKILL) `--kills` times on the way and started again. Then one epoch of the loader reads all blocks with
-their distributions. Checked: each prompt is answered once, with the ids that the server gives it; each scored position
-is read once, with the entries that the server gives its token; and the server was asked for nothing twice but what was
-under way at a kill. The largest memory is that of any process: what it holds (RssAnon), and with the pages of mapped
-files, which the system takes back when it needs them (VmHWM). With `--small`, a part of that size goes first,
-and slopes between the two say what ten times as many tokens take.
+A made-up server that replies like vLLM stands for the target. Its answers, and the top-k at each of their tokens, are
+functions of the requested ids. It therefore answers at once, and everything that is stored can be checked.
+`distill train --until teacher` reads the questions, requests answers, packs and stores. It is killed (SIGKILL)
+`--kills` times and started again. Then one epoch of the loader reads all blocks with their distributions. The checks:
+each prompt is answered once, with the server's ids; each scored position is read once, with the server's entries; and
+no request is sent twice except those under way at a kill. The largest memory is that of any process: what it holds
+(RssAnon), and with the pages of mapped files, which the system can take back (VmHWM). With `--small`, a part of that
+size goes first, and slopes between the two predict the needs of ten times as many tokens.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from typing import Any, ClassVar
 import numpy
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-MODEL, VOCABULARY, END = "made-up", 4093, 4093  # ids of texts are below VOCABULARY; END ends an answer
+MODEL, VOCABULARY, END = "made-up", 4093, 4093  # Ids of texts are below VOCABULARY. END ends an answer.
 SHORTEST, LONGEST = 16, 784  # tokens of an answer
 K, BLOCK, BATCH = 8, 1024, 8
 TEMPLATE = (
@@ -45,28 +44,28 @@ TEMPLATE = (
 )
 
 
-# ── What the made-up target says: functions of ids ──
+# ── The made-up target: functions of ids ──
 
 
 def answer_of(ids: list[int]) -> list[int]:
-    """Its answer to a prompt, the end token included."""
+    """Return the answer to a prompt, including the end token."""
     generator = numpy.random.default_rng(ids)
     return [*generator.integers(0, VOCABULARY, generator.integers(SHORTEST, LONGEST)).tolist(), END]
 
 
 def entries_of(tokens: Any) -> Any:
-    """The K likeliest ids [N, K] in place of tokens [N], the likeliest first."""
+    """Return the K likeliest ids [N, K] at tokens [N], the likeliest first."""
     return (numpy.asarray(tokens)[:, None] + 37 * numpy.arange(K)) % VOCABULARY
 
 
-LOGS = numpy.log(numpy.array([0.5 / 1.7**rank for rank in range(K)]) * 0.8)  # their log-probabilities [K]
+LOGS = numpy.log(numpy.array([0.5 / 1.7**rank for rank in range(K)]) * 0.8)  # log-probabilities of the entries [K]
 
 
-# ── The server, a process of its own ──
+# ── The server, in a process of its own ──
 
 
 class Server(BaseHTTPRequestHandler):
-    """vLLM's /v1/models and /v1/completions; /counts says how often each prompt was asked for."""
+    """vLLM's /v1/models and /v1/completions. /counts returns how often prompts were requested."""
 
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True
@@ -74,10 +73,10 @@ class Server(BaseHTTPRequestHandler):
     places: ClassVar[dict[int, str]] = {}
 
     def log_message(self, *arguments: object) -> None:
-        """Nothing."""
+        """Log nothing."""
 
     def do_GET(self) -> None:
-        """The model, or the counts."""
+        """Return the model, or the counts."""
         if self.path == "/counts":
             own = [*self.asked.values()]
             self.reply(json.dumps({"asked": sum(own), "of": len(own)}))
@@ -85,11 +84,11 @@ class Server(BaseHTTPRequestHandler):
             self.reply(json.dumps({"data": [{"id": MODEL, "owned_by": "vllm", "max_model_len": 4 * BLOCK}]}))
 
     def do_POST(self) -> None:
-        """An answer with the entries at each of its tokens."""
+        """Return an answer with the entries at each of its tokens."""
         body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
         ids = body["prompt"]
         new = answer_of(ids)[: body["max_tokens"]]
-        if body["max_tokens"] > 1:  # not when the server is tried
+        if body["max_tokens"] > 1:  # Tests of the server ask for one token.
             self.asked[numpy.asarray(ids, "<i4").tobytes()] += 1
         tokens, tops = (", ".join(map(one, new)) for one in ('"token_id:{}"'.format, self.place))
         self.reply(
@@ -99,19 +98,19 @@ class Server(BaseHTTPRequestHandler):
         )
 
     def place(self, token: int) -> str:
-        """The entries at one token, as text."""
+        """Return the entries at one token, as text."""
         if token not in self.places:
             entries = zip(entries_of([token])[0].tolist(), LOGS.tolist(), strict=True)
             self.places[token] = json.dumps({f"token_id:{one}": log for one, log in entries})
         return self.places[token]
 
     def reply(self, text: str) -> None:
-        """JSON, at once."""
+        """Send JSON at once."""
         data = text.encode()
         self.send_response(200)
         self.send_header("Content-Length", str(len(data)))
         self.end_headers()
-        with contextlib.suppress(ConnectionError):  # the client was killed
+        with contextlib.suppress(ConnectionError):  # The client may have been killed.
             self.wfile.write(data)
 
 
@@ -126,7 +125,7 @@ def serve() -> None:
 
 @contextlib.contextmanager
 def running() -> Iterator[int]:
-    """The server's port."""
+    """Run the server and yield its port."""
     command = [sys.executable, __file__, "--serve"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
         assert process.stdout is not None
@@ -137,7 +136,7 @@ def running() -> Iterator[int]:
 
 
 def counts_of(port: int) -> dict[str, int]:
-    """What the server was asked for so far."""
+    """Return the number of requests so far."""
     connection = HTTPConnection("127.0.0.1", port)
     connection.request("GET", "/counts")
     found: dict[str, int] = json.loads(connection.getresponse().read())
@@ -149,7 +148,7 @@ def counts_of(port: int) -> dict[str, int]:
 
 
 def build(folder: Path, tokens: int, port: int) -> Path:
-    """The target's folder without weights, the questions, and the recipe, whose path is returned."""
+    """Write the target's folder without weights, the questions and the recipe. Return the recipe's path."""
     target = folder / "target"
     changes = {
         "config.json": {"max_position_embeddings": 4 * BLOCK},
@@ -161,7 +160,7 @@ def build(folder: Path, tokens: int, port: int) -> Path:
             path = folder / name / file
             path.write_text(json.dumps(json.loads(path.read_text()) | more))
     (target / "model.safetensors").unlink()
-    count = round(2 * tokens / (SHORTEST + LONGEST + 1))  # an answer has its end, too
+    count = round(2 * tokens / (SHORTEST + LONGEST + 1))  # An answer also has its end.
     for split, number in (("train", count), ("validation", 16), ("test", 16)):
         lines = (json.dumps({"prompt": question(split, one)}) + "\n" for one in range(number))
         (folder / f"{split}.jsonl").write_text("".join(lines))
@@ -183,12 +182,12 @@ def build(folder: Path, tokens: int, port: int) -> Path:
         "cut": {"donor": str(folder / "donor"), "layers": 2},
     }
     path = folder / "recipe.yaml"
-    path.write_text(json.dumps(recipe))  # which is YAML, too
+    path.write_text(json.dumps(recipe))  # JSON is YAML, too.
     return path
 
 
 def question(split: str, number: int) -> str:
-    """A question like no other."""
+    """Return a unique question."""
     generator = numpy.random.default_rng([len(split), number])
     words = generator.choice(
         ("return", "the", "list", "of", "values", "open", "class", "None"), generator.integers(8, 60)
@@ -198,7 +197,7 @@ def question(split: str, number: int) -> str:
 
 @dataclass
 class Spent:
-    """Seconds of the commands, and the largest memory of a process, in bytes: what it holds, and with mapped files."""
+    """Seconds of the commands, and the largest memory of a process in bytes: what it holds, and with mapped files."""
 
     seconds: float = 0.0
     held: int = 0
@@ -207,7 +206,7 @@ class Spent:
 
 
 def run(recipe: Path, kills: int, tokens: int, positions: int) -> Spent:
-    """`distill train --until teacher`, killed at equal parts of what it writes, and started again each time."""
+    """Run `distill train --until teacher`. Kill it at equal parts of its output, and start it again each time."""
     spent, folder = Spent(), recipe.parent / "runs/scale"
     command = [
         sys.executable,
@@ -222,7 +221,7 @@ def run(recipe: Path, kills: int, tokens: int, positions: int) -> Spent:
     ]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     while True:
-        started, log = time.monotonic(), open(recipe.parent / "log.txt", "a")  # noqa: SIM115 - closed below
+        started, log = time.monotonic(), open(recipe.parent / "log.txt", "a")  # noqa: SIM115 - It is closed below.
         with log, subprocess.Popen(command, stdout=log, stderr=log, env=environment) as process:
             while process.poll() is None:
                 with contextlib.suppress(OSError, IndexError):
@@ -240,24 +239,24 @@ def run(recipe: Path, kills: int, tokens: int, positions: int) -> Spent:
 
 
 def memory_of(process: int | str) -> tuple[int, int]:
-    """The bytes that a process holds now, and the most that it had with the pages of mapped files."""
+    """Return the bytes that a process holds now, and its peak with the pages of mapped files."""
     status = Path(f"/proc/{process}/status").read_text()
     held, memory = (1024 * int(status.partition(f"{name}:")[2].split()[0]) for name in ("RssAnon", "VmHWM"))
     return held, memory
 
 
 def written(folder: Path, tokens: int, positions: int) -> float:
-    """The share of answers and shards that is on disk, by bytes."""
+    """Return the share of answers and shards that is on disk, by bytes."""
     answers, shards = 0, 0
-    for path in (*folder.glob("answers/train/*"), *folder.glob("teacher/train/*")):  # hidden journals among them
-        with contextlib.suppress(FileNotFoundError):  # a temporary file was renamed meanwhile
+    for path in (*folder.glob("answers/train/*"), *folder.glob("teacher/train/*")):  # Hidden journals are included.
+        with contextlib.suppress(FileNotFoundError):  # A temporary file may be renamed meanwhile.
             size = path.stat().st_size
             answers, shards = answers + size * ("answers" in path.parts), shards + size * ("teacher" in path.parts)
     return min(1.0, answers / ((4.5 + 6 * K + 8) * tokens)) / 2 + min(1.0, shards / (positions * (6 * K + 12))) / 2
 
 
 def read_once(recipe: Path) -> dict[str, Any]:
-    """One epoch of the loader, in a process of its own: seconds, memory, scored positions and what was read wrongly."""
+    """Run one epoch of the loader in a process of its own: seconds, memory, scored positions, and wrong readings."""
     command = [sys.executable, __file__, "--load", str(recipe)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     found: dict[str, Any] = json.loads(
@@ -267,7 +266,7 @@ def read_once(recipe: Path) -> dict[str, Any]:
 
 
 def load(path: Path) -> None:
-    """Open the store and read every block once in the order of an epoch; print what was found."""
+    """Open the store, read every block once in the order of an epoch, and print the figures."""
     import torch
 
     from distill.recipe import load_recipe
@@ -295,14 +294,14 @@ def load(path: Path) -> None:
 
 
 def check_answers(recipe: Path) -> tuple[int, int]:
-    """The answers and their tokens; AssertionError unless each prompt has one, which is the server's."""
+    """Return the number of answers and of their tokens. AssertionError unless each prompt has the server's answer."""
     from distill.data.samples import read_answers, read_prompts
     from distill.recipe import load_recipe
     from distill.run import Run
 
     run = Run(recipe.parent / "runs/scale", load_recipe(recipe))
     prompts, answers = read_prompts(run, "train"), read_answers(run, "train")
-    assert [one.id for one in answers] == [one.id for one in prompts], "an answer is lacking, or there twice"
+    assert [one.id for one in answers] == [one.id for one in prompts], "an answer is missing, or there twice"
     tokens = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         expected = answer_of(list(prompt.prompt))[:LONGEST]
@@ -312,7 +311,7 @@ def check_answers(recipe: Path) -> tuple[int, int]:
 
 
 def measure(tokens: int, kills: int, folder: Path) -> dict[str, Any]:
-    """A whole way of this many tokens: what it took."""
+    """Run everything for this many tokens, and return the figures."""
     with running() as port:
         recipe = build(folder, tokens, port)
         spent = run(recipe, kills, tokens, tokens)
@@ -338,12 +337,12 @@ def measure(tokens: int, kills: int, folder: Path) -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--tokens", type=float, default=2e5, help="of answers, about")
+    parser.add_argument("--tokens", type=float, default=2e5, help="approximate tokens of answers")
     parser.add_argument(
-        "--small", type=float, help="measure this many tokens first, and print ten times --tokens on paper"
+        "--small", type=float, help="measure this many tokens first, and extrapolate to ten times --tokens"
     )
     parser.add_argument("--kills", type=int, default=4)
-    parser.add_argument("--folder", type=Path, help="an empty one, kept; else a temporary one")
+    parser.add_argument("--folder", type=Path, help="an empty folder to keep (default: a temporary one)")
     parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
     parser.add_argument("--load", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()

@@ -1,13 +1,13 @@
-"""Throughput of whole training steps at real shapes with random weights: exact and compact teachers.
+"""Measure the throughput of whole training steps at real shapes with random weights: exact and compact teachers.
 
     python scripts/benchmarks/steps.py                          # a GPU: Qwen2.5-0.5B draft, head of Qwen2.5-7B, bf16
     python scripts/benchmarks/steps.py --shape small            # any device, in fp32, to see that it works
 
 Each kind of teacher takes the same steps: forward, loss over the head in chunks, backward, clipping, AdamW. The
 distributions are in memory, so the time includes no disk reads. Model FLOP utilisation counts 6 FLOPs per parameter and
-token for the draft (head included, embedding not), the head products of an exact teacher (2 · V · H), attention over
-half the square of a document; it is a share of --peak-tflops (dense; 989 for H100 and H200 in bf16, 312 for A100). Work
-done twice counts once.
+token of the draft (with the head, without the embedding), the head products of an exact teacher (2 · V · H), and
+attention over half the square of a document. It is a share of --peak-tflops (dense; 989 for H100 and H200 in bf16, 312
+for A100). Repeated work counts once.
 
 Legend: N positions of a step, H hidden size, V vocabulary, L layers, S positions of a block.
 """
@@ -34,8 +34,7 @@ from distill.training.optimizer import parameter_groups
 
 
 class Shape(NamedTuple):
-    """A Qwen2's hidden size, width of its MLP, layers, heads of queries and keys, vocabulary, and whether its head is
-    tied to its embedding."""
+    """A Qwen2's hidden size, MLP width, layers, query heads, key heads and vocabulary. `tied`: its head is tied."""
 
     hidden: int
     mlp: int
@@ -55,7 +54,7 @@ PEAKS = {"H100": 989.0, "H200": 989.0, "A100": 312.0}
 
 
 def build(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
-    """A random Qwen2 of a shape."""
+    """Return a random Qwen2 of a shape."""
     config = Qwen2Config(
         vocab_size=shape.vocabulary,
         hidden_size=shape.hidden,
@@ -72,16 +71,16 @@ def build(shape: Shape, device: torch.device, dtype: torch.dtype) -> Any:
 
 
 def body_parameters(shape: Shape) -> int:
-    """Weights of the layers' matrices."""
+    """Return the number of weights in the layers' matrices."""
     attention = 2 * shape.hidden**2 + 2 * shape.hidden * (shape.hidden // shape.heads[0]) * shape.heads[1]
     return shape.layers * (attention + 3 * shape.hidden * shape.mlp)
 
 
 def flops_per_token(draft: Shape, target: Shape, kind: str, block: int) -> float:
-    """FLOPs that a step needs for one token; see the module."""
+    """Return the FLOPs that a step needs for one token. See the module's docstring."""
 
     def attention(shape: Shape) -> float:
-        return 2 * shape.layers * block * shape.hidden  # 2 products over half a square
+        return 2 * shape.layers * block * shape.hidden  # two products over half a square
 
     total = 6 * (body_parameters(draft) + draft.vocabulary * draft.hidden) + 3 * attention(draft)
     if kind == "exact":
@@ -90,7 +89,7 @@ def flops_per_token(draft: Shape, target: Shape, kind: str, block: int) -> float
 
 
 def blocks_of(options: argparse.Namespace, vocabulary: int, device: torch.device) -> Packed:
-    """Blocks of four documents each, of random tokens, every position of which counts."""
+    """Return blocks of four documents of random tokens. Every position counts."""
     shape = (options.blocks, options.block)
     position = torch.arange(options.block, device=device).expand(shape)
     quarter = options.block // 4
@@ -99,7 +98,7 @@ def blocks_of(options: argparse.Namespace, vocabulary: int, device: torch.device
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table; `arguments` in place of the command line's."""
+    """Print the table. `arguments` replace those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen")
     parser.add_argument("--device", default="auto")

@@ -1,11 +1,11 @@
-"""What n-grams of the target's own answers know, by how many are counted: replayed on others of a run's answers.
+"""Measure n-gram tables of the target's answers, by the number of counted answers, replayed on other answers of a run.
 
     python scripts/benchmarks/tables.py runs/smollm2-demo --costs 1,1.13,1.04,1.03,1.05,1.1,1.15,1.2,1.21
 
-RUN has answers/ and teacher/ (`distill train RECIPE --until teacher`). Every fifth answer is held out: half of those
-calibrate (`--fitted`: at most so many), the others are followed as if the target wrote them, at most `--tokens` of
-each, in sessions of `--texts`. No model runs, so all but the milliseconds is the same on every machine. `--costs` are
-T(1), T(2), … in plain steps; a longer step costs what the last one does.
+RUN has answers/ and teacher/ (`distill train RECIPE --until teacher`). Every fifth answer is held out. Half of these
+calibrate (at most `--fitted`). The others are followed as if the target wrote them, at most `--tokens` of each, in
+sessions of `--texts`. No model runs, so everything except the milliseconds is the same on every machine. `--costs` are
+T(1), T(2), … in plain steps. A longer step costs as much as the last one.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ Text = tuple[list[int], list[int]]
 
 
 def follow(proposal: Proposal, text: list[int]) -> int:
-    """How many tokens of a proposal a text accepts."""
+    """Return how many tokens of a proposal a text accepts."""
     children, node = proposal.children(), ROOT
     for count, token in enumerate(text):
         below = [child for child in children.get(node, ()) if proposal.tokens[child] == token]
@@ -50,7 +50,7 @@ def follow(proposal: Proposal, text: list[int]) -> int:
 
 
 def replay(make: Callable[[], Drafter], texts: list[Text], costs: Costs, session: int) -> tuple[float, float, float]:
-    """Tokens of a round, their speed in plain ones, and the milliseconds in which a round was drafted."""
+    """Return tokens per round, speed in plain steps, and the milliseconds in which a round was drafted."""
     rounds, paid, tokens, drafting, drafter = 0, 0.0, 0, 0.0, make()
     for number, (prompt, new) in enumerate(texts):
         text, at, drafter = [*prompt, *new], len(prompt), drafter if number % session else make()

@@ -1,10 +1,10 @@
-"""Bytes that one training step reads and writes, counted operation by operation on tensors without memory.
+"""Count the bytes that one training step reads and writes, operation by operation, on tensors without memory.
 
     python scripts/benchmarks/traffic.py            # a Qwen2.5-0.5B draft, whose head has 151,936 rows
 
-Every operation counts the bytes of its inputs and of its outputs once, as its kernel reads and writes them if no cache
-holds them. Views and new memory count nothing. No GPU is needed, and nothing is timed. The head is the final product,
-its loss and all their gradients; the body is the rest of the forward and backward pass (attention by documents).
+Every operation counts the bytes of its inputs and outputs once, as its kernel reads and writes them if no cache holds
+them. Views and new memory count nothing. No GPU is needed, and nothing is timed. The head is the final product, its
+loss and all their gradients. The body is the rest of the forward and backward pass (attention by documents).
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from distill.training.losses import LossSettings
 from distill.training.optimizer import MuonAndAdamW, parameter_groups
 
 META = torch.device("meta")
-ENTRIES = 64  # of the compact store
+ENTRIES = 64  # entries of the compact store
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "detach", "alias", "lift_fresh", "is_pinned"}
 
 
 class Traffic(TorchDispatchMode):
-    """Counts the bytes of the operations inside, by name."""
+    """Counts the bytes of the operations within a context, by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,12 +49,12 @@ class Traffic(TorchDispatchMode):
 
     @property
     def gigabytes(self) -> float:
-        """The sum."""
+        """The sum in gigabytes."""
         return sum(self.bytes.values()) / 1e9
 
 
 def head_traffic(rows: int, hidden: int, positions: int, chunk: int) -> Traffic:
-    """The head's product, loss and gradients over the positions of a step, with products in bfloat16."""
+    """Return the traffic of the head's product, loss and gradients over a step's positions, with bfloat16 products."""
     states, head = torch.empty(positions, hidden, device=META), torch.empty(rows, hidden, device=META)
     stored = [torch.empty(positions, ENTRIES, dtype=kind, device=META) for kind in (torch.int32, torch.float16)]
     teacher = CompactTeacher(*stored, torch.empty(positions, device=META), rows)
@@ -68,7 +68,7 @@ def head_traffic(rows: int, hidden: int, positions: int, chunk: int) -> Traffic:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Print the table; `arguments` in place of the command line's."""
+    """Print the table. `arguments` replace those of the command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", choices=sorted(SHAPES), default="qwen")
     parser.add_argument("--positions", type=int, default=16_384, help="scored positions of a step")
@@ -79,7 +79,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def tables(shape: Shape, positions: int, chunks: Sequence[int]) -> list[Block]:
-    """The head's bytes by chunk, and those of the optimizer."""
+    """Return the head's bytes by chunk, and those of the optimizer."""
     draft = build(shape, META, torch.float32)
     rows: list[Row] = []
     for chunk in chunks:
@@ -89,7 +89,7 @@ def tables(shape: Shape, positions: int, chunks: Sequence[int]) -> list[Block]:
     optimizer = MuonAndAdamW(parameter_groups(draft, muon=True), 1e-4)
     for parameter in draft.parameters():
         parameter.grad = torch.empty_like(parameter)
-    optimizer.step()  # makes the state
+    optimizer.step()  # The first step creates the state.
     with Traffic() as counted:
         optimizer.step()
     heads = ["positions of a chunk", "chunks", "head, GB read and written", "logits at once, GB"]
@@ -98,7 +98,7 @@ def tables(shape: Shape, positions: int, chunks: Sequence[int]) -> list[Block]:
 
 
 def logits_bytes(chunk: int, vocabulary: int) -> float:
-    """Gigabytes of a chunk's logits in bfloat16."""
+    """Return the gigabytes of a chunk's logits in bfloat16."""
     return chunk * vocabulary * 2 / 1e9
 
 

@@ -1,12 +1,11 @@
-"""Time and peak memory of a loss over the head and its backward pass, ours beside the usual ones.
+"""Compare our loss over the head with the usual ones: time and peak memory of the loss and its backward pass.
 
     python scripts/benchmarks/training.py --threads 2
 
-Every variant is a process of its own, run `--repeats` times after one warm-up: the median of the seconds, and the peak
-of the memory above what stood before (the inputs: weights, hidden states, the target's distributions in the form that
-the variant takes) less the bytes of the gradients of weights and hidden states. The processes of the variants take
-turns (`--rounds`). Values are random; the target's distribution is nobody's, but its cost is the same. trl
-takes part where it can be imported.
+Every variant runs in a process of its own, `--repeats` times after one warm-up. Figures are the median of the seconds,
+and the peak memory above the inputs (weights, hidden states, the target's distributions in the variant's form) without
+the gradients of weights and hidden states. The processes of the variants take turns (`--rounds`). Values are random.
+The target's distribution is meaningless, but costs the same. trl takes part if it can be imported.
 """
 
 from __future__ import annotations
@@ -31,16 +30,16 @@ from distill.tables import Cell, Row, Table, document
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, compress
 from distill.training.losses import LossSettings, head_loss
 
-Step = Callable[[], Tensor]  # a loss to take back
+Step = Callable[[], Tensor]  # computes a loss for the backward pass
 
 
 class Peak:
-    """The highest resident memory of a block above what was held before it, in `bytes`."""
+    """The peak resident memory within a context above what was held before it, in `bytes`."""
 
     bytes = 0
 
     def now(self) -> int:
-        """The bytes that are held."""
+        """Return the bytes that are held."""
         return int(psutil.Process().memory_info().rss)
 
     def __enter__(self) -> Peak:
@@ -59,7 +58,7 @@ class Peak:
 
 
 class Inputs:
-    """Draft's hidden states [N, H] and head [V, H], and the target's, which has the same shape."""
+    """The draft's hidden states [N, H] and head [V, H], and the target's with the same shapes."""
 
     def __init__(self, arguments: argparse.Namespace) -> None:
         self.arguments = arguments
@@ -74,7 +73,7 @@ class Inputs:
         return torch.randn(self.head.shape, generator=torch.Generator().manual_seed(1)) * 0.05
 
     def logits(self) -> Tensor:
-        """The target's logits [N, V]."""
+        """Return the target's logits [N, V]."""
         return self.target @ self.target_head().T
 
     def parts(self) -> list[slice]:
@@ -112,7 +111,7 @@ def plain(inputs: Inputs) -> Step:
 
 
 def gkd(inputs: Inputs) -> Step:
-    """trl's generalised JSD at its default β, 0.5, on whole logits; ImportError without trl."""
+    """Return trl's generalised JSD at its default β, 0.5, on whole logits. ImportError without trl."""
     from trl.experimental.gkd import GKDTrainer
 
     given = inputs.logits()
@@ -129,7 +128,7 @@ VARIANTS: dict[str, tuple[str, Callable[[Inputs], Step]]] = {
 
 
 def measure(arguments: argparse.Namespace) -> dict[str, Any]:
-    """Seconds of each repeat, and the peak bytes, of the one variant named."""
+    """Return the seconds of each repeat, and the peak bytes, of the one variant named."""
     torch.set_num_threads(arguments.threads)
     inputs = Inputs(arguments)
     try:
@@ -193,7 +192,7 @@ def main() -> None:
 
 
 def rows_of(found: dict[str, list[dict[str, Any]]]) -> list[Row]:
-    """Seconds, memory and their ratios; a variant that could not run has the reason in its row."""
+    """Return seconds, memory and their ratios. A variant that could not run has the reason in its row."""
     measured = {}
     for name, runs in found.items():
         if all("seconds" in run for run in runs):

@@ -1,4 +1,4 @@
-"""The sibling of a tuned target, as it is and adapted on more and more of the target's answers: one table a rule.
+"""Measure a tuned target's sibling, as it is and adapted on more and more of the target's answers: a table per rule.
 
     F=build/qwen-coder/qwen2.5-coder
     python scripts/benchmarks/tuned_target.py $F-1.5b-instruct-q4_k_m.gguf $F-0.5b-instruct-q4_k_m.gguf --to tuned/
@@ -6,13 +6,14 @@
     python scripts/benchmarks/tuned_target.py TARGET SIBLING --to tuned/ --own sql=FOLDER    # a rule of your own
     python scripts/benchmarks/tuned_target.py TARGET SIBLING --to tuned/ --table             # what is measured so far
 
-Parts, each a command of distill or a script, each made once and resumed after a kill: `tune` (scripts/tuned_examples.py
-and tune_target.py), `distance` (the stock target measured as a draft of the tuned one: KL and agreement), and a run of
-recipes/adapt.yaml for each draft and each number of answer tokens. --skip leaves a part out. The drafts: the sibling as
-it is (`stock`), all weights, LoRA of the draft, and the half-width cut. Each is measured on the same held-out prompts,
-of the tuned kind and of the general kind (data/questions.jsonl). --speed also times the runs, with lookup and
-both together; this wants a quiet machine. --share is the share of general questions among the prompts that are learnt
-from; 0 shows what it keeps. A rule of your own is a folder with examples.jsonl, prompts.jsonl and held.jsonl.
+Each part is a command of distill or a script. It is made once, and resumed after a kill: `tune`
+(scripts/tuned_examples.py and tune_target.py), `distance` (the stock target measured as a draft of the tuned one: KL
+and agreement), and a run of recipes/adapt.yaml for each draft and each number of answer tokens. --skip leaves a part out.
+The drafts are: the sibling as it is (`stock`), all weights, LoRA of the draft, and the half-width cut. All are measured
+on the same held-out prompts, of the tuned kind and of the general kind (data/questions.jsonl). --speed also times the
+runs, with lookup and both together, which needs a quiet machine. --share is the share of general questions among the
+prompts that are learnt. 0 shows what the draft keeps. A rule of your own is a folder with examples.jsonl, prompts.jsonl
+and held.jsonl.
 """
 
 from __future__ import annotations
@@ -37,13 +38,13 @@ DRAFTS = {
     "lora": ["train.adapter={rank: 16}"],
     "half": ["cut.mlp_width=HALF", "train.steps=400"],
 }
-PER_ANSWER = 90  # tokens of an answer, by which a number of tokens becomes one of prompts
-HELD, GENERAL = 24, 24  # prompts that are measured on
+PER_ANSWER = 90  # tokens of an answer, which turn a number of tokens into a number of prompts
+HELD, GENERAL = 24, 24  # prompts that are measured
 WAYS = [{"drafter": "lookup", "rule": "expected-value"}, {"drafter": "lookup+draft", "rule": "expected-value"}]
 
 
 def called(*words: object) -> str:
-    """What a program prints; the script ends with its status where it fails."""
+    """Return a program's output. If it fails, end the script with its status."""
     done = subprocess.run([*map(str, words)], stdout=subprocess.PIPE, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(map(str, words))} ended with status {done.returncode}; the same command goes on")
@@ -51,21 +52,21 @@ def called(*words: object) -> str:
 
 
 def lines_of(path: Path, count: int) -> list[str]:
-    """The first lines of a file."""
+    """Return the first lines of a file."""
     return path.read_text(encoding="utf-8").splitlines()[:count]
 
 
 def general_prompts(path: Path) -> None:
-    """Every fourth first question of data/questions.jsonl, which nothing is trained on."""
+    """Write every fourth first question of data/questions.jsonl, which nothing is trained on."""
     asked = [json.loads(line) for line in (ROOT / "data" / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
-    first = [one["prompt"] for one in asked if "prompt" in one]  # the others are dialogues
+    first = [one["prompt"] for one in asked if "prompt" in one]  # The other records are dialogues.
     chosen = first[:: max(1, len(first) // GENERAL)][:GENERAL]
     content = "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in chosen)
     path.write_text(content, encoding="utf-8")
 
 
 class Bench:
-    """A rule's folder and what is made in it."""
+    """A rule's folder, and what is made in it."""
 
     def __init__(self, asked: argparse.Namespace, rule: str, own: Path | None) -> None:
         self.asked, self.rule = asked, rule
@@ -106,12 +107,12 @@ class Bench:
             write_atomically(place, lambda temporary: temporary.write_text(found, encoding="utf-8"))
 
     def run(self, draft: str, tokens: int) -> Path:
-        """The folder of a run."""
+        """Return the folder of a run."""
         share = "" if self.asked.share == SHARE else f"-share{self.asked.share:g}"
         return self.folder / "runs" / f"{draft}-{tokens}{share}"
 
     def adapt(self, draft: str, tokens: int) -> None:
-        """Train a draft on about so many tokens of answers; 0 of `stock`."""
+        """Train a draft on about so many tokens of answers (0 for `stock`)."""
         count = max(1, round((tokens or min(self.asked.tokens)) / PER_ANSWER))
         questions = round(count * self.asked.share)
         prompts = self.folder / f"prompts-{count - questions}.jsonl"
@@ -144,7 +145,7 @@ class Bench:
         called(sys.executable, "-m", "distill", "train", recipe, *settings, "--runs", run.parent, *until)
 
     def rows(self) -> list[Row]:
-        """The table's rows of what is there."""
+        """Return the table's rows so far."""
         rows: list[Row] = []
         for draft, tokens in [("stock", 0), *((one, size) for one in DRAFTS for size in self.asked.tokens)]:
             run = self.run(draft, tokens)
@@ -164,12 +165,12 @@ class Bench:
 
     @staticmethod
     def minutes(run: Path) -> float:
-        """What the run's stages up to its training took."""
+        """Return the minutes of the run's stages up to its training."""
         stages = (run / "stages" / f"{name}.json" for name in ("questions", "answers", "teacher", "train"))
         return sum(read_json(path)["seconds"] for path in stages if path.exists()) / 60
 
     def table(self, command: str) -> list[Any]:
-        """The rule's distance in a sentence, and its table."""
+        """Return the rule's distance in a sentence, and its table."""
         place, said = self.folder / "distance.json", f"{self.rule}: "
         if place.exists():
             answers = read_json(place)["domains"]["answers"]["draft"]
@@ -191,7 +192,7 @@ SHARE = 0.2
 
 
 def main() -> None:
-    """Do the parts that are asked for and print the tables."""
+    """Do the requested parts and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("target", type=Path)
     parser.add_argument("sibling", type=Path)
@@ -200,13 +201,13 @@ def main() -> None:
     parser.add_argument("--own", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--tokens", default="1000,3000,10000,30000,100000")
     parser.add_argument("--only", default=",".join(DRAFTS), help="drafts that are adapted")
-    parser.add_argument("--skip", default="", help="of tune, distance, stock, adapt")
+    parser.add_argument("--skip", default="", help="parts to skip: tune, distance, stock, adapt")
     parser.add_argument("--share", type=float, default=SHARE)
-    parser.add_argument("--temperature", type=float, default=0.0, help="of answers and of what is measured; 0: greedy")
+    parser.add_argument("--temperature", type=float, default=0.0, help="of answers and measurements (0: greedy)")
     parser.add_argument("--half", type=int, default=2432, help="MLP width of the cut")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--speed", action="store_true")
-    parser.add_argument("--table", action="store_true", help="print what is there, and do nothing else")
+    parser.add_argument("--table", action="store_true", help="only print the tables so far")
     asked = parser.parse_args()
     asked.target, asked.sibling = asked.target.resolve(), asked.sibling.resolve()
     asked.tokens = sorted(int(size) for size in asked.tokens.split(","))

@@ -1,11 +1,11 @@
-"""What a vocabulary transplant costs a real model, by the rule for tokens that the donor lacks: bits per byte.
+"""Measure what a vocabulary transplant costs a real model, by the rule for tokens that the donor lacks: bits per byte.
 
     python scripts/benchmarks/vocabularies.py DONOR --tokenizers ../shared/tokenizers \\
         --english ../shared/prompts/spec-bench.jsonl --code data/test --out vocabularies.jsonl
 
-The donor's rows are mixed into rows for each vocabulary, and the model is measured on half of the texts, without any
-training. Peers' rules use the same donor tokens for every row; ours takes the last one for the input and their mean for
-the head. Bits per byte compare models of different vocabularies. Rows of --out that are there are not measured again.
+The donor's rows are mixed into rows for each vocabulary. The model is then measured on half of the texts, without
+training. Other rules use the same donor tokens for every row. Our rule takes the last one for the input and their mean
+for the head. Bits per byte compare models of different vocabularies. Rows that --out has are not measured again.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from distill.vocabulary.vocabulary import Vocabulary
 BLOCK = 256  # tokens of a block
 
 
-# By name: the mixtures of the input embedding and of the head.
+# Rule -> mixtures of the input embedding and of the head.
 RULES = {
     "mean of subtokens": lambda found: (found.mean(), found.mean()),
     "last subtoken": lambda found: (found.last(), found.last()),
@@ -37,7 +37,7 @@ RULES = {
 
 
 def with_vocabulary(donor: Any, mixtures: tuple[Mixture, Mixture]) -> Any:
-    """A copy of the donor with other rows; the head is no longer tied to the embedding."""
+    """Return a copy of the donor with other rows. The head is no longer tied to the embedding."""
     model = copy.deepcopy(donor)
     matrices = [one.weight.data for one in (donor.get_input_embeddings(), donor.get_output_embeddings())]
     size = len(mixtures[0].offsets) - 1
@@ -52,19 +52,19 @@ def with_vocabulary(donor: Any, mixtures: tuple[Mixture, Mixture]) -> Any:
 
 
 def texts_of(path: Path) -> list[str]:
-    """The texts of a folder's files, or of the records of a jsonl file (its `turns` or `text`)."""
+    """Return the texts of a folder's files, or of the records of a jsonl file (its `turns` or `text`)."""
     if path.is_dir():
         return [file.read_text(encoding="utf-8") for file in sorted(path.rglob("*.py"))]
     return ["\n".join(record.get("turns") or [record["text"]]) for record in records_of(path)]
 
 
 def records_of(path: Path) -> list[dict[str, Any]]:
-    """The records of a jsonl file."""
+    """Return the records of a jsonl file."""
     return [json.loads(line) for line in path.read_bytes().splitlines()]
 
 
 def blocks_of(tokenizer: Any, texts: list[str], most: int) -> tuple[Tensor, float]:
-    """Up to `most` blocks [N, BLOCK] of the texts joined, and the bytes that a token of them stands for."""
+    """Return up to `most` blocks [N, BLOCK] of the joined texts, and the bytes per token."""
     ids: list[int] = []
     size = 0
     for text in texts:
@@ -78,7 +78,7 @@ def blocks_of(tokenizer: Any, texts: list[str], most: int) -> tuple[Tensor, floa
 
 @torch.inference_mode()
 def bits_per_byte(model: Any, blocks: Tensor, bytes_per_token: float) -> float:
-    """Mean over all but the first token of each block."""
+    """Return the mean over all but the first token of each block."""
     total = 0.0
     for block in blocks.split(1):
         total += float(model(input_ids=block, labels=block).loss) * (BLOCK - 1)
@@ -120,7 +120,7 @@ def main() -> None:
 
 
 def _tokenizer(place: Path) -> Any:
-    """A folder that holds a tokenizer alone."""
+    """Load the tokenizer of a folder that holds nothing else."""
     from transformers import PreTrainedTokenizerFast
 
     return PreTrainedTokenizerFast(tokenizer_file=str(place / "tokenizer.json"), clean_up_tokenization_spaces=False)
