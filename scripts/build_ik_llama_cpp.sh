@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Compiles ik_llama.cpp for this processor, from the source package of the tested ik-llama-cpp-python, and puts its two libraries in
-# the place of the wheel's, which know no AVX-512: with it prompts are read 1.5 times as fast (docs/benchmarks.md).
+# Compiles ik_llama.cpp for this processor, from the source package of the tested ik-llama-cpp-python, and replaces the wheel's two
+# libraries, which do not use AVX-512. With AVX-512, prompts are read 1.5× as fast (docs/benchmarks.md).
 #
 #   bash scripts/build_ik_llama_cpp.sh [FOLDER]      5 minutes on 2 cores, in FOLDER (default: build/ik_llama.cpp); resumes where it stopped
-#   pip install --force-reinstall --no-deps ik-llama-cpp-python==0.1.5      the wheel's libraries again
+#   pip install --force-reinstall --no-deps ik-llama-cpp-python==0.1.5      restores the wheel's libraries
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -32,8 +32,8 @@ if [[ ! -f "$source/CMakeLists.txt" ]]; then
         [[ -f "$folder/$package.tar.gz" ]] || fail "the source package of ik-llama-cpp-python $version could not be downloaded"
     tar -xzf "$folder/$package.tar.gz" -C "$folder"
 fi
-# Its own build of the package fails, because the source package lacks a file of programs that nothing here needs. Attention over caches
-# of rarer types takes most of the compiler's time; distill's are f16 and q8_0.
+# The package's own build fails, because the source package lacks a file of programs that are not needed here. Attention over caches of
+# rarer types would take most of the compiler's time. distill uses f16 and q8_0.
 # shellcheck disable=SC2086
 cmake -S "$source" -B "$folder/build" -DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_IQK_FA_ALL_QUANTS=OFF \
     -DLLAMA_BUILD_TESTS=OFF -DLLAMA_BUILD_EXAMPLES=OFF -DLLAMA_BUILD_SERVER=OFF -DCMAKE_INSTALL_RPATH='$ORIGIN' \

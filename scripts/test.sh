@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Every check that a change must pass: bash scripts/test.sh [pytest arguments]
+# Runs every check that a change must pass: bash scripts/test.sh [pytest arguments]
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -11,9 +11,9 @@ fi
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
 .venv/bin/mypy distill
-# One process per core, one thread each: torch threads of several processes get in each other's way.
+# Each core gets one process with one thread, because torch threads of several processes slow each other down.
 processes="${TEST_PROCESSES:-$(nproc 2>/dev/null || echo 2)}"
-export OMP_NUM_THREADS=1  # only now, because nproc reads it too
-# Tests start some hundred processes, each of which would compile the package again where this is set.
+export OMP_NUM_THREADS=1  # It is set after nproc, which reads it too.
+# Tests start some hundred processes. With this variable set, each would compile the package again.
 unset PYTHONDONTWRITEBYTECODE
 .venv/bin/pytest -n "$processes" --dist loadfile --no-loadscope-reorder "$@"

@@ -46,7 +46,7 @@ SEEN = ("acceptance", "agreement", "forward_kl")  # figures of a step's blocks b
 
 @torch.no_grad()
 def accepted(work: Training, held: torch.Tensor) -> list[list[float]]:
-    """Return sums by held block: acceptance under the recipe's sampler, agreement of argmaxes, forward KL, positions."""
+    """Return sums by held block: acceptance under the recipe's sampler, argmax agreement, forward KL, positions."""
     learner: Any = plain(work.learner).eval()
     sampler, columns, found = Sampler.of(work.recipe.sampler), learner.columns, []
     for block in held.split(1):

@@ -5,11 +5,10 @@ python scripts/benchmarks/rules.py [--rounds 64,400] [--seeds 8] [--prompt 0] [-
 A text is a sequence of places. At each place the target accepts the draft's token with a probability that only the
 simulation knows, and the draft shows features. All rules decode the same texts, as many tokens as the best fixed length
 (0 to 8, including plain decoding) makes of them in the given rounds. The output is the rule's tokens/s over the fixed
-length's: with the draft's own probabilities (`no`), with a calibration on rounds of other texts (`yes`), and with a
-calibration on fully accepted rounds (`all`). With `--prompt`, a draft that is used first reads that many tokens, each
-in READ of its step, and the texts of a cell are one session. `--others` replays the rules without costs on the same texts
-instead, `--mistimed` the expected-value rule with wrongly timed costs.
-"""
+length's: with the draft's own probabilities (`no`), with a calibration on rounds of other texts (`yes`), and with one
+on fully accepted rounds (`all`). With `--prompt`, a draft that is used first reads that many tokens, each in READ of
+its step, and the texts of a cell are one session. `--others` replays the rules without costs on the same texts instead,
+`--mistimed` the expected-value rule with wrongly timed costs."""
 
 from __future__ import annotations
 

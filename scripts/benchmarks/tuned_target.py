@@ -7,8 +7,8 @@
     python scripts/benchmarks/tuned_target.py TARGET SIBLING --to tuned/ --table             # what is measured so far
 
 Each part is a command of distill or a script. It is made once, and resumed after a kill: `tune`
-(scripts/tuned_examples.py and tune_target.py), `distance` (the stock target measured as a draft of the tuned one: KL
-and agreement), and a run of recipes/adapt.yaml for each draft and each number of answer tokens. --skip leaves a part out.
+(scripts/tuned_examples.py and tune_target.py), `distance` (the stock target measured as the tuned one's draft: KL and
+agreement), and a run of recipes/adapt.yaml for each draft and each number of answer tokens. --skip leaves a part out.
 The drafts are: the sibling as it is (`stock`), all weights, LoRA of the draft, and the half-width cut. All are measured
 on the same held-out prompts, of the tuned kind and of the general kind (data/questions.jsonl). --speed also times the
 runs, with lookup and both together, which needs a quiet machine. --share is the share of general questions among the

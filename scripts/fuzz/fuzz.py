@@ -1,18 +1,18 @@
-"""Feed hostile files and command lines to every reader, and demand that each is read or refused in one clear message.
+"""Feed hostile files and command lines to every reader. Each input must be read, or refused in one clear message.
 
     python scripts/fuzz/fuzz.py                              100,000 inputs of all kinds; the same command resumes
     python scripts/fuzz/fuzz.py --kinds recipes,safetensors --inputs 5000 --seed 7
     python scripts/fuzz/fuzz.py --replay FILE                one saved input again, with its traceback
 
-An input is right when its readers return or raise a DistillError whose message is short, printable, and without the
-words of Python or of a library's internals. Everything else is a failure: another exception, the death of the process,
-more than the kind's seconds (twice, since other programs use the machine too), or more than 1 GB of memory above the
-process's own. RLIMIT_AS refuses that much; a MemoryError that some reader turned into a message counts too. A failure
-is printed once per place, with the smallest input found, which is saved under --to.
+An input passes if its readers return, or raise a DistillError with a short, printable message without words of Python
+or of a library's internals. Everything else is a failure: another exception, the death of the process, more than the
+kind's seconds (twice, since other programs use the machine too), or more than 1 GB of memory above the process's own.
+RLIMIT_AS refuses more memory, and a MemoryError that a reader turned into a message counts too. A failure is printed
+once per place, with the smallest input found, which is saved under --to.
 
-The kinds are in fuzz_kinds.py. The valid files that inputs are made from are those of the tests' tiny job
-(tests/tiny.py), which is run first. A kind is fed in a child process, forked with everything imported; what may end
-its process (llama.cpp) gets a child for each input. Batches of inputs are a pure function of seed, kind and number.
+The kinds are in fuzz_kinds.py. Inputs are made from the valid files of the tests' tiny job (tests/tiny.py), which runs
+first. A kind is fed in a child process that is forked after all imports. Kinds that may end their process (llama.cpp)
+get a child for each input. Batches of inputs depend only on seed, kind and number.
 """
 
 from __future__ import annotations
@@ -55,9 +55,9 @@ from hypothesis.internal.conjecture.data import ConjectureData  # noqa: E402
 from distill.errors import DistillError  # noqa: E402
 from distill.tables import Cell, Table, document  # noqa: E402
 
-MOST_MEMORY = 2**30  # bytes that a small file may make a reader take
+MOST_MEMORY = 2**30  # bytes that a small file may make a reader use
 TOO_LONG = "took too long"
-# Words of Python's own errors and of libraries' internals: no message for a user holds them.
+# Words of Python's own errors and of libraries' internals. Messages for users must not contain them.
 FOREIGN = re.compile(
     r"object has no attribute|object is not (subscriptable|iterable|callable)|index out of range|unhashable type|"
     r"not supported between instances|unsupported operand|NoneType|must be (str|real number|a string), not|"
@@ -65,18 +65,18 @@ FOREIGN = re.compile(
     r"validation error|Input should|codec can't|embedded null|indices must be integers|not all arguments|"
     r"PanicException|called `(Result|Option)::|bug in distill"
 )
-# What torch, numpy, Rust and the operating system say where memory is refused, with other exceptions than MemoryError.
+# Words of torch, numpy, Rust and the operating system for refused memory, in exceptions other than MemoryError.
 NO_MEMORY = re.compile("can't allocate memory|annot allocate memory|Unable to allocate|out of memory|ENOMEM", re.I)
 MOST_CHARACTERS = 4000
 
 
 class Hang(BaseException):
-    """An input that took longer than its kind may."""
+    """An input took longer than its kind allows."""
 
 
 @dataclass
 class Failure:
-    """What went wrong with an input, and where: failures of one place are one cause."""
+    """What went wrong with an input, and where. Failures of one place have one cause."""
 
     place: str
     words: str
@@ -98,18 +98,18 @@ class Outcome:
     failures: list[dict[str, str]] = field(default_factory=list)
 
 
-# ── one input ──
+# ── One input ──
 
 
 def place_of(error: BaseException) -> str:
-    """The kind of an exception and the last of our own lines that it passed."""
+    """Return the kind of an exception and the last of our own lines that it passed."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if f"{os.sep}distill{os.sep}" in frame.filename] or frames[-1:]
     return f"{type(error).__name__} {os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else repr(error)
 
 
 def fault_of(error: DistillError) -> str | None:
-    """What is wrong with the message of a refusal; None for a good one."""
+    """Return what is wrong with the message of a refusal, or None for a good message."""
     text = str(error)
     cause: BaseException | None = error
     while cause is not None:
@@ -127,7 +127,7 @@ def fault_of(error: DistillError) -> str | None:
 
 
 def failure_of(kind: Kind, world: World, given: Any) -> tuple[bool, Failure | None]:
-    """Whether the input was refused, and its failure; every reader of the kind gets it, one after the other."""
+    """Return whether the input was refused, and its failure. Every reader of the kind gets it in turn."""
     refused = False
     for reader in kind.readers(world, given):
         try:
@@ -151,7 +151,7 @@ def failure_of(kind: Kind, world: World, given: Any) -> tuple[bool, Failure | No
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise Hang in this process where the block takes longer."""
+    """Raise Hang in this process if the block takes longer."""
 
     def hang(*_: Any) -> None:
         raise Hang(TOO_LONG)
@@ -165,18 +165,21 @@ def limited(seconds: float) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
-# ── a batch, in a child process ──
+# ── A batch, in a child process ──
 
 
 def limit_memory() -> None:
-    """Refuse this process more than MOST_MEMORY above the address space that it has now."""
+    """Refuse this process more than MOST_MEMORY above its present address space."""
     with open("/proc/self/statm") as file:
         now = int(file.read().split()[0]) * resource.getpagesize()
     resource.setrlimit(resource.RLIMIT_AS, (now + MOST_MEMORY, resource.RLIM_INFINITY))
 
 
 def forked(work: Callable[[], bytes], hangs: Callable[[], bool]) -> tuple[bytes, int]:
-    """What `work` gives in a forked child, and its exit status; killed once `hangs` says so, asked each second."""
+    """Return the result of `work` in a forked child, and its exit status.
+
+    `hangs` is asked each second whether to kill the child.
+    """
     receive, send = os.pipe()
     sys.stdout.flush()
     child = os.fork()
@@ -199,12 +202,12 @@ def forked(work: Callable[[], bytes], hangs: Callable[[], bool]) -> tuple[bytes,
 
 
 def ended(status: int) -> str:
-    """How a process ended, in words."""
+    """Say how a process ended."""
     return signal.Signals(-status).name if status < 0 else f"exit status {status}"
 
 
 def feed_isolated(kind: Kind, world: World, given: Any) -> tuple[str, Failure | None]:
-    """The outcome of an input in a child of its own: read, refused, failed, or aborted by C code."""
+    """Return the outcome of an input in a child of its own: read, refused, failed, or aborted by C code."""
 
     def work() -> bytes:
         limit_memory()
@@ -221,7 +224,7 @@ def feed_isolated(kind: Kind, world: World, given: Any) -> tuple[str, Failure | 
 
 
 def timed(kind: Kind, world: World, given: Any) -> tuple[bool, Failure | None]:
-    """`failure_of` within the kind's seconds; one that takes longer is a failure."""
+    """Return `failure_of` within the kind's seconds. An input that takes longer is a failure."""
     try:
         with limited(kind.most_seconds):
             return failure_of(kind, world, given)
@@ -230,9 +233,9 @@ def timed(kind: Kind, world: World, given: Any) -> tuple[bool, Failure | None]:
 
 
 def batches_of(kind: Kind, world: World, seed: int, batch: int, count: int, current: Path | None = None) -> Outcome:
-    """Feed one batch; every failure's place once, with its smallest input.
+    """Feed one batch. Every failure's place counts once, with its smallest input.
 
-    `current` is the file in which the parent finds the input that is being read if this process dies.
+    If this process dies, the parent finds the input that was being read in the file `current`.
     """
     outcome, places = Outcome(kind.name, batch), dict[str, Failure]()
     started = time.monotonic()
@@ -244,7 +247,7 @@ def batches_of(kind: Kind, world: World, seed: int, batch: int, count: int, curr
             verdict, failure = feed_isolated(kind, world, given)
         else:
             refused, failure = timed(kind, world, given)
-            if failure is not None and failure.words == TOO_LONG:  # or was it another program on this machine?
+            if failure is not None and failure.words == TOO_LONG:  # Another program may have slowed the machine down.
                 refused, failure = timed(kind, world, given)
             verdict = "failed" if failure else "refused" if refused else "read"
         setattr(outcome, verdict, getattr(outcome, verdict) + 1)
@@ -261,10 +264,10 @@ def batches_of(kind: Kind, world: World, seed: int, batch: int, count: int, curr
 
 
 def run_examples(test: Callable[[Any], None], inputs: Any, seed: int, batch: int, count: int) -> None:
-    """Call `test` with `count` inputs of a strategy, which depend on seed and batch alone.
+    """Call `test` with `count` inputs of a strategy, which depend only on seed and batch.
 
-    The strategy is drawn from directly: the engine behind `given` keeps a tree of all choices and collects garbage, at
-    several times the cost of most readers. An input that outgrows hypothesis's limit is drawn anew.
+    The strategy is drawn from directly, because hypothesis's engine keeps a tree of all choices and collects garbage,
+    which costs several times as much as most readers. An input that exceeds hypothesis's limit is drawn again.
     """
     number = int.from_bytes(hashlib.sha256(f"{seed}/{batch}".encode()).digest()[:8], "big")
     choices, made = random.Random(number), 0
@@ -279,11 +282,11 @@ def run_examples(test: Callable[[Any], None], inputs: Any, seed: int, batch: int
         made += 1
 
 
-# ── all kinds, in the parent ──
+# ── All kinds, in the parent ──
 
 
 def preload() -> None:
-    """Everything heavy, imported once before the forks; no threads may be started here."""
+    """Import everything heavy once before the forks. No threads may be started here."""
     import gguf  # noqa: F401
     import llguidance  # noqa: F401
     import safetensors.torch  # noqa: F401
@@ -305,7 +308,7 @@ def preload() -> None:
 
 
 def in_child(kind: Kind, number: int, count: int, base: Path, seed: int) -> Outcome:
-    """The outcome of a batch that a forked child feeds; where it dies or hangs, with the input that it was reading."""
+    """Return the outcome of a batch in a forked child. If it dies or hangs, include the input that it was reading."""
     place = Path(tempfile.mkdtemp(prefix="fuzz-"))
     current = place / "current.pickle"
 
@@ -316,7 +319,7 @@ def in_child(kind: Kind, number: int, count: int, base: Path, seed: int) -> Outc
             outcome = {"broken": "".join(traceback.format_tb(error.__traceback__)[-6:]) + repr(error)[:300]}
         return json.dumps(outcome).encode()
 
-    def hangs() -> bool:  # longer than Python could interrupt it
+    def hangs() -> bool:  # Python could not interrupt it in this time.
         return current.exists() and time.time() - current.stat().st_mtime > kind.most_seconds * 3 + 60
 
     data, status = forked(work, hangs)
@@ -326,7 +329,7 @@ def in_child(kind: Kind, number: int, count: int, base: Path, seed: int) -> Outc
             if "broken" in found:
                 raise SystemExit(f"fuzz.py itself failed on {kind.name}:\n{found['broken']}")
             return Outcome(**found)
-        given = pickle.loads(current.read_bytes()) if current.exists() else None  # it may die while it warms up
+        given = pickle.loads(current.read_bytes()) if current.exists() else None  # It may die while it warms up.
         failure = Failure(f"process ended: {ended(status)}", ended(status), repr(given))
         return Outcome(kind.name, number, count, failed=count, failures=[vars(failure)])
     finally:
@@ -334,7 +337,7 @@ def in_child(kind: Kind, number: int, count: int, base: Path, seed: int) -> Outc
 
 
 def feed(kind: Kind, number: int, count: int, world: World, seed: int, current: Path) -> Outcome:
-    """Feed one batch in this process, a child that prints nothing; `current` holds the input that is being read."""
+    """Feed one batch in this process, a child that prints nothing. `current` holds the input that is being read."""
     quiet = os.open(os.devnull, os.O_RDWR)
     for descriptor in (0, 1, 2):
         os.dup2(quiet, descriptor)
@@ -347,7 +350,7 @@ def feed(kind: Kind, number: int, count: int, world: World, seed: int, current: 
 
 
 def warm_up(kind: Kind, world: World) -> None:
-    """Feed a few inputs that do not count, so that lazy imports take no memory or time of those that do."""
+    """Feed a few inputs that do not count, so that lazy imports take no memory or time from those that do."""
     if kind.isolated:
         from distill.gguf.library import library
 
@@ -362,7 +365,7 @@ def warm_up(kind: Kind, world: World) -> None:
 
 
 def planned(kinds: Sequence[Kind], inputs: int) -> list[tuple[Kind, int, int]]:
-    """The batches of each kind, by number, with their inputs; the shares add up to `inputs`."""
+    """Return the batches of each kind by number, with their inputs. The shares add up to `inputs`."""
     total = sum(kind.share for kind in kinds)
     counts = [max(1, int(inputs * kind.share / total)) for kind in kinds]
     counts[0] += max(0, inputs - sum(counts))
@@ -374,7 +377,7 @@ def planned(kinds: Sequence[Kind], inputs: int) -> list[tuple[Kind, int, int]]:
 
 
 def kept(outcome: Outcome, known: set[tuple[str, str]], file: Path) -> Outcome:
-    """The outcome, written to the file of outcomes; a failure of a place that is not known is printed and saved."""
+    """Write the outcome to the file of outcomes and return it. A failure of a new place is printed and saved."""
     with open(file, "a", encoding="utf-8") as lines:
         lines.write(json.dumps(vars(outcome)) + "\n")
     for failure in outcome.failures:
@@ -389,7 +392,7 @@ COUNTED = ("inputs", "read", "refused", "aborted", "failed", "seconds")
 
 
 def table(kinds: Sequence[Kind], outcomes: Sequence[Outcome]) -> Table:
-    """The figures by kind."""
+    """Return the table of figures by kind."""
     sums = {
         kind.name: [sum(getattr(one, name) for one in outcomes if one.kind == kind.name) for name in COUNTED]
         for kind in kinds
@@ -401,7 +404,7 @@ def table(kinds: Sequence[Kind], outcomes: Sequence[Outcome]) -> Table:
 
 
 def save_example(folder: Path, kind: str, failure: dict[str, str]) -> Path:
-    """A file with the input of a failure, which --replay reads."""
+    """Save the input of a failure to a file that --replay reads."""
     name = re.sub(r"\W+", "-", f"{kind} {failure['place']}")[:100].strip("-")
     path = folder / f"{name}.txt"
     path.write_text(f"{kind}\n{failure['example']}\n", encoding="utf-8", errors="backslashreplace")
@@ -409,13 +412,13 @@ def save_example(folder: Path, kind: str, failure: dict[str, str]) -> Path:
 
 
 def make_base(folder: Path) -> Path:
-    """The tests' tiny job, run once."""
+    """Run the tests' tiny job once."""
     import tiny
 
     base = folder / "base"
     if not (base / "runs" / "tiny" / "report.html").exists():
         shutil.rmtree(base, ignore_errors=True)
-        pid = os.fork()  # torch starts threads, which no fork after them survives
+        pid = os.fork()  # torch starts threads, which later forks would not survive.
         if pid == 0:
             base.mkdir(parents=True)
             log = os.open(base / "log.txt", os.O_WRONLY | os.O_CREAT)
@@ -428,7 +431,7 @@ def make_base(folder: Path) -> Path:
 
 
 def chosen(names: str | None) -> list[Kind]:
-    """The kinds whose names begin with one of those given."""
+    """Return the kinds whose names begin with one of the given names."""
     if names is None:
         return list(KINDS)
     wanted = [name.strip() for name in names.split(",")]
@@ -445,7 +448,7 @@ def replay(path: Path, base: Path) -> int:
     given = ast.literal_eval(example)
     with tempfile.TemporaryDirectory() as place:
         world = World(base, Path(place))
-        kind.inputs(world)  # some make files that their readers need
+        kind.inputs(world)  # Some strategies make files that their readers need.
         limit_memory()
         refused, failure = timed(kind, world, given)
     print("refused" if refused else "read" if failure is None else f"{failure.place}\n{failure.words}")

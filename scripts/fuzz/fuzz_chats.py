@@ -1,7 +1,8 @@
 """Chats and recorded requests for scripts/fuzz/fuzz.py, each with what is right.
 
-A chat: the ids of its answer are those of the whole rendered chat (tests/chat_templates.py). A request: the lines are
-what the target said, in whatever pieces it came; what steers an answer is left out by name; unknown fields are named.
+A chat must give the same answer ids as the whole rendered chat (tests/chat_templates.py). A request must give lines
+with the target's words, in whatever pieces they came. What steers an answer is left out by name. Unknown fields are
+named.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ STYLES = [*chat_templates.TURNS, *(style for style in chat_templates.STYLES if s
 
 @st.composite
 def texts(draw: Any) -> str:
-    """Words with anything between, before and behind them."""
+    """Return words with anything between, before and after them."""
     pieces = draw(st.lists(st.tuples(st.sampled_from(BETWEEN), st.sampled_from(WORDS)), min_size=1, max_size=8))
     return "".join(between + word for between, word in pieces) + draw(st.sampled_from(BETWEEN))
 
@@ -38,7 +39,7 @@ chats = st.tuples(
 
 @cache
 def tokenizer_of(kind: str, style: str, trim: bool) -> Any:
-    """A tokenizer of a kind with a template."""
+    """Return a tokenizer of a kind with a template."""
     from transformers import PreTrainedTokenizerFast
 
     own = tokenizer_kinds.with_bos(tokenizer_kinds.KINDS[kind]())
@@ -49,7 +50,7 @@ def tokenizer_of(kind: str, style: str, trim: bool) -> Any:
 
 
 def fault_of_chat(given: tuple[Any, ...]) -> str | None:
-    """How the ids of an answer differ from those of the whole chat; None where they do not."""
+    """Describe how the ids of an answer differ from those of the whole chat. None if they do not."""
     from distill.data.chat_template import ChatTemplate
     from distill.recipe import Chat
 
@@ -61,7 +62,7 @@ def fault_of_chat(given: tuple[Any, ...]) -> str | None:
     return chat_templates.fault_of_answer(template, [*messages, {"role": "assistant", "content": content}], ended)
 
 
-# ── requests ──
+# ── Requests ──
 
 STEER: dict[str, Any] = {
     **{name: {"a": 1} for name in ("structured_outputs", "guided_json", "guided_choice", "json_schema")},
@@ -81,7 +82,7 @@ EFFORTS = (None, "low", "none", "high")
 
 @st.composite
 def requests(draw: Any) -> dict[str, Any]:
-    """A request with some of these fields, a reply of one or two choices, and how that is cut into events."""
+    """Return a request with some of these fields, a reply of one or two choices, and how it is cut into events."""
     fields = {name: PLAIN[name] for name in draw(st.sets(st.sampled_from(list(PLAIN)), max_size=4))}
     unknown = draw(st.sets(st.sampled_from(list(UNKNOWN)), max_size=2))
     steer = draw(st.none() | st.none() | st.sampled_from(list(STEER)))
@@ -91,7 +92,8 @@ def requests(draw: Any) -> dict[str, Any]:
     number = iter(range(100))
     said = [
         {
-            # No text begins with a character twice: of such pieces the second may repeat the first, and is left out.
+            # No text begins with the same character twice.
+            # A piece that repeats the one before it is dropped.
             name: "So, "
             + " ".join(f"{next(number)}{draw(st.sampled_from(WORDS))}" for _ in range(draw(st.integers(3, 6))))
             for name in ("content", *(["reasoning_content"] if draw(st.booleans()) else []))
@@ -105,7 +107,7 @@ def requests(draw: Any) -> dict[str, Any]:
 
 
 def _pieces(text: str, cuts: list[int], how: str) -> list[str]:
-    """A text in pieces of UTF-16, in which a cut may halve a character."""
+    """Cut a text into pieces of UTF-16. A cut may halve a character."""
     units = text.encode("utf-16-le")
     found, start = [], 0
     for size in [*cuts, len(units)]:
@@ -118,7 +120,7 @@ def _pieces(text: str, cuts: list[int], how: str) -> list[str]:
 
 
 def bodies(given: dict[str, Any]) -> tuple[bytes, bytes]:
-    """The request and the reply as they pass the recorder."""
+    """Return the request and the reply as they pass the recorder."""
     asked = {"messages": [{"role": "user", "content": "2 + 2?"}], **given["fields"]}
     several = given["index"] or (len(given["said"]) > 1 and given["how"] != "whole")
 
@@ -130,7 +132,7 @@ def bodies(given: dict[str, Any]) -> tuple[bytes, bytes]:
         return json.dumps(asked).encode(), json.dumps({"choices": choices}).encode()
     events = []
     for at, one in enumerate(given["said"]):
-        for name in sorted(one, reverse=True):  # thinking comes first
+        for name in sorted(one, reverse=True):  # Thinking comes first.
             for piece in _pieces(one[name], given["cuts"], given["how"]):
                 events.append({"choices": [choice(at, {name: piece}, "delta", None)]})
         events.append({"choices": [choice(at, {}, "delta", given["finish"])]})
@@ -139,7 +141,7 @@ def bodies(given: dict[str, Any]) -> tuple[bytes, bytes]:
 
 
 def fault_of_request(given: dict[str, Any]) -> str | None:
-    """What a recorder makes otherwise of an exchange than it was; None where nothing."""
+    """Describe how a recorder changes an exchange. None if it does not."""
     from distill.data.recorder import CHAT, read_exchange
     from distill.data.traffic import Line, parse_line
 

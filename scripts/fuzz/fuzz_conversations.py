@@ -1,7 +1,7 @@
-"""Conversations for scripts/fuzz/fuzz.py: what is read of a record is the template's own rendering of it, or counted.
+"""Conversations for scripts/fuzz/fuzz.py. A record must be read as the template renders it, or counted as left out.
 
-The record is written to a file and read as a source of the corpus. Each prompt and each answer that comes of it is
-compared with transformers' `apply_chat_template` on the record's messages as they were written, by an own conversion.
+The record is written to a file and read as a source of the corpus. Each resulting prompt and answer is compared with
+transformers' `apply_chat_template` on the record's messages as written, with an independent conversion.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 TEMPLATES = {**chat_templates.STYLES, **chat_templates.FURTHER}
 STYLES = [*TEMPLATES, *(f"{name}{trim}" for name in chat_templates.TURNS for trim in ("", ", trimmed"))]
-END = "END-OF-TURN"  # replaced by the style's end token
+END = "END-OF-TURN"  # It is replaced by the style's end token.
 THINKING = ("reasoning_content", "reasoning", "thinking")
 ALIASES = {"human": "user", "gpt": "assistant", "developer": "system", "observation": "tool", "ipython": "tool"}
 ROLES = ("user", "user", "user", "assistant", "assistant", "assistant", "system", "tool", *ALIASES)
@@ -32,7 +32,7 @@ TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type":
 
 @st.composite
 def contents(draw: Any) -> Any:
-    """A text of unlike words, now and then with an end token, thinking, several parts, or nothing at all."""
+    """Return a text of different words, sometimes with an end token, thinking, several parts, or nothing at all."""
     word = f"w{draw(st.integers(0, 10**9))}"
     text = draw(st.sampled_from(["", "", "", " ", "\n"])) + word + draw(st.sampled_from([" é!", "", "\n", "  x"]))
     form = draw(st.integers(0, 15))
@@ -51,7 +51,7 @@ def contents(draw: Any) -> Any:
 
 @st.composite
 def messages(draw: Any) -> list[Any]:
-    """Messages of roles in any order, most of questions and answers in turn."""
+    """Return messages of roles in any order. Most are questions and answers in turn."""
     found = []
     for number in range(draw(st.integers(1, 7))):
         role = ("user", "assistant")[number % 2] if draw(st.integers(0, 2)) else draw(st.sampled_from(ROLES))
@@ -72,7 +72,7 @@ def messages(draw: Any) -> list[Any]:
 
 @st.composite
 def inputs(draw: Any) -> dict[str, Any]:
-    """A style, what the record is, its messages, and its further fields."""
+    """Return a style, the form of the record, its messages, and its further fields."""
     form = draw(weighted((8, st.just("messages")), (1, st.just("text")), (2, st.just("prompt"))))
     cut = draw(st.sampled_from(["whole", "whole", "begun", "cut", "other"]))
     more: dict[str, Any] = {}
@@ -93,7 +93,7 @@ def inputs(draw: Any) -> dict[str, Any]:
 
 @cache
 def tokenizer_of(style: str) -> Any:
-    """A tokenizer with a style's template."""
+    """Return a tokenizer with a style's template."""
     from transformers import PreTrainedTokenizerFast
 
     own = tokenizer_kinds.byte_level("qwen2")
@@ -105,7 +105,7 @@ def tokenizer_of(style: str) -> Any:
 
 
 def as_written(record: dict[str, Any]) -> list[dict[str, Any]]:
-    """The messages of a record as a template reads them: its roles, thinking under each name, arguments as objects."""
+    """Return a record's messages as a template reads them: roles, thinking under each name, arguments as objects."""
     found = []
     for one in record["messages"]:
         role = ALIASES.get(one["role"], one["role"])
@@ -127,7 +127,7 @@ def as_written(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def rendered(tokenizer: Any, talk: list[dict[str, Any]], record: dict[str, Any], generate: bool) -> str:
-    """The template's own rendering, with arguments of calls as text where it refuses objects."""
+    """Return the template's own rendering. If it refuses objects, arguments of calls are text."""
     given = {name: record[name] for name in ("tools", "documents") if name in record}
     try:
         return str(tokenizer.apply_chat_template(talk, tokenize=False, add_generation_prompt=generate, **given))
@@ -141,7 +141,7 @@ def rendered(tokenizer: Any, talk: list[dict[str, Any]], record: dict[str, Any],
 
 
 def record_of(given: dict[str, Any], tokenizer: Any) -> dict[str, Any] | None:
-    """The record of an input: of messages, or of the text that the template makes of them; None where it makes none."""
+    """Return an input's record: of messages, or of the text that the template renders. None if it renders none."""
     end = str(tokenizer.eos_token) if given["style"] not in TEMPLATES else TEMPLATES[given["style"]][2]
     own = json.loads(json.dumps(given["messages"]).replace(END, end))
     record = {"messages": own, **given["more"]}
@@ -163,7 +163,7 @@ def record_of(given: dict[str, Any], tokenizer: Any) -> dict[str, Any] | None:
 
 
 def fault_of_conversation(given: dict[str, Any]) -> str | None:
-    """What of a record is neither the template's own rendering nor counted; None for nothing."""
+    """Describe what of a record is neither the template's rendering nor counted. None for nothing."""
     from distill.data.chat_template import ChatTemplate, reader_of
     from distill.data.prompts import ChatPrompts
     from distill.data.sources import read_documents
@@ -194,7 +194,7 @@ def fault_of_conversation(given: dict[str, Any]) -> str | None:
 
 
 def _fault_of_text(text: str, document: Any, chat: Any, dropped: Counter[str]) -> str | None:
-    """A rendered text is a conversation that renders to it, or said to look rendered."""
+    """Check that a rendered text is read as the conversation that renders to it, or is reported to look rendered."""
     if document.messages is None:
         looks = chat.template.looks_rendered(text)
         return None if dropped.total() or not looks else "a rendered text is read as plain text without a word"
@@ -206,7 +206,7 @@ def _fault_of_text(text: str, document: Any, chat: Any, dropped: Counter[str]) -
 
 
 def _fault_of_prompt(text: str, given: dict[str, Any], document: Any, chat: Any) -> str | None:
-    """A prompt that is rendered is asked as it stands, with the beginning of an answer; or left out and counted."""
+    """Check that a rendered prompt is asked unchanged, with the beginning of an answer, or left out and counted."""
     tokenizer = chat.template.tokenizer
     sample = chat.prompt(document)
     if sample is None:
@@ -243,7 +243,7 @@ def _fault_of_messages(record: dict[str, Any], document: Any, chat: Any, dropped
     sample = chat.prompt(document)
     if sample is None and not chat.dropped.total():
         return "a prompt is gone, and nothing is counted"
-    if sample is not None and sample.chat is None:  # its one question is a rendered prompt
+    if sample is not None and sample.chat is None:  # Its only question is a rendered prompt.
         return None if chat.dropped.total() else "a rendered prompt is asked without a word"
     if sample is not None:
         asked = [{"role": "assistant", "content": ANSWER} if one["role"] == "assistant" else one for one in talk]
@@ -267,7 +267,7 @@ def _fault_of_messages(record: dict[str, Any], document: Any, chat: Any, dropped
 def _fault_of_answers(
     record: dict[str, Any], talk: list[dict[str, Any]], answers: list[int], document: Any, chat: Any
 ) -> str | None:
-    """Each answer that is learnt stands behind its prompt as the template writes it; each other one is counted."""
+    """Check that each learnt answer follows its prompt as the template writes it, and that all others are counted."""
     from distill.data.prompts import SPELLED_END
 
     tokenizer = chat.template.tokenizer
@@ -294,8 +294,10 @@ def _fault_of_answers(
 
 
 def _is_written(prompt: str, answer: str, end: str, own: str, whole: str, message: dict[str, Any]) -> bool:
-    """Whether a sample is what the template writes: prompt and answer of the whole chat, up to the end of the turn; or
-    behind a thinking that the prompt opens or closes, the answer as it was written, and an end."""
+    """Whether a sample is what the template writes: prompt and answer of the whole chat, up to the end of the turn.
+
+    After a thinking block that the prompt opens or closes, the answer as it was written and an end also count.
+    """
     if prompt != own:
         return False
     both = prompt + answer

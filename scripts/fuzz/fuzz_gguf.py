@@ -1,4 +1,4 @@
-"""Hostile GGUF files for fuzz.py: a valid file taken apart into its entries, edited, and put together again."""
+"""Hostile GGUF files for fuzz.py: a valid file is split into its entries, edited, and joined again."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from gguf_reference import Reader
 
-SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # bytes of each type of number
+SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}  # type of number -> bytes
 STRING, ARRAY, ALIGNMENT = 8, 9, 32
 
 
@@ -41,7 +41,7 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Parts:
-    """A file in parts; `counts` are the numbers of tensors and keys that its head claims beyond the true ones."""
+    """A file in parts. `counts` replace the true numbers of tensors and keys in its head."""
 
     entries: tuple[Entry, ...]
     tensors: tuple[Tensor, ...]
@@ -50,7 +50,7 @@ class Parts:
     counts: tuple[int | None, int | None] = (None, None)
 
     def bytes(self) -> bytes:
-        """The file."""
+        """Return the file."""
         tensors, keys = (
             len(own) if claimed is None else claimed
             for own, claimed in zip((self.tensors, self.entries), self.counts, strict=True)
@@ -66,12 +66,12 @@ class Parts:
 
 
 def text(data: bytes) -> bytes:
-    """A string as GGUF stores it."""
+    """Return a string as GGUF stores it."""
     return struct.pack("<Q", len(data)) + data
 
 
 def take_apart(path: Path) -> tuple[Parts, int]:
-    """The parts of a valid file of version 3, and the size of its head."""
+    """Return the parts of a valid file of version 3, and the size of its head."""
     file = Reader(path)
     _, tensors, keys = file.numbers("IQQ")
     entries = []
@@ -87,7 +87,7 @@ def take_apart(path: Path) -> tuple[Parts, int]:
 
 @st.composite
 def payloads(draw: Callable[..., Any]) -> tuple[int, bytes]:
-    """A type and a value of it, or one that does not go with it."""
+    """Return a type and a value of it, or a value that does not fit it."""
     kind = draw(st.sampled_from([4, 4, 5, 6, 6, 7, 10, 11, 12, 0, 3, STRING, ARRAY, 13, 2**31]))
     word = draw(st.sampled_from(WORDS))
     if kind in (6, 12):
@@ -108,7 +108,7 @@ LENGTHS = [0, 1, 2, 31, 32, 63, 64, 65, 128, 400, 401, 2**16, 2**31, 2**32, 2**4
 
 @st.composite
 def hostile(draw: Callable[..., Any], base: Parts) -> bytes:
-    """Files with one to three entries, tensors or counts edited."""
+    """Return a file with one to three edits of entries, tensors or counts."""
     found = base
     for _ in range(draw(st.integers(1, 3))):
         edit, place = draw(st.integers(0, 13)), draw(fractions)

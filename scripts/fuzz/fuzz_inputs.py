@@ -1,7 +1,7 @@
 """Hostile inputs for scripts/fuzz/fuzz.py, as strategies of hypothesis: valid files with edits, and values of any kind.
 
-An edit of a JSON tree deletes, renames, wraps, repeats or replaces a value anywhere; an edit of bytes flips, cuts,
-repeats, inserts or overwrites. Both draw from the same list of values that readers tend not to expect.
+An edit of a JSON tree deletes, renames, wraps, repeats or replaces a value anywhere. An edit of bytes flips, cuts,
+repeats, inserts or overwrites. Both draw from the same list of values that readers often do not expect.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from typing import Any
 
 from hypothesis import strategies as st
 
-DEEP = "@deep@"  # a text that `dumped` replaces by a value nested beyond every parser's limit
+DEEP = "@deep@"  # `dumped` replaces this text by a value that is nested beyond every parser's limit.
 DEEP_JSON = '{"a":' * 1_000 + "[" * 12_000 + "1" + "]" * 12_000 + "}" * 1_000
-DIGITS = "@digits@"  # … by an integer of more digits than Python converts
-TWICE = "@twice@"  # … as a key: by the key after it, so that an object holds that key twice
+DIGITS = "@digits@"  # `dumped` replaces it by an integer with more digits than Python converts.
+TWICE = "@twice@"  # As a key, `dumped` replaces it by the next key, so that an object has that key twice.
 
 SCALARS: list[Any] = [
     *(None, True, False, 0, -1, 1, 2, 255, 65536, 10**6, 2**31 - 1, 2**31, 2**32, 2**53 + 1, 2**63 - 1, 2**63, 2**64),
@@ -42,7 +42,7 @@ values = st.one_of(
 
 @st.composite
 def weighted(draw: Callable[..., Any], *choices: tuple[int, st.SearchStrategy[Any]]) -> Any:
-    """One of several strategies, by weight: `one_of` would give each branch inside them the same weight."""
+    """Return one of several strategies, by weight. `one_of` would give each branch inside them the same weight."""
     return draw(
         choices[draw(st.sampled_from([at for at, (weight, _) in enumerate(choices) for _ in range(weight)]))][1]
     )
@@ -53,24 +53,24 @@ EDITS = ("replace", "replace", "replace", "delete", "swap", "wrap", "repeat", "r
 
 
 def dumped(value: Any) -> bytes:
-    """A tree as JSON, with the texts DEEP, DIGITS and TWICE replaced by what a tree cannot hold."""
+    """Return a tree as JSON, with the texts DEEP, DIGITS and TWICE replaced by what a tree cannot hold."""
     text = json.dumps(value)
     text = text.replace(f'"{DEEP}"', DEEP_JSON).replace(f'"{DIGITS}"', "9" * 5000)
     return text.replace(f"{TWICE}", "").encode()
 
 
 class Tree:
-    """A valid value, the paths to all parts of it, and edits of copies of it."""
+    """A valid value, the paths to all its parts, and edits of copies of it."""
 
     def __init__(self, value: Any, often: Sequence[str] = ()) -> None:
-        """`often` names keys below which half of the edits are made: a large file's other parts draw too many."""
+        """Half of the edits are made below the keys in `often`. A large file's other parts would attract too many."""
         self.value = value
         self.paths = [path for path in _paths(value) if path] or [()]
         self.few = [path for path in self.paths if len(path) <= 2 or not isinstance(path[-1], int)]
         self.few = [path for path in self.few if not often or not path or path[0] in often] or self.paths
 
     def edited(self) -> st.SearchStrategy[Any]:
-        """Copies with one to three edits."""
+        """Return copies with one to three edits."""
 
         @st.composite
         def copies(draw: Callable[..., Any]) -> Any:
@@ -84,7 +84,7 @@ class Tree:
         return copies()
 
     def files(self) -> st.SearchStrategy[bytes]:
-        """JSON texts of edited copies, of the value as it is with bytes edited, and of other values."""
+        """Return JSON texts of edited copies, of the value with edited bytes, and of other values."""
         plain = dumped(self.value)
         return weighted((8, self.edited().map(dumped)), (2, edited_bytes(plain)), (1, values.map(dumped)))
 
@@ -100,7 +100,7 @@ def _paths(value: Any, path: tuple[Any, ...] = ()) -> Any:
 
 
 def _edit(value: Any, path: tuple[Any, ...], edit: str, other: Any, number: int, tree: Tree) -> Any:
-    """A copy of `value` with one edit at `path`, or unchanged where an edit before removed the place."""
+    """Return a copy of `value` with one edit at `path`. Unchanged if an earlier edit removed the place."""
     if not path:
         return {"replace": other, "wrap": [value], "empty": type(value)() if value is not None else None}.get(
             edit, value
@@ -137,7 +137,7 @@ def _edit(value: Any, path: tuple[Any, ...], edit: str, other: Any, number: int,
         copy[name:name] = [old] * (1 + number % 3)
     elif edit == "rename":
         copy[other if isinstance(other, str) else str(name).upper()] = copy.pop(name)
-    else:  # the same key twice, the second time with another value
+    else:  # The same key occurs twice, the second time with another value.
         copy[f"{TWICE}{name}"] = other
     return copy
 
@@ -147,7 +147,7 @@ WORDS = [2**64 - 1, 2**63, 2**63 - 1, 2**62, 2**40, 2**33, 2**32 - 1, 2**31, 2**
 
 @st.composite
 def edited_bytes(draw: Callable[..., Any], base: bytes, first: int | None = None) -> bytes:
-    """Copies of `base` with one to four edits; half of the edits lie in the `first` bytes, where there are headers."""
+    """Return copies of `base` with one to four edits. Half of them lie in the `first` bytes, where headers are."""
     found = bytearray(base)
     for _ in range(draw(st.integers(1, 4))):
         size = len(found) if first is None or draw(st.booleans()) else min(first, len(found))

@@ -1,4 +1,4 @@
-"""The kinds of input of scripts/fuzz/fuzz.py: for each how inputs are made, and the readers that get them."""
+"""The kinds of input of scripts/fuzz/fuzz.py: how inputs of each kind are made, and the readers that get them."""
 
 from __future__ import annotations
 
@@ -34,17 +34,17 @@ Strategy = st.SearchStrategy[Any]
 
 
 class World:
-    """The valid files that inputs are made from, and a folder of this process's own to write them to."""
+    """The valid files that inputs are made from, and a folder of this process to write inputs to."""
 
     def __init__(self, base: Path, place: Path) -> None:
         """`base` holds target/, recipe.yaml and a finished run in runs/tiny, as tests/tiny.py makes them."""
         self.base, self.place = base, place
-        self.open = contextlib.ExitStack()  # which ends with the process
+        self.open = contextlib.ExitStack()  # It is closed at the end of the process.
         self.changed: set[str] = set()  # files of the run's copy that differ from the finished run
         self.target, self.finished = base / "target", base / "runs" / "tiny"
 
     def put(self, name: str, data: bytes) -> Path:
-        """A file in the place."""
+        """Write a file to the folder."""
         path = self.place / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
@@ -52,21 +52,21 @@ class World:
 
     @cached_property
     def recipe_path(self) -> Path:
-        """The small recipe, for overrides."""
+        """Return the small recipe's path, for overrides."""
         return self.put("small.yaml", (self.base / "recipe.yaml").read_bytes())
 
     @cached_property
     def recipe(self) -> Recipe:
-        """The small recipe."""
+        """Return the small recipe."""
         return load_recipe(self.base / "recipe.yaml")
 
     @cached_property
     def model(self) -> Path:
-        """A copy of the target's folder, in which a kind replaces files."""
+        """Return a copy of the target's folder, in which a kind replaces files."""
         return Path(shutil.copytree(self.target, self.place / "model"))
 
     def restore_model(self, name: str) -> None:
-        """Put one file of the model's folder back."""
+        """Restore one file of the model's folder."""
         if (self.target / name).exists():
             shutil.copyfile(self.target / name, self.model / name)
         else:
@@ -74,12 +74,12 @@ class World:
 
     @cached_property
     def run(self) -> Run:
-        """A copy of the finished run, in which a kind replaces files."""
+        """Return a copy of the finished run, in which a kind replaces files."""
         return Run(Path(shutil.copytree(self.finished, self.place / "runs" / "tiny")), self.recipe)
 
     @cached_property
     def tokens(self) -> Any:
-        """The target's vocabulary as grammars need it."""
+        """Return the target's vocabulary as grammars need it."""
         from distill.decoding.grammar import Tokens
         from distill.vocabulary.vocabulary import Vocabulary
 
@@ -88,7 +88,7 @@ class World:
 
     @cached_property
     def tokenizer(self) -> Any:
-        """The target's tokenizer, with a template that writes thinking, tools and documents."""
+        """Return the target's tokenizer, with a template that writes thinking, tools and documents."""
         from distill.engines.torch.hugging_face import load_tokenizer
 
         found = load_tokenizer(str(self.target))
@@ -97,7 +97,7 @@ class World:
 
     @cached_property
     def server(self) -> Any:
-        """`distill serve` of the target, with that template; it decodes nothing."""
+        """Return `distill serve` of the target with that template. It decodes nothing."""
         from distill.engines.loaded import Opening
         from distill.recipe import Configuration, Target
         from distill.sampler import Sampler
@@ -112,7 +112,7 @@ class World:
         return Completions(self.open.enter_context(answering(opening, Chat(), request, 512)), request, "m", 1)
 
     def json(self, name: str) -> Any:
-        """A JSON file of the base."""
+        """Return a JSON file of the base."""
         return json.loads((self.base / name).read_text(encoding="utf-8"))
 
 
@@ -120,8 +120,8 @@ class World:
 class Kind:
     """A kind of input: its share of all inputs, its strategy, and the readers that get an input.
 
-    An `isolated` kind is read in a process of its own for every input, because C code under it may end the process.
-    `most_seconds` is the limit of one input; `batch` the number of inputs that are repeated after a kill.
+    Inputs of an `isolated` kind are each read in a process of their own, because C code may end the process.
+    `most_seconds` is the limit of one input. `batch` is the number of inputs that are repeated after a kill.
     """
 
     name: str
@@ -134,7 +134,7 @@ class Kind:
 
 
 def restored(world: World, name: str) -> Path:
-    """A file of the copied run, put back as it was before another one is replaced."""
+    """Return a file of the copied run. The file that was replaced before is restored first."""
     path = world.run.path(name)
     if (world.finished / name).exists():
         shutil.copyfile(world.finished / name, path)
@@ -143,7 +143,7 @@ def restored(world: World, name: str) -> Path:
     return path
 
 
-# ── recipes and overrides ──
+# ── Recipes and overrides ──
 
 LINES = [
     *("seed: !!python/object/apply:os.system [ls]", "? [1]\n: 2", "a: &a [*a]", "<<: {seed: 1}", "%YAML 9.9\n---"),
@@ -195,7 +195,7 @@ def read_overrides(world: World, found: Sequence[str]) -> Readers:
 
 
 def lines_of(records: Sequence[Any]) -> Strategy:
-    """Files of edited records, of records whose bytes are edited, and of neither."""
+    """Return files of edited records, of records with edited bytes, and of neither."""
     trees = [Tree(record) for record in records]
     line = st.sampled_from(trees).flatmap(lambda tree: tree.files())
     return weighted(
@@ -243,7 +243,7 @@ def read_data_records(world: World, found: list[Any]) -> Readers:
 
 
 def compared(fault_of: Callable[[Any], str | None], world: World, found: Any) -> Readers:
-    """The reader of an input that brings what is right."""
+    """Return the reader of an input that contains the right result."""
 
     def whole() -> None:
         if wrong := fault_of(found):
@@ -253,7 +253,7 @@ def compared(fault_of: Callable[[Any], str | None], world: World, found: Any) ->
 
 
 def read_served(world: World, found: Any) -> Readers:
-    """The fields of a request as `distill serve` reads them."""
+    """Read the fields of a request as `distill serve` does."""
     return compared(partial(fuzz_requests.fault_of_served, world.server), world, found)
 
 
@@ -277,7 +277,7 @@ def read_traffic(world: World, found: bytes) -> Readers:
     return [whole]
 
 
-# ── records and results of a run ──
+# ── Records and results of a run ──
 
 RECORDS = [
     *("stages/corpus.json", "stages/train.json", "stages/eval.json", "stages/redo.json", "stages/train.begun.json"),
@@ -327,7 +327,7 @@ def read_record(world: World, found: tuple[str, bytes]) -> Readers:
 
 
 def _record_readers(world: World, name: str, path: Path) -> Readers:
-    """The readers of one file of a run; of those without a reader of their own, the model card."""
+    """Return the readers of one file of a run. A file without a reader of its own is read by the model card."""
     import torch
 
     from distill.cli.shared import find_run
@@ -363,7 +363,7 @@ def _record_readers(world: World, name: str, path: Path) -> Readers:
 
 
 def with_traffic(world: World) -> Recipe:
-    """The recipe with a file of traffic."""
+    """Return the recipe with a file of traffic."""
     path = world.place / "served.jsonl"
     if not path.exists():
         path.write_text('{"prompt": "alpha", "answer": "beta"}\n')
@@ -372,7 +372,7 @@ def with_traffic(world: World) -> Recipe:
 
 
 def _ids(found: Sequence[Any]) -> None:
-    """What every user of prompts and answers does with the ids."""
+    """Use the ids as every user of prompts and answers does."""
     import torch
 
     for one in found:
@@ -380,7 +380,7 @@ def _ids(found: Sequence[Any]) -> None:
 
 
 def _printed(path: Path, kind: Any, blocks_of: Callable[[Any], Any]) -> None:
-    """The tables that commands print from results."""
+    """Render the tables that commands print from results."""
     from distill.files import read_result
     from distill.tables import document, records
 
@@ -388,23 +388,23 @@ def _printed(path: Path, kind: Any, blocks_of: Callable[[Any], Any]) -> None:
     records(blocks), document(blocks).encode()
 
 
-# ── model folders ──
+# ── Model folders ──
 
 
 def safetensors_bytes(header: bytes, data: bytes, length: int | None = None) -> bytes:
-    """A safetensors file from its parts."""
+    """Return a safetensors file made from its parts."""
     return (len(header) if length is None else length).to_bytes(8, "little") + header + data
 
 
 def header_of(path: Path) -> tuple[Any, bytes]:
-    """The header and the data of a safetensors file."""
+    """Return the header and the data of a safetensors file."""
     raw = path.read_bytes()
     size = int.from_bytes(raw[:8], "little")
     return json.loads(raw[8 : 8 + size]), raw[8 + size :]
 
 
 def safetensors(path: Path) -> tuple[Strategy, Strategy]:
-    """Copies of a safetensors file whose header is edited, and copies whose bytes are."""
+    """Return copies of a safetensors file with an edited header, and copies with edited bytes."""
     header, data = header_of(path)
     plain = dumped(header)
     edited = Tree(header).edited().map(lambda found: safetensors_bytes(dumped(found), data))
@@ -473,7 +473,7 @@ def read_tables(world: World, data: bytes) -> Readers:
 
 
 def read_whole_model(world: World, found: tuple[str, bytes]) -> Readers:
-    """The slow readers of a model's folder: transformers itself, on no values and on all."""
+    """Return the slow readers of a model's folder: transformers itself, on no values and on all."""
     import torch
 
     from distill.engines.torch.hugging_face import check_weights, load_model
@@ -618,7 +618,7 @@ def read_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:
 
 
 def read_slow_tokenizers(world: World, found: tuple[str, bytes]) -> Readers:
-    """transformers' own reader of a tokenizer, and its chat template on messages."""
+    """Return transformers' own reader of a tokenizer, and its chat template on messages."""
     from distill.data.chat_template import ChatTemplate
     from distill.data.traffic import Line, encode_line
     from distill.engines.torch.hugging_face import encode, load_tokenizer, real_tokens
@@ -657,7 +657,7 @@ def read_gguf_heads(world: World, found: bytes) -> Readers:
 
 
 def read_imports(world: World, found: bytes) -> Readers:
-    """The whole import: configuration, tokenizer, chat template and weights, written as a folder and loaded."""
+    """Return the whole import: configuration, tokenizer, chat template and weights, written as a folder and loaded."""
     from distill.engines.torch.hugging_face import load_config, load_tokenizer
     from distill.gguf.importing import read_import, write_import
 
@@ -673,7 +673,7 @@ def read_imports(world: World, found: bytes) -> Readers:
 
 
 def read_gguf(world: World, found: bytes) -> Readers:
-    """llama.cpp itself: the vocabulary alone as for a prompt, then the model, a text and its bytes."""
+    """Load a file as llama.cpp does: the vocabulary alone as for a prompt, then the model, a text and its bytes."""
     from distill.engines.llama_cpp.model import GgufModel, token_bytes_of
     from distill.engines.loaded import encode_prompt
     from distill.engines.tokenizer import FileTokenizer
@@ -693,7 +693,7 @@ def read_gguf(world: World, found: bytes) -> Readers:
     return [lambda: encode_prompt(str(path), "def alpha"), decode]
 
 
-# ── teacher store and checkpoints ──
+# ── Teacher store and checkpoints ──
 
 
 SHARD = "shard-00001.safetensors"
@@ -706,7 +706,7 @@ def shards(world: World) -> Strategy:
 
 
 def read_shards(world: World, found: tuple[str, bytes]) -> Readers:
-    """A changed file, whose stage has recorded another checksum."""
+    """Read a changed file, whose stage has recorded another checksum."""
     import torch
 
     from distill.teacher.store import TeacherStore, require_fit
@@ -728,7 +728,7 @@ def read_shards(world: World, found: tuple[str, bytes]) -> Readers:
 
 
 def learner() -> tuple[Any, Any]:
-    """A learner of 20 parameters and its optimizer after a step."""
+    """Return a learner of 20 parameters and its optimizer after a step."""
     import torch
 
     module = torch.nn.Linear(4, 4)
@@ -778,7 +778,7 @@ def read_checkpoints(world: World, found: tuple[tuple[str, bytes], bool]) -> Rea
     return [newest]
 
 
-# ── grammars ──
+# ── Grammars ──
 
 SCHEMA = {
     "type": "object",
@@ -836,7 +836,7 @@ def read_grammar(world: World, found: tuple[str, str]) -> Readers:
     return [steps]
 
 
-# ── texts ──
+# ── Texts ──
 
 
 NAMES = ["a.txt", "b/c.txt", "é.txt", "x" * 200, "-", "\n", "d/e/f/g", ".hidden", "\udcff\udcfe"]
@@ -868,7 +868,7 @@ def read_text_folder(world: World, found: dict[str, bytes | str]) -> Readers:
     return [*readers, *(partial(read_texts, [folder / name]) for name in found)]
 
 
-# ── command lines ──
+# ── Command lines ──
 
 GIVEN = [
     *("model", "runs", "tiny", "whole.yaml", "text.txt", "model.gguf", "out", "missing", "missing.yaml", "1", "3,2,1"),
@@ -878,7 +878,7 @@ GIVEN = [
 ]
 
 
-USUAL = {  # valid values of arguments and options; of the others 3
+USUAL = {  # valid values of arguments and options. Others get 3.
     **{"RECIPE": "whole.yaml", "RUN": "tiny", "MODEL": "model", "DONOR": "model", "TARGET": "model", "OUT": "out"},
     **{"RECIPE [a.b=c]... | TARGET [DRAFT]": "model model", "RECIPE [a.b=c]... | TARGET DRAFT": "whole.yaml"},
     **{"[RUN | TARGET [DRAFT]]": "model model", "[RUN | TARGET DRAFT...]": "tiny"},
@@ -927,23 +927,23 @@ def command_lines(world: World) -> Strategy:
 
 
 def harmless(text: str) -> str:
-    """An argument as a shell can give it, and no path out of the working directory."""
+    """Return an argument as a shell can give it, without a path out of the working directory."""
     text = text.replace("\0", "").replace("..", ".")[:5000]
     return text if not text.startswith(("/", "~")) or text == "/dev/null" else f"x{text}"
 
 
 class Wrong(Exception):
-    """An outcome of a command that is none of those that users may meet."""
+    """A command had an outcome that users must not meet."""
 
 
 FOREIGN = ("Traceback", "bug in distill", "pydantic", "validation error", "Input should", "transformers.", "datasets.")
 
 
-STOP = "stopped: here a model is loaded, or a run begins"  # the command line was read whole
+STOP = "stopped: here a model is loaded, or a run begins"  # The whole command line has been read at this point.
 
 
 class Stopped(DistillError):
-    """Where a command would load a model or start a run."""
+    """A command would load a model or start a run here."""
 
 
 def stop(*_: Any, **__: Any) -> Any:
@@ -951,7 +951,7 @@ def stop(*_: Any, **__: Any) -> Any:
 
 
 def run_command(world: World, found: tuple[list[str], bytes]) -> Readers:
-    """`distill …` in this process, up to the loading of a model or the start of a run."""
+    """Run `distill …` in this process, up to the loading of a model or the start of a run."""
     from distill.cli.app import main
 
     arguments, given = found
@@ -972,7 +972,7 @@ def run_command(world: World, found: tuple[list[str], bytes]) -> Readers:
             stack.enter_context(contextlib.chdir(where))
             for name in STOPPED:
                 stack.enter_context(mock.patch(name, stop))
-            stack.enter_context(mock.patch("distill.cli.app.end_process", lambda: None))  # it ends the process
+            stack.enter_context(mock.patch("distill.cli.app.end_process", lambda: None))  # It would end this process.
             stack.enter_context(mock.patch.multiple(sys, argv=["distill", *arguments], stdin=stdin))
             stack.enter_context(contextlib.redirect_stdout(out))
             stack.enter_context(contextlib.redirect_stderr(err))
@@ -982,10 +982,10 @@ def run_command(world: World, found: tuple[list[str], bytes]) -> Readers:
                 code = ended.code
         text = out.getvalue() + err.getvalue()
         text.encode()
-        # The table of `doctor` names packages, pydantic among them.
+        # `doctor` prints names of packages, among them pydantic.
         told = err.getvalue() if code == 0 and "doctor" in arguments else text
         foreign = [words for words in FOREIGN if words in told]
-        unanswered = code == 130 and "[y/N]" in text  # the standard input ended before an answer
+        unanswered = code == 130 and "[y/N]" in text  # The standard input ended before an answer.
         if not (code in (0, 2) or unanswered) or foreign:
             raise Wrong(f"exit status {code}, {foreign}: {text[-1500:]}")
         if code == 2 and not err.getvalue().strip():

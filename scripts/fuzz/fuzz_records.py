@@ -1,7 +1,7 @@
-"""Records of any fields for scripts/fuzz/fuzz.py, and the proof that nothing of them is lost without a word.
+"""Records of any fields for scripts/fuzz/fuzz.py, and the proof that nothing in them is lost silently.
 
-Every text and number of a record is a mark of its own. A mark must stand in the record's document, in the role that its
-field gives it, or under the name of its field among what was dropped; else its whole record was left out and counted.
+Every text and number of a record is a unique mark. A mark must be in the record's document, in the role of its field,
+or its field must be among the dropped ones. Otherwise the whole record was left out and counted.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ from typing import Any
 from fuzz_inputs import scalars, weighted
 from hypothesis import strategies as st
 
-TEXT, NUMBER = "@", -7  # replaced by marks
-KINDS = ("type", "role", "from")  # keys whose texts are no content
+TEXT, NUMBER = "@", -7  # They are replaced by marks.
+KINDS = ("type", "role", "from")  # Texts of these keys are not content.
 PROMPTS = ("prompt", "instruction", "question", "query", "input", "context", "passage")
 ANSWERS = ("answer", "completion", "response", "output")
 THINKING = ("reasoning", "reasoning_content", "thinking", "reasoning_details")
 UNKNOWN = ("score", "meta", "Reasoning", "thoughts", "notes", "source", "chosen", "rationale")
 QUESTION = ("choices", "options", "image", "audio", "functions")
-COUNTED = ("field `", "further fields", "answers of", "messages of", "template argument")  # of records that are kept
+COUNTED = ("field `", "further fields", "answers of", "messages of", "template argument")  # counts of kept records
 
-HOLDERS = ("messages", "conversations", "conversation", "turns", *PROMPTS, *ANSWERS, "answers")  # of messages
+HOLDERS = ("messages", "conversations", "conversation", "turns", *PROMPTS, *ANSWERS, "answers")  # keys with messages
 ROLES = ("system", "user", "assistant", "tool")
 
 text = st.just(TEXT)
@@ -50,7 +50,7 @@ speakers = ["user", "human", "assistant", "gpt", "system", "tool", "function", "
 
 @st.composite
 def conversations(draw: Any) -> Any:
-    """Lists of messages: mostly questions and answers in turn, with a few fields of a message left in place."""
+    """Return lists of messages: mostly questions and answers in turn, with a few fields of a message kept."""
     found = []
     for number in range(draw(st.integers(0, 4))):
         one = dict(draw(turn))
@@ -85,7 +85,7 @@ FORMS = [("messages",), ("conversations",), ("turns",), ("prompt",), ("instructi
 
 @st.composite
 def records(draw: Any) -> list[Any]:
-    """A few records, most of a known form with up to four further fields, every text and number a mark."""
+    """Return a few records, most of a known form with up to four further fields. Every text and number is a mark."""
     found = []
     for _ in range(draw(st.integers(1, 3))):
         names = list(draw(st.sampled_from(FORMS))) if draw(st.integers(0, 40)) else []
@@ -111,12 +111,12 @@ MARK = re.compile(r"mark\d{4}|77\d{4}77")
 
 
 def marks(value: Any) -> set[str]:
-    """All marks in a JSON value."""
+    """Return all marks in a JSON value."""
     return set(MARK.findall(json.dumps(value)))
 
 
 def lost(given: list[Any], documents: list[Any], dropped: Counter[str]) -> str | None:
-    """What of the records is in no document and in no count, or in a role that is not its own; None for nothing."""
+    """Describe what of the records is in no document and no count, or in a wrong role. None for nothing."""
     held = [(document, marks([document.text, document.messages, document.arguments])) for document in documents]
     unread: Counter[str] = Counter()
     left_out = 0
@@ -140,7 +140,7 @@ def lost(given: list[Any], documents: list[Any], dropped: Counter[str]) -> str |
 
 
 def _in_another_role(record: dict[str, Any], document: Any) -> str | None:
-    """A mark of a question, an answer or thinking that the document has elsewhere."""
+    """Return a mark of a question, an answer or thinking that the document has elsewhere."""
     if document.messages is None:
         return None
     by_role = {role: marks([one["content"] for one in document.messages if one["role"] == role]) for role in ROLES}
@@ -158,7 +158,7 @@ def _in_another_role(record: dict[str, Any], document: Any) -> str | None:
 
 
 def learnt_without(document: Any, chat: Any) -> str | None:
-    """What of a document's answers is neither in the samples that are learnt from nor counted; None for nothing."""
+    """Describe what of a document's answers is neither in the learnt samples nor counted. None for nothing."""
     before = chat.dropped.total()
     answers = [one for one in document.messages if one["role"] == "assistant" and one.get("weight") != 0]
     samples = [chat.template.tokenizer.decode(answer) for _, answer in chat.given(document)]

@@ -1,8 +1,7 @@
 """Requests for `distill serve` with fields of the forms of OpenAI, vLLM, SGLang and llama-server.
 
-Each field is honoured, has a value at which that server does nothing, or is refused by its name.
-
-What the servers take for nothing is written here from their documentation, and not read from distill's own table.
+Each field is honoured, has a value for which its server does nothing, or is refused by name. The values for which
+servers do nothing are written here from their documentation, and not read from distill's own table.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from fuzz_inputs import SCALARS, dumped, values, weighted
 from hypothesis import strategies as st
 
 SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
-# Of each field: values as clients send them. OpenAI:
+# Values of each field as clients send them. OpenAI:
 OPENAI: dict[str, list[Any]] = {
     "model": ["gpt-4o", "m"],
     "stream": [True, False],
@@ -156,7 +155,7 @@ LLAMA: dict[str, list[Any]] = {
 }
 FORMS = OPENAI | VLLM | SGLANG | LLAMA
 UNKNOWN = ["mood", "Temperature", "temprature", "max_new_tokens", "guided_what", "x-trace", "", "seed ", "é", "a" * 90]
-# Values at which a server does nothing.
+# Values for which a server does nothing.
 NOTHING: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("n", "best_of", "length_penalty", "repeat_penalty", "typical_p"), (1,)),
     **dict.fromkeys(("presence_penalty", "frequency_penalty", "dry_multiplier", "mirostat", "xtc_probability"), (0,)),
@@ -182,7 +181,7 @@ NOTHING: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("return_hidden_states", "timings_per_token", "post_sampling_probs"), (False,)),
     "thinking_forced_open": (False,),
 }
-# Harmless at each value of a kind.
+# Harmless at every value of a kind.
 FREE: dict[str, type | tuple[type, ...]] = {
     **dict.fromkeys(("user", "safety_identifier", "prompt_cache_key"), str),
     **dict.fromkeys(("parallel_tool_calls", "spaces_between_special_tokens", "stream_reasoning"), bool),
@@ -209,7 +208,7 @@ MESSAGES = [
 
 @st.composite
 def requests(draw: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
-    """The form and the fields of a request: usual values, any values, and fields that nobody knows."""
+    """Return the form and the fields of a request: usual values, any values, and unknown fields."""
     chat = draw(st.booleans())
     usual = draw(st.integers(0, 5)) > 0
     own = MESSAGES if chat else PROMPTS
@@ -222,12 +221,12 @@ def requests(draw: Callable[..., Any]) -> tuple[str, dict[str, Any]]:
 
 
 def same(value: Any, other: Any) -> bool:
-    """Whether two values are equal, True not being 1."""
+    """Whether two values are equal. True is not 1."""
     return isinstance(value, bool) == isinstance(other, bool) and bool(value == other)
 
 
 def passed_over(name: str, value: Any, job: Any) -> bool:
-    """Whether a field of a request that was taken is neither honoured nor at a value that does nothing."""
+    """Whether a field of an accepted request is neither honoured nor at a value that does nothing."""
     if value is None:
         return name not in FORMS and name not in ("messages", "prompt")
     if name in HONOURED:
@@ -238,12 +237,12 @@ def passed_over(name: str, value: Any, job: Any) -> bool:
 
 
 def limited(value: Any, job: Any) -> bool:
-    """Whether a limit is kept; -1 is none."""
+    """Whether a limit is kept. -1 means no limit."""
     return not isinstance(value, bool) and (value < 0 or 0 < job.limit <= value)
 
 
 def drawn_with(value: Any, job: Any) -> bool:
-    """Whether a seed is taken; where nothing is drawn, and of a random one, there is none."""
+    """Whether a seed is used. There is none if nothing is drawn, or for a random seed."""
     drawn = job.request.sampler.temperature > 0 and value != -1
     return not isinstance(value, bool) and (not drawn or job.request.seed == value)
 
@@ -254,11 +253,11 @@ def under_grammar(value: Any, job: Any) -> bool:
 
 
 def thinks(value: Any, job: Any) -> bool:
-    """Whether the prompt closes an empty thinking where it is switched off, and only there."""
+    """Whether the prompt closes an empty thinking block exactly if thinking is switched off."""
     return (value in ("none", {"effort": "none"}) or value is False) is job.closed
 
 
-# What is honoured, and whether it is.
+# Fields that are honoured, and the test of whether they are.
 HONOURED: dict[str, Callable[[Any, Any], bool]] = {
     **dict.fromkeys(("messages", "prompt", "model"), lambda value, job: True),
     "top_k": lambda value, job: same(job.request.sampler.top_k, 0 if value == -1 else value),
@@ -282,9 +281,9 @@ HONOURED |= {
 
 
 def fault_of_served(server: Any, given: tuple[str, dict[str, Any]]) -> str | None:
-    """What `distill serve` passes over of a request, or refuses without naming it; None where nothing.
+    """Describe what `distill serve` ignores of a request, or refuses without naming it. None for nothing.
 
-    Raises DistillError where it refuses a field by its name.
+    Raises DistillError if it refuses a field by name.
     """
     from distill.errors import DistillError
     from distill.files import parse_object

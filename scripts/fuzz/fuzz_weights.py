@@ -1,7 +1,8 @@
 """Model folders of mixed weight files for fuzz.py: one model, saved in parts, and steps that make its files disagree.
 
-Right is a folder that every reader refuses, or reads as the same values; then each file of the folder that holds other
-values is named on stderr. The values are compared with what the safetensors library reads from the files.
+A folder passes if every reader refuses it, or reads it as the same values. Then each file of the folder that holds
+other values must be named on stderr. The values are compared with those that the safetensors library reads from the
+files.
 """
 
 from __future__ import annotations
@@ -39,14 +40,14 @@ Tensors = dict[str, torch.Tensor]
 
 
 def steps() -> st.SearchStrategy[tuple[int, list[Step]]]:
-    """How many files the model is saved in, and what happens to them then."""
+    """Return the number of files in which the model is saved, and the steps that follow."""
     file, number = st.sampled_from(FILES), st.integers(0, 40)
     move = st.sampled_from([0.0, 0.0, 1.0])
     one = st.one_of(
-        st.tuples(st.just("copy"), number, file, move),  # a tensor into a further file
+        st.tuples(st.just("copy"), number, file, move),  # copies a tensor into a further file
         st.tuples(st.just("move"), number, file),
         st.tuples(st.just("drop"), number),
-        st.tuples(st.just("whole"), file, move),  # all tensors once more
+        st.tuples(st.just("whole"), file, move),  # writes all tensors once more
         st.tuples(st.just("remove"), file),
         st.tuples(st.just("index"), number, st.one_of(st.none(), file)),
         st.tuples(st.just("no index")),
@@ -62,7 +63,7 @@ def steps() -> st.SearchStrategy[tuple[int, list[Step]]]:
 
 
 class Model:
-    """A model's files while they are changed: `places` is the index, None without one."""
+    """A model's files while they are changed. `places` is the index, or None without one."""
 
     def __init__(self, folder: Path, source: Path, parts: int) -> None:
         shutil.rmtree(folder, ignore_errors=True)
@@ -78,7 +79,7 @@ class Model:
         self.config = json.loads((folder / "config.json").read_text())
 
     def take(self, kind: str, *values: Any) -> None:
-        """One step; nothing where it is impossible."""
+        """Take one step. Nothing happens if it is impossible."""
         if kind in ("copy", "move", "drop", "type", "narrow"):
             self._change_tensor(kind, self.names[values[0] % len(self.names)], *values[1:])
         elif kind in ("whole", "remove", "head"):
@@ -124,7 +125,7 @@ class Model:
                 self.places[HEAD] = file
 
     def write(self) -> None:
-        """All files."""
+        """Write all files."""
         (self.folder / SINGLE).unlink()
         for file, held in self.files.items():
             save_file(held, self.folder / file, {"format": "pt"})
@@ -135,7 +136,7 @@ class Model:
 
 
 def readers_of(folder: Path, target: Path) -> list[Callable[[], Any]]:
-    """What the commands call on a folder, and at last the comparison of what they got."""
+    """Return the readers that commands call on a folder, and then the comparison of their results."""
     from distill.engines.torch.hugging_face import check_weights, load_model
     from distill.gguf.fields import read_shape
     from distill.gguf.writer import read_tensors

@@ -1,17 +1,17 @@
-"""Kill `distill train` at seeded moments of every stage, go on with the same command, and compare the files in the end.
+"""Kill `distill train` at seeded moments of every stage, continue with the same command, and compare the final files.
 
     python scripts/fuzz/kill_runs.py --kills 100 --seed 0
     python scripts/fuzz/kill_runs.py recipes/demo.yaml --kills 22 --to DIR
 
-Without RECIPE, the recipe is the tests' tiny one: models of 0.1M parameters, seconds in all. Each command is a process
-of its own. One run without interruption gives the files to compare with and the time of each stage. Then the runs: each
-is killed once before its first stage and once in every stage, at a moment drawn within the time of the stage (where the
-stage is done before that, right then), and the same command goes on. 70 % of the kills are SIGKILL, 15 % SIGTERM, 15 %
-SIGINT; the last two must end with one line that says how to go on.
+Without RECIPE, the recipe is the tests' tiny one, with models of 0.1M parameters, which takes seconds. Each command is
+a process of its own. One run without interruption gives the files to compare with, and the time of each stage. Each of
+the other runs is killed once before its first stage and once in every stage, at a moment drawn within the stage's time,
+or at once if the stage is already done. The same command then continues. 70 % of the kills are SIGKILL, 15 % SIGTERM,
+15 % SIGINT. After the last two, the command must end with one line that says how to continue.
 
-Equal in the end must be every file of corpus/, answers/, teacher/, cut/, draft/ and gguf/ (apart from the model card
-and the parity record, which hold times and commands), and every figure of eval.json. Lost work is the time between the
-last file that the killed stage kept, or its begin, and the kill. Exit status 1 when anything differs.
+At the end, every file of corpus/, answers/, teacher/, cut/, draft/ and gguf/ must be equal (except the model card and
+the parity record, which hold times and commands), and every figure of eval.json. Lost work is the time between the last
+file that the killed stage kept, or its start, and the kill. The exit status is 1 if anything differs.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ from distill.tables import Cell, Row, Table, document
 ROOT = Path(__file__).resolve().parents[2]
 SAME = ("corpus", "answers", "teacher", "cut", "draft", "gguf")
 VARYING = {"README.md", "export.json"}
-RESUMING = ("answers", "teacher", "train", "speedup")  # what they have saved is kept
-SIGNALS = {signal.SIGKILL: 0.7, signal.SIGTERM: 0.15, signal.SIGINT: 0.15}  # with their shares
+RESUMING = ("answers", "teacher", "train", "speedup")  # These stages keep what they have saved.
+SIGNALS = {signal.SIGKILL: 0.7, signal.SIGTERM: 0.15, signal.SIGINT: 0.15}  # signal -> share
 START = "start"  # before the first stage
 SAYS_HOW = ("the same command resumes", "the same command goes on", "start the same command again")
 
 
 @dataclass(frozen=True)
 class Kill:
-    """A kill: where it was asked for, by which signal, the exit status, the seconds of work lost, and its faults."""
+    """A kill: its place, signal, exit status, seconds of lost work, and fault."""
 
     place: str
     number: signal.Signals
@@ -72,7 +72,7 @@ class Job:
         return self.log.read_text(encoding="utf-8", errors="replace")
 
     def finish(self) -> float:
-        """Run to the end; the seconds until the first stage began. SystemExit where the command fails."""
+        """Run to the end and return the seconds until the first stage began. SystemExit if the command fails."""
         started = time.time()
         process = self.start()
         begun = 0.0
@@ -101,7 +101,7 @@ class Job:
         return Kill(place, number, code, 0.0 if done.exists() else killed - self._kept(place, begun, killed), fault)
 
     def _wait_for(self, process: subprocess.Popen[bytes], stage: str, started: float) -> float:
-        """When the stage began; returns early where the process ends."""
+        """Return when the stage began. Returns early if the process ends."""
         path = self.run.path("stages", f"{stage}.begun.json")
         while process.poll() is None:
             if path.exists() and path.stat().st_mtime >= started - 0.01:
@@ -110,7 +110,7 @@ class Job:
         return time.time()
 
     def _kept(self, place: str, begun: float, killed: float) -> float:
-        """The time of the last file that the stage kept before it was killed, or of its begin."""
+        """Return the time of the last file that the stage kept before it was killed, or of its start."""
         if place not in RESUMING:
             return begun
         files = [
@@ -120,7 +120,7 @@ class Job:
         return min(killed, max([begun, *times]))
 
     def _fault(self, number: signal.Signals, code: int) -> str | None:
-        """What is wrong with the end of a killed command; None where nothing is, or where its work was done."""
+        """Describe what is wrong with the end of a killed command. None if nothing is, or if its work was done."""
         if self.run.path("stages", f"{NAMES[-1]}.json").exists():
             return None
         if number == signal.SIGKILL:
@@ -131,7 +131,7 @@ class Job:
         return None
 
     def digests(self) -> dict[str, str]:
-        """SHA-256 of every file that must be equal, and of the figures of eval.json."""
+        """Return SHA-256 of every file that must be equal, and of the figures of eval.json."""
         found = {
             file.relative_to(self.run.folder).as_posix(): file_digest(file)
             for name in SAME
@@ -139,20 +139,20 @@ class Job:
             if file.is_file() and file.name not in VARYING
         }
         figures = json.loads(self.run.path("eval.json").read_text(encoding="utf-8"))
-        del figures["command"]  # names the folder of the run
+        del figures["command"]  # It names the folder of the run.
         found["figures of eval.json"] = json.dumps(figures, sort_keys=True)
         return found
 
 
 def places_of(kills: int, stages: Sequence[str]) -> list[list[str]]:
-    """The kills of each run, in order: every place once, the last run the rest."""
+    """Return the kills of each run, in order: every place once, and the rest in the last run."""
     every = [START, *stages]
     flat = [every[index % len(every)] for index in range(kills)]
     return [flat[first : first + len(every)] for first in range(0, kills, len(every))]
 
 
 def table(kills: Sequence[tuple[Kill, bool]]) -> Table:
-    """By place: kills by signal, those that ended in order, lost seconds, and those in runs with equal files."""
+    """Return by place: kills by signal, orderly ends, lost seconds, and kills in runs with equal files."""
     rows: list[Row] = []
     for place in [START, *NAMES, "all"]:
         own = [(kill, equal) for kill, equal in kills if place in (kill.place, "all")]
@@ -175,7 +175,7 @@ def table(kills: Sequence[tuple[Kill, bool]]) -> Table:
 
 
 def kill_runs(recipe: Path, folder: Path, kills: int, seed: int) -> int:
-    """All runs of a recipe; returns the exit status."""
+    """Make all runs of a recipe and return the exit status."""
     draw = random.Random(seed)
     whole = Job(recipe, folder / "whole")
     startup = whole.finish()
