@@ -355,5 +355,5 @@ def test_figures_that_an_evaluation_lacks(copied: Path) -> None:
     shown = document(evaluation_blocks(read_result(copied / "eval.json", EvaluationReport)))
     assert "conditional acceptance by draft position" in shown and "| after | 1 |" not in shown
     (copied / "eval.json").write_text(json.dumps({**whole, "domains": {part: {} for part in whole["domains"]}}))
-    with pytest.raises(DataError, match="does not hold what this version writes"):
+    with pytest.raises(DataError, match="does not have the form that this version writes"):
         read_result(copied / "eval.json", EvaluationReport)

@@ -204,7 +204,7 @@ def test_calibrations_of_one_outcome_and_of_other_formats(tmp_path: Path) -> Non
     assert made.fits.keys() == FITTED_TERMS.keys() and made.fits["context"] == made.fits["features"]
     assert all(one.accepted == one.judged == 8 for one in made.fits.values())
     (tmp_path / "calibration.json").write_text('{"format": 0, "fits": {}}')
-    with pytest.raises(DataError, match="does not hold what this version writes"):
+    with pytest.raises(DataError, match="does not have the form that this version writes"):
         load_calibrations(tmp_path / "calibration.json")
 
 

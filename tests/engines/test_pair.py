@@ -402,8 +402,8 @@ def test_other_files_are_refused(model: Path, tmp_path: Path) -> None:
         path.write_bytes(content)
         refused(words)
     for changes, words in (
-        ({"token_list": None}, "holds no tokenizer"),
-        ({"tokenizer_model": None}, "holds no tokenizer"),
+        ({"token_list": None}, "contains no tokenizer"),
+        ({"tokenizer_model": None}, "contains no tokenizer"),
         ({"tokenizer_model": "of-my-own"}, "'of-my-own', which is unknown"),
         ({"token_list": WORDS[:-1], "rows": len(WORDS)}, f"names {len(WORDS) - 1} tokens, but embeds {len(WORDS)}"),
     ):

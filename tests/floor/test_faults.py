@@ -424,8 +424,8 @@ def test_what_cannot_be_remembered_is_said_once(tmp_path: Path, monkeypatch: Pat
     for kind in ("costs", "batches"):
         remember(cache_folder(kind) / "x.json", {"a": math.nan})
     said = capsys.readouterr().err
-    assert said.count("not kept for later commands") == 1 and f"{tmp_path / 'file' / 'cache'} cannot be written" in said
-    assert "DISTILL_CACHE names another folder" in said
+    assert said.count("not kept for later commands") == 1 and f"{tmp_path / 'file' / 'cache'} is not writable" in said
+    assert "Set DISTILL_CACHE to another folder" in said
     monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "new"))
     remember(cache_folder("costs") / "x.json", {"a": math.nan})
     assert read_json(tmp_path / "new" / "costs" / "x.json") == {"a": None}

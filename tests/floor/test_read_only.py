@@ -73,7 +73,7 @@ def test_finished_work_is_shown_and_other_work_refused_before_it_starts(
     assert len(outcomes) == len(shown) + len(refused) and tiny.contents(tmp_path) == before
     for (arguments, words), (code, out, err) in zip(shown.items(), outcomes, strict=False):
         assert code == 0 and words in out and "writing to" not in err, (arguments, err)
-        assert ("cannot be written" in err) == (arguments[0] not in ("runs", "generate")), (arguments, err)
+        assert ("is not writable" in err) == (arguments[0] not in ("runs", "generate")), (arguments, err)
     for (arguments, words), (code, out, err) in zip(refused.items(), outcomes[len(shown) :], strict=True):
         assert code == 2 and words in err and err.count("distill: ") == 1, (arguments, out, err)
         assert "Traceback" not in err and "runs again" not in err, (arguments, err)

@@ -128,7 +128,10 @@ def test_a_pair_is_timed_once(folders: Path, tmp_path: Path, monkeypatch: pytest
     whole = json.loads(path.read_text())
     faults: list[tuple[Any, str]] = [
         (path.read_text()[:-9], "is damaged"),
-        (json.dumps(whole | {"by_depth": {"0": {"target": [1.0], "draft": None}}}), "does not hold what this version"),
+        (
+            json.dumps(whole | {"by_depth": {"0": {"target": [1.0], "draft": None}}}),
+            "does not have the form that this version",
+        ),
         (json.dumps(whole | {"conditions": {}}), "keeps costs of other models, of another machine or version"),
     ]
     for text, reason in faults:
