@@ -409,7 +409,7 @@ def report(
         raise RunError(f"{found.path('draft')} is missing", f"`{found.again()}` writes it again")
     page = found.path("report.html")
     if page.exists() and not found.can_be_written():
-        note(f"{found.folder} cannot be written: this is the page as it was made")
+        note(f"{found.folder} is not writable: this is the page as it was made")
     else:
         from distill.report.card import report as write_report
 
