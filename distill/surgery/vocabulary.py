@@ -506,7 +506,7 @@ def expected_shares(teacher: TeacherStore, device: torch.device, apart: Containe
                 total[:-1] += values.sum(0)
             else:
                 total.scatter_add_(0, chunk.ids.long().cpu().flatten(), values.flatten())
-        count += len(block_teacher)
+        count += len(distributions)
     return (total[:-1] / max(1, count)).numpy()
 
 
