@@ -36,12 +36,13 @@ class Trace:
     def __init__(self, window: str) -> None:
         self.called: list[Place] = []
         self.inside: set[str] = set()
-        self._window, self._calls, self._seen = window, 0, set[CodeType]()
+        self._window, self._calls = window, 0
+        self._seen: dict[int, CodeType] = {}  # by identity: their hashes take long
 
     def __call__(self, frame: FrameType, event: str, _: Any) -> None:
         code = frame.f_code
-        if event == "call" and code not in self._seen:
-            self._seen.add(code)
+        if event == "call" and id(code) not in self._seen:
+            self._seen[id(code)] = code
             if code.co_filename.startswith(str(PACKAGE)):
                 file = Path(code.co_filename).relative_to(PACKAGE).as_posix()
                 self.called.append((file, code.co_qualname))
