@@ -51,12 +51,6 @@ class FileTokenizer:
         ends = [token for token in range(self.file.vocabulary_size) if llama.llama_vocab_is_eog(vocabulary, token)]
         return [token for token in ends if token != eos or llama.llama_vocab_is_control(vocabulary, token)]
 
-    @cached_property
-    def control_tokens(self) -> set[int]:
-        """The ids of control tokens."""
-        llama, vocabulary = self.file.library, self.file.vocabulary
-        return {one for one in range(self.file.vocabulary_size) if llama.llama_vocab_is_control(vocabulary, one)}
-
     def decode(self, ids: Sequence[int]) -> str:
         """The text of token ids."""
         return self.file.detokenize(list(ids)).decode("utf-8", "replace")
@@ -99,7 +93,8 @@ _TAG = re.compile(r"</?[a-z]+[1-6]?>")  # of HTML: some vocabularies, such as Ge
 def special_tokens(tokenizer: Any) -> set[int]:
     """The ids of special tokens, and of added ones that are more than white space or a tag of HTML."""
     if isinstance(tokenizer, FileTokenizer):
-        return tokenizer.control_tokens
+        is_control, file = tokenizer.file.library.llama_vocab_is_control, tokenizer.file
+        return {token for token in range(file.vocabulary_size) if is_control(file.vocabulary, token)}
     source = str(tokenizer.chat_template)
 
     def plain(text: str) -> bool:
