@@ -60,10 +60,11 @@ def test_decoding_and_blocks_are_transformers_own(kind: str, cache: Path) -> Non
     assert kept == [{"fault": ""}, {"fault": ""}]
 
 
-def test_a_text_ends_where_its_rotary_embedding_changes() -> None:
+def test_a_text_ends_where_its_rotary_embedding_changes(capsys: pytest.CaptureFixture[str]) -> None:
     """Beyond the border the tokens before it have other keys: there a cache gives another model."""
     config = model_of("phi3").config
     assert context_length(config) == 4096
+    config._name_or_path = "a folder"
     assert (
         context_length(
             model_of("llama", rope_parameters={"rope_type": "dynamic", "rope_theta": 1e4, "factor": 4.0}).config
@@ -77,7 +78,7 @@ def test_a_text_ends_where_its_rotary_embedding_changes() -> None:
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(small_config(config)).eval()
     border = context_length(model.config)
-    assert border == 24 and TorchModel(model).capacity == border
+    assert border == 24 and TorchModel(model).capacity == border and capsys.readouterr().err == ""
     ids = torch.arange(border + 6)[None] % 90
     with torch.inference_mode():
         before = model(ids[:, :border]).logits[0, 5]

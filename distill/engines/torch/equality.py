@@ -44,6 +44,7 @@ SOURCES = [Path(__file__).with_name(f"{name}.py") for name in ("equality", "mode
 def small_config(config: Any) -> Any:
     """A configuration of the same class and settings with small sizes and borders."""
     small = copy.deepcopy(config.get_text_config())
+    small._name_or_path = ""  # Messages name files, and no small model in their place.
     kinds = [value for key in KINDS if isinstance(value := getattr(small, key, None), list)]
     layers = list(zip(*kinds, strict=False)) or [()] * small.num_hidden_layers
     count = max(2, *(layers.index(kind) + 1 for kind in set(layers)))
