@@ -5,6 +5,7 @@ An importance matrix tells llama.cpp's quantiser which columns of a matrix meet 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -32,7 +33,7 @@ from distill.errors import DataError, DistillError
 from distill.files import is_gguf, parts_of, read_json, read_utf8, write_result
 from distill.folders import Floats, weight_files
 from distill.gguf.fields import Origin, Shape, read_shape
-from distill.gguf.head import open_head
+from distill.gguf.head import open_head, type_name
 from distill.gguf.importing import file_type
 from distill.gguf.tokenizer import PROBE, as_llama_reads
 from distill.gguf.writer import export_files, target_gguf
@@ -398,15 +399,19 @@ def importance_of(path: Path, folder: Path) -> dict[str, Floats]:
 
 
 def _stored(path: Path) -> dict[str, Floats]:
-    import gguf
-
-    open_head(path)  # It explains the fault of a damaged file.
-    arrays = {tensor.name: np.array(tensor.data, dtype=np.float32) for tensor in gguf.GGUFReader(path).tensors}
+    """Return the mean squares in a file of llama-imatrix, by tensor name. DataError if it holds none."""
+    head = open_head(path)
+    arrays = {
+        name: np.fromfile(file, np.float32, math.prod(head.shapes[name]), offset=start)
+        for name, (file, start) in head.places.items()
+        if type_name(head.kinds[name]) == "f32"
+    }
     result = {}
     for name, sums in arrays.items():
         counts = arrays.get(name.removesuffix(".in_sum2") + ".counts")
-        # A matrix without any input is left out, because zeros would mean that its columns are unimportant.
-        if name.endswith(".in_sum2") and counts is not None and counts.size and (counts > 0).all():
+        if not name.endswith(".in_sum2") or counts is None or not counts.size or sums.size % counts.size:
+            continue
+        if (counts > 0).all():  # A matrix without inputs is left out: zeros would mean that its columns do not matter.
             means = sums.reshape(counts.size, -1) / counts.reshape(-1, 1)
             result[name.removesuffix(".in_sum2")] = np.ascontiguousarray(means.ravel(), dtype=np.float32)
     if not result:

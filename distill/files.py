@@ -412,19 +412,25 @@ HubKind = Literal["model", "dataset"]
 HUB_SECONDS = 10
 
 
-@functools.cache
-def hub_commit(name: str, kind: HubKind = "model") -> str | None:
-    """Return the commit that a hub name stands for, or None if it is unknown.
+def hub_reference(name: str, kind: HubKind = "model") -> Path:
+    """Return the file of the hub's cache that holds the commit of a hub name."""
+    from huggingface_hub import constants
+    from huggingface_hub.file_download import repo_folder_name
 
-    For a model, it is the commit in the hub's cache, from which files are read, or the newest on the hub. The result
-    stays the same while the process lives.
+    return Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind) / "refs" / "main"
+
+
+@functools.cache
+def hub_commit(name: str, kind: HubKind, /) -> str | None:
+    """Return the commit of a hub name; None if it cannot be found. It stays the same until the process ends.
+
+    A model in the hub's cache has the commit of its files there. Otherwise the commit is the newest on the hub.
     """
     from huggingface_hub import HfApi, constants
-    from huggingface_hub.file_download import repo_folder_name
 
     if not re.fullmatch(r"[\w.-]+(/[\w.-]+)?", name):
         return None
-    place = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=name, repo_type=kind) / "refs" / "main"
+    place = hub_reference(name, kind)
     with contextlib.suppress(OSError):
         if kind == "model" or constants.HF_HUB_OFFLINE:
             return place.read_text(encoding="utf-8").strip()

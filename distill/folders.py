@@ -17,17 +17,7 @@ import numpy
 from numpy.typing import NDArray
 
 from distill.errors import DataError, DistillError
-from distill.files import (
-    ADAPTER,
-    LARGEST,
-    copy_file,
-    has_form,
-    kind_of,
-    parse_json,
-    read_object,
-    write_json,
-    write_text,
-)
+from distill.files import ADAPTER, copy_file, has_form, kind_of, read_object, write_json, write_text
 from distill.progress import warn_once
 from distill.vocabulary.encoding import QWEN2
 from distill.vocabulary.vocabulary import tokenizer_content, tokenizer_settings
@@ -179,10 +169,10 @@ def torch_type(name: str) -> torch.dtype:
 
 @dataclass(frozen=True)
 class Stored:
-    """A tensor in a safetensors file: the place of its bytes, its type and its shape."""
+    """A tensor in a safetensors file, whose values are read on demand. `dtype` is safetensors' name of its type."""
 
     path: Path
-    start: int
+    name: str
     dtype: str
     shape: tuple[int, ...]
 
@@ -197,20 +187,24 @@ class Stored:
         return self.numel * ITEM_BYTES[self.dtype]
 
     def rows(self, first: int, count: int) -> NDArray[Any]:
-        """`count` rows from `first` on of a tensor of floats, in numpy's type. DataError for other types."""
+        """Return `count` rows from `first` on as numpy holds them (bf16: its bits). DataError for integers."""
         if self.dtype not in NUMPY_FLOATS:
             raise DataError(f"{self.path}: a tensor is stored as {self.dtype}", "give a model that is not quantised")
-        kind = numpy.dtype(NUMPY_FLOATS[self.dtype])
-        width = math.prod(self.shape[1:])
-        data = numpy.fromfile(self.path, kind, count * width, offset=self.start + first * width * kind.itemsize)
-        return data.reshape(count, *self.shape[1:])
+        import torch
+        from safetensors import safe_open
+
+        with safe_open(self.path, "pt") as file:
+            part = file.get_slice(self.name)[first : first + count]
+        values: NDArray[Any] = (part.view(torch.int16) if self.dtype == "BF16" else part).numpy()
+        return values.view(NUMPY_FLOATS[self.dtype])
 
     def read(self) -> Tensor:
-        """The whole tensor."""
-        import torch
+        """Return the whole tensor, mapped into memory from the file."""
+        from safetensors import safe_open
 
-        data = numpy.fromfile(self.path, numpy.uint8, self.bytes, offset=self.start)
-        return torch.from_numpy(data).view(torch_type(self.dtype)).view(self.shape)
+        with safe_open(self.path, "pt") as file:
+            tensor: Tensor = file.get_tensor(self.name)
+        return tensor
 
 
 # Every command reads weights through these functions. Other programs choose differently among several files, so that
@@ -349,36 +343,28 @@ def _require_one_head(folder: Path, stored: Mapping[str, Stored]) -> None:
         )
 
 
-HEADER = {...: {"dtype": str, "shape": [int], "data_offsets": [int]}}  # the form of a header without __metadata__
-
-
 def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of a safetensors file by name. Raises DataError for a missing, damaged or shortened file."""
+    """Return the tensors of a safetensors file by name, without their values.
+
+    Raises DataError for a file that is missing, damaged or cut short, and for a type that is not read here.
+    """
+    from safetensors import SafetensorError, safe_open
+
     hint = "copy or download the file again"
     try:
-        with open(path, "rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            size = path.stat().st_size
-            if length > size - 8:
-                raise DataError(f"{path} is no safetensors file, or only a part of one", hint)
-            header = parse_json(file.read(length), LARGEST)
+        path.open("rb").close()  # safetensors calls every file missing that it cannot open.
+        with safe_open(path, "numpy") as file:
+            parts = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118 - a handle, no mapping
+            tensors = {
+                name: Stored(path, name, part.get_dtype(), tuple(part.get_shape())) for name, part in parts.items()
+            }
     except OSError as error:
-        raise DataError(f"{path} cannot be read: {error.strerror}", hint) from None
-    except ValueError as error:
-        raise DataError(f"{path} has a damaged header: {error}", hint) from None
-    if isinstance(header, dict):
-        header.pop("__metadata__", None)
-    if not has_form(header, HEADER):
-        raise DataError(f"{path} has a damaged header: each tensor needs dtype, shape and data_offsets", hint)
-    tensors: dict[str, Stored] = {}
-    for name, entry in header.items():
-        if entry["dtype"] not in ITEM_BYTES:
-            raise DataError(f"{path}: {name} is stored as {entry['dtype']}", "give a model that is not quantised")
-        first, *last = entry["data_offsets"] or [0]
-        tensor = tensors[name] = Stored(path, 8 + length + first, entry["dtype"], tuple(entry["shape"]))
-        negative = first < 0 or min(tensor.shape, default=0) < 0
-        if negative or last != [first + tensor.bytes] or tensor.start + tensor.bytes > size:
-            raise DataError(f"{path} is cut short or damaged: {name} does not fit into it", hint)
+        raise DataError(f"{path} cannot be read: {error.strerror or error}", hint) from None
+    except SafetensorError as error:
+        raise DataError(f"{path} is cut short or damaged: {error}", hint) from None
+    for name, tensor in tensors.items():
+        if tensor.dtype not in ITEM_BYTES:
+            raise DataError(f"{path}: {name} is stored as {tensor.dtype}", "give a model that is not quantised")
     return tensors
 
 

@@ -115,11 +115,16 @@ def test_every_file_has_a_room() -> None:
 
 
 def test_imports_run_downward() -> None:
-    found = []
+    """And modules outside engines/torch/products/ import from its __init__.py alone."""
+    found, room = [], "distill.engines.torch.products"
+    inside = {f"{room}.{path.stem}" for path, parts in PLACES if ".".join(parts[:-1]) == room}
+    assert len(inside) > 5
     for path, parts in PLACES:
         user = "distill" if parts[1] == "__init__" else parts[1]
         for line, name in imports(parsed(path), ".".join(parts[:-1])):
             fault = faults(user, name)
+            if ".".join(parts[:-1]) != room and {name, name.rpartition(".")[0]} & inside:
+                fault = f"{name} must be imported from {room}"
             if fault:
                 found.append(f"{path.relative_to(ROOT)}:{line}: {fault}")
     assert not found, "\n".join(found)

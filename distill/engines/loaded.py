@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -23,10 +22,10 @@ from distill.devices import pick_device
 from distill.engines.ends import target_ends
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.model import Model
-from distill.engines.torch.draft_weights import LEAST, LONGEST, TEXT, Weights, best_weights
 from distill.engines.torch.equality import (
     LENGTH,
     decoded_in_pieces,
+    decoded_in_trees,
     difference,
     own_logits,
     random_ids,
@@ -54,9 +53,19 @@ from distill.engines.torch.model import (
     send,
     state_refusal,
 )
-from distill.engines.torch.packed import BITS, SOURCE, NoKernel, kernel, load_packed
-from distill.engines.torch.products import Bits, prepacked
-from distill.engines.torch.rounded import rounded_draft
+from distill.engines.torch.products import (
+    FORMS,
+    MAX_DRAFTED,
+    MIN_WEIGHTS,
+    TEXT,
+    Bits,
+    Weights,
+    best_weights,
+    kernel_fault,
+    kernel_version,
+    load_in_bits,
+    pack,
+)
 from distill.engines.torch.static import SlotCache, StaticTorchModel, refusal
 from distill.errors import DataError, RecipeError
 from distill.files import cache_folder, digest, digests_of, file_digests, is_gguf, read_result, remember
@@ -223,8 +232,8 @@ def settled_decoding(
     if pytorch.target_weights == "auto" and is_gguf(target.model) and asked:
         head = open_head(Path(target.model))
         sizes = {name: math.prod(shape) for name, shape in head.shapes.items() if len(shape) > 1}
-        if (total := sum(sizes.values())) >= LEAST:
-            packed = sum(size for name, size in sizes.items() if type_name(head.kinds[name]).upper() in BITS)
+        if (total := sum(sizes.values())) >= MIN_WEIGHTS:
+            packed = sum(size for name, size in sizes.items() if type_name(head.kinds[name]).upper() in FORMS)
             reason = _no_bits(target, pytorch, device, packed / total)
             held = f"{target.dtype}: {reason}" if reason else f"its own bits ({packed / total:.0%} have a kernel)"
             warn_once(f"target_weights auto: {target.model} decodes in {held}")
@@ -241,11 +250,7 @@ def _no_bits(target: Target, pytorch: PyTorch, device: str, share: float) -> str
         return f"{share:.0%} of its weights have a kernel for their bits"
     if (place := pick_device(device)).type != "cpu":
         return f"its bits have a kernel for a CPU, and this is {place}"
-    try:
-        kernel()
-    except NoKernel as error:
-        return error.what
-    return ""
+    return kernel_fault()
 
 
 def _require_files(target: Target, draft: str | None, pytorch: PyTorch) -> None:
@@ -264,25 +269,6 @@ def load_big(target: Target, device: torch.device, pytorch: PyTorch) -> Any:
     return load_in_bits(target.model, device) if pytorch.target_weights == "file" else load_target(target, device)
 
 
-def load_in_bits(reference: str, device: torch.device) -> Any:
-    """A GGUF file's model in the file's bits. Without a kernel it is in bfloat16, and a line says why."""
-    reason = f"ours is for a CPU, and this is {device}"
-    if device.type == "cpu":
-        try:
-            return load_packed(reference)
-        except NoKernel as error:
-            reason = error.what
-    try:
-        own = load_packed(reference, device)
-    except NoKernel as error:
-        reason += f"; {error.what}"
-    else:
-        note(f"{reference} is decoded in its own bits by torch's operators: {reason}")
-        return own
-    warn(f"{reference} is decoded in bfloat16, not in its own bits: {reason}")
-    return load_model(reference, "bfloat16", device)
-
-
 def torch_decoder(
     model: Any,
     vocabulary: int | None = None,
@@ -295,20 +281,19 @@ def torch_decoder(
     Ids from `vocabulary` on are padding. `tokens` are those that a text is expected to hold.
     """
     if is_draft and pytorch.draft_weights in ("int8", "int4"):
-        own = rounded_draft(model, pytorch.draft_weights, model_name(model))
-        return growing_decoder(own, vocabulary, prepack=False)
+        return growing_decoder(pack(model, pytorch.draft_weights), vocabulary, prepack=False)
     if not pytorch.static:
         return growing_decoder(model, vocabulary, pytorch.prepack)
-    own = model if pytorch.compile else _packed(model, pytorch.prepack)  # compiled steps choose their own layouts
+    own = pack(model) if pytorch.prepack and not pytorch.compile else model  # Compiled steps choose their own layouts.
     return StaticTorchModel(own, vocabulary, size=tokens, compiled=pytorch.compile)
 
 
 def growing_decoder(model: Any, vocabulary: int | None = None, prepack: bool = True) -> TorchModel:
     """`torch_decoder` with a growing cache, whatever the recipe says: to count or time steps, nothing is compiled."""
     shown = require_equal_to_transformers(model, "decoding", _decoding_fault)
+    own = pack(model) if prepack else model
     if state_refusal(type(model), model.config) is not None:
-        return RecurrentTorchModel(_packed(model, prepack), vocabulary)
-    own = _packed(model, prepack)
+        return RecurrentTorchModel(own, vocabulary)
     if getattr(own.base_model, "in_one_call", None) is not None:  # which writes to slots
         return StaticTorchModel(own, vocabulary, on_device=False)
     decoder = TorchModel(own, vocabulary)
@@ -318,23 +303,28 @@ def growing_decoder(model: Any, vocabulary: int | None = None, prepack: bool = T
 
 
 def _decoding_fault(model: Any) -> str:
-    """Describe where a small model decodes differently from transformers, which reads the whole text: with a growing
-    cache, with slots, in prepacked layers, or at once with another text. Empty if it decodes the same."""
+    """Return where a small model decodes a text otherwise than transformers reads it whole; empty if nowhere.
+
+    The text is decoded with a growing cache, with slots, in prepacked layers, in trees, and in a batch.
+    """
     if state_refusal(type(model), model.config) is not None:
         return ""  # `RecurrentTorchModel` compares the model itself
     ids = random_ids(model, min(LENGTH, context_length(model.config) or LENGTH))
-    expected = own_logits(model, ids)
-    decoders = {"with a growing cache": TorchModel(model), "in prepacked layers": TorchModel(prepacked(model)[0])}
+    other, expected = random_ids(model, len(ids), seed=1), own_logits(model, ids)
+    decoders = {"with a growing cache": TorchModel(model), "in prepacked layers": TorchModel(pack(model))}
     if refusal(model) is None:
         decoders["with slots"] = StaticTorchModel(model)
     for words, decoder in decoders.items():
         if fault := difference(decoded_in_pieces(decoder, ids), expected, words):
             return fault
+        trees = decoded_in_trees(decoder, ids, other) if decoder.max_leaves else expected
+        if fault := difference(trees, expected, f"{words}, in trees"):
+            return fault
     rows = with_rows(decoders["with a growing cache"], 2)
     if rows is None:
         return ""
-    other, found = random_ids(model, len(ids), seed=1), []
-    for at in range(0, len(ids) - 5, 5):  # the other text is two tokens ahead
+    found = []
+    for at in range(0, len(ids) - 5, 5):  # The other text is two tokens ahead.
         first, second = ids[at : at + 5], other[at + 2 * (at > 0) : at + 7]
         logits = rows.extend([*first, *second], [len(first), len(second)]).full()
         found.append(logits[: len(first)])
@@ -365,14 +355,6 @@ def require_rows(model: Model, rows: int) -> Model:
     return shared
 
 
-def _packed(model: Any, prepack: bool) -> Any:
-    """The model with prepacked layers, or as it is, with a message if memory is short."""
-    own, reason = prepacked(model) if prepack else (model, "")
-    if reason:
-        print(f"{model_name(model)}: {reason}", file=sys.stderr)
-    return own
-
-
 def pair_of_models(
     reference: str, target: Any, draft: Any, tokenizer: Any, pytorch: PyTorch = GROWING, tokens: int | None = None
 ) -> LoadedPair:
@@ -392,12 +374,12 @@ def with_best_weights(pair: LoadedPair) -> LoadedPair:
     """
     assert pair.hugging_face is not None and pair.options is not None
     chosen, model = None, pair.hugging_face[1]
-    if not pair.pytorch.static and model.device.type == "cpu" and model.num_parameters() >= LEAST:
+    if not pair.pytorch.static and model.device.type == "cpu" and model.num_parameters() >= MIN_WEIGHTS:
         chosen = _chosen_weights(pair)
     if chosen is not None:
-        own = rounded_draft(model, chosen, model_name(model))
         pair.draft.close()
-        pair = replace(pair, draft=growing_decoder(own, pair.target.vocabulary_size, prepack=False))
+        draft = growing_decoder(pack(model, chosen), pair.target.vocabulary_size, prepack=False)
+        pair = replace(pair, draft=draft)
     pytorch = pair.pytorch.model_copy(update={"draft_weights": chosen})
     return replace(pair, pytorch=pytorch, options={**(pair.options or {}), "draft_weights": chosen})
 
@@ -407,7 +389,7 @@ def _chosen_weights(pair: LoadedPair) -> Bits | None:
     assert pair.hugging_face is not None and pair.options is not None
     model, options = pair.hugging_face[1], pair.options
     files = [_content(str(options[role])) for role in ("target", "draft")]
-    kinds = options["dtype"], options["target_weights"], SOURCE.read_text(encoding="utf-8")  # of weights; the kernel
+    kinds = options["dtype"], options["target_weights"], kernel_version()
     conditions = [files, version_of("torch"), machine()["cpu"], torch.get_num_threads(), *kinds]
     place = cache_folder("weights") / f"{digest(conditions)}.json"
     try:
@@ -418,9 +400,8 @@ def _chosen_weights(pair: LoadedPair) -> Bits | None:
     candidates: dict[Bits | None, Model] = {None: pair.draft}
     for bits in get_args(Bits):
         with contextlib.suppress(DataError):  # a type, a width or a build without such kernels
-            own = rounded_draft(model, bits, model_name(model))
-            candidates[bits] = growing_decoder(own, pair.target.vocabulary_size, prepack=False)
-    room = min(one.capacity for one in (pair.target, *candidates.values())) - LONGEST
+            candidates[bits] = growing_decoder(pack(model, bits), pair.target.vocabulary_size, prepack=False)
+    room = min(one.capacity for one in (pair.target, *candidates.values())) - MAX_DRAFTED
     best = best_weights(pair.target, candidates, encode_text(pair.tokenizer, TEXT)[:room])
     if best.words:
         warn(best.words)

@@ -26,12 +26,11 @@ from distill.data.samples import first_difference
 from distill.decoding.costs import ENOUGH, measure_steps, predicted_speedups
 from distill.divergences import forward_kl
 from distill.engines.llama_cpp.model import GgufModel
-from distill.engines.loaded import growing_decoder, load_in_bits
+from distill.engines.loaded import growing_decoder
 from distill.engines.model import ROOT, Model
-from distill.engines.torch.exact import exact_logits
 from distill.engines.torch.hugging_face import encode_text, load_tokenizer, local_folder
 from distill.engines.torch.model import TorchModel
-from distill.engines.torch.packed import SOURCE, load_packed
+from distill.engines.torch.products import exact_logits, kernel_version, load_in_bits, load_packed
 from distill.errors import DataError
 from distill.files import cache_folder, digest, file_digests, is_gguf, read_result, remember
 from distill.gguf.importing import file_type
@@ -256,7 +255,7 @@ def kl_of_bits(reference: str, decoder: Model | None = None) -> FileKl:
     `decoder` is the file in its bits if it is loaded, with room for these texts.
     """
     versions = [version_of(name) for name in ("torch", "transformers")]
-    conditions = [file_digests(reference) or {}, versions, machine()["cpu"], SOURCE.read_text(encoding="utf-8"), TEXTS]
+    conditions = [file_digests(reference) or {}, versions, machine()["cpu"], kernel_version(), TEXTS]
     place = cache_folder("weights") / f"bits-{digest([*conditions, COMPARED])}.json"
     with contextlib.suppress(DataError):
         return read_result(place, FileKl)

@@ -17,7 +17,7 @@ from distill.engines.loaded import LoadedPair, load_pair, target_file
 from distill.engines.pairs import require_drafts
 from distill.engines.server_commands import N_MAX, P_MIN, SPEC_TYPE
 from distill.engines.torch.hugging_face import load_config, text_folder, write_kept
-from distill.engines.torch.packed import kernel
+from distill.engines.torch.products import require_kernel
 from distill.errors import DataError, RecipeError
 from distill.files import is_gguf
 from distill.folders import copy_tokenizer
@@ -133,7 +133,7 @@ def measured_cases(request: PlanRequest) -> Iterator[Case]:
         for number, (title, own) in enumerate(engines.items()):
             try:
                 if "pytorch" in own:
-                    kernel()
+                    require_kernel()
                 opened = load_pair(place, draft, tokens=tokens, threads=request.threads, **own)
             except DataError as error:
                 if not number:

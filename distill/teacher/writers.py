@@ -22,7 +22,7 @@ from distill.engines.loaded import BatchedTorchModel, growing_decoder
 from distill.engines.model import Model
 from distill.engines.pairs import VocabularyMetadata, compare_pair
 from distill.engines.torch.hugging_face import encode_behind, load_target, real_tokens, text_folder
-from distill.engines.torch.products import prepacked
+from distill.engines.torch.products import pack
 from distill.errors import DataError, EndpointError, PairError
 from distill.gguf.head import open_head
 from distill.gguf.library import require_loadable
@@ -102,8 +102,7 @@ class TorchWriter(_LocalWriter):
     def __init__(self, recipe: Recipe, tokenizer: Any) -> None:
         model = load_target(recipe.target, pick_device(recipe.device))
         super().__init__(recipe, tokenizer, model.config)
-        fast, reason = prepacked(model) if recipe.pytorch.prepack else (model, "")
-        self.notes += filter(None, [reason])
+        fast = pack(model) if recipe.pytorch.prepack else model
         try:
             self.engine = BatchedTorchModel(fast, recipe.answers.batch, self.vocabulary)
         except ValueError as error:

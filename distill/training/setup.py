@@ -32,7 +32,7 @@ from distill.devices import (
     read_ahead,
 )
 from distill.engines.torch.hugging_face import check_folder, load_config, load_model, load_weights, read_kept
-from distill.engines.torch.packed import PackedLinear
+from distill.engines.torch.products import PackedLinear
 from distill.errors import RecipeError, RunError
 from distill.recipe import Adapter, Recipe, Train
 from distill.run import Run

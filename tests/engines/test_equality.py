@@ -4,6 +4,8 @@ fault in decoding or in packed blocks is found there, and what was found is reme
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,9 +15,9 @@ import torch
 from test_import import cache
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
-from distill.engines import loaded
 from distill.engines.loaded import _decoding_fault
-from distill.engines.torch import equality
+from distill.engines.model import PendingTree
+from distill.engines.torch import blocks, equality
 from distill.engines.torch.blocks import packing_fault
 from distill.engines.torch.equality import LENGTH, require_equal_to_transformers, small_config
 from distill.engines.torch.hugging_face import context_length
@@ -23,6 +25,14 @@ from distill.engines.torch.model import TorchModel
 from distill.errors import DataError
 
 assert cache  # each test has a cache of its own
+
+
+@pytest.fixture(autouse=True)
+def nothing_judged() -> Iterator[None]:
+    equality._judged.cache_clear()
+    yield
+    equality._judged.cache_clear()
+
 
 LONG = {"rope_type": "longrope", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48}
 CONFIGS: dict[str, dict[str, Any]] = {
@@ -97,9 +107,44 @@ def test_a_fault_is_named_and_remembered(monkeypatch: pytest.MonkeyPatch, cache:
         require_equal_to_transformers(model_of("qwen2"), "decoding", lambda model: "")
 
 
-def test_a_window_that_our_masks_leave_out_is_found(monkeypatch: pytest.MonkeyPatch, cache: Path) -> None:
-    monkeypatch.setattr("distill.engines.torch.model.in_window", lambda *_: True)
-    with pytest.raises(
-        DataError, match=r"differs from transformers' own forward pass (with slots|in prepacked layers), from token \d"
-    ):
-        require_equal_to_transformers(model_of("gemma3_text"), "decoding", loaded._decoding_fault)
+def _all_seen(self: PendingTree, first: int, width: int) -> list[list[int]]:
+    return [[int(node <= own) for node in range(width)] for own in range(first, len(self))]
+
+
+@pytest.mark.parametrize(
+    ("place", "fault", "words"),
+    [
+        ("torch.model.in_window", lambda *_: True, "in trees, from"),
+        ("model.PendingTree.seen", _all_seen, "with a growing cache, in trees, from token 5"),
+        ("model.PendingTree.only_path", lambda *_: [0, 1, 2, 3], "in trees, from token 8"),
+    ],
+)
+def test_a_fault_in_decoding_is_found(
+    monkeypatch: pytest.MonkeyPatch, cache: Path, place: str, fault: Any, words: str
+) -> None:
+    """A window that our masks leave out, branches that see each other, another path than the one that was committed."""
+    monkeypatch.setattr(f"distill.engines.{place}", fault)
+    with pytest.raises(DataError, match=f"differs from transformers' own forward pass .*{words}"):
+        require_equal_to_transformers(model_of("gemma3_text"), "decoding", _decoding_fault)
+
+
+@pytest.mark.parametrize(
+    ("name", "words"), [("attention_mask", "document 2 of block 1"), ("packed_inputs", "document 2 of block 2")]
+)
+def test_a_fault_in_blocks_is_found(monkeypatch: pytest.MonkeyPatch, cache: Path, name: str, words: str) -> None:
+    """Documents that see each other; and a document that sees the rest of another in a block after the first."""
+    inner = blocks.packed_inputs
+
+    def merged(model: Any, packed: Any) -> Any:
+        documents = packed.documents.clone()
+        documents[1:][documents[1:] == 1] = 0
+        return inner(model, replace(packed, documents=documents))
+
+    def causal(documents: torch.Tensor) -> torch.Tensor:
+        width = documents.shape[1]
+        return torch.ones(len(documents), 1, width, width, dtype=torch.bool).tril()
+
+    monkeypatch.setattr(blocks, name, causal if name == "attention_mask" else merged)
+    monkeypatch.setattr(blocks, "masked_below", lambda _: 2**20)
+    with pytest.raises(DataError, match=f"a packed block .* differs .* in {words}"):
+        require_equal_to_transformers(model_of("qwen2"), "a packed block", packing_fault)

@@ -36,7 +36,7 @@ RECURRENT = (
 )
 CHAINS = {"llama4_text": "of the kind chunked_attention", "gpt_neo": "of the kind global"}  # and nothing else, and why
 CHAINS |= dict.fromkeys(RECURRENT, "state") | dict.fromkeys(("bloom", "mpt", "falcon"), "of its own kind")
-REFUSED = {"mamba": "recurrent state|state in a way of its own"}
+REFUSED = {"mamba": "recurrent state|state in its own way"}
 PROMPT = [random.Random(2).randrange(V) for _ in range(24)]  # longer than the windows
 NEW = 12
 

@@ -19,21 +19,12 @@ from toys import speculative, toy
 from distill.decoding.decode import plain
 from distill.engines import loaded
 from distill.engines.loaded import BatchedTorchModel, torch_decoder
-from distill.engines.torch import draft_weights
-from distill.engines.torch import products as module
 from distill.engines.torch.hugging_face import KeptHead
 from distill.engines.torch.model import TorchModel
-from distill.engines.torch.products import (
-    GROUP,
-    Bits,
-    Layer,
-    Norm,
-    PrepackedLinear,
-    RoundedLinear,
-    in_few_operators,
-    prepacked,
-    works,
-)
+from distill.engines.torch.products import Bits, choice, linear, models
+from distill.engines.torch.products.layers import Layer
+from distill.engines.torch.products.linear import GROUP, Norm, PrepackedLinear, rounded_linear, works
+from distill.engines.torch.products.models import pack
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError, RecipeError
 from distill.recipe import PyTorch, Target
@@ -46,7 +37,7 @@ pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason
 
 @pytest.fixture(autouse=True)
 def of_any_size(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "MIN_VALUES", 1)
+    monkeypatch.setattr(models, "MIN_VALUES", 1)
 
 
 def linear_layers(model: Any) -> list[str]:
@@ -106,7 +97,7 @@ def test_what_computes_something_else_is_left_alone(pretend: Any) -> None:
     hooked, mixed = toy("llama").to("pretend"), toy("llama").to("pretend")
     hooked.model.norm.register_forward_hook(lambda *_: None)
     mixed.model.embed_tokens.half()
-    assert in_few_operators(hooked) is hooked and in_few_operators(mixed) is mixed
+    assert pack(hooked) is hooked and pack(mixed) is mixed
 
 
 # ── prepacked products, on a CPU ──
@@ -162,8 +153,8 @@ def test_compiled_steps_have_the_models_own_layers() -> None:
 def test_trimmed_heads_and_rows_of_batches() -> None:
     model = toy("llama")
     model.lm_head = KeptHead(model.lm_head, torch.tensor([1, 4, 7, 11]))
-    fast, reason = prepacked(model)
-    assert reason == "" and fast.lm_head.product is not None and model.lm_head.product is None
+    fast = pack(model)
+    assert fast.lm_head.product is not None and model.lm_head.product is None
     tokens, counts = [3, 1, 4, 9, 2], [3, 2]
     found = [BatchedTorchModel(one, 2).extend(tokens, counts).full() for one in (model, fast)]
     near(found[1], found[0])
@@ -175,7 +166,7 @@ def test_levels_are_chosen_with_the_scales_that_multiply_them(bits: Bits) -> Non
     """A scale of 8 bits is off by up to 1/512, which at level 120 is a quarter of a level."""
     weight = torch.randn(64, 64, generator=torch.Generator().manual_seed(1)).bfloat16()
     weight[3], weight[4, :32] = 0, 0.75
-    product = RoundedLinear(bits, weight, None)
+    product = rounded_linear(bits, weight, None)
     held = product(torch.eye(64, dtype=torch.bfloat16)).T.double()
     exact = weight.double()
     groups = exact if bits == "int8" else exact.unflatten(1, (-1, GROUP))
@@ -193,7 +184,7 @@ def test_rounded_products_are_those_of_the_rounded_weight(bits: Bits, dtype: tor
     numbers = torch.Generator().manual_seed(3)
     weight, bias = torch.randn(50, 64, generator=numbers).to(dtype), torch.randn(50, generator=numbers).to(dtype)
     x = torch.randn(2, 3, 64, generator=numbers).to(dtype)
-    product = RoundedLinear(bits, weight, bias)
+    product = rounded_linear(bits, weight, bias)
     zero = PrepackedLinear(weight, None)(x)  # what the product is combined with
     rows = weight.double()
     if bits == "int8":  # half a level of each row's largest
@@ -210,12 +201,14 @@ def test_rounded_products_are_those_of_the_rounded_weight(bits: Bits, dtype: tor
     torch.testing.assert_close(product(x, zero), product(x) + zero)
     torch.testing.assert_close(product(x, zero, "mul"), product(x) * zero)
     torch.testing.assert_close(
-        RoundedLinear(bits, weight, bias, "silu")(x), torch.nn.functional.silu(product(x)), rtol=1e-2, atol=1e-2
+        rounded_linear(bits, weight, bias, "silu")(x), torch.nn.functional.silu(product(x)), rtol=1e-2, atol=1e-2
     )
 
 
 @pytest.mark.parametrize("bits", ["int8", "int4"])
-def test_a_rounded_draft_leaves_the_text_as_it_is(bits: Bits) -> None:
+def test_a_rounded_draft_leaves_the_text_as_it_is(monkeypatch: pytest.MonkeyPatch, bits: Bits) -> None:
+    """In float32, for which no kernel is compiled."""
+    monkeypatch.setattr(models, "kernel_fault", lambda: pytest.fail("the compiler ran"))
     for kind in ("llama", "gemma2"):  # in few operators, and in transformers' own
         model = toy(kind, intermediate_size=64)
         settings = PyTorch(draft_weights=bits)
@@ -249,21 +242,21 @@ def test_what_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch, capsys: pytest.C
     model = toy("llama")
     off = torch_decoder(model, pytorch=PyTorch(prepack=False))
     assert isinstance(off, TorchModel) and off.model is model
-    monkeypatch.setattr(module, "MIN_VALUES", model.lm_head.weight.numel())
-    assert "lm_head" not in linear_layers(prepacked(model)[0]) and len(linear_layers(prepacked(model)[0])) > 3
-    monkeypatch.setattr(module, "MIN_VALUES", 1)
+    monkeypatch.setattr(models, "MIN_VALUES", model.lm_head.weight.numel())
+    assert "lm_head" not in linear_layers(pack(model)) and len(linear_layers(pack(model))) > 3
+    monkeypatch.setattr(models, "MIN_VALUES", 1)
     double = copy.deepcopy(model).double()
-    assert prepacked(double) == (double, "")
+    assert pack(double) is double
     hooked = copy.deepcopy(model)
     hooked.lm_head.register_forward_hook(lambda *_: None)
-    assert linear_layers(prepacked(hooked)[0]) == ["lm_head"]
-    monkeypatch.setattr(module, "SHARE", 0.0)
+    assert linear_layers(pack(hooked)) == ["lm_head"]
+    monkeypatch.setattr(models, "MEMORY_SHARE", 0.0)
     short = torch_decoder(model)
     assert isinstance(short, TorchModel) and short.model is model
     assert "linear layers are not prepacked" in capsys.readouterr().err
-    monkeypatch.setattr(module, "SHARE", 0.5)
-    monkeypatch.setattr(module.PrepackedLinear, "forward", _refuses)
-    assert not works(torch.float32) and prepacked(model) == (model, "")
+    monkeypatch.setattr(models, "MEMORY_SHARE", 0.5)
+    monkeypatch.setattr(linear.PrepackedLinear, "forward", _refuses)
+    assert not works(torch.float32) and pack(model) is model
 
 
 def _refuses(*_: Any) -> torch.Tensor:
@@ -285,16 +278,16 @@ def test_the_weights_that_draft_fastest_are_chosen(monkeypatch: pytest.MonkeyPat
     ):
         drafts = [target.near(distance, seed=2) for distance in unlike]
         costs = {id(target): 100.0} | {id(draft): step for draft, step in zip(drafts, steps, strict=True)}
-        monkeypatch.setattr(draft_weights, "_seconds", lambda model, ids, count, costs=costs: costs[id(model)])
-        found = draft_weights.best_weights(target, dict(zip((None, "int8", "int4"), drafts, strict=True)), ids)
+        monkeypatch.setattr(choice, "_step_seconds", lambda model, ids, count, costs=costs: costs[id(model)])
+        found = choice.best_weights(target, dict(zip((None, "int8", "int4"), drafts, strict=True)), ids)
         assert found.chosen == chosen, found.words
         accepted = torch.minimum(target.extend(ids).full().softmax(-1), drafts[0].extend(ids).full().softmax(-1))
         assert f"acceptance {accepted.sum(-1).mean():.2f}" in found.words
         target.rollback([0])
-    assert draft_weights.best_weights(target, {None: target}, ids) == draft_weights.Weights(None, "")
+    assert choice.best_weights(target, {None: target}, ids) == choice.Weights(None, "")
     model = target.near(0.1, seed=2)
     monkeypatch.undo()
-    assert draft_weights._seconds(model, ids, 3) > 0 and model.lengths == [0]
+    assert choice._step_seconds(model, ids, 3) > 0 and model.lengths == [0]
 
 
 def test_chosen_weights_are_kept(tmp_path: Path, world: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -302,16 +295,16 @@ def test_chosen_weights_are_kept(tmp_path: Path, world: Path, monkeypatch: pytes
     monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
     asked = list[int]()
 
-    def best(target: Any, candidates: dict[Any, Any], ids: Any) -> draft_weights.Weights:
+    def best(target: Any, candidates: dict[Any, Any], ids: Any) -> choice.Weights:
         asked.append(len(candidates))
-        return draft_weights.Weights("int8", "told")
+        return choice.Weights("int8", "told")
 
     monkeypatch.setattr(loaded, "best_weights", best)
     target, draft = Target(model=str(world / "target")), tmp_path / "draft"
     shutil.copytree(world / "target", draft)
     with loaded.load_pair(target, str(draft)) as pair:
         assert pair.pytorch.draft_weights is None and not asked
-    monkeypatch.setattr(loaded, "LEAST", 0)
+    monkeypatch.setattr(loaded, "MIN_WEIGHTS", 0)
     model = toy("llama", vocab_size=pair.target.vocabulary_size, intermediate_size=64)
     for seed, times in ((0, 1), (0, 1), (1, 2)):
         torch.manual_seed(seed)

@@ -380,8 +380,8 @@ def test_sizes_under_the_names_of_a_family(kind: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("kind", "words"),
     [
-        ("mamba", "keeps its state in a way of its own"),
-        ("rwkv", "keeps its state in a way of its own"),
+        ("mamba", "keeps its state in its own way"),
+        ("rwkv", "keeps its state in its own way"),
         ("recurrent_gemma", "from a cache differ from those of the whole text"),
         ("openai-gpt", "differs from transformers' own forward pass with a growing cache"),
         ("doge", "cannot read several texts at once here"),

@@ -2,35 +2,43 @@
 
 from __future__ import annotations
 
+import errno
+import functools
+import os
 import re
 import shutil
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import gguf
 import numpy as np
+import psutil
 import pytest
 import torch
 from toys import save_toy, speculative, toy, toy_tokenizer
 
 from distill.decoding.decode import plain
 from distill.engines import loaded
-from distill.engines.loaded import BatchedTorchModel, growing_decoder, load_in_bits, load_pair, settled_decoding
-from distill.engines.torch import packed, products
-from distill.engines.torch.exact import exact_logits
+from distill.engines.loaded import BatchedTorchModel, growing_decoder, load_pair, settled_decoding
 from distill.engines.torch.hugging_face import encode_text, load_model, load_tokenizer
-from distill.engines.torch.packed import (
-    FOUR_BITS,
-    KINDS,
-    FileEmbedding,
-    NoKernel,
-    PackedLinear,
-    PackedWeight,
+from distill.engines.torch.products import (
+    exact_logits,
+    file,
     kernel,
+    kernel_fault,
+    load_in_bits,
     load_packed,
+    models,
+    packed,
 )
+from distill.engines.torch.products.file import FOUR_BITS, four_bit_linear
+from distill.engines.torch.products.linear import FourBitLinear, has_four_bits
+from distill.engines.torch.products.models import pack
+from distill.engines.torch.products.packed import KINDS, FileEmbedding, PackedLinear, PackedWeight
 from distill.engines.torch.static import StaticTorchModel
-from distill.errors import DataError, RecipeError, RunError
+from distill.errors import RecipeError, RunError
 from distill.gguf.importing import FileTensor, read_import, write_import
 from distill.gguf.writer import export_gguf
 from distill.measuring import identity
@@ -44,14 +52,17 @@ CPU = torch.device("cpu")
 torch.set_num_threads(1)
 
 
-def has_kernel() -> bool:
-    try:
-        return kernel() is not None
-    except DataError:
-        return False
+needs_kernel = pytest.mark.skipif(bool(kernel_fault()), reason=kernel_fault())
+BUILT = "" if kernel_fault() else kernel.library()._name
 
 
-needs_kernel = pytest.mark.skipif(not has_kernel(), reason="no AVX-512, or no C++ compiler")
+@pytest.fixture
+def forgotten(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The kernel is looked for anew in a test. Later tests have the one from before, which takes seconds to compile."""
+    monkeypatch.setattr(kernel, "_load", functools.cache(kernel._load.__wrapped__))
+    kernel_fault.cache_clear()
+    yield
+    kernel_fault.cache_clear()
 
 
 def stored(place: Path, kind: str, rows: int, columns: int, seed: int = 0, heads: int = 0) -> FileTensor:
@@ -90,7 +101,7 @@ def test_values_are_the_files(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_products_of_every_number_of_tokens(tmp_path: Path, kind: str) -> None:
     weight = [PackedWeight.read(stored(tmp_path / "one", kind, rows, 256, rows)) for rows in (20, 48)]
-    both = PackedWeight([tiles for one in weight for tiles in one.tiles], 256)
+    both = weight[0].joined(weight[1:])
     exact = torch.cat([values(stored(tmp_path / "one", kind, rows, 256, rows)) for rows in (20, 48)])
     numbers = torch.Generator().manual_seed(1)
     bias = torch.randn(68, generator=numbers).bfloat16()
@@ -122,7 +133,7 @@ def test_rounding_is_within_half_a_level(bits: int) -> None:
     assert found.shape == weight.shape and ((found - weight.double()).abs() <= allowed).all()
 
 
-needs_operators = pytest.mark.skipif(not products.has_four_bits(CPU), reason="torch has no operators for 4 bits")
+needs_operators = pytest.mark.skipif(not has_four_bits(CPU), reason="torch has no operators for 4 bits")
 
 
 @needs_operators
@@ -134,12 +145,12 @@ def test_torchs_operators_read_the_same_values(tmp_path: Path, kind: str) -> Non
         source = stored(tmp_path / "tensor", kind, rows, 512, heads=heads)
         exact, eye = values(source), torch.eye(512, dtype=torch.bfloat16)
         bias = torch.randn(rows, generator=numbers).bfloat16()
-        found = (packed._four_bit_linear(source, None, CPU)(eye)).T.double()
+        found = (four_bit_linear(source, None, CPU)(eye)).T.double()
         reach = exact.unflatten(1, (-1, 32)).abs().amax(-1).repeat_interleave(32, 1)
         assert found.shape == exact.shape and ((found - exact).abs() <= reach / 64).all()
         assert float((found - exact).std() / exact.std()) < 5e-3
         x = torch.randn(2, 3, 512, generator=numbers).bfloat16()
-        own = packed._four_bit_linear(source, bias, CPU)(x).double()
+        own = four_bit_linear(source, bias, CPU)(x).double()
         expected = torch.nn.functional.linear(x.double(), found, bias.double())
         assert float((own - expected).abs().max()) < 0.01 * float(expected.abs().max())
 
@@ -163,8 +174,7 @@ def kl(exact: torch.Tensor, found: torch.Tensor) -> float:
 def test_models_of_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
     """Reordered heads, tied heads, biases, shifted norms and fused tensors: as near to float32 as bfloat16 weights."""
     monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(products, "MIN_VALUES", 1)
-    kernel()
+    monkeypatch.setattr(models, "MIN_VALUES", 1)
     changes: dict[str, Any] = {
         "phi3": {"sliding_window": None},
         "gemma3": {"query_pre_attn_scalar": 8, "tie_word_embeddings": True},
@@ -195,7 +205,7 @@ def test_models_of_families(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kin
 def test_layers_in_one_call(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, width: int) -> None:
     """Heads that share keys, biases, norms of heads; chains, trees, roll-backs, a cache that grows, rows of a batch."""
     monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(products, "MIN_VALUES", 1)
+    monkeypatch.setattr(models, "MIN_VALUES", 1)
     own = {"hidden_size": 4 * width} if kind == "qwen2" else {"head_dim": width}
     place = str(saved(tmp_path, kind, max_position_embeddings=400, **own))
     model = growing_decoder(load_packed(place))
@@ -260,7 +270,7 @@ def test_auto_takes_the_bits_of_files_that_pytorch_decodes(
     big = Target(model=str(export_gguf(tmp_path / "qwen2", tmp_path / "f16.gguf", "f16").path), dtype="float32")
     said()
     assert settled_decoding(small, folder, plainest) == (small, plainest) and not said()
-    monkeypatch.setattr(loaded, "LEAST", 1)
+    monkeypatch.setattr(loaded, "MIN_WEIGHTS", 1)
     for draft in (None, place):
         assert settled_decoding(small, draft, plainest) == (small, plainest) and not said()
     expected = small.model_copy(update={"dtype": "bfloat16"}), plainest.model_copy(update={"target_weights": "file"})
@@ -277,10 +287,7 @@ def test_auto_takes_the_bits_of_files_that_pytorch_decodes(
         assert pair.pytorch.suffix == ", target in its file's bits" and pair.options["target_weights"] == "file"
     said()
 
-    def none() -> None:
-        raise NoKernel("this processor has no avx512bw")
-
-    monkeypatch.setattr(loaded, "kernel", none)
+    monkeypatch.setattr(loaded, "kernel_fault", lambda: "this processor has no avx512bw")
     with load_pair(small, folder, pytorch=plainest) as pair:
         assert pair.backend == "pytorch" and not pair.pytorch.suffix and pair.target.model.dtype == torch.float32
     assert "decodes in float32: this processor has no avx512bw" in said()
@@ -315,28 +322,52 @@ def test_the_kl_of_bits_is_that_to_float32(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_without_a_kernel_it_is_bfloat16(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forgotten: None
 ) -> None:
+    """Each reason is found once in a process, and a compiler that hangs is ended with its children."""
     monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
     place = str(saved(tmp_path, "qwen2"))
     expected = growing_decoder(load_model(place, "bfloat16", CPU)).extend([3, 1, 4]).full()
-    for reason in ("this processor has no avx512bw", "there is no C++ compiler"):
-        kernel.cache_clear()
-        if "compiler" in reason:
-            monkeypatch.setattr(packed, "cpu_features", lambda: {*packed.NEEDED})
-            monkeypatch.setattr(packed.shutil, "which", lambda _: None)
-        else:
-            monkeypatch.setattr(packed, "cpu_features", lambda: {"avx2"})
+    compiler = tmp_path / "compiler"
+    for script, reason in (
+        (None, "this processor has no avx512bw"),
+        ("", "there is no C++ compiler"),
+        ("echo no such flag >&2; exit 1", f"{compiler} does not compile kernel.cpp: no such flag"),
+        ("sleep 60 & echo $! >> $0.children; wait", f"{compiler} did not compile kernel.cpp within 2s"),
+        ('touch "${!#}"', "cannot be loaded"),
+    ):
+        kernel._load.cache_clear()
+        kernel_fault.cache_clear()
+        features = {"avx2"} if script is None else {*kernel.NEEDED}
+        monkeypatch.setattr(kernel, "cpu_features", lambda features=features: features)
+        if script:
+            compiler.write_text(f"#!/bin/bash\n{script}\n")
+            compiler.chmod(0o755)
+        monkeypatch.setattr(kernel.shutil, "which", lambda _, script=script: str(compiler) if script else None)
+        monkeypatch.setattr(kernel, "COMPILE_SECONDS", 1.5 if script and "sleep" in script else 60)
         with load_pair(Target(model=place), pytorch=PyTorch(target_weights="file")) as pair:
             assert torch.equal(pair.target.extend([3, 1, 4]).full(), expected)
-        assert f"decoded in bfloat16, not in its own bits: {reason}" in capsys.readouterr().err
-    kernel.cache_clear()
+        said = capsys.readouterr().err
+        assert "decoded in bfloat16, not in its own bits: " in said and reason in said
+    children = [int(line) for line in (tmp_path / "compiler.children").read_text().split()]
+    assert len(children) == 1 and not _runs(children[0])
+
+
+def _runs(number: int) -> bool:
+    try:
+        return psutil.Process(number).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
 
 
 @needs_operators
 @pytest.mark.parametrize("tied", [False, True])
 def test_without_ours_torchs_operators_take_four_bits(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tied: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    tied: bool,
+    forgotten: None,
 ) -> None:
     """As on an accelerator; where torch has none either, bfloat16, with both reasons."""
     monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
@@ -344,19 +375,17 @@ def test_without_ours_torchs_operators_take_four_bits(
     exact, rounded = (
         growing_decoder(load_model(place, kind, CPU)).extend(ids).full() for kind in ("float32", "bfloat16")
     )
-    monkeypatch.setattr(packed, "cpu_features", lambda: {"avx2"})
-    kernel.cache_clear()
+    monkeypatch.setattr(kernel, "cpu_features", lambda: {"avx2"})
     model = load_in_bits(place, CPU)
     assert "in its own bits by torch's operators: this processor has no avx512" in capsys.readouterr().err
-    assert sum(isinstance(one, products.FourBitLinear) for one in model.modules()) >= 14
+    assert sum(isinstance(one, FourBitLinear) for one in model.modules()) >= 14
     decoder = growing_decoder(model)
     assert kl(exact, decoder.extend(ids).full()) <= 4 * kl(exact, rounded) + 1e-5
     decoder.rollback([3])
     assert kl(exact[3:], decoder.extend(ids[3:]).full()) <= 4 * kl(exact, rounded) + 1e-5
-    monkeypatch.setattr(packed, "has_four_bits", lambda _: False)
+    monkeypatch.setattr(file, "has_four_bits", lambda _: False)
     assert torch.equal(growing_decoder(load_in_bits(place, CPU)).extend(ids).full(), rounded)
     assert "has no avx512bw; torch has no operator for 4 bits on cpu" in capsys.readouterr().err
-    kernel.cache_clear()
 
 
 @needs_kernel
@@ -373,29 +402,63 @@ def test_types_and_widths_without_a_kernel(
     assert kl(exact, growing_decoder(load_in_bits(place, CPU)).extend(ids).full()) <= 4 * kl(exact, logits) + 1e-5
     said = capsys.readouterr().err
     assert "of the weights (F16) have no kernel in the file's bits and are bfloat16" in said and "87%" in said
-    monkeypatch.setattr(packed, "BITS", {"Q4_0": 4})
-    monkeypatch.setattr(packed, "FOUR_BITS", {})
+    monkeypatch.setattr(file, "FORMS", {"Q4_0": kernel.FORMS["Q4_0"]})
+    monkeypatch.setattr(file, "FOUR_BITS", {})
     assert torch.equal(growing_decoder(load_in_bits(place, CPU)).extend(ids).full(), logits)
     assert "not in its own bits: there are kernels for Q4_0, and none of its weights" in capsys.readouterr().err
 
 
 @needs_kernel
+@pytest.mark.parametrize("fault", [None, errno.EROFS, errno.EACCES])
 def test_a_cache_that_cannot_be_written_stops_nothing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    fault: int | None,
+    forgotten: None,
 ) -> None:
-    """As after a measurement of `profile`: the kernel is compiled for this process alone, and leaves no file."""
-    built = packed.kernel()._name  # by the tests before: compiling takes a while
-    monkeypatch.setattr(packed.subprocess, "run", lambda command, **_: shutil.copy(built, command[-1]))
+    """The kernel is compiled for this process alone, and leaves no file."""
+    monkeypatch.setattr(kernel, "_compile", lambda command: shutil.copy(BUILT, command[-1]))
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "file" / "cache"))
-    monkeypatch.setattr(packed.tempfile, "mkdtemp", lambda prefix: str(tmp_path / f"{prefix}here"))
-    (tmp_path / "distill-here").mkdir()
-    packed.kernel.cache_clear()
-    try:
-        assert packed.kernel().distill_products is not None
-    finally:
-        packed.kernel.cache_clear()
-    assert "not kept for later commands" in capsys.readouterr().err and not (tmp_path / "distill-here").exists()
+    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / ("cache" if fault else "file")))
+    if fault:
+        inner = Path.mkdir
+
+        def mkdir(self: Path, *arguments: Any, **options: Any) -> None:
+            if self.name == "kernels":
+                raise OSError(fault, os.strerror(fault), str(self))
+            inner(self, *arguments, **options)
+
+        monkeypatch.setattr(Path, "mkdir", mkdir)
+    monkeypatch.setattr(kernel.tempfile, "tempdir", str(tmp_path / "scratch"))
+    inner(tmp_path / "scratch") if fault else (tmp_path / "scratch").mkdir()
+    assert not kernel_fault() and not [*(tmp_path / "scratch").iterdir()]
+    assert "not kept for later commands" in capsys.readouterr().err
+
+
+@needs_kernel
+def test_a_kernel_that_multiplies_wrongly_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], forgotten: None
+) -> None:
+    """The products of one type, and the layers in one call: torch's operators take their places."""
+    monkeypatch.setattr(kernel, "_load", functools.cache(lambda: kernel._opened(Path(BUILT))))
+    inner = PackedLinear.forward
+
+    def wrong(self: PackedLinear, x: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return inner(self, x, *rest) * (1.5 if self.weight.tiles[0].kind == "Q5_K" else 1)
+
+    monkeypatch.setattr(PackedLinear, "forward", wrong)
+    assert kernel_fault() == "the compiled kernel multiplies Q5_K wrongly"
+    monkeypatch.undo()
+    kernel_fault.cache_clear()
+    monkeypatch.setattr(models, "MIN_VALUES", 1)
+    draft = toy("llama", hidden_size=64, intermediate_size=96, head_dim=32).bfloat16()
+    assert pack(draft, "int8").model.in_one_call is not None
+    step = packed.PackedStep.__call__
+    monkeypatch.setattr(packed.PackedStep, "__call__", lambda self, hidden, *rest: -step(self, hidden, *rest))
+    warn_once.cache_clear()
+    assert pack(draft, "int8").model.in_one_call is None
+    assert "the kernel's layers differ from torch's operators by" in capsys.readouterr().err
 
 
 @needs_kernel
@@ -407,10 +470,13 @@ def test_the_door_to_the_kernel() -> None:
     wrong = {
         "an input [3, 64]": lambda: product(x[:, :32]),
         "an input [2, 64]": lambda: product(torch.randn(2, 96)),
-        "what is added [3, 48]": lambda: product(x, torch.zeros(3, 47).bfloat16()),
-        "what is added [3, 48] of torch.bfloat16": lambda: product(x, torch.zeros(3, 48)),
+        "an added tensor [3, 48]": lambda: product(x, torch.zeros(3, 47).bfloat16()),
+        "an added tensor [3, 48] of torch.bfloat16": lambda: product(x, torch.zeros(3, 48)),
         "a bias [48]": lambda: PackedLinear(weight, torch.zeros(47)),
-        "a multiple of 32 numbers": lambda: PackedWeight(weight.tiles, 80),
+        "a multiple of 32 numbers, got 80": lambda: replace(weight.tiles[0], columns=80),
+        "a multiple of 256 numbers": lambda: replace(weight.tiles[0], kind="Q4_K"),
+        "Q8_0 tiles of": lambda: replace(weight.tiles[0], rows=49),
+        "rows of one weight have different lengths": lambda: weight.joined([PackedWeight.rounded(x[:, :32], 8)]),
     }
     for message, call in wrong.items():
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -418,7 +484,7 @@ def test_the_door_to_the_kernel() -> None:
 
 
 def test_refusals(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    if has_kernel():
+    if not kernel_fault():
         monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
         with pytest.raises(RunError, match=r"qwen2\.gguf is held in its file's bits, and adapters need floating"):
             attach(load_packed(str(saved(tmp_path, "qwen2"))), Adapter())

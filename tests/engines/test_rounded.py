@@ -9,9 +9,9 @@ from toys import speculative, toy
 
 from distill.decoding.decode import plain
 from distill.engines.loaded import torch_decoder
-from distill.engines.torch import products, rounded
 from distill.engines.torch.hugging_face import KeptHead, trim_head
-from distill.engines.torch.rounded import ShortlistHead, factors, own_states
+from distill.engines.torch.products import models, shortlist
+from distill.engines.torch.products.shortlist import ShortlistHead, factors, own_states
 from distill.recipe import PyTorch
 
 torch.set_num_threads(1)
@@ -22,7 +22,7 @@ def test_factors_lose_what_no_factors_of_their_rank_keep() -> None:
     weight, states = torch.randn(500, 320, generator=numbers), torch.randn(900, 320, generator=numbers) + 1
     narrow, wide = (one.double() for one in factors(weight, states))
     square = states.double().T @ states.double() / len(states)
-    square += rounded.RIDGE * square.diagonal().mean() * torch.eye(320)
+    square += shortlist.RIDGE * square.diagonal().mean() * torch.eye(320)
     lost = weight.double() - wide @ narrow
     singular = torch.linalg.svdvals(weight.double() @ torch.linalg.cholesky(square))
     assert narrow.shape == (64, 320)
@@ -35,7 +35,7 @@ def test_factors_lose_what_no_factors_of_their_rank_keep() -> None:
 @pytest.mark.parametrize("with_bias", [True, False])
 def test_logits_of_a_shortlist(monkeypatch: pytest.MonkeyPatch, vocabulary: int, count: int, with_bias: bool) -> None:
     """Exact at tokens that hold the largest rough logits, −∞ at others, for every number of rows."""
-    monkeypatch.setattr(rounded, "TOKENS", count)
+    monkeypatch.setattr(shortlist, "TOKENS", count)
     numbers = torch.Generator().manual_seed(2)
     weight, x = (torch.randn(n, 64, generator=numbers).bfloat16() for n in (vocabulary, 5))
     bias = torch.randn(vocabulary, generator=numbers).bfloat16() if with_bias else None
@@ -63,15 +63,15 @@ def test_all_rough_logits_alike() -> None:
 @needs_kernel
 @pytest.mark.parametrize(("kind", "trimmed"), [("llama", False), ("llama", True), ("gemma3_text", False)])
 def test_a_draft_with_a_shortlist(monkeypatch: pytest.MonkeyPatch, kind: str, trimmed: bool) -> None:
-    monkeypatch.setattr(products, "MIN_VALUES", 1)
-    monkeypatch.setattr(rounded, "TOKENS", 16)
+    monkeypatch.setattr(models, "MIN_VALUES", 1)
+    monkeypatch.setattr(shortlist, "TOKENS", 16)
     sizes = {"hidden_size": 128, "intermediate_size": 96, "head_dim": 32}
     target, settings = torch_decoder(toy(kind, vocabulary=2000, **sizes)), PyTorch(draft_weights="int4")
     model = toy(kind, vocabulary=2000, **sizes).bfloat16()
     if trimmed:
         model = trim_head(model, range(0, 2000, 2))
     whole = torch_decoder(model, None, settings, is_draft=True)
-    monkeypatch.setattr(rounded, "LEAST", 1000)
+    monkeypatch.setattr(models, "MIN_VOCABULARY", 1000)
     draft = torch_decoder(model, None, settings, is_draft=True)
     head = draft.model.lm_head  # type: ignore[attr-defined]
     assert isinstance(head.product if trimmed else head, ShortlistHead) and isinstance(head, KeptHead) is trimmed
@@ -87,8 +87,8 @@ def test_a_draft_with_a_shortlist(monkeypatch: pytest.MonkeyPatch, kind: str, tr
 def test_own_states_are_those_before_the_head() -> None:
     model = toy("qwen3", vocabulary=300)
     states = own_states(model)
-    assert states.shape == (rounded.ROWS * rounded.STEPS, 32)
-    first = torch.randint(0, 300, (rounded.ROWS, 1), generator=torch.Generator().manual_seed(0))
+    assert states.shape == (shortlist.TEXTS * shortlist.TEXT_TOKENS, 32)
+    first = torch.randint(0, 300, (shortlist.TEXTS, 1), generator=torch.Generator().manual_seed(0))
     with torch.inference_mode():
-        torch.testing.assert_close(model.lm_head(states[: rounded.ROWS]), model(first).logits[:, -1])
+        torch.testing.assert_close(model.lm_head(states[: shortlist.TEXTS]), model(first).logits[:, -1])
     assert torch.equal(states, own_states(model))  # the same for every command

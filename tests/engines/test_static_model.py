@@ -51,7 +51,7 @@ def check(hugging_face: Any, seed: int, steps: int = 14, **options: Any) -> Stat
 
 def test_long_prompts_are_read_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whatever is asked of a part, of one row or of several."""
-    monkeypatch.setattr(static, "CHUNK", 7)
+    monkeypatch.setattr(static, "PROMPT_COLUMNS", 7)
     monkeypatch.setattr(static, "LONGEST_STEP", 3)
     for seed in range(4):
         check(HUGGING_FACE["qwen2"], seed)

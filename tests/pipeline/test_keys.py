@@ -16,6 +16,8 @@ import tiny
 from tiny import Capture, Patch
 
 from distill import files
+from distill.engines.torch.hugging_face import text_folder
+from distill.errors import DataError
 from distill.files import reference_digest
 from distill.pipeline.stages import difference, find_stage, key_parts
 from distill.recipe import GgufOptions, PyTorch, SamplerSettings, load_recipe
@@ -108,6 +110,20 @@ def test_a_hub_name_is_keyed_by_its_commit(tmp_path: Path, monkeypatch: Patch) -
         files.hub_commit.cache_clear()
         found.append(reference_digest("me/small"))
     assert found == ["me/small@a1", "me/small@b2"]
+    asked = list[Any]()
+
+    def download(name: str, revision: Any = None, **_: Any) -> str:
+        asked.append(revision)
+        files.hub_reference(name).parent.mkdir(parents=True, exist_ok=True)
+        files.hub_reference(name).write_text("d4")
+        return str(tmp_path / f"models--{name.replace('/', '--')}" / "snapshots" / (revision or "d4"))
+
+    monkeypatch.setattr("huggingface_hub.snapshot_download", download)
+    for _ in range(2):  # The hub moved on. This process reads the files that its keys name.
+        assert text_folder("me/small").name == "b2" and reference_digest("me/small") == "me/small@b2"
+    assert asked == ["b2", "b2"] and reference_digest("me/new") == "me/new@c3"
+    with pytest.raises(DataError, match="me/new changed on the hub during this command, from commit c3 to d4"):
+        text_folder("me/new")
     assert reference_digest("me/texts", "dataset") == "me/texts@c3"
 
     def gone(*_: Any, **__: Any) -> None:

@@ -236,20 +236,27 @@ def _over(model: Any, blocks: Packed, module: Any, name: str) -> Tensor:
 
 
 def packing_fault(model: Any) -> str:
-    """Name the document of a block that a small model reads otherwise than alone; empty if there is none."""
+    """Name the document of a block that a small model reads otherwise than alone; empty if there is none.
+
+    A text crosses from the first block into the second, the second ends with a document, and the third is padded.
+    """
     longest = min(LENGTH, context_length(model.config) or LENGTH)
     model._checked_in_blocks = True  # This model serves the check.
-    texts = [random_ids(model, size, seed) for seed, size in enumerate((longest, 13, 5))]
-    ids = [*itertools.chain(*texts), 0, 0]
-    numbers = [number for number, text in enumerate(texts) for _ in text] + [PADDING, PADDING]
-    documents = torch.tensor([numbers], dtype=torch.int32)
+    width, crossing = longest + 7, random_ids(model, 13, seed=1)
+    middle = [crossing[7:], random_ids(model, 5, seed=2), random_ids(model, width - 11, seed=3)]
+    blocks = [[random_ids(model, longest), crossing[:7]], middle, [random_ids(model, 9, seed=4)]]
+    ids, documents = torch.zeros(3, width, dtype=torch.long), torch.full((3, width), PADDING, dtype=torch.int32)
+    for block, texts in enumerate(blocks):
+        numbers = [number for number, text in enumerate(texts) for _ in text]
+        ids[block, : len(numbers)] = torch.tensor([*itertools.chain(*texts)])
+        documents[block, : len(numbers)] = torch.tensor(numbers, dtype=torch.int32)
     with torch.inference_mode():
-        together, at = packed_logits(model, Packed(torch.tensor([ids]), documents, documents >= 0))[0], 0
-        for number, alone in enumerate(texts, 1):
-            words = f"in document {number} of a block"
-            if fault := difference(together[at : at + len(alone)], own_logits(model, alone), words):
-                return fault
-            at += len(alone)
+        together = packed_logits(model, Packed(ids, documents, documents >= 0))
+        for block, texts in enumerate(blocks):
+            for number, alone in enumerate(texts):
+                words = f"in document {number + 1} of block {block + 1}"
+                if fault := difference(together[block][documents[block] == number], own_logits(model, alone), words):
+                    return fault
     return ""
 
 

@@ -1,15 +1,16 @@
-"""Whether our decoding of a configuration equals transformers' own forward pass, shown once on a small random model.
+"""Comparison of our decoding with transformers' own forward pass, on a small random model of the same configuration.
 
-The small model has the configuration's class and settings: its kinds of layers, its rotary embedding, its caps and
-scales. Sizes and borders are small: every window, chunk and stretched context that the configuration names is crossed
-within LENGTH tokens. So the check takes a fraction of a second where weights take seconds to load, and its result is
-remembered for the small configuration, the sources that decode and the versions of the libraries.
+The small model has the class and the settings of the configuration: its kinds of layers, rotary embedding, caps and
+scales. Its sizes and borders are small, so that a text of LENGTH tokens crosses every window, chunk and stretched
+context that the configuration names. The comparison takes a fraction of a second. Its result is kept for the small
+configuration, the sources that decode, and the versions of the libraries.
 """
 
 from __future__ import annotations
 
 import copy
 import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
@@ -24,10 +25,11 @@ from distill.files import cache_folder, digest, read_json, remember
 from distill.machine import version_of
 
 BORDER = 8  # tokens of a window or a chunk
-STRETCHED = 24  # tokens up to which a rotary embedding stays as it is
+STRETCHED = 24  # tokens before a rotary embedding is stretched
 LENGTH = 40  # tokens of a text
 WIDTH = 32  # numbers of a head
-ALLOWED = 1e-3  # of the logits' spread in fp32, at the position that differs most
+PIECES = (5, 1, 2, 1, 3, 6, 1, 7, 1)  # tokens of the calls that read a text; the last call reads the rest
+ALLOWED = 1e-3  # allowed difference at any position, relative to the spread of the logits in fp32
 SIZES = {
     "vocab_size": 96,
     "intermediate_size": 48,
@@ -37,12 +39,13 @@ SIZES = {
     "n_routed_experts": 4,
     "num_experts_per_tok": 2,
 }
-KINDS = ("layer_types", "no_rope_layers", "mlp_layer_types", "attention_layers")  # a value a layer
-SOURCES = [Path(__file__).with_name(f"{name}.py") for name in ("equality", "model", "static", "products", "blocks")]
+KINDS = ("layer_types", "no_rope_layers", "mlp_layer_types", "attention_layers")  # lists with a value for each layer
+SOURCES = [Path(__file__).with_name(f"{name}.py") for name in ("equality", "model", "static", "blocks")]
+SOURCES += sorted(Path(__file__).with_name("products").glob("*.[pc]*"))
 
 
 def small_config(config: Any) -> Any:
-    """A configuration of the same class and settings with small sizes and borders."""
+    """Return a configuration of the same class and settings with small sizes and borders."""
     small = copy.deepcopy(config.get_text_config())
     small._name_or_path = ""  # Messages name files, and no small model in their place.
     kinds = [value for key in KINDS if isinstance(value := getattr(small, key, None), list)]
@@ -55,11 +58,11 @@ def small_config(config: Any) -> Any:
     shared = getattr(small, "num_key_value_heads", None) or small.num_attention_heads
     pairs, groups = min(shared, 2), 2 if small.num_attention_heads > shared else 1
     parameters = getattr(small, "rope_parameters", None) or {}
-    rotary = [one for one in parameters.values() if isinstance(one, dict)] or [parameters]
+    rotary = [part for part in parameters.values() if isinstance(part, dict)] or [parameters]
     width = getattr(small, "head_dim", None) or small.hidden_size // small.num_attention_heads
-    if not any(isinstance(value, list) for one in rotary for value in one.values()):  # of a number each dimension
+    if not any(isinstance(value, list) for part in rotary for value in part.values()):  # a factor for each dimension
         width = min(width, WIDTH)
-    if "head_dim" in {one.name for one in fields(type(small))}:
+    if "head_dim" in {field.name for field in fields(type(small))}:
         small.head_dim = width
     small.num_attention_heads = pairs * groups
     if hasattr(small, "num_key_value_heads"):
@@ -72,10 +75,10 @@ def small_config(config: Any) -> Any:
         if getattr(small, key, None):
             setattr(small, key, BORDER)
     small.max_position_embeddings = 4 * LENGTH
-    for one in rotary:
-        if one.get("rope_type") == "longrope":
-            one["original_max_position_embeddings"] = STRETCHED
-        if "dynamic" in str(one.get("rope_type")):
+    for part in rotary:
+        if part.get("rope_type") == "longrope":
+            part["original_max_position_embeddings"] = STRETCHED
+        if "dynamic" in str(part.get("rope_type")):
             small.max_position_embeddings = STRETCHED
     if getattr(small, "original_max_position_embeddings", None):
         small.original_max_position_embeddings = STRETCHED
@@ -86,7 +89,7 @@ def small_config(config: Any) -> Any:
 
 @functools.lru_cache(256)
 def _judged(name: str, check: Callable[[Any], str], key: str) -> str:
-    """The fault that `check` finds in the small model of a configuration; empty where there is none."""
+    """Return the fault that `check` finds in the small model of a configuration; empty if it finds none."""
     from transformers import AutoModelForCausalLM
 
     place = cache_folder("weights") / f"equal-{digest([name, key])}.json"
@@ -94,7 +97,7 @@ def _judged(name: str, check: Callable[[Any], str], key: str) -> str:
         return str(read_json(place, {"fault": str})["fault"])
     except DataError:
         pass
-    # On the CPU and in fp32, whatever the caller computes in.
+    # The small model runs on the CPU and in fp32, whatever the caller's type and device are.
     with torch.random.fork_rng(devices=[]), torch.autocast("cpu", enabled=False), torch.no_grad(), quiet():
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(_CONFIGS[key], dtype=torch.float32).eval()
@@ -105,21 +108,25 @@ def _judged(name: str, check: Callable[[Any], str], key: str) -> str:
     return fault
 
 
-_CONFIGS: dict[str, Any] = {}  # small ones, by their digest
+_CONFIGS: dict[str, Any] = {}  # small configurations by their digest
 
 
 def require_equal_to_transformers(model: Any, name: str, check: Callable[[Any], str]) -> bool:
-    """Raise DataError where `check` (of decoding, of packed blocks: `name`) finds a fault in the small model of a
-    model's configuration. Whether there is a small model: of some classes none can be made."""
+    """Raise DataError if `check` finds a fault in the small model of a model's configuration.
+
+    `name` says what is checked: decoding, or a packed block. Returns whether a small model could be made. Some classes
+    need other sizes.
+    """
     try:
         small = small_config(model.config)
         small._attn_implementation = model.config._attn_implementation
-        key = digest([small.to_dict() | {"_name_or_path": ""}, small._attn_implementation, _versions()])
+        versions = _versions(inspect.getfile(check))
+        key = digest([small.to_dict() | {"_name_or_path": ""}, small._attn_implementation, versions])
         _CONFIGS[key] = small
         fault = _judged(name, check, key)
     except DataError:
         raise
-    except Exception:  # a class with sizes of its own, which asks for others
+    except Exception:  # a class that needs other sizes
         return False
     finally:
         _CONFIGS.clear()
@@ -134,25 +141,26 @@ def require_equal_to_transformers(model: Any, name: str, check: Callable[[Any], 
 
 
 @functools.cache
-def _versions() -> list[str]:
-    texts = [path.read_text(encoding="utf-8") for path in SOURCES]
+def _versions(source: str) -> list[str]:
+    """Return the texts of SOURCES and of the file `source`, and the versions of the libraries."""
+    texts = [path.read_text(encoding="utf-8") for path in (*SOURCES, Path(source))]
     return [*texts, *(f"{name} {version_of(name)}" for name in ("torch", "transformers"))]
 
 
 def random_ids(model: Any, length: int, seed: int = 0) -> list[int]:
-    """Ids of a text of at most this length."""
+    """Return random ids of a text of `length` tokens."""
     numbers = torch.Generator().manual_seed(seed)
     return torch.randint(0, model.config.vocab_size, (length,), generator=numbers).tolist()
 
 
 @torch.inference_mode()
 def own_logits(model: Any, ids: list[int]) -> Tensor:
-    """transformers' logits [S, V] of a text read whole."""
+    """Return transformers' logits [S, V] of a text that is read whole."""
     return model(input_ids=torch.tensor([ids]), use_cache=False).logits[0]
 
 
 def difference(found: Tensor, expected: Tensor, words: str) -> str:
-    """The place where logits [S, V] differ by more than rounding, in words; empty where they do not."""
+    """Return the first position where logits [S, V] differ by more than rounding, in words; empty if there is none."""
     off = (found.float() - expected.float()).abs().amax(-1) / expected.float().std()
     if not bool((off > ALLOWED).any() or off.isnan().any()):
         return ""
@@ -161,15 +169,37 @@ def difference(found: Tensor, expected: Tensor, words: str) -> str:
 
 
 def decoded_in_pieces(decoder: Any, ids: list[int]) -> Tensor:
-    """The logits [S, V] of a text from a cache, in calls of several lengths; more is read first and rolled back."""
-    at, found = 0, []
-    for size in (5, 1, 2, 1, 3, 6, 1, 7, 1, len(ids)):
+    """Return the logits [S, V] of a text from a cache, in calls of several lengths.
+
+    Before most calls, one token more is read and rolled back.
+    """
+    at, logits = 0, []
+    for size in (*PIECES, len(ids)):
         piece = ids[at : at + size]
         if not piece:
             break
         if at + size < len(ids):
             decoder.extend(ids[at : at + size + 1])
             decoder.rollback([at])
-        found.append(decoder.extend(piece).full())
+        logits.append(decoder.extend(piece).full())
         at += len(piece)
-    return torch.cat(found)
+    return torch.cat(logits)
+
+
+def decoded_in_trees(decoder: Any, ids: list[int], other: list[int]) -> Tensor:
+    """Return the logits [S, V] of a text from a cache, read as a branch of trees whose other branch is `other`.
+
+    After each tree, four tokens of the text are committed, and the last one is rolled back and read again.
+    """
+    decoder.rollback([0])
+    at = 4
+    logits = [decoder.extend(ids[:at]).full()]
+    while at + 4 <= len(ids):
+        text, wrong = ids[at : at + 4], other[at : at + 2]
+        nodes = [wrong[0], text[0], wrong[1], *text[1:]]
+        logits.append(decoder.extend(nodes, parents=[-1, -1, 0, 1, 3, 4]).full()[[1, 3, 4]])
+        decoder.keep([[1, 3, 4, 5]])
+        at += 3
+        decoder.rollback([at])
+    logits.append(decoder.extend(ids[at:]).full())
+    return torch.cat(logits)

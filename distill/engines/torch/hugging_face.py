@@ -1,7 +1,9 @@
-"""Models and tokenizers in the Hugging Face format: loading them, their files, sizes and devices.
+"""Loading of models and tokenizers in the Hugging Face format; their files, sizes and devices.
 
-A GGUF file is such a model too: every function here that takes a reference reads it from the folder that it is imported
-to (distill/gguf/importing.py). Legend: V vocabulary, K kept tokens, H hidden.
+A `reference` is a folder, a hub name, a base with an adapter, or a GGUF file. A GGUF file is read from the folder to
+which distill/gguf/importing.py imports it.
+
+Legend: V vocabulary, K kept tokens, H hidden.
 """
 
 from __future__ import annotations
@@ -20,7 +22,17 @@ from distill.checkpoints import check_generation, check_keys, check_types, quant
 from distill.devices import CPU, free_memory, has_fast_bfloat16, pick_device, process_count
 from distill.engines.torch.adapters import merged_folder
 from distill.errors import DataError, DistillError, RunError
-from distill.files import digest, finish_folder, has_form, is_gguf, parts_of, read_object, write_json
+from distill.files import (
+    digest,
+    finish_folder,
+    has_form,
+    hub_commit,
+    hub_reference,
+    is_gguf,
+    parts_of,
+    read_object,
+    write_json,
+)
 from distill.folders import (
     COMPUTED,
     HINT,
@@ -40,17 +52,17 @@ from distill.progress import is_verbose, warn_once
 from distill.recipe import Recipe, Target, is_path, parse_section
 from distill.vocabulary.vocabulary import follow_file, opening_of, refuse_tables, with_opening, without_panic
 
-SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.md", "tokenizer.model"]  # of a model on the hub: all but its weights
-OTHER_WEIGHTS = ["original/*", "onnx/*", "consolidated*"]  # the same weights in formats that transformers does not read
+SMALL_FILES = ["*.json", "*.jinja", "*.txt", "*.md", "tokenizer.model"]  # all files of a hub model except weights
+OTHER_WEIGHTS = ["original/*", "onnx/*", "consolidated*"]  # the same weights in formats that transformers cannot read
 UNDECODABLE = "leave it on a server or in a GGUF file (answers.writer), or name another model"
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 def settled_type(dtype: str, device: torch.device, model: str | None = None) -> str:
-    """A type as recipes name it; for `auto`, the type of the model's checkpoint, or float32 if this device has no
-    instructions for that type. Without a model, and for a GGUF file, `auto` starts from bfloat16.
+    """Return the type that `dtype` stands for, as recipes name types.
 
-    On CPUs without instructions, bfloat16 products take 10 to 50 times as long as those in float32.
+    `auto` is the type of the model's checkpoint, or bfloat16 without a model and for a GGUF file. If this device has no
+    instructions for that type, `auto` is float32, because bfloat16 products then take 10 to 50 times as long.
     """
     if dtype != "auto":
         return dtype
@@ -61,10 +73,10 @@ def settled_type(dtype: str, device: torch.device, model: str | None = None) -> 
 
 
 def stored_type(model: str) -> str:
-    """The number type that a model's config.json states; bfloat16 if it states none that recipes know."""
+    """Return the number type in a model's config.json; bfloat16 if it states none that recipes know."""
     try:
         config = read_config(text_folder(model))
-    except DistillError:  # whatever opens the model refuses it, with all else that is wrong
+    except DistillError:  # The caller opens the model later, and then reports this fault with all others.
         return "bfloat16"
     parts = [config, config.get("text_config")]
     stated = [part.get(name) for part in parts if isinstance(part, dict) for name in ("dtype", "torch_dtype")]
@@ -72,13 +84,13 @@ def stored_type(model: str) -> str:
 
 
 def settled_target(model: str, dtype: str, device: str = "auto") -> Target:
-    """A target that no recipe names, in a type that this machine has instructions for where that is `auto`."""
+    """Return the target of a command without a recipe, with the type that `dtype` stands for on this machine."""
     target = parse_section(Target, {"model": model, "dtype": dtype})
     return target.model_copy(update={"dtype": settled_type(target.dtype, pick_device(device), model)})
 
 
 def settle_types(recipe: Recipe, begun: Recipe | None = None) -> Recipe:
-    """The recipe with the types that `auto` stands for: those its run began with (`begun`), else this machine's."""
+    """Return the recipe with the types that `auto` stands for: those of its run (`begun`), or else this machine's."""
     device, sections = pick_device(recipe.device), {}
     for name in ("target", "train"):
         section, earlier = getattr(recipe, name), getattr(begun, name, None)
@@ -90,7 +102,7 @@ def settle_types(recipe: Recipe, begun: Recipe | None = None) -> Recipe:
 
 
 def check_folder(reference: str) -> None:
-    """Raise DataError when a reference is a path without a model folder."""
+    """Raise DataError if a reference is a path without a model folder."""
     if parts_of(reference)[1] is not None:
         text_folder(reference)
         return
@@ -107,9 +119,9 @@ def check_folder(reference: str) -> None:
         raise DataError(f"model folder {reference} {state}", "give a Hugging Face model folder or a hub name")
 
 
-# Exceptions and messages of internal failures; the messages of all others are written for users.
+# Exceptions and messages of internal failures. The messages of all other exceptions are written for users.
 _MUTE = (TypeError, AttributeError, AssertionError, RecursionError, ArithmeticError, UnicodeError, MemoryError)
-_LACKING = re.compile(r"(?:has no attribute |for field |property |^)'(\w+)'")  # a missing or wrong key
+_LACKING = re.compile(r"(?:has no attribute |for field |property |^)'(\w+)'")  # the name of a missing or wrong key
 _INSIDE = re.compile(r"<class '|NoneType|object has no|index out of|^'\w*'$|codec can't|not supported between")
 
 
@@ -126,9 +138,9 @@ def _explained(reference: str, error: Exception) -> DataError:
 
 
 def quantisation(kind: str, dtype: str) -> Any:
-    """The bitsandbytes configuration with which transformers loads `int8` (LLM.int8) or `int4` (NF4, QLoRA) weights.
+    """Return the bitsandbytes configuration for `int8` (LLM.int8) or `int4` (NF4, QLoRA) weights.
 
-    Products are computed in `dtype`; the head and the embeddings keep their own type.
+    Products are computed in `dtype`. The head and the embeddings keep their type.
     """
     from transformers import BitsAndBytesConfig
 
@@ -143,9 +155,9 @@ def quantisation(kind: str, dtype: str) -> Any:
 
 
 def check_placement(quantise: str | None, device: torch.device, shard: bool) -> str | dict[str, torch.device]:
-    """The device_map for transformers, `quantise` and `shard` as of `load_model`.
+    """Return transformers' device_map for the options `quantise` and `shard` of `load_model`.
 
-    Raises RunError where this machine cannot hold a model as asked.
+    Raises RunError if this machine cannot hold a model with these options.
     """
     from transformers.utils import is_bitsandbytes_available
 
@@ -163,10 +175,10 @@ def check_placement(quantise: str | None, device: torch.device, shard: bool) -> 
 
 
 def load_weights(reference: str, dtype: torch.dtype, **options: Any) -> Any:
-    """A causal language model, loaded by transformers with these options. Every load of weights comes through here.
+    """Load a causal language model by transformers with these options. Every load of weights calls this function.
 
-    Raises DataError where its files disagree, and unless each of the model's tensors came from them, in its shape; and
-    the errors of transformers as they are.
+    Raises DataError if the model's files disagree, or if a tensor did not come from them in its shape. Errors of
+    transformers are not caught.
     """
     from transformers import AutoModelForCausalLM
 
@@ -193,7 +205,7 @@ def load_weights(reference: str, dtype: torch.dtype, **options: Any) -> Any:
 
 
 def _require_known_keys(folder: Path) -> None:
-    """Raise DataError for a config.json that asks for what is not computed, or weights that cannot be read here."""
+    """Raise DataError for a config.json with a key that is not supported, or with weights that cannot be read here."""
     content = read_config(folder)
     check_keys(folder / "config.json", content)
     if refusal := quantisation_refusal(content):
@@ -212,38 +224,38 @@ def load_model(
     quantise: str | None = None,
     shard: bool = False,
 ) -> Any:
-    """A causal language model in evaluation mode; raises DataError when it cannot be loaded.
+    """Load a causal language model in evaluation mode. Raises DataError if it cannot be loaded.
 
-    With kept_tokens.json in its folder the model's head is trimmed to those tokens, unless `trimmed` is false. For
-    `quantise` see `quantisation`; with `shard` the layers are spread over all accelerators, and inputs go to the first
-    one. Raises RunError where either is impossible on this machine.
+    If the model's folder has a kept_tokens.json, the head is trimmed to those tokens, unless `trimmed` is false. For
+    `quantise` see `quantisation`. With `shard`, the layers are spread over all accelerators, and inputs go to the first
+    one. Raises RunError if either is impossible on this machine.
     """
 
     check_folder(reference)
     options: dict[str, Any] = {}
     if quantise is not None or shard:
         options["device_map"] = check_placement(quantise, device, shard)
-        options["max_memory"] = free_memory() if shard else None  # libraries know few kinds of accelerators themselves
+        options["max_memory"] = free_memory() if shard else None  # The libraries measure few kinds of accelerators.
     if quantise is not None:
         options["quantization_config"] = quantisation(quantise, settled_type(dtype, device, reference))
     try:
         model = load_weights(reference, DTYPES[settled_type(dtype, device, reference)], **options)
     except DistillError:
         raise
-    except Exception as error:  # transformers raises many kinds for faulty files
+    except Exception as error:  # transformers raises many kinds for faulty files.
         raise _explained(reference, error) from error
     if not options and device.type != CPU:
-        model.to(device).tie_weights()  # some makers' devices take new parameters instead of moving the old ones
+        model.to(device).tie_weights()  # Some devices get new parameters instead of moved ones.
     model.eval()
     kept = read_kept(text_folder(reference)) if trimmed and not is_gguf(reference) else None
     return model if kept is None else trim_head(model, kept["kept"])
 
 
 def logits_of(model: Any, keep: Tensor | int, **inputs: Any) -> Tensor:
-    """The logits of a step, of all columns (0), the last ones (their number), or those that `keep` lists.
+    """Return the logits of a step: of all columns (`keep` 0), of the last `keep` columns, or of the listed ones.
 
-    A model whose layers lie on several devices computes all: accelerate moves the list to the first of them, and the
-    last layers look for it on their own.
+    If the layers of a model lie on several devices, the logits of all columns are computed for a list. accelerate moves
+    the list to the first device, and the last layers need it on theirs.
     """
     listed = isinstance(keep, Tensor) and len({*(getattr(model, "hf_device_map", None) or {}).values()}) > 1
     logits: Tensor = model(use_cache=True, logits_to_keep=0 if listed else keep, **inputs).logits
@@ -251,17 +263,14 @@ def logits_of(model: Any, keep: Tensor | int, **inputs: Any) -> Tensor:
 
 
 def load_target(target: Target, device: torch.device) -> Any:
-    """The target of a recipe, in its type, quantised or sharded as the recipe says.
-
-    Every load of a recipe's target comes through here.
-    """
+    """Load the target of a recipe in its type, quantised or sharded. Every load of a recipe's target calls this."""
     return load_model(target.model, target.dtype, device, quantise=target.quantise, shard=target.shard)
 
 
 def load_tokenizer(reference: str) -> Any:
-    """The tokenizer of a model, whose tokenizer.json decides on the ids, whatever class its settings name.
+    """Load the tokenizer of a model. Its tokenizer.json decides on the ids, whatever class its settings name.
 
-    Raises DataError when it cannot be loaded, or has tokens that the model has no row for.
+    Raises DataError if it cannot be loaded, or if the model has no row for one of its tokens.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -269,17 +278,17 @@ def load_tokenizer(reference: str) -> Any:
     whole = (folder / "tokenizer.json").is_file()
     try:
         with without_panic(f"the tokenizer of {reference}"):
-            # The classes of architectures rebuild the normalizer and the pre-tokenizer instead of reading them.
+            # The classes of architectures rebuild the normalizer and the pre-tokenizer and do not read them.
             kind = PreTrainedTokenizerFast if whole else AutoTokenizer
             refuse_tables(folder / "tokenizer.json")
             tokenizer = kind.from_pretrained(folder, trust_remote_code=False)
             follow_file(tokenizer, folder)
-            encode(tokenizer, "a")  # some settings of a wrong kind are noticed only in use
+            encode(tokenizer, "a")  # Some settings of a wrong type raise only in use.
         if tokenizer.eos_token_id is None and (stated := stated_ends(reference)):
             tokenizer.eos_token = tokenizer.convert_ids_to_tokens(stated[0])
     except DistillError:
         raise
-    except Exception as error:  # transformers and tokenizers raise many kinds for faulty files
+    except Exception as error:  # transformers and tokenizers raise many kinds for faulty files.
         raise _explained(reference, error) from error
     return tokenizer
 
@@ -290,7 +299,7 @@ def tokenizer_digest(reference: str) -> str:
 
 
 def load_config(reference: str) -> Any:
-    """The configuration of a model; reads no weights."""
+    """Load the configuration of a model. Reads no weights."""
     from transformers import AutoConfig, PretrainedConfig
 
     folder = text_folder(reference)
@@ -300,7 +309,7 @@ def load_config(reference: str) -> Any:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
         inner = config.get_text_config()
-    except Exception as error:  # transformers and huggingface_hub raise many kinds; each means a faulty config.json
+    except Exception as error:  # transformers and huggingface_hub raise many kinds. Each means a faulty config.json.
         raise _explained(reference, error) from error
     if not isinstance(inner, PretrainedConfig):
         raise DataError(f"{reference}/config.json: text_config does not belong to a {config.model_type}", HINT)
@@ -308,30 +317,30 @@ def load_config(reference: str) -> Any:
 
 
 def encode(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a part of a text, without the special tokens that a tokenizer may add around a text."""
+    """Return token ids of a part of a text, without the special tokens that a tokenizer may add around a text."""
     ids: list[int] = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
     return ids
 
 
 def encode_text(tokenizer: Any, text: str) -> list[int]:
-    """Token ids of a whole text or a rendered chat, with bos, once, where the tokenizer's files ask for it."""
+    """Return token ids of a whole text or a rendered chat, with one bos if the tokenizer's files ask for it."""
     return with_opening(encode(tokenizer, text), opening_of(tokenizer))
 
 
-MOST_ACROSS = 64  # characters behind a prompt in which the next border of tokens is looked for
-BORDERS = "\n", "a", "."  # texts before a piece of a text, which many tokenizers begin with a space of their own
+MAX_BORDER_DISTANCE = 64  # characters after a prompt in which the next border of tokens is searched
+BORDERS = "\n", "a", "."  # texts before a piece. Many tokenizers add a space before the first piece of a text.
 
 
 def encode_behind(tokenizer: Any, prompt: str, text: str) -> tuple[list[int], list[int]]:
-    """Token ids of a prompt, and of a text where it stands behind it: the rest of the ids of both together.
+    """Return token ids of a prompt, and of a text that follows it: the rest of the ids of both together.
 
-    The prompt keeps the ids that a server gives it. Where a token of the whole reaches over its end, the text's ids are
-    its own up to the next border of tokens.
+    The prompt keeps the ids that a server gives it. If a token of both together crosses the end of the prompt, the text
+    is encoded alone up to the next border of tokens.
     """
     before, whole = encode_text(tokenizer, prompt), encode_text(tokenizer, prompt + text)
     if whole[: len(before)] == before:
         return before, whole[len(before) :]
-    for at in range(1, min(len(text), MOST_ACROSS)):
+    for at in range(1, min(len(text), MAX_BORDER_DISTANCE)):
         begun = encode_text(tokenizer, prompt + text[:at])
         if whole[: len(begun)] == begun:
             return before, [*_within(tokenizer, text[:at]), *whole[len(begun) :]]
@@ -339,7 +348,7 @@ def encode_behind(tokenizer: Any, prompt: str, text: str) -> tuple[list[int], li
 
 
 def _within(tokenizer: Any, piece: str) -> list[int]:
-    """Token ids of a piece of a text, without what a tokenizer writes before a whole one."""
+    """Return token ids of a piece of a text, without the prefix that a tokenizer adds to a whole text."""
     for border in BORDERS:
         alone, both = encode(tokenizer, border), encode(tokenizer, border + piece)
         if both[: len(alone)] == alone:
@@ -348,23 +357,23 @@ def _within(tokenizer: Any, piece: str) -> list[int]:
 
 
 def stated_ends(reference: str) -> list[int]:
-    """The end tokens of config.json, then of generation_config.json."""
+    """Return the end tokens of config.json, then those of generation_config.json."""
     path = text_folder(reference) / "generation_config.json"
     content = read_object(path) if path.is_file() else {}
     check_generation(path, content)
     stated = content.get("eos_token_id")
     config = load_config(reference)
     named = (config.eos_token_id, config.get_text_config().eos_token_id, stated)
-    return [one for eos in named for one in (eos if isinstance(eos, list) else [eos]) if one is not None]
+    return [number for eos in named for number in (eos if isinstance(eos, list) else [eos]) if number is not None]
 
 
 def real_tokens(config: Any, tokenizer: Any) -> int:
-    """How many ids stand for tokens; rows of the embeddings beyond them are padding and in no distribution."""
+    """Return the number of ids with a token. Further rows of the embeddings are padding and in no distribution."""
     return min(int(config.get_text_config().vocab_size), max(tokenizer.get_vocab().values()) + 1)
 
 
 def describe_model(reference: str, model: Any) -> ModelSizes:
-    """Sizes of a loaded model, for tables: parameters, layers, widths, vocabulary, bytes."""
+    """Return the sizes of a loaded model for tables."""
     config = model.config.get_text_config()
     return ModelSizes(
         path=reference,
@@ -379,10 +388,10 @@ def describe_model(reference: str, model: Any) -> ModelSizes:
 
 
 def local_folder(reference: str, weights: bool = True) -> Path:
-    """The folder of a model: itself when it is a path, else its snapshot in the hub's cache (fetched if need be).
+    """Return the folder of a model: a path itself, or a hub name's snapshot in the hub's cache, which may be fetched.
 
-    Of a GGUF file, the folder that it is imported to; of a base with an adapter, the one that they are merged into.
-    Without `weights`, the folder may hold the other files alone.
+    A GGUF file has the folder to which it is imported. A base with an adapter has the folder into which both are
+    merged. Without `weights`, the folder may hold only the other files.
     """
     base, adapter = parts_of(reference)
     if adapter is not None:
@@ -404,19 +413,19 @@ def _without_weights(folder: Path) -> Any:
 
 
 def _merging(folder: Path, dtype: str) -> Any:
-    """A model that an adapter is merged into; its head stays whole."""
+    """Load a model into which an adapter is merged. Its head stays whole."""
     return load_model(str(folder), dtype, torch.device(CPU), trimmed=False)
 
 
 def text_folder(reference: str) -> Path:
-    """The folder of a model's tokenizer and configuration; see `local_folder`."""
+    """Return the folder of a model's tokenizer and configuration. See `local_folder`."""
     return local_folder(reference, weights=False)
 
 
 def local_snapshot(reference: str) -> Path | None:
-    """The folder of a model if it is on this machine, as a folder or with its weights in the hub's cache; else None.
+    """Return the folder of a model with its weights, if they are on this machine or in the hub's cache; otherwise None.
 
-    Of a GGUF file or an adapter, that of its small files, whether the weights are imported or not.
+    A GGUF file or an adapter has the folder of its small files, whether its weights are imported or not.
     """
     base, adapter = parts_of(reference)
     if adapter is not None and local_snapshot(base) is None:
@@ -434,18 +443,28 @@ def local_snapshot(reference: str) -> Path | None:
 
 
 def _snapshot(reference: str, **options: Any) -> Path:
-    """The folder in the hub's cache of a model; DataError where the files are not available."""
+    """Return the folder of a model in the hub's cache, of the commit in the stages' keys (`hub_commit`).
+
+    DataError if the files are not available, or the hub's newest commit changed before they were fetched.
+    """
     from huggingface_hub import snapshot_download
 
+    known = hub_reference(reference).is_file()
+    pinned: dict[str, Any] = {"revision": hub_commit(reference, "model")} if known else {}
     try:
-        return Path(snapshot_download(reference, **options))
-    except Exception as error:  # the hub client raises many kinds
+        folder = Path(snapshot_download(reference, **pinned, **options))
+    except Exception as error:  # The hub client raises many kinds.
         raise _explained(reference, error) from error
+    fetched = not known and hub_reference(reference).is_file()
+    if fetched and (commit := hub_commit(reference, "model")) not in (None, folder.name):
+        what = f"{reference} changed on the hub during this command, from commit {commit} to {folder.name}"
+        raise DataError(what, "run the same command again")
+    return folder
 
 
 @contextlib.contextmanager
 def offline() -> Iterator[None]:
-    """Within a `with` block the hub's libraries open no connection, as with HF_HUB_OFFLINE=1; they use their cache."""
+    """Within a `with` block, the hub's libraries use only their cache, as with HF_HUB_OFFLINE=1."""
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE
@@ -456,20 +475,20 @@ def offline() -> Iterator[None]:
         constants.HF_HUB_OFFLINE = before
 
 
-# ── Whether a folder's tensors are those that its config.json asks for, from safetensors headers alone ──
+# ── A folder's tensors compared with its config.json, from safetensors headers alone ──
 
 
 def check_weights(reference: str) -> str:
-    """A line about the tensors of a model, from the headers of its safetensors files; reads no weights.
+    """Return a line about the tensors of a model, from the headers of its safetensors files. Reads no weights.
 
-    The names and shapes go through transformers' own loader, on the meta device, so that renamed and fused layouts are
-    understood. Raises DataError as `require_whole` does; where headers prove nothing, the line says so.
+    The names and shapes pass transformers' loader on the meta device, which understands renamed and fused layouts.
+    Raises DataError as `require_whole` does. If headers prove nothing, the line says so.
     """
     if is_gguf(reference):
         return check_import(reference)
     base, adapter = parts_of(reference)
     if adapter is not None:
-        text_folder(reference)  # which compares the adapter with its base
+        text_folder(reference)  # compares the adapter with its base
         return f"{check_weights(base)}; the adapter {adapter} fits it"
     folder = local_snapshot(reference)
     unproven = f"tensors of {reference}: not checked before they are loaded,"
@@ -487,7 +506,7 @@ def check_weights(reference: str) -> str:
 
 
 def _check_headers(reference: str, folder: Path, config: Any) -> str | None:
-    """The line about a folder whose headers prove that its tensors are whole; None where they prove nothing."""
+    """Return the line about a folder whose headers prove that its tensors are whole; None if they prove nothing."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     stored = stored_tensors(folder, _is_tied(config))
@@ -505,29 +524,29 @@ def _check_headers(reference: str, folder: Path, config: Any) -> str | None:
                 ignore_mismatched_sizes=True,
                 output_loading_info=True,
             )
-    except Exception:  # whatever a layout makes transformers raise without values says nothing about the values
+    except Exception:  # Without values, some layouts raise in transformers. That says nothing about the values.
         return None
     require_whole(reference, model, info)
     return f"tensors of {reference}: all {len(stored)} have the names and shapes that config.json asks for"
 
 
-# ── Each tensor as config.json says and from the weight files ──
-# transformers fills a tensor that it does not find, or finds in another shape, with random numbers and only logs it.
+# ── Each tensor comes from the weight files, in the shape of config.json ──
+# transformers fills a tensor that is missing, or has another shape, with random numbers, and only logs it.
 
-# Tensors that a language model does without: buffers, heads to draft with or of rewards, and encoders of other inputs.
+# Tensors that a language model does not need: buffers, draft heads, reward heads, and encoders of other inputs.
 WITHOUT_PLACE = re.compile(
     r"(inv_freq|masked_bias|attn\.bias)$"
     r"|(^|\.)(mtp|mtp_layers|nextn|eh_proj|medusa_head|v_head|value_head|score|classifier)\."
     r"|(^|\.)(visual|vision|vision_tower|vision_model|vision_embed_tokens|audio_tower|audio_model|image_newline)\b"
     r"|(^|\.)(multi_modal_projector|embed_vision|embed_audio|mm_projector|img_processor)\b"
 )
-VALUES_PER_BYTE = 16  # more than any quantised type stores
-SHOWN = 3  # tensors named in a message
+VALUES_PER_BYTE = 16  # No quantised type stores more.
+NAMES_SHOWN = 3  # of tensors in a message
 AGAIN = "copy or download the folder again; config.json and weights must be of one model"
 
 
 def empty_model(config: Any) -> Any:
-    """The model of a configuration without weights: its layers, names and shapes."""
+    """Return the model of a configuration without weights: its layers, names and shapes."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
@@ -535,7 +554,7 @@ def empty_model(config: Any) -> Any:
 
 
 def require_own_type(reference: str, config: Any) -> None:
-    """Raise DataError for a config.json whose model_type and `architectures` are of different models."""
+    """Raise DataError for a config.json whose model_type and `architectures` name different models."""
     import transformers
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as CLASSES
 
@@ -555,18 +574,17 @@ def require_own_type(reference: str, config: Any) -> None:
         )
 
 
-# Sizes that families name otherwise, where transformers gives them no usual name.
-OWN_NAMES = {
+# Other names of sizes in some families, for which transformers has no alias.
+OTHER_NAMES = {
     "max_position_embeddings": ("max_seq_len", "seq_length", "n_positions", "n_ctx", "context_length"),
     "intermediate_size": ("ffn_dim", "ffn_hidden_size", "n_inner"),
 }
 
 
 def with_usual_names(config: Any) -> Any:
-    """A configuration whose sizes have their usual names as well; an MLP that it does not state is four times as wide
-    as its hidden states."""
+    """Add the usual names of sizes to a configuration, and return it. An unstated MLP width is 4 hidden widths."""
     inner = config.get_text_config()
-    for name, others in OWN_NAMES.items():
+    for name, others in OTHER_NAMES.items():
         if getattr(inner, name, None) is None:
             stated = [size for other in others if isinstance(size := getattr(inner, other, None), int)]
             if not stated and name == "intermediate_size" and hasattr(inner, "hidden_size"):
@@ -576,28 +594,30 @@ def with_usual_names(config: Any) -> Any:
     return config
 
 
-# Rotary embeddings whose frequencies transformers chooses by the largest position of a call, for all of its tokens:
-# keys in a cache then have other frequencies than the queries after the border, and a document in a packed block gets
-# those of its longest neighbour. Up to the border every call is computed alike, and texts end there.
+# transformers chooses the frequencies of these rotary embeddings by the largest position of a call, for all its tokens.
+# After the border, cached keys have other frequencies than the queries, and a document in a packed block gets the
+# frequencies of its longest neighbour. Therefore texts end at the border.
 BORDERS_OF_ROTARY = {"longrope": "original_max_position_embeddings", "dynamic": "max_position_embeddings"}
 
 
 def context_length(config: Any) -> int | None:
-    """Tokens that a text of a model may have: those that it was made for, or fewer where its rotary embedding changes
-    with the length of a text, which stderr says. None where the configuration names no number."""
+    """Return the largest number of tokens of a text; None if the configuration states none.
+
+    The number is smaller than the stated one if the rotary embedding changes with the length of a text. A line on
+    stderr then says so.
+    """
     inner = config.get_text_config()
     context = getattr(inner, "max_position_embeddings", None)
     if not isinstance(context, int) or context < 1:
         return None
     parameters = getattr(inner, "rope_parameters", None) or {}
-    kinds = [one for one in parameters.values() if isinstance(one, dict)] or [parameters]
-    for one in kinds:
-        kind = next((kind for kind in BORDERS_OF_ROTARY if kind in str(one.get("rope_type"))), "")
-        own = getattr(inner, BORDERS_OF_ROTARY.get(kind, ""), None)  # a key beside the parameters counts in Phi-3
-        border = own if own is not None else one.get(BORDERS_OF_ROTARY.get(kind, ""))
+    for rotary in [part for part in parameters.values() if isinstance(part, dict)] or [parameters]:
+        kind = next((kind for kind in BORDERS_OF_ROTARY if kind in str(rotary.get("rope_type"))), "")
+        stated = getattr(inner, BORDERS_OF_ROTARY.get(kind, ""), None)  # Phi-3 states it next to the parameters.
+        border = stated if stated is not None else rotary.get(BORDERS_OF_ROTARY.get(kind, ""))
         if isinstance(border, int | float) and 0 < border < context:
             context = int(border)
-            if name := getattr(config, "_name_or_path", ""):  # of files, and not of a small model in their place
+            if name := getattr(config, "_name_or_path", ""):  # A small model for a comparison has no name.
                 warn_once(
                     f"{name}: texts of at most {border} tokens: beyond, its rotary embedding ({kind}) gives all tokens "
                     "of a text other frequencies, and no cache holds"
@@ -606,8 +626,7 @@ def context_length(config: Any) -> int | None:
 
 
 def require_language_model(reference: str, config: Any) -> None:
-    """Raise DataError for a config.json that describes no language model alone, or does not say how long its texts
-    may be."""
+    """Raise DataError for a config.json that is not of a language model alone, or states no length of texts."""
     if not hasattr(config, "vocab_size"):
         hint = "name a folder or GGUF file of the language model alone"
         raise DataError(f"{reference} is a {config.model_type}, whose language model is only one of its parts", hint)
@@ -617,9 +636,9 @@ def require_language_model(reference: str, config: Any) -> None:
 
 
 def require_possible(reference: str, config: Any) -> None:
-    """Raise DataError for a config.json of a folder whose largest tensors cannot be in its weight files.
+    """Raise DataError for a config.json whose largest tensors cannot be in the folder's weight files.
 
-    transformers makes tensors of those sizes before it compares any shape.
+    transformers allocates tensors of these sizes before it compares any shape.
     """
     folder, inner = Path(reference), config.get_text_config()
     stored = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
@@ -634,10 +653,10 @@ def require_possible(reference: str, config: Any) -> None:
 
 
 def require_whole(reference: str, model: Any, info: dict[str, Any]) -> None:
-    """Raise DataError unless every tensor of a model came from its files; `info` is transformers' loading info.
+    """Raise DataError unless every tensor of a model came from its files. `info` is transformers' loading info.
 
-    Missing tensors, tensors of another shape, and tensors for which the model has no place are refused. Those of
-    WITHOUT_PLACE outside its layers are named on stderr.
+    Missing tensors, tensors of another shape, and tensors for which the model has no place are refused. Tensors of
+    WITHOUT_PLACE outside the layers are not used, and are named on stderr.
     """
     missing, shapes, extra = (sorted(info[f"{what}_keys"]) for what in ("missing", "mismatched", "unexpected"))
     misplaced = [name for name in extra if not WITHOUT_PLACE.search(name) or _inside_a_layer(model, name)]
@@ -665,14 +684,14 @@ def require_whole(reference: str, model: Any, info: dict[str, Any]) -> None:
 
 
 def _count(names: list[str]) -> str:
-    """`3 tensors (a, b, c)`, the first ones only where there are many."""
-    shown = ", ".join(names[:SHOWN]) + (", …" if len(names) > SHOWN else "")
+    """Return `3 tensors (a, b, c)`, with the first names only if there are many."""
+    shown = ", ".join(names[:NAMES_SHOWN]) + (", …" if len(names) > NAMES_SHOWN else "")
     return f"{len(names)} tensor{'s' if len(names) > 1 else ''} ({shown})"
 
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Within a `with` block transformers reports only errors, and shows no bar: `require_whole` names the rest."""
+    """Within a `with` block, transformers reports only errors and shows no bar. `require_whole` reports the rest."""
     from transformers.utils import logging
 
     level, bar = logging.get_verbosity(), logging.is_progress_bar_enabled()
@@ -688,12 +707,12 @@ def quiet() -> Iterator[None]:
 
 
 def is_quantised(config: Any) -> bool:
-    """Whether a configuration is of weights that are stored quantised."""
+    """Whether a configuration belongs to weights that are stored quantised."""
     return getattr(config, "quantization_config", None) is not None
 
 
 def _inside_a_layer(model: Any, name: str) -> bool:
-    """Whether a tensor's name lies below a numbered layer that the model has."""
+    """Whether a tensor's name begins with that of a numbered layer of the model."""
     parts = name.split(".")
     if parts[-1] in COMPUTED:
         return False
@@ -706,21 +725,21 @@ def _inside_a_layer(model: Any, name: str) -> bool:
     return False
 
 
-# ── Trimmed heads: a draft proposes only the kept tokens; its folder still holds the full head ──
-# `kept_tokens.json` beside the weights lists the kept ids. Our loader computes only their logits and gives the others
-# −inf; plain transformers and llama.cpp ignore the file and use the full head.
+# ── Trimmed heads: a draft proposes only the kept tokens, and its folder still holds the full head ──
+# `kept_tokens.json` next to the weights lists the kept ids. Our loader computes only their logits, and the others are
+# −inf. transformers and llama.cpp ignore the file and use the full head.
 
 FILE = "kept_tokens.json"
 CAP = "final_logit_softcapping"
 
 
 def write_kept(folder: Path, kept: list[int], vocabulary: int, metadata: dict[str, Any]) -> None:
-    """Write kept_tokens.json: `kept` ids, ascending, of `vocabulary` rows; `metadata` records how they were chosen."""
+    """Write kept_tokens.json: ascending `kept` ids of `vocabulary` rows. `metadata` records how they were chosen."""
     write_json(folder / FILE, {"format": 1, "vocabulary": vocabulary, "kept": kept, **metadata})
 
 
 def read_kept(folder: Path) -> dict[str, Any] | None:
-    """kept_tokens.json of a model folder, None where there is none; raises DataError when it is damaged."""
+    """Read kept_tokens.json of a model folder; None if there is none. Raises DataError if it is damaged."""
     path = folder / FILE
     if not path.is_file():
         return None
@@ -735,21 +754,21 @@ def read_kept(folder: Path) -> dict[str, Any] | None:
 
 
 class KeptHead(torch.nn.Module):
-    """A head that multiplies only the kept rows [K, H] and spreads the result over V columns, −inf elsewhere."""
+    """A head that computes the logits of the kept rows [K, H] only. The other of V columns are −inf."""
 
     kept: Tensor
-    weight: Any  # a tensor, or what other bits hold
+    weight: Any  # a tensor, or a `PackedWeight`
 
     def __init__(self, head: torch.nn.Linear, kept: Tensor, cap: float | None = None) -> None:
         super().__init__()
-        self.cap = cap  # of the logits, which would make −inf a number if it were applied behind this head
+        self.cap = cap  # of the logits. If it were applied after this head, −inf would become a number.
         self.rows = head.weight.shape[0]
-        self.product: torch.nn.Module | None = None  # what multiplies instead of torch's own product
+        self.product: torch.nn.Module | None = None  # multiplies instead of torch's own product
         self.register_buffer("kept", kept.to(head.weight.device), persistent=False)
         self.register_buffer("weight", head.weight.detach()[kept.to(head.weight.device)].clone(), persistent=False)
 
     def forward(self, hidden: Tensor) -> Tensor:
-        """Logits [..., V] of hidden states [..., H]."""
+        """Return logits [..., V] for hidden states [..., H]."""
         if self.product is not None:
             kept_logits = self.product(hidden)
         else:
@@ -761,7 +780,7 @@ class KeptHead(torch.nn.Module):
 
 
 def trim_head(model: Any, kept: Sequence[int]) -> Any:
-    """Let a loaded model compute only the kept tokens' logits; for inference, since such a model cannot be saved."""
+    """Let a loaded model compute the kept tokens' logits only, and return it. Such a model cannot be saved."""
     rows = model.lm_head.weight.shape[0]
     if kept[-1] >= rows:
         raise DataError(f"{FILE} keeps token {kept[-1]}, the head has {rows} rows", "trim this folder again")
@@ -774,7 +793,7 @@ def trim_head(model: Any, kept: Sequence[int]) -> Any:
 
 @contextlib.contextmanager
 def trimmed_head(model: Any, kept: Sequence[int]) -> Iterator[Any]:
-    """Within the block, the model with its head trimmed as by `trim_head`."""
+    """Within a `with` block, the head of the model is trimmed as by `trim_head`."""
     head, cap = model.lm_head, getattr(model.config, CAP, None)
     try:
         yield trim_head(model, kept)

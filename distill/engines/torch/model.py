@@ -1,7 +1,7 @@
-"""Step-by-step decoding with a Hugging Face model: one sequence, with trees of tokens, or with recurrent
-layers; and masks of our own.
+"""Decoding one sequence with a Hugging Face model: chains and trees of tokens, recurrent layers, and our masks.
 
-Legend: V vocabulary, n tokens of one call, C committed tokens, N nodes of a pending tree.
+Legend: V vocabulary, n tokens of a call, C committed tokens, N nodes of a pending tree, A rows of a call, m columns of
+a call, S slots or keys.
 """
 
 from __future__ import annotations
@@ -23,13 +23,12 @@ from distill.gguf.families import LAYER_KINDS
 from distill.sampler import Logits, Place, finite_argmax, place_of
 
 # ── Numbers between the host and a device ──
-# Every answer that the host waits for comes through `fetch`, which counts. A device works through its queue on its own;
-# the host stops only where it needs a number from it. So one `fetch` is one synchronisation, and `count` says how many
-# there were. Tensors on the CPU take the same path and are counted alike.
+# The host waits for a device only in `fetch`, which counts its calls. One `fetch` is one synchronisation, and `count`
+# holds their number. Tensors on the CPU take the same path and are counted, too.
 
 
 class Count:
-    """How often the host waited for a device since the process started."""
+    """The number of times that the host has waited for a device in this process."""
 
     def __init__(self) -> None:
         self.fetches = 0
@@ -39,7 +38,7 @@ count = Count()
 
 
 def fetch(*tensors: Tensor) -> list[Tensor]:
-    """These tensors on the CPU, of the same types and shapes, by one transfer; they must lie on one device."""
+    """Return tensors of one device on the CPU, of the same types and shapes, in one transfer."""
     count.fetches += 1
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return list(tensors)
@@ -47,21 +46,21 @@ def fetch(*tensors: Tensor) -> list[Tensor]:
 
 
 def packed(tensors: Sequence[Tensor]) -> Tensor:
-    """All tensors in one buffer of bytes, because each transfer of its own would be one more wait."""
+    """Return all tensors in one buffer of bytes, because each separate transfer would be another wait."""
     return torch.cat([tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in tensors])
 
 
 def unpacked(together: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors that `packed` put into a buffer, of the types and shapes of `like`."""
+    """Return the tensors that `packed` put into a buffer, of the types and shapes of `like`."""
     parts = together.split([tensor.numel() * tensor.element_size() for tensor in like])
-    # Copies, because a view of another type must begin at a multiple of its width.
+    # The parts are copied, because a view of another type must begin at a multiple of its width.
     return [
         part.clone().view(original.dtype).reshape(original.shape) for part, original in zip(parts, like, strict=True)
     ]
 
 
 def send(numbers: Sequence[Any], device: torch.device, kind: torch.dtype = torch.long) -> Tensor:
-    """A tensor of host numbers on a device, which takes it without a wait where it has pinned memory."""
+    """Return numbers of the host as a tensor on a device. The host does not wait if the device has pinned memory."""
     if not has_pinned_memory(device.type):
         return torch.tensor(numbers, dtype=kind, device=device)
     return torch.tensor(numbers, dtype=kind, pin_memory=True).to(device, non_blocking=True)
@@ -77,38 +76,39 @@ class TorchLogits:
         return self.values.shape[0]
 
     def argmax(self, empty: int | None = None) -> list[int]:
-        """The best id of each row, the smallest id on ties; `empty` where a row is −∞ everywhere."""
+        """Return the best id of each row, the smallest on ties. A row that is −∞ everywhere gives `empty`."""
         # torch's argmax of bfloat16 takes five times as long on a CPU.
         best = (self.values.float() if self.values.device.type == CPU else self.values).argmax(-1)
         ids, largest = fetch(best, self.values.gather(-1, best.unsqueeze(-1)).squeeze(-1))
         return finite_argmax(ids.tolist(), largest.tolist(), self.place, empty)
 
     def full(self) -> Tensor:
-        """A copy [n, V] on the CPU, in fp64 where they were computed so, else in fp32."""
+        """Return a copy [n, V] on the CPU: in fp64 if the logits are fp64, otherwise in fp32."""
         values = self.values if self.values.dtype == torch.float64 else self.values.float()
         return fetch(values)[0].clone()
 
 
 def for_sampler(logits: Logits) -> Tensor:
-    """Logits [n, V] as a sampler takes them: on their accelerator if it has fp64, as `full` gives them otherwise."""
+    """Return logits [n, V] for a sampler: on their accelerator if it has fp64, otherwise on the CPU as from `full`."""
     there = isinstance(logits, TorchLogits) and logits.values.device.type != CPU and has_float64(logits.values.device)
     return logits.values if there else logits.full()  # type: ignore[attr-defined]
 
 
-# ── Masks of our own: what the layers of each kind see of a tree, or of rows of different lengths ──
-# transformers applies an explicit mask as it is, one for all layers or a dict of one for each kind of layer. So the
-# windows of a model are put into the mask here. They count positions: nodes of a tree lie side by side in the cache.
+# ── Our masks: what the layers of each kind see of a tree, or of rows of different lengths ──
+# transformers applies an explicit mask unchanged: one for all layers, or a dict with one for each kind of layer. The
+# windows of a model therefore become part of the mask here. They count positions, because the nodes of a tree stand
+# next to each other in the cache.
 
 
 def layer_kinds(config: Any) -> set[str]:
-    """The kinds of a model's layers, as transformers names them."""
-    one = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
-    return set(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or [one])
+    """Return the kinds of a model's layers under transformers' names."""
+    default = "sliding_attention" if getattr(config, "sliding_window", None) else "full_attention"
+    return set(getattr(config, "layer_types", None) or getattr(config, "attention_layers", None) or [default])
 
 
 def mask_refusal(config: Any) -> str | None:
-    """The reason why a model takes no mask of ours, as its configuration says; None where it takes them."""
-    kind = config._attn_implementation or "sdpa"  # no configuration file names it
+    """Return the reason why a model with this configuration takes no mask of ours; None if it takes them."""
+    kind = config._attn_implementation or "sdpa"  # A configuration file does not name it.
     if kind not in ("sdpa", "eager"):
         return f"its attention implementation is {kind}, neither sdpa nor eager"
     if getattr(config, "alibi", False):
@@ -123,7 +123,7 @@ def mask_refusal(config: Any) -> str | None:
 
 @cache
 def _takes_masks(kind: type) -> bool:
-    """Whether the attention of a configuration's model is transformers' own, which applies masks as they are."""
+    """Whether a configuration's model has transformers' shared attention, which applies masks unchanged."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING
 
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(kind, None)
@@ -134,22 +134,22 @@ def _takes_masks(kind: type) -> bool:
 
 
 def shortest_window(config: Any) -> int:
-    """The attention window in tokens of the layer with the shortest one; sys.maxsize where no layer has one."""
+    """Return the shortest attention window of all layers in tokens; sys.maxsize if no layer has a window."""
     sizes = {"sliding_attention": "sliding_window", "chunked_attention": "attention_chunk_size"}
     windows = [getattr(config, sizes[kind], None) for kind in layer_kinds(config) & set(sizes)]
     return min((int(size) for size in windows if size), default=sys.maxsize)
 
 
 def in_window(kind: str, config: Any, at: Tensor, of: Tensor) -> Tensor | bool:
-    """Whether a query at positions `at` is near enough in such a layer to see keys at `of`, in broadcast."""
+    """Whether queries at positions `at` are near enough to see keys at `of` in a kind of layer, in broadcast."""
     windowed = kind == "sliding_attention" and config.sliding_window
     return of > at - config.sliding_window if windowed else True
 
 
 def layer_masks(model: Any, visible: Tensor, at: Tensor, of: Tensor) -> Tensor | dict[str, Tensor]:
-    """The masks [A, 1, m, S] for queries at positions `at` [A, m] that may see the keys in `visible` [A, m, S].
+    """Return the masks [A, 1, m, S] for queries at positions `at` [A, m] that may see the keys `visible` [A, m, S].
 
-    `of` [..., S] are the keys' positions. They are additive, because eager attention adds what it is given.
+    `of` [..., S] are the positions of the keys. The masks are additive, because eager attention adds its mask.
     """
     nothing = torch.zeros((), dtype=model.dtype, device=visible.device)
     masks = {}
@@ -163,8 +163,11 @@ def layer_masks(model: Any, visible: Tensor, at: Tensor, of: Tensor) -> Tensor |
 
 
 def state_refusal(kind: type, config: Any, empty: bool = True) -> str | None:
-    """The reason why the cache of such a model cannot be rolled back; None where all layers have keys and values, or,
-    with `empty`, nothing: those without attention, and those that read what another layer has stored."""
+    """Return the reason why the cache of a kind of model cannot be rolled back; None if it can.
+
+    It can if all layers have keys and values. With `empty`, layers may also have none: they have no attention, or read
+    the keys of another layer.
+    """
     from transformers.cache_utils import StaticCache, StaticLayer, StaticSlidingWindowLayer
 
     if getattr(kind, "_is_stateful", False):
@@ -180,16 +183,16 @@ def state_refusal(kind: type, config: Any, empty: bool = True) -> str | None:
 
 
 def model_name(model: Any) -> str:
-    """The folder or hub name that a model of transformers was loaded from, else its class."""
+    """Return the folder or hub name from which a model of transformers was loaded, or its class."""
     return str(getattr(model.config, "_name_or_path", "") or type(model).__name__)
 
 
 class TorchModel:
     """One sequence decoded by a Hugging Face model with a cache that can be rolled back, and trees of tokens.
 
-    See `Model`. Its logits equal those of a fresh prefill up to rounding. A tree may have any number of leaves; there
-    are none where its mask could not express the model's own attention; ids from `vocabulary` on are padding and have
-    no logits. The cache holds the N nodes of a pending tree after the C committed tokens.
+    See `Model`. The logits equal those of a fresh prefill up to rounding. A tree may have any number of leaves. A model
+    takes no trees if a mask cannot express its attention. Ids from `vocabulary` on are padding and have no logits. The
+    cache holds the N nodes of a pending tree after the C committed tokens.
     """
 
     rows = 1
@@ -202,7 +205,7 @@ class TorchModel:
         self.vocabulary_size: int = min(model.config.vocab_size, vocabulary or model.config.vocab_size)
         self.capacity: int = context_length(model.config) or model.config.max_position_embeddings
         self.max_leaves = sys.maxsize if mask_refusal(model.config) is None else 0
-        # Whether `step` may drive it: on a CPU, rounds that draw only what they need gain nothing by it.
+        # Whether rounds on the device call `step`. On a CPU, they gain nothing.
         self.steps_on_device = self.device.type != CPU
         self._new_cache = DynamicCache
         self._cache: Any = DynamicCache()
@@ -220,9 +223,9 @@ class TorchModel:
     ) -> TorchLogits:
         """Append `counts[r]` (0 allowed) of the flat `tokens` to each row, or add them to the tree below `parents`.
 
-        Logits for those in `want` (None: all). Raises ValueError, with nothing changed, past the capacity, for counts
-        that do not add up, for no tokens, for ids outside the vocabulary, for `want` outside the tokens, for a chain
-        below a pending tree, and for a tree in a model that takes none.
+        Returns the logits after the tokens in `want`, or after all if it is None. Raises ValueError and changes nothing
+        past the capacity, for counts that do not add up, for no tokens, for ids outside the vocabulary, for `want`
+        outside the tokens, for a chain below a pending tree, and for a tree in a model that takes none.
         """
         tokens = list(tokens)
         if parents is not None:
@@ -253,22 +256,22 @@ class TorchModel:
         return TorchLogits(logits, self._place([self._length + depth for depth in tree.depths[old:]], want))
 
     def _forward(self, tokens: list[int], want: Ints | None, **inputs: Any) -> TorchLogits:
-        """Run the model on a chain; the cache stays unchanged when that fails."""
+        """Run the model on a chain. The cache stays unchanged if that fails."""
         ids = send([tokens], self.device)
         logits = self._computed(ids, self._kept(len(tokens), want), **inputs)[0]
         return TorchLogits(logits, self._place(range(self._length + 1, self._length + len(tokens) + 1), want))
 
     def _kept(self, count: int, want: Ints | None) -> int | Tensor:
-        """What of a step of `count` tokens gets logits, as transformers is told."""
+        """Return transformers' logits_to_keep for the wanted ones of `count` tokens."""
         if want is None:
             return 0
         return 1 if list(want) == [count - 1] else send(list(want), self.device)
 
     def _place(self, lengths: Sequence[int], want: Ints | None) -> Place:
-        """The places of the wanted tokens, which end texts of these `lengths`."""
+        """Return the places, for messages, of the wanted tokens, which end texts of these `lengths`."""
         return place_of(model_name(self.model), lengths if want is None else [lengths[index] for index in want])
 
-    # What rounds on a device call, as of StaticTorchModel: tokens that lie there.
+    # Rounds on a device call these two methods, as those of StaticTorchModel, with tokens that lie on the device.
 
     @torch.inference_mode()
     def step(
@@ -280,17 +283,19 @@ class TorchModel:
         keep: Tensor | int = 0,
         prompt: bool = False,
     ) -> Tensor:
-        """See `StaticTorchModel.step`; here tokens [1, m] follow those of the steps since the last `commit`."""
+        """See `StaticTorchModel.step`. Tokens [1, m] follow those of the steps since the last `commit`."""
         return self._computed(ids, keep)
 
     def commit(self, lengths: Sequence[int]) -> None:
-        """Count as committed what steps wrote, up to this length, and drop the rest."""
+        """Commit the tokens of steps up to this length, and drop the rest."""
         (self._length,) = lengths
         self._trim(self._length)
 
     def _computed(self, ids: Tensor, keep: Tensor | int, **inputs: Any) -> Tensor:
-        """Logits [1, m, V] of tokens on the device, of all columns or as `keep` says; a failure leaves what was
-        committed."""
+        """Return logits [1, m, V] of tokens on the device, of all columns or those of `keep`.
+
+        A failure leaves the committed tokens in the cache.
+        """
         try:
             logits = logits_of(self.model, keep, input_ids=ids, past_key_values=self._cache, **inputs)
         except BaseException:
@@ -299,7 +304,7 @@ class TorchModel:
         return logits[..., : self.vocabulary_size]
 
     def _trim(self, size: int) -> None:
-        """Cut every layer to its first `size` entries; after a failed call only some layers have more."""
+        """Cut every layer to its first `size` entries. After a failed call, only some layers have more."""
         if size == 0:
             self._cache = self._new_cache()
             return
@@ -309,42 +314,42 @@ class TorchModel:
 
     @torch.inference_mode()
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """Commit one path of the pending tree and drop its other nodes; ValueError for no path from the root."""
+        """Commit one path of the pending tree and drop its other nodes. ValueError for nodes that are no path."""
         path, start = self._tree.only_path(paths), self.lengths[0]
         if path != list(range(len(path))):
             places = send(path, self.device) + start
             for layer in self._cache.layers:
                 for held in (layer.keys, layer.values) if layer.is_initialized else ():
-                    # The path is read before it is written: index_select copies. The layers of a sharded model lie on
-                    # several devices.
+                    # index_select copies, so that the path is read before it is overwritten. The layers of a sharded
+                    # model lie on several devices.
                     held[..., start : start + len(path), :] = held.index_select(-2, places.to(held.device))
         self._drop_tree(len(path))
 
     def _drop_tree(self, kept: int) -> None:
-        """Commit the first `kept` entries after the committed ones and forget the rest of the tree."""
+        """Commit the first `kept` entries of the pending tree and drop the rest."""
         self._length += kept
         if len(self._tree) > kept:
             self._trim(self._length)
         self._tree = PendingTree()
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Drop a pending tree and the tokens after the first `lengths[0]`; ValueError outside 0..the committed."""
+        """Drop a pending tree and the tokens after the first `lengths[0]`. ValueError for more than are committed."""
         (length,) = check_lengths(lengths, [self._length])
         if self._tree.parents:
             self._drop_tree(0)
-        if length == 0:  # every timed prompt starts from such a cold cache
+        if length == 0:  # Every timed prompt starts from such a cold cache.
             self._trim(0)
             self._length = 0
         elif length < self._length:
-            # A negative count means "drop that many" in every version we support; a positive one changed meaning.
+            # A negative count drops that many tokens in every supported version. A positive count changed its meaning.
             self._cache.crop(length - self._length)
             self._length = length
 
     def require_equal(self) -> None:
-        """Raise DataError unless logits from the cache, also after a roll-back, are those of the whole text.
+        """Raise DataError unless logits from the cache, also after a rollback, are those of the whole text.
 
-        Up to rounding: of each position, the root of the mean square of the difference over the logits' spread; the
-        median of the positions, because where experts are chosen, rounding may choose others.
+        A position's difference is its root mean square, divided by the spread of the logits. The median over positions
+        must be within rounding. A median is used because rounding may choose other experts at some positions.
         """
         tokens = [(11 * place + 3) % self.vocabulary_size for place in range(12)]
         name = model_name(self.model)
@@ -356,7 +361,7 @@ class TorchModel:
             found = [self.extend(tokens[4:8]).full(), self.extend(tokens[8:9]).full()]
             self.rollback([6])
             found.append(self.extend(tokens[6:]).full())
-        except Exception as error:  # of any kind, from code that was not written for such calls
+        except Exception as error:  # Code that was not written for such calls raises any kind.
             first = (str(error).splitlines() or [type(error).__name__])[0]
             raise DataError(
                 f"{name} cannot be decoded here: its cache cannot be continued ({first})", UNDECODABLE
@@ -364,7 +369,7 @@ class TorchModel:
         self.rollback([0])
         expected = whole[[*range(4, 9), *range(6, 12)]].cpu()
         differences = (torch.cat(found).double() - expected).square().mean(-1).sqrt() / expected.std(-1)
-        # Recurrences are computed in fp32 in wider types, too.
+        # Recurrences are computed in fp32 even if the model's type is wider.
         limit = max(torch.finfo(self.model.dtype).eps, torch.finfo(torch.float32).eps) ** 0.5
         if not (difference := float(differences.median())) <= limit:
             raise DataError(
@@ -378,11 +383,11 @@ class TorchModel:
         self.rollback([0])
 
 
-# ── One sequence through recurrent layers, whose state cannot be cut: it returns to copies of it ──
+# ── One sequence through recurrent layers: their state cannot be cut, but returns to a copy ──
 
 
 class RecurrentTorchModel(TorchModel):
-    """A model some or all of whose layers keep a recurrent state in the place of keys and values; chains only.
+    """One sequence decoded by a model with layers that keep a recurrent state instead of keys and values; chains only.
 
     States are copied before some calls (`StateSnapshots.due`). A rollback restores the latest copy and cuts keys and
     values there. The next call computes the committed tokens after the copy again (`resent`).
@@ -393,7 +398,7 @@ class RecurrentTorchModel(TorchModel):
 
     def __init__(self, model: Any, vocabulary: int | None = None) -> None:
         super().__init__(model, vocabulary)
-        self.max_leaves, self.steps_on_device = 0, False  # what a state has read cannot be cut
+        self.max_leaves, self.steps_on_device = 0, False  # A state cannot forget single tokens.
         self._new_cache = partial(growing_cache, model.config, model_name(model))
         self._cache = self._new_cache()
         self._text = StateSnapshots()
@@ -406,14 +411,14 @@ class RecurrentTorchModel(TorchModel):
 
     @property
     def resent(self) -> int:
-        """Committed tokens that the next call computes again."""
+        """Number of committed tokens that the next call computes again."""
         return len(self._text.tokens) - self._length
 
     @torch.inference_mode()
     def extend(
         self, tokens: Ints, counts: Ints | None = None, parents: Ints | None = None, want: Ints | None = None
     ) -> TorchLogits:
-        """Append `tokens`; logits for those in `want` (None: all). Raises as `TorchModel.extend`, and for a tree."""
+        """Append `tokens` and return the logits of `want`. Raises as `TorchModel.extend` does, and for a tree."""
         if parents is not None:
             raise ValueError(NO_TREES)
         text, tokens = self._text, list(tokens)
@@ -423,7 +428,7 @@ class RecurrentTorchModel(TorchModel):
         again = text.tokens[self._length :]
         if again:
             want = [len(again) + index for index in (range(len(tokens)) if want is None else want)]
-        # Given, because some models count positions from 0 in every call.
+        # Positions are given, because some models count them from 0 in every call.
         positions = torch.arange(self._length, self._length + len(again) + len(tokens), device=self.device)
         logits = self._forward([*again, *tokens], want, position_ids=positions.unsqueeze(0))
         text.tokens += tokens
@@ -431,7 +436,7 @@ class RecurrentTorchModel(TorchModel):
         return logits
 
     def _trim(self, size: int) -> None:
-        """Return to the latest copy of at most `size` tokens."""
+        """Return the states to the latest copy of at most `size` tokens."""
         self._length, states = self._text.latest(size)
         if states is None:
             self._cache = self._new_cache()
@@ -442,7 +447,7 @@ class RecurrentTorchModel(TorchModel):
                 layer.keys, layer.values = (held[..., : self._length, :] for held in (layer.keys, layer.values))
 
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Forget the tokens after the first `lengths[0]`; ValueError outside 0..the committed."""
+        """Drop the tokens after the first `lengths[0]`. ValueError for more than are committed."""
         (length,) = check_lengths(lengths, self.lengths)
         del self._text.tokens[length:]
         if length < self._length or length == 0:
@@ -450,9 +455,9 @@ class RecurrentTorchModel(TorchModel):
 
 
 def growing_cache(config: Any, name: str) -> Any:
-    """An empty cache of a model's kinds of layers; keys and values outside a window are hidden in it, not dropped.
+    """Return an empty cache for a model's kinds of layers. Tokens outside a window are hidden, but not dropped.
 
-    DataError for layers that keep something else than keys and values or a recurrent state.
+    DataError for layers that keep anything except keys and values or a recurrent state.
     """
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, DynamicCache
     from transformers.cache_utils import DummyLayer, DynamicLayer, LinearAttentionAndFullAttentionLayer
@@ -460,10 +465,10 @@ def growing_cache(config: Any, name: str) -> Any:
 
     model = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     if model is not None and "past_key_values" not in signature(model.forward).parameters:
-        raise DataError(f"{name} cannot be decoded here: it keeps its state in a way of its own", UNDECODABLE)
+        raise DataError(f"{name} cannot be decoded here: it keeps its state in its own way", UNDECODABLE)
     try:
         cache = DynamicCache(config=config)
-    except KeyError as error:  # a kind of layer that transformers keeps in a cache of its own
+    except KeyError as error:  # a kind of layer with a special cache
         raise DataError(f"{name} cannot be decoded here: it has layers of kind {error.args[0]}", UNDECODABLE) from None
     for index, layer in enumerate(cache.layers):
         kind = type(layer)
@@ -477,7 +482,7 @@ def growing_cache(config: Any, name: str) -> Any:
 
 
 def _state(layer: Any) -> dict[str, Any]:
-    """A copy of what a layer keeps beside keys and values."""
+    """Return a copy of a layer's state except its keys and values."""
     if not hasattr(layer, "conv_states"):
         return {}
     return {name: _copy(value) for name, value in vars(layer).items() if name not in ("keys", "values")}

@@ -1,9 +1,11 @@
-"""Decoding with a cache of fixed size: the steps of a few tokens have few shapes, so that they can be compiled.
+"""Decoding with a cache of fixed size: steps of few tokens have few shapes, so that they can be compiled.
 
-Legend: R rows, m columns of a step, n wanted tokens, S slots, W nodes of a tree rounded up, V vocabulary. A step has
-the same number of columns in every row. A row that takes fewer tokens leaves the last columns to padding, which is
-written after the row's tokens: no mask ever shows it, and the next tokens overwrite it. So padding, rejected tokens
-and the rows that take no part all roll back by a length that the host keeps.
+A step has the same number of columns in every row. A row that takes fewer tokens has padding in its last columns. The
+padding is written after the row's tokens. No mask ever shows it, and the next tokens overwrite it. Padding, rejected
+tokens and rows without tokens are therefore all rolled back by a length that the host keeps.
+
+Legend: R rows, m columns of a step, n wanted tokens, S slots, H heads of keys and values, D width of a head, W nodes of
+a tree rounded up, V vocabulary.
 """
 
 from __future__ import annotations
@@ -35,27 +37,26 @@ from distill.errors import DataError, RunError
 from distill.sampler import Place, place_of
 
 # ── The cache and its steps: chains of R rows and nodes of a tree, as they are or compiled ──
-# The slots of the cache are written by number, so that a roll-back is a smaller length and moves nothing. A
-# compiled step is a graph of one shape: of a number of columns, over a cache of one size. On a GPU torch records it as
-# a CUDA graph. Prompts are never compiled, because each has a length of its own. Legend: R rows, m columns, H heads
-# of keys and values, S slots, D width, W nodes of a tree rounded up, V vocabulary.
+# The slots of the cache are written by number, so that a rollback is a smaller length and moves nothing. A compiled
+# step is a graph of one shape: a number of columns over a cache of one size. On a GPU, torch records it as a CUDA
+# graph. Prompts are never compiled, because each has another length.
 
-LONGEST_STEP = 64  # columns of a step that is compiled; longer ones read prompts
-EXACT = 9  # up to this many columns each number has a graph of its own; above, multiples of COARSE
-COARSE = 8
+LONGEST_STEP = 64  # columns of the longest compiled step. Longer steps read prompts.
+EXACT_COLUMNS = 9  # Up to this number, each number of columns has its own graph. Larger ones are rounded up:
+COLUMN_MULTIPLE = 8
 
 
 class SlotLayer(StaticLayer):  # type: ignore[misc]
     """One layer's keys and values [R, H, S, D]: slot s of a row holds its token at position s.
 
-    Transformers' own layer counts the tokens of all rows together and only forwards. Here the cache names the slots.
+    transformers' layer counts the tokens of all rows together, and only forwards. Here, the cache names the slots.
     """
 
     def write(self, keys: Tensor, values: Tensor, slots: Tensor, shown: int) -> tuple[Tensor, Tensor]:
-        """Store keys and values [R, H, m, D] in slots [R, m]; returns the first `shown`, of which a mask hides some."""
+        """Store keys and values [R, H, m, D] in slots [R, m], and return the first `shown` slots."""
         if not self.is_initialized:
-            self.lazy_initialization(keys, values)  # zeros, because a mask hides any number except NaN
-        slots = slots.to(keys.device)  # the layers of a sharded model lie on several devices
+            self.lazy_initialization(keys, values)  # The cache begins with zeros, because a mask does not hide NaN.
+        slots = slots.to(keys.device)  # The layers of a sharded model lie on several devices.
         for held, new in ((self.keys, keys), (self.values, values)):
             if len(slots) == 1:
                 held.index_copy_(2, slots[0], new)
@@ -64,7 +65,7 @@ class SlotLayer(StaticLayer):  # type: ignore[misc]
         return self.keys[:, :, :shown], self.values[:, :, :shown]
 
     def grow(self, size: int) -> None:
-        """Take a larger S and keep what is stored."""
+        """Take a larger S and keep the stored tokens."""
         self.max_cache_len = size
         if self.is_initialized:
             keys, values = self.keys, self.values
@@ -74,7 +75,7 @@ class SlotLayer(StaticLayer):  # type: ignore[misc]
 
 
 class SlotCache(Cache):  # type: ignore[misc]
-    """The layers of a model; `slots` [R, m] are those that the step's tokens go to, `shown` how many it attends to."""
+    """The layers of a model. A step writes its tokens to `slots` [R, m], and attends to the first `shown` slots."""
 
     def __init__(self, layers: int, size: int) -> None:
         super().__init__(layers=[SlotLayer(max_cache_len=size) for _ in range(layers)])
@@ -82,22 +83,22 @@ class SlotCache(Cache):  # type: ignore[misc]
         self.slots: Tensor
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """What the attention of layer `layer_idx` calls."""
+        """Store keys and values. The attention of layer `layer_idx` calls this."""
         return self.layers[layer_idx].write(keys, values, self.slots, self.shown)
 
     def grow(self, size: int) -> None:
-        """Take a larger S in every layer, one after another, so that only one is held twice."""
+        """Take a larger S in one layer after another, so that only one layer is in memory twice."""
         self.size = size
         for layer in self.layers:
             layer.grow(size)
 
     def clear(self) -> None:
-        """Zeros everywhere: what a text that overflowed left must not reach the next one."""
+        """Fill the cache with zeros. NaN from a text that overflowed must not reach the next text."""
         for layer in self.layers:
             layer.reset()
 
     def free(self) -> None:
-        """Give the memory back; the next step takes it anew."""
+        """Free the memory. The next step allocates it again."""
         for layer in self.layers:
             layer.keys = layer.values = None
             layer.is_initialized = False
@@ -108,22 +109,22 @@ class Steps:
 
     def __init__(self, model: Any, cache: SlotCache, compiled: bool) -> None:
         self.model, self.cache, self.compiled = model, cache, compiled
-        # Compiled steps, and the tensors that they read slots and inputs from: the same addresses and strides always. A
-        # part of a larger tensor has strides of its own, for which torch would compile the step again.
+        # Compiled steps with the tensors from which they read slots and inputs. Addresses and strides stay the same. A
+        # part of a larger tensor has other strides, for which torch would compile the step again.
         self._graphs: dict[tuple[Any, ...], tuple[Callable[..., Tensor], list[Tensor]]] = {}
 
     def forget(self) -> None:
-        """Drop the compiled steps: the cache that they wrote to is another one now."""
+        """Drop the compiled steps, because the cache to which they write has been replaced."""
         self._graphs.clear()
 
     def chain(
         self, ids: Tensor, counts: Tensor, starts: Tensor, end: int, keep: Tensor | int, prompt: bool = False
     ) -> Tensor:
-        """Logits [R, m, V] (1 or fewer columns with `keep`) of tokens [R, m]; see `StaticTorchModel.step`."""
+        """Return logits [R, m, V], or of fewer columns with `keep`, for tokens [R, m]. See `StaticTorchModel.step`."""
         columns = ids.shape[1]
         wide = columns if prompt else self._columns(columns)
         self._show(end, not prompt and self._compiles(columns))
-        # Logits of the last column alone, where it is a token's: the head of two tokens costs more than that of one.
+        # If the last column is a token, only its logits are computed: the head of two tokens costs more than of one.
         kept = keep if wide == columns > 1 else 0
         ids = torch.nn.functional.pad(ids, (0, wide - columns)) if wide > columns else ids
         self.cache.slots = starts[:, None] + torch.arange(wide, device=starts.device)
@@ -134,8 +135,11 @@ class Steps:
         return logits[:, :columns] if isinstance(keep, int) and not keep else logits[:, columns - 1 : columns]
 
     def tree(self, ids: Tensor, depths: Tensor, seen: Tensor, committed: int, first: int) -> Tensor:
-        """Logits [1, m, V] of the last m nodes of a tree, from slot `first` on: they see the committed and what `seen`
-        [m, W] says. `depths` [W] are those of all its nodes."""
+        """Return logits [1, m, V] of the last m nodes of a tree, which go to the slots from `first` on.
+
+        They attend to the committed tokens, and to the nodes that `seen` [m, W] marks. `depths` [W] are those of all
+        nodes.
+        """
         columns = len(ids)
         wide = self._columns(columns)
         self._show(first + columns, self._compiles(columns))
@@ -144,21 +148,21 @@ class Steps:
             seen = torch.nn.functional.pad(seen, (0, 0, 0, wide - columns))
         offsets = torch.arange(wide + 1, device=ids.device)
         self.cache.slots = (offsets[:wide] + first)[None]
-        # A tensor, because a number would be part of the compiled graph.
+        # The committed length is a tensor, because a number would become part of the compiled graph.
         return self._run("tree", wide, 0, ids[None], depths, seen, offsets[:1] + committed)[:, :columns]
 
     def _show(self, end: int, compiled: bool) -> None:
-        """Let a step attend to the slots before `end`; a compiled one to all S, because its shapes are fixed."""
+        """Let a step attend to the slots before `end`. A compiled step has fixed shapes and attends to all S."""
         self.cache.shown = self.cache.size if compiled else _rounded(end)
 
     def _columns(self, columns: int) -> int:
-        """The columns of the graph that takes this many tokens; as many where none is compiled."""
-        if not self._compiles(columns) or columns <= EXACT:
+        """Return the columns of the graph that takes this many tokens; `columns` if no graph is compiled."""
+        if not self._compiles(columns) or columns <= EXACT_COLUMNS:
             return columns
-        return -(-columns // COARSE) * COARSE
+        return -(-columns // COLUMN_MULTIPLE) * COLUMN_MULTIPLE
 
     def _compiles(self, columns: int) -> bool:
-        # The first step takes the cache's memory, which a graph has to find in its place.
+        # The first step allocates the cache. A graph needs the cache at a fixed address.
         ready = self.compiled and any(layer.is_initialized for layer in self.cache.layers)
         return ready and columns <= LONGEST_STEP
 
@@ -177,18 +181,18 @@ class Steps:
         begin_replay(self.cache.slots.device)
         try:
             logits = graph(keep, *places[1:])
-        except torch._dynamo.exc.TorchDynamoException as error:  # a faulty model fails uncompiled, with its prompt
+        except torch._dynamo.exc.TorchDynamoException as error:  # A faulty model fails before, with its prompt.
             first = next(iter(str(error).strip().splitlines()), type(error).__name__)
             raise RunError(
                 f"torch cannot compile a step of {columns} tokens of this model: {first}",
                 "leave compile off: the same steps run uncompiled",
             ) from error
-        # A graph's next replay, of whichever model, overwrites its output.
+        # The next replay of any graph, of any model, overwrites this output.
         return logits.clone() if records_graphs(logits.device) else logits
 
     def _chain(self, keep: Tensor | int, ids: Tensor, counts: Tensor, starts: Tensor) -> Tensor:
         slots = self.cache.slots
-        # Padding repeats the last position: models whose positions are limited must not see one beyond.
+        # Padding repeats the last position, because some models fail beyond their largest position.
         positions = torch.minimum(slots, (starts + counts - 1).clamp(min=0)[:, None])
         places = torch.arange(self.cache.shown, device=ids.device)
         return self._forward(keep, ids, positions, places <= slots[..., None], places)
@@ -198,13 +202,13 @@ class Steps:
         nodes = (places - committed).clamp(0, len(depths) - 1)
         inside = (places >= committed) & (places < committed + len(depths))
         of = torch.where(inside, committed + depths[nodes] - 1, places)
-        # A node of padding sees its slot alone or nothing at all: everything committed, lest its softmax be empty.
+        # Every node sees all committed tokens. Otherwise the softmax of a node of padding would be empty.
         visible = (places < committed) | (inside & seen[:, nodes])
         own = (self.cache.slots - committed).clamp(max=len(depths) - 1)
         return self._forward(keep, ids, committed + depths[own] - 1, visible[None], of)
 
     def _forward(self, keep: Tensor | int, ids: Tensor, positions: Tensor, visible: Tensor, of: Tensor) -> Tensor:
-        """Logits of tokens [R, m] that attend to the slots in `visible` [R, m, shown], at positions `of` [shown]."""
+        """Return logits of tokens [R, m] that attend to the slots `visible` [R, m, shown] at positions `of` [shown]."""
         return logits_of(
             self.model,
             keep,
@@ -216,16 +220,16 @@ class Steps:
 
 
 def _place(like: Tensor) -> Tensor:
-    """A tensor of its own, of this shape, that a CUDA graph may read where it lies."""
+    """Return a new tensor of the same shape whose address a CUDA graph may read."""
     made = torch.empty(like.shape, dtype=like.dtype, device=like.device)
     torch._dynamo.mark_static_address(made)
     return made
 
 
 def _compiled(step: Any, name: str, device: torch.device) -> Callable[..., Tensor]:
-    """The bound method compiled for one shape.
+    """Return the bound method compiled for one shape.
 
-    Its code is a copy under a name of its own: torch keeps graphs by code, and gives up on one with more than a few.
+    The code is copied under another name. torch keeps graphs by code, and stops compiling code that has many graphs.
     """
     function = step.__func__
     copy = types.FunctionType(
@@ -238,17 +242,17 @@ def _compiled(step: Any, name: str, device: torch.device) -> Callable[..., Tenso
 
 # ── The model ──
 
-CHUNK = 512  # tokens of a row that one step of a prompt reads, so that its mask [m, S] stays small
-FIRST_SIZE = 256  # slots that a model begins with where nobody says how long its texts get
+PROMPT_COLUMNS = 512  # columns of a step that reads a prompt, so that its mask [m, S] stays small
+FIRST_SIZE = 256  # slots of a new cache if the length of the texts is unknown
 
 
 def refusal(model: Any) -> str | None:
-    """The reason why a model cannot decode with slots; None where it can."""
+    """Return the reason why a model cannot decode with slots; None if it can."""
     return state_refusal(type(model), model.config, empty=False) or mask_refusal(model.config)
 
 
 def require_static(model: Any, name: str) -> None:
-    """Raise DataError for a model that cannot decode with slots; it may be one without weights."""
+    """Raise DataError for a model that cannot decode with slots. The model may have no weights."""
     if (reason := refusal(model)) is not None:
         raise DataError(f"{name} cannot decode with a static cache: {reason}", "leave static off")
 
@@ -256,9 +260,9 @@ def require_static(model: Any, name: str) -> None:
 class StaticTorchModel(TorchModel):
     """R sequences of different lengths in a Hugging Face model, with a cache of fixed size.
 
-    See `Model`. One row takes trees. `size` is the number of tokens that a row is expected to hold; where it holds
-    more, the cache doubles. With `compiled`, steps of up to LONGEST_STEP tokens after a prompt are compiled by torch,
-    one for each number of tokens. DataError for a model that cannot decode with slots.
+    See `Model`. Trees need a model of one row. `size` is the expected number of tokens of a row. The cache doubles if a
+    row holds more. With `compiled`, torch compiles steps of up to LONGEST_STEP tokens after a prompt, one for each
+    number of columns. DataError for a model that cannot decode with slots.
     """
 
     cache_kind: type[SlotCache] = SlotCache
@@ -309,12 +313,15 @@ class StaticTorchModel(TorchModel):
         return TorchLogits(logits, place)
 
     def _read(self, texts: Sequence[Sequence[int]], wanted: Sequence[tuple[int, int]]) -> Tensor:
-        """Logits [n, V] after the `wanted` tokens (row, number in its text), read in steps of at most CHUNK columns."""
+        """Return logits [n, V] after the `wanted` tokens (row, column in its text).
+
+        The texts are read in steps of at most PROMPT_COLUMNS columns.
+        """
         chunks: list[Tensor] = []
         order: list[int] = []
-        for start in range(0, max(map(len, texts)), CHUNK):
-            parts = [text[start : start + CHUNK] for text in texts]
-            here = [i for i, (_, column) in enumerate(wanted) if start <= column < start + CHUNK]
+        for start in range(0, max(map(len, texts)), PROMPT_COLUMNS):
+            parts = [text[start : start + PROMPT_COLUMNS] for text in texts]
+            here = [i for i, (_, column) in enumerate(wanted) if start <= column < start + PROMPT_COLUMNS]
             places = [(wanted[i][0], wanted[i][1] - start) for i in here]
             chunks.append(self._chunk(parts, [length + start for length in self._lengths], places))
             order += here
@@ -324,7 +331,7 @@ class StaticTorchModel(TorchModel):
     def _chunk(
         self, parts: Sequence[Sequence[int]], starts: Sequence[int], wanted: Sequence[tuple[int, int]]
     ) -> Tensor:
-        """Logits [n, V] of one step, whose row r holds parts[r] from slot starts[r] on."""
+        """Return logits [n, V] of one step. Row r takes the tokens parts[r], from slot starts[r] on."""
         longest = max(map(len, parts))
         filled = [
             [*part, *[0] * (longest - len(part)), len(part), start] for part, start in zip(parts, starts, strict=True)
@@ -353,17 +360,17 @@ class StaticTorchModel(TorchModel):
         keep: Tensor | int = 0,
         prompt: bool = False,
     ) -> Tensor:
-        """Logits [R, m, V] of tokens [R, m] on the device. It commits nothing: `commit` says afterwards what counts.
+        """Return logits [R, m, V] of tokens [R, m] on the device. Nothing is committed before `commit` is called.
 
-        Row r holds counts[r] tokens, then padding; they go to the slots from starts[r] on. `end` is beyond all of
-        these slots, as the host knows it. `keep` as of transformers: 0 for the logits of all columns, 1 for those of
-        the last, or the columns. The step of a `prompt` is never compiled. Nothing here waits for the device.
+        Row r holds counts[r] tokens, then padding. They go to the slots from starts[r] on. All these slots lie before
+        `end`, a number on the host. `keep` is transformers' logits_to_keep: 0 for all columns, 1 for the last column,
+        or the columns. The step of a `prompt` is never compiled. The host does not wait for the device.
         """
         self._reserve(end)
         return self._steps.chain(ids, counts, starts, end, keep, prompt)[..., : self.vocabulary_size]
 
     def commit(self, lengths: Sequence[int]) -> None:
-        """Count as committed what steps wrote: the rows are `lengths` long."""
+        """Commit the tokens that steps have written. `lengths` are the new lengths of the rows."""
         self._lengths = [int(length) for length in lengths]
 
     def _extend_tree(self, tokens: list[int], counts: Ints | None, parents: Ints, want: Ints | None) -> TorchLogits:
@@ -373,7 +380,7 @@ class StaticTorchModel(TorchModel):
         old, length = len(self._tree), self._lengths[0]
         tree = self._tree.grown(parents, length, self.capacity)
         depths = [length + depth for depth in tree.depths[old:]]
-        # One transfer: the depths of all nodes, and of each new one what it sees and its token. [1 + m, W + 1]
+        # One transfer [1 + m, W + 1]: the depths of all nodes, then for each new node what it sees, and its token.
         width = _rounded(len(tree))
         rows = [[*seen, token] for token, seen in zip(tokens, tree.seen(old, width), strict=True)]
         sent = send([[*tree.depths, *[1] * (width + 1 - len(tree))], *rows], self.device)
@@ -386,21 +393,21 @@ class StaticTorchModel(TorchModel):
         return TorchLogits(picked, self._places([0] * len(read), read))
 
     def _places(self, rows: Sequence[int], lengths: Sequence[int]) -> Place:
-        """The places of logits, by their rows and by how many tokens each of them follows."""
+        """Return the places of logits, for messages, from their rows and from the number of tokens before each."""
         name = model_name(self.model)
         if self.rows == 1:
             return place_of(name, lengths)
         return lambda index: f"{name}, row {rows[index]}, after {lengths[index]} tokens"
 
     def _reserve(self, slots: int) -> None:
-        """Let the cache hold `slots` and a step's padding after them."""
-        if slots + COARSE > self._cache.size:
+        """Grow the cache if it cannot hold `slots` and the padding of a step."""
+        if slots + COLUMN_MULTIPLE > self._cache.size:
             self._steps.forget()
             limit = _rounded(self.capacity + SPARE_NODES)
             self._cache.grow(max(_rounded(slots + SPARE_NODES), min(2 * self._cache.size, limit)))
 
     def keep(self, paths: Sequence[Sequence[int]]) -> None:
-        """As of `TorchModel`; rows that take no trees have only empty paths."""
+        """Commit one path of each row's tree. Rows that take no trees have empty paths."""
         if self.max_leaves:
             super().keep(paths)
         elif list(map(list, paths)) != [[]] * self.rows:
@@ -412,9 +419,9 @@ class StaticTorchModel(TorchModel):
 
     @torch.inference_mode()
     def rollback(self, lengths: Sequence[int]) -> None:
-        """Drop a pending tree and the tokens of each row beyond `lengths`; ValueError for more than a row has.
+        """Drop a pending tree and the tokens of each row after `lengths`. ValueError for more tokens than a row has.
 
-        The memory is kept, and its addresses, because compiled steps hold them.
+        The memory stays allocated, because compiled steps hold its addresses.
         """
         self._lengths = check_lengths(lengths, self._lengths)
         self._tree = PendingTree()
@@ -430,12 +437,12 @@ class StaticTorchModel(TorchModel):
 
 
 def _rounded(slots: int) -> int:
-    """The next multiple of SPARE_NODES, because kernels of attention want masks of even widths."""
+    """Return the next multiple of SPARE_NODES. Attention kernels need masks of even widths."""
     return -(-slots // SPARE_NODES) * SPARE_NODES
 
 
 def _picked(logits: Tensor, rows: Sequence[int]) -> Tensor:
-    """The rows [n, V] of logits; a view where they follow each other."""
+    """Return rows [n, V] of logits, as a view if they are consecutive."""
     first = rows[0] if rows else 0
     if list(rows) == list(range(first, first + len(rows))):
         return logits[first : first + len(rows)]

@@ -1,15 +1,14 @@
-// Products of few tokens with the weights of a GGUF file as they are stored: distill/engines/torch/packed.py compiles
-// this file for the processor that it runs on.
+// Products of few tokens with the stored weights of a GGUF file. kernel.py compiles this file for the processor.
 //
 // A weight lies in tiles of 16 rows. A pair of columns of a tile is one register of 32 bfloat16 numbers (word 2i + c:
-// row i, column c of the pair), which one instruction multiplies by the pair's two activations and adds to 16 fp32 sums,
-// one a row. The levels of 32 columns lie together: 16 pairs p, in
+// row i, column c of the pair). One instruction multiplies the register by the pair's two activations and adds the
+// results to 16 fp32 sums, one for each row. The levels of 32 columns lie together: 16 pairs p, in
 //   4 bits:  4 registers of 32 words; word w of register j holds pair 4j + t in its bits 4t to 4t + 3
 //   5 bits:  the same, and 16 masks of 32 bits, the fifth bit of each word
 //   6 bits:  the same, and 2 registers; word w of register j holds the upper bits of pair 8j + t in its bits 2t, 2t + 1
 //   8 bits:  16 times 32 signed bytes
-// Scales lie beside them, 16 rows together: a half precision number for each 32 columns, or one for each 256 times
-// a byte for each group. Levels are exact in bfloat16 and sums are fp32, so that a product is that of the file's values.
+// Scales lie in other arrays, 16 rows together: a half precision number for 32 columns, or one for 256 columns times a
+// byte for each group. Levels are exact in bfloat16 and sums are fp32, so that the file's values are not rounded.
 #include <immintrin.h>
 #include <math.h>
 #include <stdint.h>
@@ -20,7 +19,7 @@
 
 #define INLINE inline __attribute__((always_inline))
 
-struct Part {  // a weight [rows, columns]; mirrored in packed.py
+struct Part {  // a weight [rows, columns]; mirrored in kernel.py
     int64_t kind, rows;
     const uint8_t *levels;
     const uint16_t *scale, *zero;        // half precision: of 256 columns where there are bytes, else of 32
@@ -31,7 +30,7 @@ struct Part {  // a weight [rows, columns]; mirrored in packed.py
 namespace {
 
 constexpr int ROWS = 16, WIDE = 8;  // rows of a tile; tokens that share a pass
-constexpr int AHEAD = 5120;         // bytes of levels that are on their way from memory while one is multiplied
+constexpr int AHEAD = 5120;         // distance in bytes at which levels are prefetched
 
 INLINE __m512 dot(__m512 sum, __m512i weights, __m512i x) {
 #ifdef __AVX512BF16__
@@ -69,7 +68,7 @@ INLINE __m256i narrow(__m512 values) {  // to the nearest bfloat16, ties to even
     const __m512i bits = _mm512_castps_si512(values);
     const __m512i odd = _mm512_and_si512(_mm512_srli_epi32(bits, 16), _mm512_set1_epi32(1));
     const __m512i up = _mm512_add_epi32(_mm512_add_epi32(bits, _mm512_set1_epi32(0x7fff)), odd);
-    const __mmask16 none = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);  // NaN stays one
+    const __mmask16 none = _mm512_cmp_ps_mask(values, values, _CMP_UNORD_Q);  // NaN stays NaN
     return _mm512_cvtepi32_epi16(_mm512_srli_epi32(_mm512_mask_mov_epi32(up, none, _mm512_set1_epi32(0x7fc00000)), 16));
 #endif
 }
@@ -88,7 +87,7 @@ template <int BITS> struct Levels {
     __m512i low, high;
     explicit Levels(int centre) {
         low = table(0, centre);
-        if (BITS == 4) low = _mm512_inserti64x4(low, _mm512_castsi512_si256(low), 1);  // bit 4 of an index is not ours
+        if (BITS == 4) low = _mm512_inserti64x4(low, _mm512_castsi512_si256(low), 1);  // bit 4 of an index belongs to another level
         high = table(32, centre);
     }
     template <int P> INLINE __m512i pair(const uint8_t *at) const {
@@ -132,7 +131,7 @@ INLINE void pairs(const Levels<BITS> &of, const uint8_t *at, const int32_t *x, _
 }
 
 // BITS of a level; GROUP columns share a scale; BYTES: scales are a half for 256 columns times a byte; SIGNED bytes;
-// ZERO: something is added to each level times its scale.
+// ZERO: a zero is added to each level times its scale.
 template <int BITS, int GROUP, bool BYTES, bool SIGNED, bool ZERO, int M>
 void tile(const Part &part, int64_t number, const Levels<BITS> &of, const int32_t *x, const float *totals,
           int64_t columns, __m512 (&out)[WIDE]) {
@@ -234,8 +233,8 @@ INLINE __m128 sums_of(const __m512 (&four)[4]) {
 
 constexpr int WIDEST = 256, TOGETHER = 3;  // numbers of a head; heads that read a value while it is in registers
 
-// Of a head's query, the shares of `shown` keys [shown, width] as bfloat16, in the place of the scores (so many floats,
-// and room for 16 more): e to the power of the score less the largest one. Returns their sum.
+// Writes the shares of `shown` keys [shown, width] for a head's query as bfloat16 over `scores` (shown + 16 floats). A
+// share is e to the power of the score less the largest score. Returns the sum of the shares.
 float shares_of(const uint16_t *query, const uint16_t *keys, const uint16_t *mask, int64_t shown, int64_t width,
                 float scaling, float *scores) {
     __m512i own[WIDEST / 32];
@@ -259,7 +258,7 @@ float shares_of(const uint16_t *query, const uint16_t *keys, const uint16_t *mas
         largest = _mm512_mask_max_ps(largest, some(slot), largest, score);
     }
     largest = _mm512_set1_ps(_mm512_reduce_max_ps(largest));
-    for (int64_t slot = 0; slot < shown; slot += 16) {  // what is written lies before what is still to be read
+    for (int64_t slot = 0; slot < shown; slot += 16) {  // Shares are written before the scores that are still to be read.
         const __m512 score = _mm512_sub_ps(_mm512_loadu_ps(scores + slot), largest);
         const __m256i share = narrow(_mm512_maskz_mov_ps(some(slot), exponential(score)));
         _mm256_storeu_si256((__m256i *)((uint16_t *)scores + slot), share);
@@ -268,7 +267,7 @@ float shares_of(const uint16_t *query, const uint16_t *keys, const uint16_t *mas
     return _mm512_reduce_add_ps(total);
 }
 
-// What COUNT heads read from values [shown, width] with their shares, `apart` floats apart; out [COUNT, width].
+// Writes out [COUNT, width]: the values [shown, width] weighed by the shares of COUNT heads, `apart` floats apart.
 template <int COUNT>
 void read_values(const float *scores, const float *totals, const uint16_t *values, int64_t shown, int64_t width,
                  int64_t apart, uint16_t *out) {
@@ -304,7 +303,7 @@ void read_values(const float *scores, const float *totals, const uint16_t *value
     }
 }
 
-// What `count` heads that share keys read: queries and out [count, width], scores [count, apart].
+// Computes the attention of `count` heads that share keys: queries and out [count, width], scores [count, apart].
 void attend(const uint16_t *queries, const uint16_t *keys, const uint16_t *values, const uint16_t *mask, int64_t count,
             int64_t shown, int64_t width, float scaling, float *scores, int64_t apart, uint16_t *out) {
     for (int64_t head = 0; head < count; head += TOGETHER) {
@@ -319,7 +318,8 @@ void attend(const uint16_t *queries, const uint16_t *keys, const uint16_t *value
     }
 }
 
-// A head [width], normed if it is said, and turned: each number times its cosine, and that of the other half its sine.
+// Norms a head [width] if `norm` is given, and rotates it: each number times its cosine plus the number of the other
+// half times its sine.
 void turn(uint16_t *head, const uint16_t *cosines, const uint16_t *sines, const float *norm, int64_t width, float epsilon) {
     alignas(64) uint16_t from[WIDEST];
     for (int64_t c = 0; c < width; ++c) from[c] = head[c];
@@ -338,9 +338,9 @@ void turn(uint16_t *head, const uint16_t *cosines, const uint16_t *sines, const 
 
 extern "C" {
 
-// out [tokens, stride] = x [tokens, columns] · weightᵀ + bias + other, one part's rows after another's; `other` may be
-// null. Where `norm` [columns] is given, x is divided by its root mean square and multiplied by it before. `room` holds
-// tokens · columns · 33 / 32 numbers of 32 bits.
+// out [tokens, stride] = x [tokens, columns] · weightᵀ + bias + other, with the rows of all parts one after another.
+// `other` may be null. If `norm` [columns] is given, x is first divided by its root mean square and multiplied by
+// `norm`. `room` holds tokens · columns · 33 / 32 numbers of 32 bits.
 void distill_products(const Part *parts, int64_t count, int64_t tokens, int64_t columns, int64_t stride,
                       int64_t threads, const uint16_t *x, int32_t *room, uint16_t *out, const uint16_t *other,
                       const float *norm, double epsilon) {
@@ -363,7 +363,7 @@ void distill_products(const Part *parts, int64_t count, int64_t tokens, int64_t 
         }
         x = to;
     }
-    const auto prepare = [&](int64_t first, int64_t g) {  // of a pass, the pairs of a group token by token; their sums
+    const auto prepare = [&](int64_t first, int64_t g) {  // orders a pass's pairs of a group by token, and sums them
         const int64_t some = tokens - first < WIDE ? tokens - first : WIDE;
         for (int64_t m = 0; m < some; ++m) {
             const int32_t *from = (const int32_t *)(x + (first + m) * columns) + 16 * g;
@@ -374,7 +374,7 @@ void distill_products(const Part *parts, int64_t count, int64_t tokens, int64_t 
         }
     };
     const int64_t passes = (tokens + WIDE - 1) / WIDE, chunk = tiles / (8 * threads) + 1;
-#pragma omp parallel for num_threads(threads) schedule(static) if (passes > 1)  // for one it takes longer to begin
+#pragma omp parallel for num_threads(threads) schedule(static) if (passes > 1)  // Starting threads for one pass takes longer.
     for (int64_t all = 0; all < passes * groups; ++all) prepare(all / groups * WIDE, all % groups);
 #pragma omp parallel for num_threads(threads) schedule(dynamic, chunk)
     for (int64_t all = 0; all < tiles; ++all) {
@@ -403,26 +403,26 @@ void distill_products(const Part *parts, int64_t count, int64_t tokens, int64_t 
     }
 }
 
-struct Layer {  // mirrored in packed.py; of q, k and v; of o; of gate and up; of down
+struct Layer {  // mirrored in kernel.py; of q, k and v; of o; of gate and up; of down
     const Part *parts[4];
     int64_t counts[4];
     const float *norm, *mlp_norm, *query_norm, *key_norm;  // before attention and MLP [hidden]; of heads, or null
     uint16_t *keys, *values;                               // [batch, pairs, slots, width]
 };
 
-struct Step {  // mirrored in packed.py
+struct Step {  // mirrored in kernel.py
     int64_t layers, batch, columns, hidden, inner, pairs, groups, width, slots, shown, threads;
     double epsilon, scaling;
 };
 
-// Hidden states x [batch, columns, hidden] through decoder layers with silu: attention over a cache, whose slots `at`
-// [batch, columns] take the keys and values, and a gated MLP. Cosines and sines (negative in the first half) are
-// [batch, columns, width], `mask` [batch, columns, shown] is added to scores; `room`, `states` and `scores` are space.
+// Passes hidden states x [batch, columns, hidden] through decoder layers with silu: attention over a cache, whose slots
+// `at` [batch, columns] take the keys and values, and a gated MLP. Cosines and sines (negative in the first half) are
+// [batch, columns, width]. `mask` [batch, columns, shown] is added to scores. `room`, `states` and `scores` are buffers.
 void distill_step(const Layer *layers, const Step *step, uint16_t *x, const uint16_t *cosines, const uint16_t *sines,
                   const int64_t *at, const uint16_t *mask, int32_t *room, uint16_t *states, float *scores) {
     const int64_t tokens = step->batch * step->columns, width = step->width, pairs = step->pairs;
     const int64_t heads = pairs * step->groups, stride = (heads + 2 * pairs) * width, inner = step->inner;
-    uint16_t *read = states + tokens * (stride > 2 * inner ? stride : 2 * inner);  // what heads read; the MLP's inside
+    uint16_t *read = states + tokens * (stride > 2 * inner ? stride : 2 * inner);  // results of the heads, then the MLP's inner numbers
     for (int64_t number = 0; number < step->layers; ++number) {
         const Layer &layer = layers[number];
         const auto product = [&](int which, int64_t from, int64_t to, const uint16_t *of, uint16_t *out,
@@ -443,7 +443,7 @@ void distill_step(const Layer *layers, const Step *step, uint16_t *x, const uint
                 __builtin_memcpy(layer.values + place, own + (heads + pairs + pair) * width, 2 * width);
             }
         }
-        // Each token's heads that share keys, in as many parts as give every thread one.
+        // A unit is a token's heads that share keys. Units are split until every thread has a part.
         const int64_t units = tokens * pairs, wanted = (step->threads + units - 1) / units;
         const int64_t each = (step->groups + wanted - 1) / wanted, parts = (step->groups + each - 1) / each;
         const int64_t apart = step->shown + 16;
@@ -470,12 +470,12 @@ void distill_step(const Layer *layers, const Step *step, uint16_t *x, const uint
     }
 }
 
-// Of each token, the products of x [tokens, columns] with those rows of a weight [rows, columns] whose rough ones [tokens,
-// rows] are the `count` largest (more where they tie, or a few more); out [tokens, rows] is −inf elsewhere. All bfloat16.
+// Writes out [tokens, rows]: for each token of x [tokens, columns], the products with the rows of a weight [rows, columns]
+// whose `rough` products [tokens, rows] are the `count` largest (or a few more), and −inf elsewhere. All are bfloat16.
 void distill_shortlist(const uint16_t *rough, const uint16_t *x, const uint16_t *weight, const uint16_t *bias, int64_t tokens,
                        int64_t rows, int64_t columns, int64_t count, int64_t threads, uint16_t *out) {
     struct Place { int64_t token, row; };
-    constexpr int DEEP = 32;  // numbers of which one is the largest: the `count`-th of these is not above that of all
+    constexpr int DEEP = 32;  // The `count`-th largest maximum of DEEP numbers is not above the `count`-th largest number.
     std::vector<std::vector<Place>> found(tokens);
     const auto ordered = [](__m512i values) {  // bfloat16 numbers as integers in the same order
         return _mm512_xor_si512(values, _mm512_and_si512(_mm512_srai_epi16(values, 15), _mm512_set1_epi16(0x7fff)));
@@ -483,7 +483,7 @@ void distill_shortlist(const uint16_t *rough, const uint16_t *x, const uint16_t 
 #pragma omp parallel for num_threads(threads) schedule(dynamic, 1) if (tokens > 1)
     for (int64_t token = 0; token < tokens; ++token) {
         const uint16_t *own = rough + token * rows;
-        const auto load = [&](int64_t row) {  // beyond the last one the smallest number
+        const auto load = [&](int64_t row) {  // rows after the last one are the smallest number
             const int64_t left = rows - row;
             const __mmask32 there = left >= 32 ? 0xffffffff : left > 0 ? (1u << left) - 1 : 0;
             return ordered(_mm512_mask_loadu_epi16(_mm512_set1_epi16(-1), there, own + row));
@@ -522,7 +522,7 @@ void distill_shortlist(const uint16_t *rough, const uint16_t *x, const uint16_t 
     }
 }
 
-// Levels [rows, columns], a byte each, as tiles; rows that fill the last tile have level 0.
+// Packs levels [rows, columns], a byte each, as tiles. Rows that fill the last tile have level 0.
 void distill_pack(int64_t bits, const uint8_t *levels, int64_t rows, int64_t columns, uint8_t *tiles, int64_t threads) {
     const int64_t groups = columns / 32, size = bits == 8 ? 512 : 256 + (bits == 5 ? 64 : bits == 6 ? 128 : 0);
 #pragma omp parallel for num_threads(threads) schedule(static)
