@@ -260,7 +260,7 @@ def decode(
         raise DataError(f"a prompt of {len(ids)} tokens in a context of {pair.target.capacity}", "give some, and fewer")
     room = min(max_new_tokens, pair.target.capacity - len(ids))
     request = Continuation(configuration, sampler, seed, stop, table=None if table is None else Path(table))
-    return begin(pair, None, request, ids).text(ids, room)
+    return begin(pair, None, request).text(ids, room)
 
 
 def evaluate(

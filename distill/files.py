@@ -515,7 +515,7 @@ def _digest_at(path: Path, state: tuple[int, ...]) -> str:
     return sha256
 
 
-CacheKind = Literal["imported", "merged", "batches", "costs", "digests", "weights", "kernels"]
+CacheKind = Literal["imported", "merged", "batches", "digests", "weights", "kernels"]
 
 
 def cache_folder(kind: CacheKind) -> Path:

@@ -25,7 +25,6 @@ from distill.gguf.fields import read_shape
 from distill.gguf.library import GgufFile
 from distill.gguf.tokenizer import read_tokenizer
 from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
-from distill.measuring.speedup import load_calibrations
 from distill.pipeline.running import plan_refresh
 from distill.recipe import load_recipe
 from distill.report.card import gather
@@ -275,10 +274,6 @@ def test_an_embedding_without_lengths(copied: Path) -> None:
 @pytest.mark.parametrize(
     ("read", "content"),
     [
-        *(
-            (load_calibrations, {"texts": "8", "rounds": 3, "log_loss": {}, "unfitted": {}, "fits": fits})
-            for fits in ([], {"features": {"bias": []}})
-        ),
         *((lambda path: read_changes(path.parent), content) for content in ([], {"changes": 3}, "", "{")),
         *((lambda path: read_kept(path.parent), content) for content in ([], "{")),
         *(

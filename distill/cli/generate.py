@@ -86,8 +86,7 @@ def _opening(
     from distill.sampler import Sampler
     from distill.serving.answering import Continuation
 
-    calibrations = {} if found is None or not chosen.needs_calibration else _calibrations(found)
-    request = Continuation(chosen, Sampler.of(drawn), calibrations=calibrations, lossy=allow_lossy, table=table)
+    request = Continuation(chosen, Sampler.of(drawn), lossy=allow_lossy, table=table)
     return Opening(place, small, device, threads, gguf or Gguf(), decoding), request, asked
 
 
@@ -232,14 +231,6 @@ def _fastest(run: Run) -> int | None:
     if length is not None:
         note(f"drafts {length} token{'s' * (length > 1)} a round, the fastest fixed length of the run (-C length=N)")
     return length
-
-
-def _calibrations(run: Run) -> dict[str, Any]:
-    """The calibrations that a run has fitted, by name."""
-    from distill.measuring.speedup import load_calibrations
-
-    path = run.path("speedup", "calibration.json")
-    return dict(load_calibrations(path)) if path.exists() else {}
 
 
 def _grammar(regex: str | None, grammar: Path | None) -> tuple[str, str] | None:

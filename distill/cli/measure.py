@@ -121,7 +121,7 @@ def prompts_of_files(files: PairFiles, paths: list[Path], count: int, sizes: Seq
 
     if files.target is None:
         raise RecipeError("--prompts are encoded with the target's tokenizer", "give its GGUF file: TARGET DRAFT")
-    read = read_user_prompts(str(files.target), Corpus(sources=sources_of(paths)), Chat(), count, 0, sizes, room)
+    read = read_user_prompts(str(files.target), Corpus(sources=sources_of(paths)), Chat(), count, sizes, room)
     note(f"prompts: {read.asked}")
     return read.measured, read.dropped
 

@@ -271,7 +271,6 @@ KEPT: dict[CacheKind, str] = {
     "imported": "models imported from GGUF files",
     "merged": "models with an adapter merged into them",
     "batches": "checks of batches in llama.cpp",
-    "costs": "seconds of steps and rounds",
     "weights": "which weights of a draft draft fastest",
     "digests": "digests of large files",
     "kernels": "compiled products of a file's own bits",

@@ -304,14 +304,13 @@ SEED = 0  # of the order of pieces of texts
 
 @dataclass(frozen=True)
 class UserPrompts:
-    """Prompts of a user's files: `measured` prompts, and `others` for fits.
+    """Prompts of a user's files.
 
     `dropped` counts what was left out by its reason. `texts` are the plain texts of the files. `asked` describes the
     form in which the prompts are asked.
     """
 
     measured: list[Sample]
-    others: list[Sample]
     dropped: dict[str, int]
     texts: list[str]
     asked: str = ""
@@ -348,19 +347,18 @@ def read_user_prompts(
     corpus: Corpus,
     chat: Chat,
     count: int,
-    others: int,
     tokens: int | Sequence[int],
     room: int,
     *,
     answer: int = 0,
     least: int = 2,
 ) -> UserPrompts:
-    """Up to `count` prompts, and `others` more of the same files for fits.
+    """Up to `count` prompts of the files.
 
     The target's chat template renders conversations up to the first question. Plain texts are cut into prompts of
     `tokens` tokens, with room for `answer` tokens between them. Several numbers of `tokens` share the prompts equally.
-    A prompt has at most `room` tokens. Loads no weights. Raises DataError for fewer than `least` prompts, for too few
-    others, and if no text has so many tokens.
+    A prompt has at most `room` tokens. Loads no weights. Raises DataError for fewer than `least` prompts, and if no
+    text has so many tokens.
     """
     with open_tokenizer(target) as tokenizer:
         try:
@@ -376,20 +374,19 @@ def read_user_prompts(
         if any(document.messages is not None for document in documents):
             chats = ChatPrompts(ChatTemplate(tokenizer, chat), room, SEED)
         size, *longer = sorted({*tokens}) if isinstance(tokens, Sequence) else [min(tokens, room)]
-        first = (count + others) // (1 + len(longer))
+        first = count // (1 + len(longer))
         cut = functools.partial(cut_prompts, encode=to_ids, seed=SEED, chat=chats, dropped=dropped)
         size = min(size, room)
         prompts = [*cut(documents, count=first, tokens=size, stride=4 * (size + answer))]
         texts = [document for document in documents if document.messages is None] if longer else []
         for number, further in enumerate(longer):
-            wanted = (count + others - len(prompts)) // (len(longer) - number)
+            wanted = (count - len(prompts)) // (len(longer) - number)
             more = [*cut(texts, count=wanted, tokens=further, stride=4 * further)] if further <= room else []
             if not more:
                 what = f"no text gives a prompt of {further} tokens (the context has room for {room})"
                 raise DataError(what, "give longer texts, more prompts (--count), or fewer --prompt-tokens")
             prompts += more
     dropped += Counter({} if chats is None else chats.dropped)
-    least += min(others, 2)
     if len(prompts) < least:
         left = "".join(f"; {number} left out: {reason}" for reason, number in dropped.items())
         raise DataError(
@@ -397,12 +394,11 @@ def read_user_prompts(
             f"give more or longer ones, {least} at least; plain texts are cut into prompts of {size} tokens "
             "(--prompt-tokens, if the command has it)",
         )
-    spare = min(others, max(len(prompts) - count, len(prompts) // 2))
-    measured, rest = prompts[: min(count, len(prompts) - spare)], prompts[len(prompts) - spare :]
+    measured = prompts[:count]
     plain = {document.name: document.text for document in documents if document.messages is None}
     cuts = sum(prompt.id.rpartition("@")[0] in plain for prompt in measured)
     asked = _how_asked(cuts, len(measured) - cuts, [size, *longer], has_template)
-    return UserPrompts(measured, rest, dict(dropped), [*plain.values()], asked)
+    return UserPrompts(measured, dict(dropped), [*plain.values()], asked)
 
 
 def _how_asked(cuts: int, chats: int, sizes: Sequence[int], has_template: bool) -> str:

@@ -56,8 +56,8 @@ class Suite:
     digest: str
     questions: list[Question]
 
-    def take(self, count: int | None, seed: int) -> tuple[list[Question], list[Question]]:
-        """Return `count` questions of each category (None: all questions), and the others.
+    def take(self, count: int | None, seed: int) -> list[Question]:
+        """Return `count` questions of each category (None: all questions).
 
         The seed draws the questions. Kinds alternate within a category, and categories alternate in the result, so that
         any beginning of it resembles the whole.
@@ -65,9 +65,7 @@ class Suite:
         drawn = sorted(self.questions, key=lambda each: hashlib.sha256(f"{seed}/{each.id}".encode()).digest())
         categories = dict.fromkeys(question.category for question in self.questions)
         ordered = [in_turns([each for each in drawn if each.category == name], "kind") for name in categories]
-        parts = [part[:count] for part in ordered], [part[len(part[:count]) :] for part in ordered]
-        chosen, others = (in_turns(chain.from_iterable(part), "category") for part in parts)
-        return chosen, others
+        return in_turns(chain.from_iterable(part[:count] for part in ordered), "category")
 
     def words(self, chosen: Sequence[Question], turns: int, seed: int) -> str:
         """Return a phrase with the name of the suite and the numbers of chosen questions."""
@@ -127,7 +125,7 @@ def read_suite(path: Path, option: str = "--suite") -> Suite:
 
 @dataclass(frozen=True)
 class SuitePrompts:
-    """The questions of a suite as prompts of a target: the first turns of the `asked` questions and of some `others`.
+    """The questions of a suite as prompts of a target: the first turns of the `asked` questions.
 
     `longest` is the maximum number of tokens of a prompt, later turns included. `words` names the suite.
     """
@@ -136,7 +134,6 @@ class SuitePrompts:
     chat: Chat
     target: str
     asked: list[Sample]
-    others: list[Sample]
     room: int
     longest: int
     words: str
@@ -185,24 +182,23 @@ def _further(prompt: Sample) -> list[str]:
 
 
 def suite_prompts(
-    suite: Suite, target: str, chat: Chat, count: int | None, seed: int, room: int, new_tokens: int, spare: int = 0
+    suite: Suite, target: str, chat: Chat, count: int | None, seed: int, room: int, new_tokens: int
 ) -> SuitePrompts:
-    """Render the first turns of `count` questions of each category, and of `spare` others, by the target's template.
+    """Render the first turns of `count` questions of each category by the target's template.
 
     A prompt has `room` tokens at most. An answer to it has `new_tokens` at most. Loads no weights. Raises DataError for
     a target without a chat template and for a question that its template refuses.
     """
-    chosen, others = suite.take(count, seed)
+    chosen = suite.take(count, seed)
     chat = chat.model_copy(update={"turns": max(len(question.turns) for question in suite.questions)})
     with open_tokenizer(target) as tokenizer:
         prompts = ChatPrompts(ChatTemplate(tokenizer, chat), room, SEED)
         asked = [_first(prompts, suite, question) for question in chosen]
         dropped = Counter(prompts.dropped)
-        rest = [_first(prompts, suite, question) for question in others[:spare]]
         longest = max(_longest(prompts.template, prompt, new_tokens) for prompt in asked)
     turns = sum(len(question.turns) for question in chosen)
     words = suite.words(chosen, turns, seed)
-    return SuitePrompts(suite, chat, target, asked, rest, room, min(longest, room), words, dropped)
+    return SuitePrompts(suite, chat, target, asked, room, min(longest, room), words, dropped)
 
 
 SLACK = 16  # tokens by which an answer may grow when its text is tokenized again

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
-from distill.decoding.calibration import UNFITTED, Calibration
-from distill.decoding.costs import Costs
+from distill.decoding.costs import Costs, measure_costs
 from distill.decoding.decode import Decoded, decode, decode_text
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter, NoDrafter
-from distill.decoding.lengths import AcceptedRatio, BetaFilter, Fixed, LengthRule, ProbabilityFloor
+from distill.decoding.lengths import AcceptedRatio, Adaptive, BetaFilter, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader, StringMatchDrafter
-from distill.decoding.rules import GREEDY, Rules
-from distill.decoding.table_drafter import TableDrafter, names_of_fits, table_calibration
+from distill.decoding.rules import Rules
+from distill.decoding.table_drafter import TableDrafter
 from distill.decoding.trees import Shape, TreeDrafter, require_tree_sampler
 from distill.decoding.verify import Random, refusal
-from distill.decoding.worth import ExpectedValue, Worth
+from distill.engines.loaded import LoadedPair
 from distill.engines.model import Model
 from distill.engines.torch.hugging_face import load_config
 from distill.engines.torch.model import mask_refusal
@@ -26,36 +25,19 @@ from distill.recipe import Configuration, Recipe, SamplerSettings, Speedup
 from distill.recipe.configuration import DETERMINISTIC
 from distill.sampler import Sampler
 
-LOOKED_UP = 2  # tokens of a match that is followed before another drafter, where its worth is not compared with theirs
+LOOKED_UP = 2  # tokens of a match that is followed, unless a rule compares it with what else may be drafted
 NO_COSTS = Costs((1.0, 1.0), 0.0, 0.0)
 CHAINS_ONLY = "draft chains: another drafter than tree"
 
 
-def name_of_fit(configuration: Configuration, sampler: Sampler) -> str:
-    """What a calibration is called among the others: a drawn text accepts other tokens of a draft than a greedy one, by
-    its sampler and its verifier."""
-    if configuration.counts_ngrams:
-        return names_of_fits(sampler.temperature > 0)[0]
-    if sampler.temperature == 0:
-        return configuration.calibrated_by
-    usual = Sampler().describe()
-    settings = [f"{name} {value:g}" for name, value in sampler.describe().items() if value != usual.get(name)]
-    return ", ".join([configuration.calibrated_by, configuration.verified_by, *settings])
-
-
 @dataclass(frozen=True)
 class DrafterInputs:
-    """What configurations read that is measured beforehand: costs, calibrations by name; the table of n-grams (None:
-    those of the text alone), and how far the target's trees may branch."""
+    """What configurations read that is measured or made beforehand: costs; the table of n-grams (None: those of the
+    text alone); and how far the target's trees may branch."""
 
     costs: Costs = NO_COSTS
-    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
     table: NGramTable | None = None
     max_leaves: int = sys.maxsize
-
-    def calibration(self, configuration: Configuration, sampler: Sampler) -> Calibration:
-        """The calibration that a configuration names; q itself where it was not fitted."""
-        return self.calibrations.get(name_of_fit(configuration, sampler), UNFITTED)
 
 
 NO_INPUTS = DrafterInputs()
@@ -66,10 +48,8 @@ def configured_sampler(configuration: Configuration, settings: SamplerSettings) 
     return Sampler(temperature=0) if configuration.sampler == "greedy" else Sampler.of(settings)
 
 
-def make_rule(
-    configuration: Configuration, inputs: DrafterInputs, worth: Worth | None = None, sampler: Sampler = GREEDY
-) -> LengthRule:
-    """The length rule in its first state; only the expected-value rule reads `inputs`."""
+def make_rule(configuration: Configuration, inputs: DrafterInputs = NO_INPUTS) -> LengthRule:
+    """The length rule in its first state; only the adaptive rule reads `inputs`, if costs are known."""
     rule, longest, n_min = configuration.length_rule, configuration.longest, configuration.n_min or 0
     if rule == "p_min":
         return ProbabilityFloor(longest, configuration.settings["p_min"], n_min=n_min)
@@ -80,9 +60,8 @@ def make_rule(
         return AcceptedRatio(length, shortest=shortest, longest=longest, n_min=n_min)
     if rule == "beta":
         return BetaFilter(longest, configuration.settings["floor"], start=configuration.start, n_min=n_min)
-    if rule == "expected-value":
-        worth = worth or Worth(inputs.costs)
-        return ExpectedValue(worth, inputs.calibration(configuration, sampler), longest=longest, n_min=n_min)
+    if rule == "expected-value" and inputs.costs is not NO_COSTS:
+        return Adaptive(inputs.costs, longest, n_min=n_min)
     return Fixed(longest, n_min=n_min)
 
 
@@ -104,51 +83,43 @@ def make_drafter(
         assert isinstance(draft, DraftReader)
         argmax = configuration.verified_by == "match"
         return StringMatchDrafter(draft, configuration.longest, sampler, random, argmax)
-    worth = Worth(inputs.costs) if configuration.needs_costs and inputs.costs is not NO_COSTS else None
+    rule = make_rule(configuration, inputs)
     if configuration.drafter == "lookup":
-        return LookupDrafter(configuration.longest, worth=worth)
+        return LookupDrafter(configuration.longest, rule=rule)
     if configuration.counts_ngrams:
+        leaves = max(inputs.max_leaves, 1)
         own: Drafter = TableDrafter(
-            inputs.table,
-            configuration.most_nodes,
-            configuration.longest,
-            calibration=table_calibration(inputs.calibrations, sampler),
-            worth=worth,
-            max_leaves=max(inputs.max_leaves, 1),
+            inputs.table, configuration.most_nodes, configuration.longest, rule=rule, max_leaves=leaves
         )
     else:
         assert not isinstance(draft, DraftReader), (
             f"`{configuration.described}` needs a draft of the target's vocabulary"
         )
-        own = _model_drafter(configuration, draft, sampler, random, inputs, worth)
+        own = _model_drafter(configuration, draft, sampler, random, rule)
     if configuration.looks_up:
-        shortest = LOOKED_UP if worth is None or configuration.counts_ngrams else 1
-        return FallbackDrafter(LookupDrafter(configuration.longest, shortest, worth), own)
+        compared = isinstance(rule, Adaptive) and not configuration.counts_ngrams
+        return FallbackDrafter(LookupDrafter(configuration.longest, 1 if compared else LOOKED_UP, rule), own)
     return own
 
 
 def _model_drafter(
-    configuration: Configuration,
-    draft: Model,
-    sampler: Sampler,
-    random: Random,
-    inputs: DrafterInputs,
-    worth: Worth | None,
+    configuration: Configuration, draft: Model, sampler: Sampler, random: Random, rule: LengthRule
 ) -> TreeDrafter | ModelDrafter:
     """The part of a drafter that asks a draft."""
     if configuration.widths is not None:
         shape = Shape.of_widths(configuration.widths)
         distinct = configuration.verified_by == "distinct"
         return TreeDrafter(draft, sampler, random, len(shape), shape=shape, distinct=distinct)
-    calibration = inputs.calibration(configuration, sampler)
     if configuration.branches:
-        longest = configuration.longest
-        rule = None if worth is None else ExpectedValue(worth, calibration, longest=longest)
-        return TreeDrafter(
-            draft, sampler, random, configuration.most_nodes, longest=longest, calibration=calibration, rule=rule
-        )
-    argmax = sampler.temperature == 0 or configuration.verified_by == "match"
-    return ModelDrafter(draft, make_rule(configuration, inputs, worth, sampler), sampler, random, argmax)
+        return TreeDrafter(draft, sampler, random, configuration.most_nodes, rule=rule)
+    return ModelDrafter(draft, rule, sampler, random, sampler.temperature == 0 or configuration.verified_by == "match")
+
+
+def pair_costs(pair: LoadedPair, longest: int) -> Costs:
+    """What rounds of up to `longest` tokens cost a loaded pair, timed once."""
+    if longest not in pair.costs:
+        pair.costs[longest] = measure_costs(pair.target, pair.draft, longest)
+    return pair.costs[longest].of_target(pair.target)
 
 
 def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:

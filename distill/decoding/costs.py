@@ -93,21 +93,16 @@ def doubt(steps: Sequence[Sequence[float]]) -> str:
 
 @dataclass(frozen=True)
 class Costs:
-    """Seconds of a pair's rounds at one depth.
+    """Seconds of a pair's steps at one depth.
 
-    `target`: T(1..), of plain decoding and of rounds of n = 1, 2, … drafted tokens without the draft's steps; `draft`
-    and `draft_two`: D(1) and D(2) of its steps; `overhead`: of a round, beyond these. `target_only`: T(1..) of rounds
-    whose tokens no model drafts (behind a draft's steps and the reading of its distributions they take longer, in
-    ik_llama.cpp by half); empty where they are the same. `target_prompt`, `draft_prompt`: of reading a token of the
-    prompt. `resent` says how many tokens the target's next step computes again; None where it never does. In rounds
-    with a draft that is part of their time.
+    `target`: T(1..), of plain decoding and of verifying n = 1, 2, … drafted tokens. `draft` and `draft_two`: D(1) and
+    D(2). `target_prompt`, `draft_prompt`: of reading a token of the prompt. `resent` returns how many tokens the
+    target's next step computes again; None if it never does.
     """
 
     target: tuple[float, ...]
     draft: float
     draft_two: float
-    overhead: float = 0.0
-    target_only: tuple[float, ...] = ()
     target_prompt: float = 0.0
     draft_prompt: float = 0.0
     resent: Callable[[], int] | None = field(default=None, compare=False)
@@ -116,32 +111,13 @@ class Costs:
         """These costs with what the target's next step computes again."""
         return replace(self, resent=partial(resent, target)) if getattr(target, "resends", False) else self
 
-    def scaled(self, plain: float, by_model: float, by_text: float) -> Costs:
-        """These costs with plain steps, rounds of a draft and rounds of drafted text taking this many times as long."""
-        first, *target = self.target
-        only = (first * plain, *[seconds * by_text for seconds in self.undrafted[1:]])
-        return replace(
-            self,
-            target=(first * plain, *[seconds * by_model for seconds in target]),
-            target_only=only,
-            draft=self.draft * by_model,
-            draft_two=self.draft_two * by_model,
-            overhead=self.overhead * by_model,
-        )
-
-    @property
-    def undrafted(self) -> tuple[float, ...]:
-        """T(1..) in rounds whose tokens come from text or counts."""
-        return self.target_only or self.target
-
     def draft_step(self, unread: int) -> float:
         """D of a step that reads this many tokens: beyond two it grows as the target's steps do, beyond these as a
         prompt."""
         if unread <= 2:
             return self.draft_two if unread == 2 else self.draft
-        curve = self.undrafted
-        grown = self.draft * curve[min(unread, len(curve)) - 1] / curve[0]
-        return max(grown, self.draft_two) + max(unread - len(curve), 0) * self.draft_prompt
+        grown = self.draft * self.target[min(unread, len(self.target)) - 1] / self.target[0]
+        return max(grown, self.draft_two) + max(unread - len(self.target), 0) * self.draft_prompt
 
     def again(self, drafted: int, expected: float, whole: float) -> float:
         """Seconds beyond T(n + 1) for tokens that are computed again, now and because of this round.
@@ -154,8 +130,7 @@ class Costs:
             return 0.0
         now = self.resent()
         later = expected + now - (drafted + 1 + now) * whole
-        curve = self.undrafted
-        return (now + later) * (curve[-1] - curve[0]) / max(len(curve) - 1, 1)
+        return (now + later) * (self.target[-1] - self.target[0]) / max(len(self.target) - 1, 1)
 
     def predicted_speedup(self, length: int, accepted: Sequence[float], prompt: int = 0, new: float = 2) -> float:
         """Speed of a fixed `length` over plain decoding (Leviathan et al. 2023, eq. 1, with measured times), for `new`
@@ -166,15 +141,42 @@ class Costs:
         tokens, seconds = tokens_per_round(accepted[:length]), self.target[length]
         if length:
             whole = math.prod(accepted[:length])  # of rounds follow one that was accepted whole
-            seconds += self.overhead + length * self.draft + whole * (self.draft_two - self.draft)
+            seconds += length * self.draft + whole * (self.draft_two - self.draft)
         plain_seconds = prompt * self.target_prompt + (new - 1) * self.target[0]
         reading = prompt * (self.target_prompt + self.draft_prompt)
         return plain_seconds / (reading + (new - 1) / tokens * seconds)
 
 
-def range_start(depth: int, first: int) -> int:
-    """Where the range of depths begins that a depth lies in: 0, then `first` or the next power of two after another."""
-    return 0 if depth < first else 1 << (depth.bit_length() - 1)
+REPEATS = 2  # of every timed step, besides a warm-up: the rounds of a session correct the costs
+DEPTH = 128  # tokens in both contexts, at most: a longer prompt would take longer to read than all steps
+PROMPT_STEP = 64  # tokens of the step that tells the price of reading a prompt
+
+
+def measure_costs(target: Model, draft: Model, longest: int, depth: int = DEPTH) -> Costs:
+    """The costs of rounds of up to `longest` drafted tokens; of a target alone, `draft` is the target.
+
+    Other programs make a step slower, never faster, so that the fastest repeat counts. Longer steps are taken to cost
+    no less (see `rising`). Raises DataError for a context without room for a round.
+    """
+    capacity = min(target.capacity, draft.capacity)
+    if capacity < 3:
+        raise DataError(f"a context of {capacity} tokens has no room for a drafted token")
+    longest = min(longest, capacity - 2)
+    depth = max(1, min(depth, capacity - max(longest + 1, PROMPT_STEP)))
+
+    def fastest(model: Model, most: int) -> dict[int, float]:
+        prompt = max(2, min(PROMPT_STEP, capacity - depth))
+        # The first of two plain steps follows one of another size, which costs more in llama.cpp.
+        steps = step_seconds(model, [1, *range(1, most + 1), prompt], depth, REPEATS)
+        seconds = {count: min(taken) for count, taken in steps.items()}
+        return seconds | {0: max(seconds[prompt] - seconds[1], 0.0) / (prompt - 1)}
+
+    verified = fastest(target, longest + 1)
+    steps = tuple(rising([verified[count] for count in range(1, longest + 2)]))
+    if draft is target:
+        return Costs(steps, 0.0, 0.0, verified[0])
+    drafted = fastest(draft, 2)
+    return Costs(steps, drafted[1], max(drafted[1], drafted[2]), verified[0], drafted[0])
 
 
 @dataclass(frozen=True)

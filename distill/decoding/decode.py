@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from distill.decoding.drafters import NOTHING, Drafter, NoDrafter
-from distill.decoding.lengths import ROOT, Proposal
 from distill.decoding.on_device import device_verifier
+from distill.decoding.proposals import ROOT, Proposal
 from distill.decoding.rules import Constrained, Rules
 from distill.decoding.verify import CHAINS, TREES, draw_chain, draw_token, verify_greedy, walk, walk_greedy
 from distill.engines.model import Model, resent

@@ -1,163 +1,98 @@
-"""Proposals of drafters, the features of a position, and the length rules: how many tokens to draft.
+"""Length rules: how many tokens a round drafts.
 
-Each rule is a small state that reads no clock and draws no numbers. A round calls `limit()`, then for each position
-`step_on(position)` before the draft's step is paid and `go_on(position, features)` after it, before the token is drawn;
-and at its end `observe(drafted, accepted, features, seconds)`. Positions count from 0 within a round.
+A drafter asks its rule through five calls. Four of them decide and change nothing, so that they may be asked in any
+order and again: `limit`, `chance`, `steps` and `size`. The fifth, `observe`, ends the round, and the rule learns from
+it. What a round has drafted so far is a `Drafting`, which the drafter keeps and gives to every call.
 
-Whether a position is verified must be decided before its token is drawn, or the output no longer follows the target's
-distribution. `n_min` drops drafts after their draw, as llama.cpp does; a draft that samples under it is refused
-wherever that would change the output (`verify.refusal`).
+Whether a position is verified is decided before its token is drawn, or the output would not follow the target's
+distribution: a rule sees the draft's probabilities, never a drawn token, and it reads no clock. `n_min` drops drafts
+after their draw, as llama.cpp does; a draft that samples under it is refused wherever that would change the output
+(`verify.refusal`).
 
-Legend: n nodes, V vocabulary. A chain is the tree in which every node's parent is the node before it.
+Legend: n drafted tokens of a round, T(m) seconds of a target's step of m tokens, D seconds of a draft's step.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import ClassVar
 
-import torch
-from torch import Tensor
-
-from distill.engines.torch.model import fetch
-from distill.sampler import largest
-
-ROOT = -1  # the committed end of the context, parent of the first nodes
+from distill.decoding.costs import Costs
 
 
-@dataclass(frozen=True)
-class Features:
-    """Features of the draft's distribution at one position, after the sampler, before its token is drawn.
+@dataclass
+class Drafting:
+    """A round while it is drafted.
 
-    `top` and `second` are the two largest probabilities, `entropy` is in nats. `match` is the length of the longest
-    n-gram before the position that occurred earlier in the text: positive where the best token followed it there,
-    negative where another one did, 0 where none occurred or nobody searched (`TextIndex.agreement`). Of a table
-    of n-grams it is the length of the longest context that was counted, and `count` how many counts follow that.
+    - `unread` tokens of the context go into the draft's first step. At most `left` tokens will be decoded in this text,
+      and at most `most` drafted tokens are verified.
+    - `steps` are the tokens that each of the draft's steps has read. It is empty if no model drafts.
+    - `chances` are the probabilities that each token found, with all tokens before it on its path, is accepted. They
+      fall along a chain; a tree has its best nodes first. The first `kept` tokens are verified in any case.
+    - `leaves` are the tokens below which the draft can continue, the likeliest first. The first is `depth` tokens deep.
+    - `judged` are positions that the target has judged: (position, probability that the drafter gave to its best token,
+      1 if that token was right, else 0).
+    - `read` tokens of text were read by the draft before the round, in `reading` seconds.
     """
 
-    top: float
-    second: float
-    entropy: float
-    match: int = 0
-    count: float = 0.0
-
-
-def features_of(distribution: Tensor) -> tuple[Features, int]:
-    """Features of a distribution [V], and its best token; an empty one is 0 everywhere."""
-    ((tokens, best),) = best_tokens(distribution[None], 2)
-    top, second = (*best, 0.0, 0.0)[:2]
-    return Features(top, second, float(entropies(distribution))), tokens[0] if tokens else 0
-
-
-def entropies(distributions: Tensor) -> Tensor:
-    """−Σ p ln p [...] of distributions [..., V], in nats; special.entr takes twice the time."""
-    return -(distributions * distributions.clamp(min=torch.finfo(distributions.dtype).tiny).log()).sum(-1)
-
-
-def best_tokens(distributions: Tensor, count: int) -> list[tuple[list[int], list[float]]]:
-    """Up to `count` possible tokens of each distribution [m, V] and their probabilities, by one transfer; best first,
-    smaller ids on ties."""
-    values, ids = (part.tolist() for part in fetch(*largest(distributions, min(count + 1, distributions.shape[-1]))))
-    best = []
-    for row, chances in enumerate(values):
-        candidates = list(zip(chances, ids[row], strict=True))
-        if len(candidates) > count and chances[count] == chances[count - 1] > 0:
-            # Any of the tokens that tie for the last place may be taken: compare all of them.
-            tied = torch.nonzero(distributions[row] >= chances[count]).flatten()
-            candidates = list(zip(distributions[row, tied].tolist(), tied.tolist(), strict=True))
-        candidates = sorted(((p, i) for p, i in candidates if p > 0), key=lambda pair: (-pair[0], pair[1]))[:count]
-        best.append(([i for _, i in candidates], [p for p, _ in candidates]))
-    return best
-
-
-def children_of(parents: Sequence[int]) -> dict[int, list[int]]:
-    """The nodes below each node that has some, and below ROOT, in order."""
-    children: dict[int, list[int]] = {}
-    for node, parent in enumerate(parents):
-        children.setdefault(parent, []).append(node)
-    return children
-
-
-@dataclass(frozen=True)
-class Proposal:
-    """Tokens [n] with parents before their children, `parents` [n] as indices (ROOT: the committed end).
-
-    `distributions` [n, V] are the distributions that the tokens were drawn from, after the sampler. None means that the
-    tokens were chosen without chance: each distribution is 1 at its token. `features` [n] are those of chains whose
-    length rule reads them, else empty. `reading` are the seconds in which a draft read the text's prompt for it.
-    """
-
-    tokens: list[int]
-    parents: list[int]
-    distributions: Tensor | None = None
-    features: list[Features] = field(default_factory=list)
+    unread: int = 1
+    left: float = math.inf
+    most: int = 63
+    steps: list[int] = field(default_factory=list)
+    chances: list[float] = field(default_factory=list)
+    kept: int = 0
+    leaves: Sequence[int] = ()
+    depth: int = 0
+    judged: list[tuple[int, float, float]] = field(default_factory=list)
+    read: int = 0
     reading: float = 0.0
 
-    @classmethod
-    def chain(
-        cls, tokens: list[int], distributions: Tensor | None = None, features: list[Features] | None = None
-    ) -> Proposal:
-        """The chain of these tokens."""
-        return cls(tokens, list(range(ROOT, len(tokens) - 1)), distributions, features or [])
-
-    def after(self, reading: float) -> Proposal:
-        """This proposal, for which a draft read the prompt."""
-        return replace(self, reading=reading) if reading else self
-
-    @property
-    def is_chain(self) -> bool:
-        """Whether every node follows the one before it."""
-        return self.parents == list(range(ROOT, len(self.tokens) - 1))
-
-    def children(self) -> dict[int, list[int]]:
-        """The nodes below each node (and below ROOT), in the order in which they were proposed."""
-        return children_of(self.parents)
-
-    def histories(self, context: Sequence[int]) -> list[list[int]]:
-        """The tokens [n + 1] before each next token: the context, then the context and the path down to each node."""
-        histories = [list(context)]
-        for token, parent in zip(self.tokens, self.parents, strict=True):
-            histories.append([*histories[parent + 1], token])
-        return histories
-
-
-# ── Length rules ──
+    def append(self, chance: float) -> None:
+        """Add a token to the end of a chain, accepted with this probability if all tokens before it are."""
+        self.depth = len(self.chances) + 1
+        self.chances.append(chance * (self.chances[-1] if self.chances else 1.0))
+        self.leaves = (self.depth - 1,)
 
 
 @dataclass(kw_only=True)
 class LengthRule:
-    """What every rule decides for the decoder: here without a limit of its own, drafting everything, learning nothing.
+    """The five calls, for a rule that verifies everything found and learns nothing.
 
-    `n_min`: a draft of fewer tokens is dropped whole. `reads_features`: the rule reads features; making the
-    distribution that they come from takes time.
+    `n_min`: a draft of fewer tokens is dropped whole. `reads_probability`: the rule reads the draft's probabilities,
+    whose distribution takes time to make. `weighs_reading`: the rule decides whether the draft reads a prompt at all.
     """
 
     n_min: int = 0
-    reads_features: ClassVar[bool] = True
+    reads_probability: ClassVar[bool] = True
+    weighs_reading: ClassVar[bool] = False
 
     def limit(self) -> int:
-        """The most tokens to draft this round; 0 decodes plainly."""
+        """The most tokens of a chain, or of a path of a tree. 0 decodes plainly."""
         raise NotImplementedError
 
-    def behind(self, unread: int, left: float = math.inf) -> None:
-        """The round's first step will read this many tokens of the context: one, two after a round that was accepted
-        whole, more after rounds without the draft, or all. At most `left` tokens will be drafted in this text."""
+    def chance(self, position: int, probability: float) -> float:
+        """The probability that the token at `position` (from 0) is accepted if all before it are.
 
-    def step_on(self, position: int) -> bool:
-        """Whether the draft's step for `position` is worth its time; callers may skip this question."""
-        return True
+        `probability` is what the draft gives to its best token there.
+        """
+        return probability
 
-    def go_on(self, position: int, features: Features) -> bool:
-        """Whether `position` is drafted, asked before its token is drawn."""
-        return True
+    def steps(self, drafting: Drafting) -> int:
+        """Below how many of its leaves the draft takes a step; 0 ends drafting. Of a chain, 1 takes a step."""
+        return max(len(drafting.leaves), 1) if self.size(drafting) == len(drafting.chances) else 0
 
-    def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
-        """The round's end: tokens verified and accepted, the verified positions' features, the round's seconds."""
+    def size(self, drafting: Drafting, rival: Drafting | None = None) -> int:
+        """How many of the tokens found are verified, the first ones.
 
-    def caught_up(self, seconds: float) -> None:
-        """The draft has read text that was decoded without it; `observe` is not told of these seconds."""
+        0 of a chain that no model drafted leaves the round to `rival`, a draft that has not begun, or decodes plainly.
+        """
+        return len(drafting.chances)
+
+    def observe(self, drafting: Drafting, nodes: int, accepted: int, seconds: float) -> None:
+        """End the round: `nodes` tokens were verified and `accepted` accepted; it took `seconds` beyond `reading`."""
 
 
 @dataclass
@@ -165,7 +100,7 @@ class Fixed(LengthRule):
     """Always the same length; 0 is plain decoding."""
 
     length: int
-    reads_features = False
+    reads_probability = False
 
     def limit(self) -> int:
         """The length."""
@@ -176,16 +111,20 @@ class Fixed(LengthRule):
 class ProbabilityFloor(Fixed):
     """Draft while the draft's largest probability is at least a floor, read before the draw: lossless for every draft.
 
-    `later` is the floor after the first position, where it is another than `p_min`.
+    `later` is the floor after the first position, if it is another than `p_min`.
     """
 
     p_min: float
     later: float | None = None
-    reads_features = True
+    reads_probability = True
 
-    def go_on(self, position: int, features: Features) -> bool:
-        """Top probability ≥ the position's floor."""
-        return features.top >= (self.p_min if not position or self.later is None else self.later)
+    def chance(self, position: int, probability: float) -> float:
+        """1 if the probability reaches the position's floor, else 0."""
+        return float(probability >= (self.p_min if not position or self.later is None else self.later))
+
+    def size(self, drafting: Drafting, rival: Drafting | None = None) -> int:
+        """All tokens up to the first below the floor."""
+        return sum(chance > 0 for chance in drafting.chances)
 
 
 @dataclass
@@ -205,11 +144,11 @@ class AcceptedRatio(Fixed):
     _drafted: float = field(default=0.0, init=False)
     _accepted: float = field(default=0.0, init=False)
 
-    def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
+    def observe(self, drafting: Drafting, nodes: int, accepted: int, seconds: float) -> None:
         """Update the ratio, then step the length within [shortest, longest]."""
-        if not drafted:
+        if not nodes:
             return
-        self._drafted = self.keep * self._drafted + drafted
+        self._drafted = self.keep * self._drafted + nodes
         self._accepted = self.keep * self._accepted + accepted
         floor = min(self.base + self.rise * self.length, 0.95)
         step = 1 if self._accepted >= floor * self._drafted else -1
@@ -220,7 +159,7 @@ class AcceptedRatio(Fixed):
 class BetaFilter(Fixed):
     """Acceptance counted per (position, confidence bin); draft while the product of its means is at least `floor`.
 
-    Drafting begins where the first position's mean is at least `start`; None: `floor`, too.
+    Drafting begins if the first position's mean is at least `start`; None means `floor`.
 
     A cell starts as a Beta prior worth `weight` observations at the bin's middle. Each judged token multiplies the
     cell's older counts by `keep`. Position j is judged only if it was drafted and reached.
@@ -231,28 +170,246 @@ class BetaFilter(Fixed):
     weight: float = 4.0
     keep: float = 0.98
     start: float | None = None
-    reads_features = True
+    reads_probability = True
     counts: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, init=False)  # accepted, judged
-    _survival: float = field(default=1.0, init=False)
 
-    def cell(self, position: int, features: Features) -> tuple[int, int]:
-        """Where a position with these features is counted."""
-        return position, min(int(features.top * self.bins), self.bins - 1)
+    def cell(self, position: int, probability: float) -> tuple[int, int]:
+        """Where a position of this probability is counted."""
+        return position, min(int(probability * self.bins), self.bins - 1)
 
-    def accept(self, position: int, features: Features) -> float:
+    def chance(self, position: int, probability: float) -> float:
         """The cell's posterior mean."""
-        cell = self.cell(position, features)
+        cell = self.cell(position, probability)
         accepted, judged = self.counts.get(cell, (0.0, 0.0))
         return (accepted + self.weight * (cell[1] + 0.5) / self.bins) / (judged + self.weight)
 
-    def go_on(self, position: int, features: Features) -> bool:
-        """Whether this and all before it are expected to be accepted with probability ≥ the position's threshold."""
-        self._survival = (self._survival if position else 1.0) * self.accept(position, features)
-        return self._survival >= (self.floor if position or self.start is None else self.start)
+    def size(self, drafting: Drafting, rival: Drafting | None = None) -> int:
+        """All tokens whose probability of acceptance, with all before them, reaches the position's threshold."""
+        first = self.floor if self.start is None else self.start
+        return sum(chance >= (self.floor if at else first) for at, chance in enumerate(drafting.chances))
 
-    def observe(self, drafted: int, accepted: int, features: Sequence[Features], seconds: float) -> None:
+    def observe(self, drafting: Drafting, nodes: int, accepted: int, seconds: float) -> None:
         """Count the judged positions."""
-        for position in range(min(drafted, accepted + 1)):
-            cell = self.cell(position, features[position])
-            old, judged = self.counts.get(cell, (0.0, 0.0))
-            self.counts[cell] = (self.keep * old + (position < accepted), self.keep * judged + 1)
+        for position, probability, right in drafting.judged:
+            if position < nodes:
+                cell = self.cell(position, probability)
+                old, judged = self.counts.get(cell, (0.0, 0.0))
+                self.counts[cell] = (self.keep * old + right, self.keep * judged + 1)
+
+
+# ── The adaptive length ──
+
+# `scripts/benchmarks/rules.py --constants` halves and doubles each: of those that end below 1, what they lack of 1. The
+# figures are mean speeds after 64 (400) rounds, the best fixed length's being 1. As they are: 1.003 (1.009).
+START_ACCEPTANCE = 0.8  # Assumed of an unknown draft, so that it is tried. 0.9 gives 0.997 (1.012), 0.6 0.990 (1.006).
+START_TOKENS = 4.0  # Judged tokens that an assumption counts for. 2 gives 0.999 (1.011), 8 1.001 (1.012).
+MEMORY = 0.98  # Weight that each judged token leaves to those before: some 50 count. 0.99 gives 1.003 (1.012), 0.96
+# 1.001 (1.008), and 0.875 instead of 0.957 in the worst of 56 cells.
+CONFIDENCES = 5  # Logits of the draft's probability are rounded to −5, …, 5. 2 gives 1.001 (1.012), 10 1.003 (1.009).
+SHARE = 0.005  # Of all decoded tokens' time, what trials may cost. 0.0025 gives 1.002 (1.011), 0.01 0.997 (1.007).
+BUDGET = (
+    4.0  # Tokens' time that a kind may lose to plain decoding, beside SHARE. 2 gives 1.000 (1.009), and 0.884 in the
+)
+# worst cell; 8 changes nothing: the estimates have told by then.
+# The simulated seconds are those that were timed: the last two change nothing there.
+RATIO_ROUNDS = 16  # Latest rounds of a kind that correct its timed seconds.
+MOST_DELAY = 2.0  # A round that takes more than this many times its expected seconds was held up, and counts so much.
+
+PLAIN, DRAFT, TEXT, READING = "plain", "draft", "text", "reading"  # kinds of rounds, and the draft's reading of prompts
+
+
+class Mean:
+    """A mean that starts as START_TOKENS values of `start`; each new value multiplies the old weight by MEMORY."""
+
+    def __init__(self, start: float) -> None:
+        self._sum, self._weight = START_TOKENS * start, START_TOKENS
+
+    @property
+    def value(self) -> float:
+        """The mean."""
+        return self._sum / self._weight
+
+    def add(self, value: float) -> None:
+        """Count one more value."""
+        self._sum = MEMORY * self._sum + value
+        self._weight = MEMORY * self._weight + 1
+
+
+@dataclass
+class Adaptive(LengthRule):
+    """Draft the number of tokens with the most expected tokens per second.
+
+    The rule estimates the acceptance of each position and of each confidence of the draft (its probability of its best
+    token), as means over the latest judged tokens. It knows the seconds of a round, T(n + 1) + n·D, from a few timed
+    steps. A ratio of measured to expected seconds corrects them for each kind of round: plain, of a draft, of text
+    (lookups and tables). Before a round the rule compares all lengths by their positions' acceptance. After each of the
+    draft's steps it compares again what is found, by its confidence, with all longer rounds, and ends drafting if none
+    of them promises more tokens per second. A kind that is slower is tried again when its expected loss is at most
+    SHARE of the tokens decoded since its last round. A kind that has lost more than BUDGET tokens' time and SHARE of
+    all tokens to plain decoding drafts no more until that share has grown.
+
+    So a session falls behind plain decoding by little more than BUDGET and SHARE of its tokens for each kind.
+    """
+
+    costs: Costs
+    longest: int = 15
+    weighs_reading = True
+
+    def __post_init__(self) -> None:
+        self._positions = [Mean(START_ACCEPTANCE)]  # those judged so far; later ones are taken to be like the last
+        self._confidences = [Mean(1 / (1 + math.exp(-logit))) for logit in range(-CONFIDENCES, CONFIDENCES + 1)]
+        self._ratios = dict.fromkeys((PLAIN, DRAFT, TEXT, READING), (1.0, 1))  # and over how many rounds
+        self._lost = {DRAFT: 0.0, TEXT: 0.0}  # tokens' time
+        self._since = {PLAIN: 0, DRAFT: 0, TEXT: 0}  # tokens decoded since the last round of a kind
+        self._tokens, self._looked_up = 0, Mean(0.0)  # and the share of them that lookups found
+        self._unpaid, self._instalment = 0.0, 0.0  # of a prompt that was read: tokens' time, in all and for each token
+
+    def limit(self) -> int:
+        """`longest`, as far as the cost curve reaches."""
+        return min(self.longest, len(self.costs.target) - 1)
+
+    # What is expected.
+
+    def _confidence(self, probability: float) -> Mean:
+        if not 0 < probability < 1:
+            return self._confidences[-1 if probability else 0]
+        logit = round(math.log(probability) - math.log1p(-probability))
+        return self._confidences[max(-CONFIDENCES, min(logit, CONFIDENCES)) + CONFIDENCES]
+
+    def chance(self, position: int, probability: float) -> float:
+        """The mean acceptance at this confidence."""
+        return self._confidence(probability).value
+
+    def _seconds(self, kind: str, nodes: int, steps: float = 0.0, again: float = 0.0) -> float:
+        """Expected seconds of a round: the draft's steps, the target's step, and what the target computes again."""
+        return self._ratios[kind][0] * (steps + self.costs.target[nodes] + again)
+
+    def _plain_rate(self) -> float:
+        return 1 / self._seconds(PLAIN, 0, again=self.costs.again(0, 1.0, 1.0))
+
+    def _reading(self, drafting: Drafting) -> float:
+        """Expected seconds in which the draft reads a prompt before its first step; a short text goes into the step."""
+        if drafting.steps or drafting.unread < len(self.costs.target):
+            return 0.0
+        return self._ratios[READING][0] * self.costs.draft_prompt * drafting.unread
+
+    def _found(self, drafting: Drafting, least: int = 0) -> tuple[int, float, float]:
+        """Of verifying `least` or more of the tokens found: the best number, expected tokens and seconds."""
+        kind = DRAFT if drafting.steps else TEXT
+        costs, steps = self.costs, sum(map(self.costs.draft_step, drafting.steps))
+        best, expected, whole = (0, 1.0, math.inf), 1.0, 1.0
+        for nodes in range(min(len(drafting.chances), len(costs.target) - 1) + 1):
+            if nodes:
+                whole = drafting.chances[nodes - 1]
+                expected += whole
+            if nodes >= least:
+                seconds = self._seconds(kind, nodes, steps, costs.again(nodes, expected, whole))
+                if expected * best[2] > best[1] * seconds:
+                    best = nodes, expected, seconds
+        return best
+
+    def _ahead(self, drafting: Drafting) -> tuple[int, float, float]:
+        """Of going on with one or more steps: the best number of leaves, and expected tokens and seconds of the round.
+
+        Below each of the leaves every step finds one more token, accepted with its position's mean. They take the place
+        of the last tokens found if more than `most` would be verified. A prompt that is not read yet is paid by all
+        tokens left in the text that lookups are not expected to find.
+        """
+        costs, chances = self.costs, drafting.chances
+        most = min(drafting.most, len(costs.target) - 1)
+        count = self._found(drafting, drafting.kept)[0]
+        sums = [*accumulate(chances, initial=1.0)]
+        reading = self._reading(drafting)
+        first, left = 1 if reading else drafting.unread, max(drafting.left * (1 - self._looked_up.value), 1.0)
+        before = sum(map(costs.draft_step, drafting.steps))
+        best, reached = (0, 1.0, math.inf), 0.0
+        for width, leaf in enumerate(drafting.leaves or (-1,), start=1):
+            reached += chances[leaf] if leaf >= 0 else 1.0
+            steps, chance, more = before, reached, 0.0
+            for level in range(self.limit() - drafting.depth):
+                steps += costs.draft_step(first if not (drafting.steps or level) else width)
+                chance *= self._positions[min(drafting.depth + level, len(self._positions) - 1)].value
+                more += chance
+                added = (level + 1) * width
+                nodes = max(min(count, most - added), leaf + 1)
+                if nodes + added > most:
+                    break
+                expected = sums[nodes] + more
+                seconds = self._seconds(DRAFT, nodes + added, steps, costs.again(nodes + added, expected, chance))
+                seconds += reading * expected / left
+                if expected * best[2] > best[1] * seconds:
+                    best = width, expected, seconds
+        return best
+
+    # What is decided.
+
+    def _chosen(self, kind: str, expected: float, seconds: float, reading: float = 0.0) -> bool:
+        """Whether a round of this kind, not a plain one, is made: it is faster, or it is due to be tried again."""
+        if self._lost[kind] > BUDGET + SHARE * self._tokens:
+            return False
+        plain, rate = self._plain_rate(), expected / seconds
+        if rate > plain:
+            return rate / plain - 1 > SHARE * self._since[PLAIN]  # if not, a plain round is due
+        return (seconds + reading) * plain - expected <= SHARE * self._since[kind]
+
+    def steps(self, drafting: Drafting) -> int:
+        """The number of leaves to go on below, if that promises more than verifying what is found."""
+        width, expected, seconds = self._ahead(drafting)
+        if not width:
+            return 0
+        if not drafting.steps:
+            return width if self._chosen(DRAFT, expected, seconds, self._reading(drafting)) else 0
+        _, now, now_seconds = self._found(drafting, drafting.kept)
+        return width if expected / seconds > now / now_seconds else 0
+
+    def size(self, drafting: Drafting, rival: Drafting | None = None) -> int:
+        """The number of tokens with the most expected tokens per second."""
+        if drafting.steps:
+            return self._found(drafting, drafting.kept or self._least(drafting))[0]
+        nodes, expected, seconds = self._found(drafting, 1)
+        if nodes and rival is not None and self.steps(rival):
+            _, other, other_seconds = self._ahead(rival)
+            if other / other_seconds > expected / seconds:
+                return 0
+        return nodes if nodes and self._chosen(TEXT, expected, seconds) else 0
+
+    def _least(self, drafting: Drafting) -> int:
+        """1 in a trial: a step whose token is never judged would teach nothing."""
+        _, expected, seconds = self._ahead(Drafting(left=drafting.left, most=drafting.most))
+        return int(bool(drafting.chances) and expected / seconds <= self._plain_rate())
+
+    # What is learnt.
+
+    def observe(self, drafting: Drafting, nodes: int, accepted: int, seconds: float) -> None:
+        """Learn the acceptance, the seconds of this kind of round, and what the kind has lost."""
+        kind, tokens = DRAFT if drafting.steps else TEXT if nodes else PLAIN, accepted + 1
+        for position, probability, right in drafting.judged:
+            self._confidence(probability).add(right)
+            if position == len(self._positions):
+                self._positions.append(Mean(self._positions[-1].value))
+            self._positions[min(position, len(self._positions) - 1)].add(right)
+        steps = sum(map(self.costs.draft_step, drafting.steps))
+        seconds = self._correct(kind, seconds, self._seconds(kind, min(nodes, len(self.costs.target) - 1), steps))
+        self._tokens += tokens
+        for number in range(tokens):
+            self._looked_up.add(float(kind == TEXT and number < accepted))
+        self._since = {other: 0 if other == kind else since + tokens for other, since in self._since.items()}
+        if kind != PLAIN:
+            self._lost[kind] += seconds * self._plain_rate() - tokens
+        if drafting.read:
+            expected = self._ratios[READING][0] * self.costs.draft_prompt * drafting.read
+            reading = self._correct(READING, drafting.reading, expected) if expected else drafting.reading
+            self._lost[DRAFT] += self._unpaid  # of a text that ended early
+            self._unpaid = reading * self._plain_rate()
+            self._instalment = self._unpaid / max(drafting.left, 1.0)
+        paid = min(self._unpaid, tokens * self._instalment)
+        self._unpaid -= paid
+        self._lost[DRAFT] += paid
+
+    def _correct(self, kind: str, seconds: float, expected: float) -> float:
+        """Count the measured seconds of a round in its kind's ratio; returns them as far as they count."""
+        seconds = min(max(seconds, expected / MOST_DELAY), expected * MOST_DELAY)
+        ratio, rounds = self._ratios[kind]
+        rounds = min(rounds + 1, RATIO_ROUNDS)
+        self._ratios[kind] = ratio + (seconds / expected - 1) * ratio / rounds, rounds
+        return seconds

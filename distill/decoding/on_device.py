@@ -32,7 +32,7 @@ from distill.decoding.drafters import (
     NoDrafter,
     distribution_sampler,
 )
-from distill.decoding.lengths import Features, Proposal, entropies
+from distill.decoding.proposals import Proposal
 from distill.decoding.rules import Rules
 from distill.devices import has_float64
 from distill.engines.model import Model
@@ -80,7 +80,7 @@ class DeviceDraft:
     @property
     def looks(self) -> bool:
         """Whether the length rule is asked after each step."""
-        return self.drafter.rule.reads_features
+        return self.drafter.rule.reads_probability
 
     @torch.inference_mode()
     def drafted(self, context: Sequence[int], chain: ChainDraft) -> DeviceChain:
@@ -88,7 +88,7 @@ class DeviceDraft:
         uniforms = [] if self.drafter.argmax else [chain.random() for _ in range(chain.limit)]
         model, device = self.model, self.model.device
         (length,) = model.lengths
-        unread = chain.unread(context, length)
+        unread = chain.reads(context, length)
         read = length + len(unread)
         sent = send([*unread, len(unread), length], device)
         ids, counts, starts = sent[:-2], sent[-2:-1], sent[-1:]
@@ -111,6 +111,7 @@ class DeviceDraft:
             if len(tokens) == chain.limit or (self.looks and not chain.goes_on()):
                 break
             alive = alive & (token >= 0) & ~(token == self._ends).any()
+            chain.drafting.steps.append(1)
             last = model.step(tokens[-1].clamp(min=0)[None, None], one, starts, end, 1)[0, -1]
             starts = starts + 1
         return DeviceChain(
@@ -138,14 +139,12 @@ class DeviceDraft:
         self, context: Sequence[int], chain: ChainDraft, token: Tensor, distribution: Tensor, peak: Tensor
     ) -> bool:
         """Whether the length rule takes this token, which was drawn, but is not shown to it."""
-        two = distribution.topk(min(2, distribution.shape[-1])).values
-        shown = fetch(token.int(), distribution.argmax(-1).int(), shrunk(peak), two, entropies(distribution))
+        shown = fetch(token.int(), shrunk(peak), distribution.max(-1).values)
         numbers: list[Any] = [part.tolist() for part in shown]
-        drawn, best, largest, top, entropy = numbers
+        drawn, largest, probability = numbers
         place = place_of(model_name(self.model.model), [len(context) + len(chain.tokens)])
         require_finite([largest], place, empty=True)
-        features = Features(top[0], top[1] if len(top) > 1 else 0.0, entropy)
-        if not chain.decides(features, best, self.drafter.index, context):
+        if not chain.decides(probability):
             return False
         chain.tokens.append(drawn)
         return True

@@ -12,7 +12,7 @@ from collections.abc import Collection, Sequence
 from itertools import chain, groupby
 
 from distill.decoding.drafters import distribution_sampler
-from distill.decoding.lengths import Proposal
+from distill.decoding.proposals import Proposal
 from distill.decoding.verify import Random, draw_token
 from distill.devices import pick_device
 from distill.engines.loaded import LoadedPair, torch_decoder

@@ -20,7 +20,7 @@ import torch
 
 from distill.decoding.drafters import NOTHING, Drafter
 from distill.decoding.grammar import Constraint, State
-from distill.decoding.lengths import Proposal
+from distill.decoding.proposals import Proposal
 from distill.decoding.verify import Random
 from distill.engines.loaded import LoadedPair
 from distill.engines.model import ROOT, Ints, Model
@@ -246,7 +246,7 @@ class Forced:
             return proposal
         for count, token in enumerate(proposal.tokens):
             if not state.allows(token):
-                return Proposal.chain(proposal.tokens[:count], None, proposal.features[:count])
+                return Proposal.chain(proposal.tokens[:count])
             state = self.constraint.next(state, token)
         return proposal
 

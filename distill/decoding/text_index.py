@@ -28,7 +28,6 @@ class TextIndex:
         self._link, self._length = [-1], [0]
         self._end = [0]  # Index of the token after a state's strings.
         self._counts: list[dict[int, int]] = [{}]  # Tokens that followed a state's strings, in order of appearance.
-        self._latest = [-1]  # The token that followed a state's strings last.
         self._last = self.match = self.place = 0
         self._short, self._short_length = 0, 0  # State and length of the text's ending of at most LONGEST tokens.
 
@@ -40,7 +39,7 @@ class TextIndex:
     def _add(self, token: int) -> None:
         self._count(token)
         self.text.append(token)
-        new = self._state({}, self._length[self._last] + 1, 0, len(self.text), {}, -1)
+        new = self._state({}, self._length[self._last] + 1, 0, len(self.text), {})
         state = self._last
         while state >= 0 and token not in self._next[state]:
             self._next[state][token] = new
@@ -63,25 +62,20 @@ class TextIndex:
 
         `state` leads to `whole` by `token`. Returns the new state.
         """
-        counts = dict(self._counts[whole]), self._latest[whole]
-        parted = self._state(
-            dict(self._next[whole]), self._length[state] + 1, self._link[whole], self._end[whole], *counts
-        )
+        following, counts = dict(self._next[whole]), dict(self._counts[whole])
+        parted = self._state(following, self._length[state] + 1, self._link[whole], self._end[whole], counts)
         while state >= 0 and self._next[state].get(token) == whole:
             self._next[state][token] = parted
             state = self._link[state]
         self._link[whole] = parted
         return parted
 
-    def _state(
-        self, following: dict[int, int], length: int, link: int, end: int, counts: dict[int, int], latest: int
-    ) -> int:
+    def _state(self, following: dict[int, int], length: int, link: int, end: int, counts: dict[int, int]) -> int:
         self._next.append(following)
         self._length.append(length)
         self._link.append(link)
         self._end.append(end)
         self._counts.append(counts)
-        self._latest.append(latest)
         return len(self._next) - 1
 
     def _count(self, token: int) -> None:
@@ -90,7 +84,6 @@ class TextIndex:
         while state:
             counts = self._counts[state]
             counts[token] = counts.get(token, 0) + 1
-            self._latest[state] = token
             state = self._link[state]
 
     def continuation(self, count: int) -> list[int]:
@@ -111,14 +104,6 @@ class TextIndex:
             state = self._link[state]
             length = self._length[state]
         return state, length
-
-    def agreement(self, tail: Sequence[int], token: int) -> int:
-        """Length of the longest ending of `tail`, of at most LONGEST tokens, that a token followed; 0 if there is none.
-
-        It is negative if the token that followed last is not `token`.
-        """
-        state, length = self._followed(tail)
-        return length if self._latest[state] == token else -length
 
     def followers(self, tail: Sequence[int]) -> list[dict[int, int]]:
         """Counts of the tokens that followed the last 1, 2, … tokens of `tail`, as far as any did."""

@@ -11,18 +11,17 @@ from __future__ import annotations
 import heapq
 import sys
 from collections.abc import Callable, Collection, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import count, pairwise
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from distill.decoding.calibration import UNFITTED, Calibration
-from distill.decoding.drafters import NOTHING, Asking, distribution_sampler
-from distill.decoding.lengths import ROOT, Features, Proposal, best_tokens, children_of, entropies
+from distill.decoding.drafters import NOTHING, ModelBackedDrafter, distribution_sampler
+from distill.decoding.lengths import Drafting, Fixed, LengthRule
+from distill.decoding.proposals import ROOT, Proposal, best_tokens, children_of
 from distill.decoding.verify import Random, draw_token
-from distill.decoding.worth import ExpectedValue, Size
 from distill.engines.model import SPARE_NODES, Model
 from distill.engines.torch.model import for_sampler
 from distill.sampler import Logits, Sampler
@@ -96,28 +95,35 @@ class Leaves:
 
 
 class Choices(NamedTuple):
-    """What may follow a node: tokens and their chances, best first, and where their drafter finds the node again."""
+    """What may follow a node: tokens and their chances, best first, and where their drafter finds the node again.
+
+    `best` is the drafter's best token, `probability` its probability.
+    """
 
     tokens: Sequence[int]
     chances: Sequence[float]
     place: Any = ()
-    judged: tuple[Features, int] | None = None  # of a draft's: the features of its distribution, and its best token
+    best: int = -1
+    probability: float = 0.0
+
+
+NO_CHOICES = Choices([], [])
 
 
 @dataclass
 class Grown:
-    """A tree of the nodes of greatest value, best first, of which the first `size.count` are proposed.
+    """A tree of the nodes of greatest chance, best first, of which the first `size` are proposed.
 
-    `chances` are their values: the chance that a node and all above it are accepted. Nothing is known of what follows
-    the nodes in `unread`.
+    `chances` are the probabilities that a node and all above it are accepted. Nothing is known of what follows the
+    nodes in `unread`.
     """
 
-    size: Size
     tokens: list[int] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
     depths: list[int] = field(default_factory=list)
     chances: list[float] = field(default_factory=list)
     unread: list[int] = field(default_factory=list)
+    size: int = 0
     known: dict[tuple[int, ...], Choices] = field(default_factory=dict)  # of a draft, by the path before them
     read: dict[tuple[int, ...], int] = field(default_factory=dict)  # nodes that a draft read, by number
 
@@ -127,11 +133,11 @@ class Grown:
 
     def proposal(self) -> Proposal:
         """The nodes that are worth verifying."""
-        return Proposal(self.tokens[: self.size.count], self.parents[: self.size.count])
+        return Proposal(self.tokens[: self.size], self.parents[: self.size])
 
 
-# A node that may join the tree, best first: minus its value; its rank and the number of the entry break ties; then its
-# parent, the parent's value, and all choices below the parent.
+# A node that may join the tree, best first: minus its chance; its rank and the number of the entry break ties; then its
+# parent, the parent's chance, and all choices below the parent.
 _Entry = tuple[float, int, int, int, float, Choices]
 
 
@@ -140,23 +146,30 @@ def best_first(
     below: Callable[[Any, int], Choices | None],
     nodes: int,
     longest: int,
-    size: Size,
+    rule: LengthRule,
+    drafting: Drafting,
     max_leaves: int = sys.maxsize,
 ) -> Grown:
-    """The tree of at most `nodes` nodes, `longest` on a path, with the largest sum of values, or of fewer where no
-    other can be worth more.
+    """The tree of at most `nodes` nodes, `longest` on a path, with the largest sum of chances, or of fewer if the rule
+    would not verify more, whatever was found.
 
     `below` gives the choices after a token at a place, None where they are not known yet. The first nodes are always
     the best tree of fewer. Where `max_leaves` binds, the tree is the greedy one, not the best.
     """
-    grown, leaves, pool, numbers = Grown(size), Leaves(max_leaves), list[_Entry](), count()
+    grown, leaves, pool, numbers = Grown(), Leaves(max_leaves), list[_Entry](), count()
 
     def offer(rank: int, parent: int, value: float, choices: Choices) -> None:
         if rank < len(choices.tokens):
             heapq.heappush(pool, (-value * choices.chances[rank], rank, next(numbers), parent, value, choices))
 
+    def may_grow(chance: float) -> bool:
+        """Whether more nodes would be verified if each had the chance of the next one."""
+        size = len(grown.chances)
+        hoped = [*grown.chances, *[chance] * (nodes - size)]
+        return size < nodes and rule.size(replace(drafting, chances=hoped)) > size
+
     offer(0, ROOT, 1.0, root)
-    while pool and len(grown.tokens) < nodes and size.may_rise(len(grown.tokens), -pool[0][0]):
+    while pool and may_grow(-pool[0][0]):
         loss, rank, _, parent, value, among = heapq.heappop(pool)
         offer(rank + 1, parent, value, among)
         if not leaves.take(parent):
@@ -166,9 +179,8 @@ def best_first(
         grown.parents.append(parent)
         grown.depths.append(level)
         grown.chances.append(-loss)
-        size.add(node + 1, -loss)
         # A node in the last place has no children in the tree: they would come after it.
-        if level < longest and node + 1 < nodes and size.may_rise(node + 1, -loss):
+        if level < longest and may_grow(-loss):
             following = below(among.place, among.tokens[rank])
             if following is None:
                 grown.unread.append(node)
@@ -181,22 +193,22 @@ def draft_tree(
     root: Tensor,
     expand: Expand,
     nodes: int,
+    rule: LengthRule,
+    drafting: Drafting,
     *,
     branching: int = 8,
     longest: int = 16,
-    calibration: Calibration = UNFITTED,
     max_leaves: int = sys.maxsize,
-    rule: ExpectedValue | None = None,
 ) -> Grown:
     """The best-first tree of a draft, which is called once a level, and takes some nodes that the tree then leaves out.
 
-    A node's value is the product of its path's probabilities of acceptance: those that the rule, or else `calibration`
-    makes of the draft's. `root` [V] is the distribution after the context; children are the `branching` best tokens.
-    `max_leaves` bounds the branches of the tree and of the nodes that the draft takes. With a `rule` the tree gets as
-    many nodes as are worth verifying, and as many levels as may be worth their steps.
+    A node's chance is the product of its path's probabilities of acceptance, those that the rule makes of the draft's.
+    `root` [V] is the distribution after the context; children are the `branching` best tokens. `max_leaves` bounds the
+    branches of the tree and of the nodes that the draft takes. The rule decides how many levels are drafted and how
+    many nodes verified.
     """
-    judge = calibration if rule is None else rule
-    (first,) = _choices([()], root[None], branching, judge)
+    drafting.most = nodes
+    (first,) = _choices([()], root[None], branching, rule)
     known: dict[tuple[int, ...], Choices] = {(): first}
     read: dict[tuple[int, ...], int] = {(): ROOT}  # numbers of the nodes that the draft took
     leaves = Leaves(max_leaves, ())
@@ -205,59 +217,53 @@ def draft_tree(
         return known.get((*path, token))
 
     while True:
-        size = Size(None if rule is None else rule.worth, nodes, by_model=True)
-        grown = best_first(first, below, nodes, longest, size, max_leaves)
-        unread, paths = grown.unread, {node: grown.path(node) for node in grown.unread}
-        if unread and rule is not None:
-            unread = unread[: rule.opens(size, grown.chances, unread, grown.depths[unread[0]])]
+        grown = best_first(first, below, nodes, longest, rule, drafting, max_leaves)
+        drafting.chances, drafting.leaves = grown.chances, grown.unread
+        drafting.depth = grown.depths[grown.unread[0]] if grown.unread else 0
+        unread = grown.unread[: rule.steps(drafting)] if grown.unread else []
         if not unread:
-            grown.known, grown.read = known, read
+            grown.size, grown.known, grown.read = rule.size(drafting), known, read
             return grown
+        paths = {node: grown.path(node) for node in unread}
         taken = [node for node in unread if leaves.take(paths[node][:-1])]
-        known |= {paths[node]: Choices([], []) for node in unread if node not in taken}
+        known |= {paths[node]: NO_CHOICES for node in unread if node not in taken}
         if taken:
+            drafting.steps.append(len(taken))
             above = [read[paths[node][:-1]] for node in taken]
             distributions = expand([grown.tokens[node] for node in taken], above)
             opened = [paths[node] for node in taken]
-            known |= zip(opened, _choices(opened, distributions, branching, judge), strict=True)
+            known |= zip(opened, _choices(opened, distributions, branching, rule), strict=True)
             read |= {path: len(read) - 1 + number for number, path in enumerate(opened)}
 
 
 def _choices(
-    paths: Sequence[tuple[int, ...]], distributions: Tensor, branching: int, judge: Calibration | ExpectedValue
+    paths: Sequence[tuple[int, ...]], distributions: Tensor, branching: int, rule: LengthRule
 ) -> Iterator[Choices]:
     """The `branching` best tokens after each path, from the draft's distributions [m, V] there."""
-    asked = "entropy" in (judge.calibration if isinstance(judge, ExpectedValue) else judge).terms
-    every = entropies(distributions).tolist() if asked else [0.0] * len(distributions)
-    best = best_tokens(distributions, max(branching, 2))
-    for path, entropy, (tokens, found) in zip(paths, every, best, strict=True):
-        top, second = (*found[:2], 0.0, 0.0)[:2]
-        features = Features(top, second, entropy)
-        chances = calibrated(found, features, len(path), judge)
-        choices = by_chance(tokens[:branching], chances[:branching], path)
-        yield choices._replace(judged=(features, tokens[0])) if tokens else choices
+    for path, (tokens, found) in zip(paths, best_tokens(distributions, branching), strict=True):
+        top = found[0] if found else 0.0
+        first = rule.chance(len(path), top) if found else 0.0
+        # Where the best child is wrong, the draft's other tokens are as likely as in its distribution.
+        rest = (1 - first) * sum(found[1:]) / (1 - top) if top < 1 else 0.0
+        yield by_chance(tokens, corrected(found, first, min(rest, 1.0)), path, found)
 
 
-def by_chance(tokens: Sequence[int], chances: Sequence[float], place: Any) -> Choices:
-    """Choices in the order of their chances; calibrated ones may be in another."""
+def by_chance(tokens: Sequence[int], chances: Sequence[float], place: Any, probabilities: Sequence[float]) -> Choices:
+    """Choices in the order of their chances, which may be another than that of the drafter's `probabilities`."""
+    best, probability = (tokens[0], probabilities[0]) if tokens else (-1, 0.0)
     if any(after > before for before, after in pairwise(chances)):
         ranks = sorted(range(len(tokens)), key=lambda rank: -chances[rank])
         tokens, chances = [tokens[rank] for rank in ranks], [chances[rank] for rank in ranks]
-    return Choices(tokens, chances, place)
+    return Choices(tokens, chances, place, best, probability)
 
 
-def calibrated(
-    chances: Sequence[float], features: Features, position: int, calibration: Calibration | ExpectedValue
-) -> list[float]:
-    """The probability that each child is accepted, from the draft's probabilities of a node's children, best first.
+def corrected(probabilities: Sequence[float], first: float, rest: float) -> list[float]:
+    """The chances of a node's children, from the drafter's probabilities of them, the best child's first.
 
-    A chain's calibration tells that of the best child; the others share the rest as in the distribution.
+    `first` is the chance of the best child. The others share the chance `rest` by their probabilities.
     """
-    if not chances:
-        return []
-    first = calibration.accept(position, features)
-    scale = (1 - first) / (1 - features.top) if features.top < 1 else 0.0
-    return [first, *[min(chance * scale, 1.0) for chance in chances[1:]]]
+    total = sum(probabilities[1:])
+    return [first, *[rest * probability / total for probability in probabilities[1:]]] if probabilities else []
 
 
 def sampled_tree(shape: Shape, root: Tensor, expand: Expand, random: Random, replacement: bool) -> Proposal:
@@ -314,12 +320,11 @@ def require_tree_sampler(sampler: Sampler, drawn: bool) -> None:
         raise ValueError("a greedy sampler draws nothing: ask for a tree of the best tokens, without widths")
 
 
-class TreeDrafter(Asking):
-    """A model that proposes trees: of the nodes of greatest value, or in a fixed shape.
+class TreeDrafter(ModelBackedDrafter):
+    """A model that proposes trees: of the nodes of greatest chance, or in a fixed shape.
 
-    Without a `shape` the tree has the `nodes` nodes of greatest value (deterministic children), with a `rule` as many
-    of them as are worth drafting and verifying. With a shape, children are drawn from the draft's distribution, without
-    replacement where `distinct`.
+    Without a `shape` the tree has at most `nodes` nodes of greatest chance (deterministic children), as many of them as
+    the rule wants. With a shape, children are drawn from the draft's distribution, without replacement if `distinct`.
     """
 
     tree = True
@@ -334,25 +339,22 @@ class TreeDrafter(Asking):
         shape: Shape | None = None,
         distinct: bool = False,
         branching: int = 16,
-        longest: int = 8,
-        calibration: Calibration = UNFITTED,
-        rule: ExpectedValue | None = None,
+        rule: LengthRule | None = None,
     ) -> None:
         require_tree_sampler(sampler, shape is not None)
-        super().__init__(model, rule)
-        self.rule: ExpectedValue | None
+        super().__init__(model, rule or Fixed(nodes))
         self.sampler, self.random, self.nodes = distribution_sampler(sampler), random, nodes
-        self.shape, self.distinct = shape, distinct
-        self.branching, self.longest, self.calibration = branching, longest, calibration
+        self.shape, self.distinct, self.branching = shape, distinct, branching
         self._tree: Grown | None = None  # of the last round, behind this many tokens
         self._length = 0
+        self._judged: list[tuple[int, float, float]] = []  # of the last round, for the rule
 
     def begin(self, prompt: Sequence[int]) -> None:
         """Start a text, see `start`."""
-        self._tree = None
+        self._tree, self._judged = None, []
         self.start(prompt, self.nodes > 0)
 
-    def size(self, limit: int) -> tuple[Shape | None, int]:
+    def room_for(self, limit: int) -> tuple[Shape | None, int]:
         """The shape and the most nodes of a tree of at most `limit` levels: a shape loses its deeper ones. It is
         settled before any draw; 0 where nothing is drafted."""
         shape = None if self.shape is None else self.shape.within(limit)
@@ -361,17 +363,22 @@ class TreeDrafter(Asking):
         if limit <= 0:
             return None, 0
         if shape is None:
-            known = room if self.rule is None else len(self.rule.costs.target) - 1
-            return None, min(self.nodes, room, known)
+            return None, min(self.nodes, room)
         return shape, len(shape) if len(shape) <= room else 0
 
+    def open(self, context: Sequence[int], limit: int) -> Drafting:
+        """The round after this context. The draft first keeps what it read of the context in the last tree."""
+        self._keep(context)
+        drafting = super().open(context, limit)
+        drafting.most = max(self.room_for(limit)[1], 0)
+        drafting.judged = self._judged
+        return drafting
+
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """A tree of at most `limit` levels, of `size`."""
-        unread = self.unread(context)
-        if self.rule is not None:
-            self.rule.behind(unread, limit)
-        shape, nodes = self.size(limit)
-        if nodes == 0 or not (self.rule is None or (self.rule.limit() > 0 and self.rule.step_on(0))):
+        """A tree of at most `limit` levels, of the `room_for` them."""
+        drafting, (shape, nodes) = self.open(context, limit), self.room_for(limit)
+        longest = min(self.rule.limit(), limit)
+        if nodes == 0 or longest == 0 or not self.rule.steps(drafting):
             return NOTHING
 
         def distributions(logits: Logits) -> Tensor:
@@ -382,50 +389,44 @@ class TreeDrafter(Asking):
 
         reading = self.catch_up(context)
         fresh = list(context[self.model.lengths[0] :])
+        drafting.steps.append(len(fresh))
         root = distributions(self.model.extend(fresh, want=[len(fresh) - 1]))[0]
         if shape is not None:
             return sampled_tree(shape, root, expand, self.random, not self.distinct).after(reading)
-        grown = draft_tree(
+        self._tree = draft_tree(
             root,
             expand,
             nodes,
+            self.rule,
+            drafting,
             branching=self.branching,
-            longest=min(self.longest, limit),
-            calibration=self.calibration,
+            longest=longest,
             max_leaves=self.model.max_leaves,
-            rule=self.rule,
         )
-        self._tree, self._length = grown, len(context)
-        return grown.proposal().after(reading)
+        self._length = len(context)
+        return self._tree.proposal().after(reading)
 
-    def unread(self, context: Sequence[int]) -> int:
-        """Tokens of the context that the draft has not read, once it has kept what it read of them in the last tree;
-        they judge the draft's best tokens there."""
-        if (tree := self._tree) is not None:
-            path: tuple[int, ...] = ()
-            new, kept = context[self._length :], list[int]()
-            for place, token in enumerate(new):
-                choices = tree.known.get(path)
-                if self.rule is not None and choices is not None and choices.judged is not None:
-                    features, best = choices.judged
-                    self.rule.judged(place, features, token == best)
-                path = (*path, token)
-                if path not in tree.read:
-                    break
-                if place < len(new) - 1:  # the context's last token is read in the next step
-                    kept.append(tree.read[path])
-            self.model.keep([kept])
-            self._tree = None
-        return super().unread(context)
+    def _keep(self, context: Sequence[int]) -> None:
+        """Keep what the draft has read of the context in the last tree, and note if its best tokens were right."""
+        if (tree := self._tree) is None:
+            return
+        path: tuple[int, ...] = ()
+        new, kept = context[self._length :], list[int]()
+        for place, token in enumerate(new):
+            choices = tree.known.get(path)
+            if choices is not None and choices.tokens:
+                self._judged.append((place, choices.probability, float(token == choices.best)))
+            path = (*path, token)
+            if path not in tree.read:
+                break
+            if place < len(new) - 1:  # the context's last token is read in the next step
+                kept.append(tree.read[path])
+        self.model.keep([kept])
+        self._tree = None
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Let the rule learn. A grown tree stays until the next context tells which of its nodes to keep."""
         if self._tree is None:
             self.model.rollback([min(self.model.lengths[0], length - 1)])
-        if self.rule is not None:
-            if self._late:
-                self.rule.caught_up(self._late)
-            self.rule.verified(len(proposal.tokens))
-            levels = max(Shape(tuple(proposal.parents)).depths, default=0)
-            self.rule.observe(levels, count, (), seconds - self._late)
-        self._late = 0.0
+        self.observe(proposal, count, seconds)
+        self._judged = []

@@ -17,7 +17,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from distill.decoding.lengths import ROOT, Proposal
+from distill.decoding.proposals import ROOT, Proposal
 from distill.devices import as_float64
 from distill.errors import DataError
 

@@ -91,7 +91,7 @@ class LoadedPair(contextlib.AbstractContextManager["LoadedPair"]):
     `ends` are the ids that end a text, `text_ends` the texts that end it (`target_ends`). `tokenizer` and
     `hugging_face` (target, draft) are the objects of transformers, None for GGUF files; `pytorch` says how they decode.
     `options` are what the models were loaded with, None for models that were loaded elsewhere. `costs` keeps what
-    rounds cost by depth, see `round_costs.pair_costs`. Closes its models when used as a context.
+    rounds cost, see `configured.pair_costs`. Closes its models when used as a context.
     """
 
     backend: Literal["pytorch", "gguf", "ik"]
@@ -105,22 +105,6 @@ class LoadedPair(contextlib.AbstractContextManager["LoadedPair"]):
     options: Mapping[str, Any] | None = None
     text_ends: tuple[str, ...] = ()
     costs: dict[int, Any] = field(default_factory=dict, init=False, compare=False)
-
-    @cached_property
-    def conditions(self) -> dict[str, Any] | None:
-        """Everything but the depth on which the seconds of its steps depend: models by content, engine and build,
-        options, machine and threads. None for models that were not loaded from files here."""
-        if self.options is None:
-            return None
-        options = dict(self.options)
-        contents = [None if (one := options.pop(role)) is None else _content(one) for role in ("target", "draft")]
-        if isinstance(self.target, GgufModel):
-            engine: list[Any] = [one.build for one in (self.target, self.draft) if isinstance(one, GgufModel)]
-        else:
-            options["threads"] = torch.get_num_threads()
-            engine = [*(f"{name} {version_of(name)}" for name in ("torch", "transformers"))]
-        here = {name: value for name, value in machine().items() if name in ("cpu", "cores", "gpu", "platform")}
-        return {"models": contents, "engine": engine, "options": options, "machine": here}
 
     @cached_property
     def vocabulary(self) -> Vocabulary:

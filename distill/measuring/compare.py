@@ -11,7 +11,7 @@ import random
 import statistics
 import time
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from functools import partial
 
@@ -19,7 +19,6 @@ import numpy
 
 from distill.data.samples import SEEN, repetition
 from distill.decoding.batch import at_once, rows_of
-from distill.decoding.calibration import Calibration
 from distill.decoding.configured import (
     NO_COSTS,
     DrafterInputs,
@@ -27,13 +26,13 @@ from distill.decoding.configured import (
     configured_sampler,
     lossy_reason,
     make_drafter,
+    pair_costs,
     require_trees,
 )
-from distill.decoding.costs import Costs, accepted_by_position, measure_steps, tokens_per_round
+from distill.decoding.costs import accepted_by_position, measure_steps, tokens_per_round
 from distill.decoding.decode import Decoded, Round, room_for
 from distill.decoding.ngrams import NGramTable
 from distill.decoding.other_vocabulary import DraftReader
-from distill.decoding.round_costs import PROMPTS, pair_costs
 from distill.decoding.rules import Rules, Stop, stop_before
 from distill.engines.loaded import LoadedPair, Opening, require_rows
 from distill.engines.model import Model, Step, Watch
@@ -454,14 +453,12 @@ STEP_REPEATS = 7  # at most. Three suffice if their median is within 5 % of the 
 class PairTexts:
     """The prompts on which a pair is measured, and what is known about them.
 
-    Costs are timed after `spare` prompts. `calibrations` are by name. `classes` are the prompts' classes, if results
-    distinguish them. `table` holds n-grams of the target's other texts, if there are any. `units` number the questions
-    of a suite, whose turns are prompts. Intervals then resample questions.
+    `classes` are the prompts' classes, if results distinguish them. `table` holds n-grams of the target's other texts,
+    if there are any. `units` number the questions of a suite, whose turns are prompts. Intervals then resample
+    questions.
     """
 
     prompts: list[list[int]]
-    spare: list[list[int]]
-    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
     classes: Sequence[str] = ()
     table: NGramTable | None = None
     units: Sequence[int] = ()
@@ -477,7 +474,7 @@ def measure_pair(
     if any(configuration.branches for configuration in settings.configurations):
         require_trees(pair.target, pair.draft)
     prompts, new_tokens = given.prompts, settings.speedup.new_tokens
-    inputs = _inputs(pair, given, _timed_costs(settings, pair, given))
+    inputs = _inputs(settings, pair, given)
     inputs = inputs if settings.at_once == 1 else replace(inputs, max_leaves=0)
     small: Model = pair.draft if reader is None else reader.model
     target, together = pair.target, small
@@ -510,31 +507,17 @@ def time_again(
     settings: PairSettings, pair: LoadedPair, places: Collection[int], given: PairTexts
 ) -> dict[int, list[TimedText]]:
     """Decode prompts once more with the configurations at these places of the table, using the pair's kept costs."""
-    longest = _longest_priced(settings)
-    costs = pair_costs(pair, given.prompts[:1], longest) if longest else NO_COSTS
     stop = stop_before(pair.token_bytes, pair.text_ends)
-    prepared = prepare_all(settings, [(pair.target, pair.draft)], pair.ends, _inputs(pair, given, costs), stop)
+    prepared = prepare_all(settings, [(pair.target, pair.draft)], pair.ends, _inputs(settings, pair, given), stop)
     wanted = {place: prepared[place] for place in places}
     new_tokens, title = settings.speedup.new_tokens, f"{pair.backend}, prompts of a turn"
     time_texts(pair.target, pair.draft, given.prompts, new_tokens, [*wanted.values()], title)
     return {place: timed.texts for place, timed in wanted.items()}
 
 
-def _longest_priced(settings: PairSettings) -> int:
-    """Return the longest round of configurations that read costs, or 0 if none does."""
+def _inputs(settings: PairSettings, pair: LoadedPair, given: PairTexts) -> DrafterInputs:
+    """Return what the configurations read. Costs reach the longest round of those that need costs."""
     priced = (configuration for configuration in settings.configurations if configuration.needs_costs)
-    return max((configuration.longest_round for configuration in priced), default=0)
-
-
-def _timed_costs(settings: PairSettings, pair: LoadedPair, given: PairTexts) -> Costs:
-    """Return the costs of rounds: those that were kept, or new ones, timed after `spare` prompts and kept."""
-    longest = _longest_priced(settings)
-    if not longest:
-        return NO_COSTS
-    ordered = sorted(given.spare, key=len)  # Rounds cost more after longer prompts.
-    spare = [ordered[len(ordered) * (2 * index + 1) // (2 * PROMPTS)] for index in range(PROMPTS)]
-    return pair_costs(pair, spare, longest, settings.speedup.new_tokens)
-
-
-def _inputs(pair: LoadedPair, given: PairTexts, costs: Costs) -> DrafterInputs:
-    return DrafterInputs(costs.of_target(pair.target), given.calibrations, given.table, pair.target.max_leaves)
+    longest = max((configuration.longest_round for configuration in priced), default=0)
+    costs = pair_costs(pair, longest) if longest else NO_COSTS
+    return DrafterInputs(costs, given.table, pair.target.max_leaves)

@@ -36,12 +36,10 @@ from distill.data.prompts import UserPrompts, read_user_prompts
 from distill.data.samples import NEW, SEEN, Request, Sample, how_to_redo, prompt_seed, read_prompts, repetition
 from distill.data.suites import Suite, SuitePrompts, suite_prompts
 from distill.decoding.batch import refill
-from distill.decoding.calibration import Recorded, Recorder
-from distill.decoding.decode import Round, decode_text, room_for
-from distill.decoding.drafters import ModelDrafter, distribution_sampler
-from distill.decoding.lengths import Features, features_of
+from distill.decoding.decode import Round, room_for
+from distill.decoding.drafters import distribution_sampler
+from distill.decoding.proposals import likeliest
 from distill.decoding.rules import GREEDY, Rules, rules_of_pair
-from distill.decoding.text_index import LONGEST, TextIndex
 from distill.decoding.verify import Random
 from distill.devices import as_float64, pick_device
 from distill.engines.ends import target_ends
@@ -360,7 +358,7 @@ Text = tuple[Sequence[int], list[int]]  # a prompt, and the target's text after 
 Judged = list[list[tuple[int, str, bool]]]  # by prompt: position, kind of text, whether the draft's token was accepted
 
 
-def judged_positions(rounds: Sequence[Sequence[Round | Recorded]], texts: Sequence[Text]) -> Judged:
+def judged_positions(rounds: Sequence[Sequence[Round]], texts: Sequence[Text]) -> Judged:
     """Return the drafted positions 1..γ of each text's rounds up to the first rejection.
 
     The kind of text says whether the target's token at the position repeats earlier text.
@@ -392,34 +390,10 @@ def positions_by_text(judged: Judged, length: int) -> ByText:
     return {kind: position_acceptance(judged, length, {kind}) for kind in (NEW, SEEN)}
 
 
-def tokens_per_round(rounds: Sequence[Sequence[Round | Recorded]]) -> Interval:
+def tokens_per_round(rounds: Sequence[Sequence[Round]]) -> Interval:
     """Return accepted + 1, the mean over rounds, with its interval over prompts."""
     emitted = [sum(r.accepted + 1 for r in text_rounds) for text_rounds in rounds]
     return ratio_interval(emitted, [len(text_rounds) for text_rounds in rounds])
-
-
-def decode_rounds(
-    target: Model,
-    draft: Model,
-    prompts: Sequence[Sequence[int]],
-    length: int,
-    new_tokens: int,
-    rules: Rules,
-    title: str,
-) -> list[list[Recorded]]:
-    """Decode every prompt speculatively from cold caches, with rounds of one `length`. Return the rounds by prompt.
-
-    Verifier match gets the draft's best tokens.
-    """
-    progress, rounds = Progress(title, len(prompts)), list[list[Recorded]]()
-    for prompt in prompts:
-        recorder = Recorder(length)
-        drafter = ModelDrafter(draft, recorder, rules.sampler, rules.random, rules.verifier == "match")
-        limit = room_for(target, draft, len(prompt), new_tokens)
-        decode_text(target, drafter, prompt, limit, rules)
-        rounds.append(recorder.rounds)
-        progress.step()
-    return rounds
 
 
 # ── Texts that the target writes, and the rounds in which greedy decoding would have written them ──
@@ -464,7 +438,7 @@ def record_rounds(
     target: Model | None = None,
     draws: Random = random.random,
     length: int = LENGTH,
-) -> list[list[Recorded]]:
+) -> list[list[Round]]:
     """Return the rounds, with `length` drafted tokens each, in which decoding under a sampler writes each text.
 
     The draft's best tokens are proposed. With a `target`, drawn tokens are proposed and judged by verifier token.
@@ -473,7 +447,7 @@ def record_rounds(
     Verifier token accepts a drafted token x with probability min(p(x), q(x)) / q(x). A share min(1, q(x) / p(x)) of the
     tokens x in a text was therefore drafted.
     """
-    recorded, sampler = list[list[Recorded]](), distribution_sampler(sampler)
+    recorded, sampler = list[list[Round]](), distribution_sampler(sampler)
     progress = Progress("rounds of other texts, prompts", len(texts), brief=True)
     for prompt, new in texts:
         text = [*prompt, *new][: draft.capacity]
@@ -500,29 +474,27 @@ def rounds_of(
     ends: Collection[int],
     length: int,
     hits: Sequence[bool] | None = None,
-) -> list[Recorded]:
+) -> list[Round]:
     """The rounds of `length` drafted tokens from the first new token, `at`, on; `distributions` are the draft's after
     it and after later ones. `hits`: whether a drafted token stands there; None: where the best one is the text's."""
-    rounds, index, first = list[Recorded](), TextIndex(), at
+    rounds, first = list[Round](), at
     # A last token that is no end is never drafted: a round emits one beyond those accepted.
     last = len(text) - (1 if text[-1] in ends else 2)
     while at < last:
-        index.read(text[: at + 1])
-        seen, accepted = list[Features](), 0
+        drafted = accepted = 0
         for place in range(at, min(at + length, last)):
-            distribution, before = distributions[place - first], text[max(0, place + 1 - LONGEST) : place + 1]
-            features, best = features_of(distribution)
-            if not features.top:
+            best, probability = likeliest(distributions[place - first])
+            if not probability:
                 break
-            seen.append(replace(features, match=index.agreement(before, best)))
+            drafted += 1
             if not (best == text[place + 1] if hits is None else hits[place - first]):
                 break
             accepted += 1
             if text[place + 1] in ends:
                 break
-        rounds.append(Recorded(seen, accepted))
+        rounds.append(Round(at, drafted, accepted, 0.0))
         at += accepted + 1
-    return [*rounds, Recorded([], 0)] if at == len(text) - 2 else rounds
+    return [*rounds, Round(at, 0, 0, 0.0)] if at == len(text) - 2 else rounds
 
 
 # ── Targets with their drafts, measured after prompts ──
@@ -560,7 +532,7 @@ class TargetWithDrafts:
 def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> EvaluationReport:
     """Return the report of a target with each of its drafts."""
     measured: dict[str, dict[str, Measured]] = {}
-    rounds: dict[str, list[list[Recorded]]] = {}
+    rounds: dict[str, list[list[Round]]] = {}
     texts: list[list[int]] = []
     sampled: list[list[int]] = []
     sliced: SlicedValues | None = None
@@ -591,7 +563,7 @@ def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> Eval
 def by_category(
     opened: TargetWithDrafts,
     options: EvaluationOptions,
-    greedy: Mapping[str, Sequence[Sequence[Recorded]]],
+    greedy: Mapping[str, Sequence[Sequence[Round]]],
     sampled: Sequence[Text],
 ) -> list[CategoryFigures]:
     """Return tokens per round of each category of a suite, and of all categories.
@@ -611,7 +583,7 @@ def by_category(
     for category in [*(categories if len(categories) > 1 else []), ALL]:
         places = [place for place, name in enumerate(opened.classes) if category in (name, ALL)]
         for (draft, temperature), rounds in by_draft.items():
-            questions: dict[int, list[Recorded]] = {}
+            questions: dict[int, list[Round]] = {}
             for place in places:
                 questions.setdefault(opened.units[place], []).extend(rounds[place])
             tokens = tokens_per_round([*questions.values()])
@@ -636,7 +608,7 @@ def _values(pairs: Mapping[str, LoadedPair], blocks: Packed, sampler: Sampler, s
 
 def as_report(
     measured: Mapping[str, Mapping[str, Measured]],
-    rounds: Mapping[str, Sequence[Sequence[Recorded]]],
+    rounds: Mapping[str, Sequence[Sequence[Round]]],
     options: EvaluationOptions,
     prompts: int,
     classes: Sequence[str] = (),
@@ -690,7 +662,7 @@ def by_unit(measured: Measured, measure: str, units: int) -> tuple[Any, Any]:
 def by_class(
     classes: Sequence[str],
     answers: Mapping[str, Measured],
-    rounds: Mapping[str, Sequence[Sequence[Recorded]]],
+    rounds: Mapping[str, Sequence[Sequence[Round]]],
     measure: str,
 ) -> list[Group]:
     """Return acceptance and tokens per round for each class of documents. Empty if all have the same class."""
@@ -761,7 +733,7 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
         (prompt.tolist(), answer.tolist()) for prompt, answer in map(texts.answers.ids, range(len(texts.answers)))
     ]
     ends = target_ends(recipe.target.model, load_tokenizer(recipe.target.model)).ids
-    rounds: dict[str, list[list[Recorded]]] = {}
+    rounds: dict[str, list[list[Round]]] = {}
     for name, draft in drafts_of(recipe, run, device):
         for domain, drafts in measured.items():
             values = stored_values(store, blocks, domains[domain], name, draft, sampler)
@@ -932,7 +904,7 @@ def every_turn(asked: SuitePrompts, pair: LoadedPair, options: EvaluationOptions
     new_tokens, rules = options.settings.new_tokens, rules_of_pair(pair)
     write = functools.partial(write_texts, pair.target, new_tokens=new_tokens, rules=rules)
     turns, units = asked.all_turns(write, pair.text)
-    prompts = UserPrompts(turns, [], dict(asked.dropped), [])
+    prompts = UserPrompts(turns, dict(asked.dropped), [])
     print_left_out(prompts)
     return prompts, units
 

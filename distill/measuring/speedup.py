@@ -3,218 +3,39 @@
 from __future__ import annotations
 
 import gc
-import math
-import random
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
-from functools import cache, partial
-from itertools import chain
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 from distill.data.prompts import UserPrompts, read_user_prompts, sources_of
 from distill.data.samples import read_prompts
 from distill.data.suites import SuitePrompts, read_suite, suite_prompts
-from distill.decoding.calibration import (
-    FITTED_TERMS,
-    TABLE_TERMS,
-    UNFITTED,
-    Calibration,
-    Recorded,
-    fit_calibration,
-    log_loss,
-    predicted,
-)
-from distill.decoding.configured import check_configurations, configured_sampler, name_of_fit
-from distill.decoding.ngrams import NGramTable, open_table
+from distill.decoding.configured import check_configurations
+from distill.decoding.ngrams import open_table
 from distill.decoding.other_vocabulary import read_with
-from distill.decoding.round_costs import PROMPTS
 from distill.decoding.rules import rules_of_pair
-from distill.decoding.table_drafter import guesses, names_of_fits
 from distill.engines.ends import target_ends
 from distill.engines.llama_cpp.model import MOST_LEAVES
-from distill.engines.loaded import LoadedPair, growing_decoder, load_pair, room_for_prompts, settled_decoding
-from distill.engines.torch.blocks import Packed
+from distill.engines.loaded import LoadedPair, growing_decoder, room_for_prompts, settled_decoding
 from distill.engines.torch.hugging_face import load_tokenizer
-from distill.errors import DataError, RecipeError
 from distill.files import read_result, write_result, write_text
 from distill.gguf.importing import file_type
 from distill.gguf.writer import target_gguf
 from distill.machine import machine
 from distill.measuring.compare import PairSettings, PairTexts, TimedText, measure_pair, time_again, totals
-from distill.measuring.evaluation import LENGTH, decode_rounds, record_rounds, write_texts
+from distill.measuring.evaluation import write_texts
 from distill.measuring.identity import OwnDistributions, files_in_types, kl_of_bits
 from distill.measuring.speedup_results import InTurns, PairMeasured, SpeedupPart, SpeedupReport, speedup_of
 from distill.measuring.speedup_tables import speedup_blocks
 from distill.measuring.verdict import explain, verdict
-from distill.recipe import Chat, Configuration, Corpus, Recipe, Target
+from distill.recipe import Chat, Corpus, Recipe, Target
 from distill.run import Run
 from distill.sampler import Sampler
 from distill.tables import document, shown, speed_ratio
 
-# ── Calibrations, fitted on other texts than the measured ones ──
-
-NONE: Mapping[str, Any] = MappingProxyType({})
-
-
-@dataclass(frozen=True)
-class Calibrations:
-    """speedup/calibration.json: the calibrations of the draft, and of a table's guesses, by name.
-
-    They are fitted on all rounds. `log_loss` (nats) belongs to fits on the even prompts, scored on the odd ones. A fit
-    that scores no better than a simpler calibration is not used. Its name then stands for the simpler calibration, or
-    for none if the draft's own probability is best. `unfitted` gives this reason, or why the rounds allow no fit.
-    """
-
-    texts: str
-    rounds: int
-    fits: dict[str, Calibration]
-    log_loss: dict[str, float]
-    unfitted: dict[str, str]
-
-    @property
-    def words(self) -> str:
-        """State what was fitted on which texts, its scores on new text, and what is not used."""
-        scores = ", ".join(f"{name} {loss:.3f}" for name, loss in self.log_loss.items())
-        line = f"log loss {scores}" if scores else "no calibration"
-        line += "".join(f"; {name} not used: {reason}" for name, reason in self.unfitted.items())
-        return f"{self.texts}, {self.rounds} rounds of the draft: {line}"
-
-
-def validation_prompts(run: Run, tokens: int, count: int) -> list[list[int]]:
-    """Return `count` validation prompts: questions of conversations, in the template's form, then pieces of text.
-
-    The pieces have `tokens` tokens. The first pieces of all documents come before later pieces.
-    """
-    asked = [sample.prompt for sample in read_prompts(run, "validation") if sample.chat is not None]
-    blocks = Packed.load(run.path("corpus", "text-validation.safetensors"))
-    pieces: list[tuple[int, list[int]]] = []
-    for ids, documents in zip(blocks.ids, blocks.documents, strict=True):
-        for number in range(int(documents.max()) + 1):
-            text = ids[documents == number].tolist()
-            starts = range(0, len(text) - tokens, 2 * tokens)
-            pieces += [(piece, text[start : start + tokens]) for piece, start in enumerate(starts)]
-    pieces.sort(key=lambda piece: piece[0])
-    return [*asked, *(ids for _, ids in pieces)][:count]
-
-
-Rounds = Sequence[Sequence[Recorded]]  # the rounds of each text
-
-
-def calibrate(drafted: Mapping[str, Rounds], texts: str, counted: Mapping[str, Rounds] = NONE) -> Calibrations:
-    """Fit calibrations on the rounds of each text, and choose by their scores. `texts` describes the texts.
-
-    `drafted` holds a draft's rounds, by the ending of their calibrations' names. `counted` holds the guesses of an
-    n-gram table at the texts, by the name of the calibration that they get.
-    """
-    chosen = Calibrations(texts, sum(len(text) for rounds in drafted.values() for text in rounds), {}, {}, {})
-    # The simplest calibration comes first. With terms None it is the drafter's own probability, with no terms a
-    # constant. A table has no probability that one of its other guesses is right.
-    ways: list[tuple[dict[str, Sequence[str] | None], Rounds]] = [
-        ({f"uncalibrated{end}": None} | {name + end: terms for name, terms in FITTED_TERMS.items()}, rounds)
-        for end, rounds in drafted.items()
-    ]
-    for name, rounds in counted.items():
-        simplest = {f"constant, {name}": ()} if "others" in name else {f"uncalibrated, {name}": None}
-        ways.append((simplest | {name: TABLE_TERMS}, rounds))
-    for candidates, rounds in ways:
-        even, odd = ([*chain.from_iterable(rounds[start::2])] for start in (0, 1))
-        best, least, simplest_name = UNFITTED, math.inf, next(iter(candidates))
-        better = simplest_name
-        for name, terms in candidates.items():
-            try:
-                fit, half = (
-                    UNFITTED if terms is None else fit_calibration(part, terms)
-                    for part in ([*chain.from_iterable(rounds)], even)
-                )
-                chosen.log_loss[name] = loss = _score(half, odd)
-            except DataError as error:
-                if name != simplest_name:
-                    chosen.unfitted[name] = error.what
-                continue
-            if loss < least:
-                best, least, better = fit, loss, name
-            else:
-                chosen.unfitted[name] = f"no better than {better}"
-            if best is not UNFITTED and name != simplest_name:
-                chosen.fits[name] = best
-    return chosen
-
-
-def _score(calibration: Calibration, rounds: Sequence[Recorded]) -> float:
-    probabilities, accepted = predicted(calibration, rounds)
-    if not probabilities:
-        raise DataError("no judged position in the odd-numbered texts, which score a fit", "give more prompts")
-    return log_loss(probabilities, accepted)
-
-
-def calibrate_pair(
-    pair: LoadedPair, prompts: Sequence[Sequence[int]], settings: PairSettings, split: str, table: NGramTable | None
-) -> Calibrations:
-    """Decode the prompts, which belong to `split`, and fit the calibrations of draft and table on their rounds.
-
-    Each configuration is fitted under its own sampler and verifier, because drawn texts have more surprises than greedy
-    texts. Nothing is fitted for other samplers.
-    """
-    new_tokens, drafted, counted = settings.speedup.new_tokens, dict[str, Rounds](), dict[str, Rounds]()
-
-    @cache
-    def written(sampler: Sampler) -> list[list[int]]:
-        draws = random.Random(f"{settings.seed}/{names_of_fits(sampler.temperature > 0)[0]}").random
-        return write_texts(pair.target, prompts, new_tokens, rules_of_pair(pair, sampler, draws))
-
-    for configuration in settings.configurations:
-        sampler = configured_sampler(configuration, settings.sampler)
-        end = name_of_fit(configuration, sampler).removeprefix(configuration.calibrated_by)
-        if configuration.counts_ngrams:
-            made = [guesses(table, prompt, text) for prompt, text in zip(prompts, written(sampler), strict=True)]
-            counted |= zip(names_of_fits(sampler.temperature > 0), zip(*made, strict=True), strict=True)
-        if not (configuration.needs_calibration and configuration.asks_the_draft) or end in drafted:
-            continue
-        draws = random.Random(f"{settings.seed}/{end}").random
-        if sampler.temperature == 0 or configuration.verified_by in ("token", "match"):
-            texts = [([*prompt], new) for prompt, new in zip(prompts, written(sampler), strict=True)]
-            drawn = pair.target if configuration.verified_by == "token" and sampler.temperature else None
-            drafted[end] = record_rounds(pair.draft, texts, pair.ends, sampler, drawn, draws)
-        else:
-            rules = replace(rules_of_pair(pair, sampler, draws), verifier=configuration.verified_by)
-            title = "rounds of other texts, drawn, prompts"
-            drafted[end] = decode_rounds(pair.target, pair.draft, prompts, LENGTH, new_tokens, rules, title)
-    return calibrate(drafted, f"{len(prompts)} texts of {split}", counted)
-
-
-def need_calibration(configurations: Sequence[Configuration]) -> bool:
-    """Whether a configuration reads calibrations, which are fitted on other texts beforehand."""
-    return any(configuration.needs_calibration for configuration in configurations)
-
-
-def calibrate_run(
-    recipe: Recipe, run: Run, pair_settings: PairSettings, table: NGramTable | None
-) -> Calibrations | None:
-    """Return the run's speedup/calibration.json. If it does not exist, fit it on validation text.
-
-    Returns None if no configuration reads it.
-    """
-    settings = recipe.speedup
-    if not need_calibration(settings.configurations):
-        return None
-    path = run.path("speedup", "calibration.json")
-    if not path.exists():
-        prompts = validation_prompts(run, recipe.answers.prompt_tokens, settings.prompts)
-        with load_pair(recipe.target, str(run.path("draft")), device=recipe.device, pytorch=recipe.pytorch) as pair:
-            write_result(path, calibrate_pair(pair, prompts, pair_settings, "validation", table))
-    calibrations = read_result(path, Calibrations)
-    run.say(f"  probabilities calibrated on {calibrations.words}")
-    return calibrations
-
-
-def load_calibrations(path: Path) -> dict[str, Calibration]:
-    """Return the calibrations of a calibration.json by name. DataError if it is damaged or of another form."""
-    return read_result(path, Calibrations).fits
-
-
-# ── Stage `speedup`: plain and speculative decoding of the run's target and draft, by each backend ──
+# ── Stage `speedup`: plain against speculative decoding of the run's target and draft, by each backend ──
 
 
 def speedup(recipe: Recipe, run: Run) -> list[Path]:
@@ -224,13 +45,8 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         run.say(f"  {line}")
     counted = any(configuration.counts_ngrams for configuration in settings.configurations)
     table = open_table(run.folder, recipe.target.model) if counted else None
-    calibration = calibrate_run(recipe, run, _settings(recipe, run, "pytorch"), table)
-    prompts = [sample.prompt for sample in read_prompts(run, "test")][: settings.prompts]
-    spare = validation_prompts(run, recipe.answers.prompt_tokens, PROMPTS)
-    if not spare:
-        run.say("  there is no validation text, so costs are timed on the test prompts (this does not change them)")
-    calibrations = {} if calibration is None else calibration.fits
-    given = PairTexts(prompts, spare or prompts, calibrations, table=table)
+    prompts = [one.prompt for one in read_prompts(run, "test")][: settings.prompts]
+    given = PairTexts(prompts, table=table)
     # This backend decodes the target in the form in which the user gave it.
     own_backend = "pytorch" if target_gguf(recipe) is None else "gguf"
     reference: OwnDistributions | None = None
@@ -265,7 +81,6 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         new_tokens=settings.new_tokens,
         sampler=Sampler.of(recipe.sampler).describe(),
         parts=[parts[backend] for backend in settings.backends],
-        calibration="" if calibration is None else calibration.words,
         gguf=recipe.gguf.described() if settings.files else "",
         pytorch="; ".join(part.pytorch for part in parts.values() if part.pytorch),
         texts="the run's test split",
@@ -395,24 +210,18 @@ def measure_any_pair(
     configurations, new_tokens = settings.configurations, settings.speedup.new_tokens
     other_vocabulary = any(configuration.other_vocabulary for configuration in configurations)
     own_draft = None if other_vocabulary else settings.draft
-    # Calibrations and costs are measured on other prompts.
-    needs_more = any(configuration.needs_calibration or configuration.needs_costs for configuration in configurations)
-    more = settings.speedup.prompts if needs_more else 0
     room = _room_of(settings, own_draft)
     asked: SuitePrompts | None = None
     if suite is None:
         corpus = Corpus(sources=sources_of([Path(file) for file in files]))
         given_texts = settings.target.model, corpus, chat or Chat()
-        prompts = read_user_prompts(*given_texts, settings.speedup.prompts, more, prompt_tokens, room)
+        prompts = read_user_prompts(*given_texts, settings.speedup.prompts, prompt_tokens, room)
     else:
         asked = suite_prompts(
-            read_suite(suite), settings.target.model, chat or Chat(), count, settings.seed, room, new_tokens, more
+            read_suite(suite), settings.target.model, chat or Chat(), count, settings.seed, room, new_tokens
         )
-        prompts = UserPrompts(asked.asked, asked.others, {}, [])
-        if need_calibration(configurations) and not asked.others:
-            hint = "lower --count, or use calibration=none (for drafter table: another rule)"
-            raise RecipeError("no question of the suite is left for calibrations", hint)
-    longest = max(len(sample.prompt) for sample in (*prompts.measured, *prompts.others))
+        prompts = UserPrompts(asked.asked, {}, [])
+    longest = max(len(one.prompt) for one in prompts.measured)
     longest = longest if asked is None else max(longest, asked.longest)
     counted = None if table is None else open_table(table, settings.target.model)
     longest_step = max(16, *(configuration.longest_round + 1 for configuration in configurations))
@@ -423,16 +232,11 @@ def measure_any_pair(
             write = partial(write_texts, pair.target, new_tokens=new_tokens, rules=rules_of_pair(pair))
             turns, units = asked.all_turns(write, pair.text)
             prompts = replace(prompts, measured=turns, dropped=dict(asked.dropped))
-        measured = [sample.prompt for sample in prompts.measured]
-        spare = [sample.prompt for sample in prompts.others]
+        measured = [one.prompt for one in prompts.measured]
         reader = None
         if other_vocabulary and settings.draft is not None:
             reader = read_with(pair, settings.target, settings.draft, settings.device)
-        calibration = None
-        if need_calibration(configurations):
-            calibration = calibrate_pair(pair, spare, settings, "prompts of the same files", counted)
-        calibrations = {} if calibration is None else calibration.fits
-        given = PairTexts(measured, spare or measured, calibrations, prompts.classes(), counted, units)
+        given = PairTexts(measured, prompts.classes(), counted, units)
         title = "draft + target" + (f", {settings.at_once} texts at once" if settings.at_once > 1 else "")
         part = measure_pair(settings, pair, PairMeasured(title, pair.backend), given, reader)
         part = replace(part, pytorch=_settings_of(pair))
@@ -443,7 +247,6 @@ def measure_any_pair(
             new_tokens=new_tokens,
             sampler=Sampler.of(settings.sampler).describe(),
             parts=[replace(part, target=names[0], draft=names[1])],
-            calibration="" if calibration is None else calibration.words,
             gguf=settings.gguf.described() if pair.backend != "pytorch" else "",
             pytorch=part.pytorch,
             target=names[0],

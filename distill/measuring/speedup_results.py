@@ -218,13 +218,12 @@ def _fastest(measurements: Iterable[Measurement]) -> list[Measurement]:
 class SpeedupReport:
     """speedup.json of a run, or the measurement of any two models.
 
-    `calibration` says what was fitted on which other texts, and is empty if nothing was. `gguf` and `pytorch` name the
-    engines' settings that are not the defaults. For any two models, `target` and `draft` are the names that the user
-    gave, and `dropped` counts the records that were left out, by reason. A backend with a KL above MOST_KL does not
-    decode the target's distributions. For all other backends, `in_turns` has plain decoding and the fastest way, the
-    fastest first. `texts` names the source of the prompts, `table` the run or file whose n-grams were read. `suite`
-    names a published suite and the part that was used. Its turns are the prompts. It is empty for other prompts.
-    `asked` says in which form the prompts of files are asked.
+    `gguf` and `pytorch` name the engines' settings that are not the defaults. For any two models, `target` and `draft`
+    are the names that the user gave, and `dropped` counts the records that were left out, by reason. A backend with a
+    KL above MOST_KL does not decode the target's distributions. For all other backends, `in_turns` has plain decoding
+    and the fastest way, the fastest first. `texts` names the source of the prompts, `table` the run or file whose
+    n-grams were read. `suite` names a published suite and the part that was used. Its turns are the prompts. It is
+    empty for other prompts. `asked` says in which form the prompts of files are asked.
     """
 
     command: str
@@ -233,7 +232,6 @@ class SpeedupReport:
     new_tokens: int
     sampler: dict[str, int | float]
     parts: list[SpeedupPart]
-    calibration: str = ""
     in_turns: list[InTurns] = field(default_factory=list)
     gguf: str = ""
     pytorch: str = ""

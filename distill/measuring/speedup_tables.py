@@ -223,7 +223,6 @@ def _head(report: SpeedupReport) -> list[str]:
         "PyTorch's settings, where they are not the defaults": report.pytorch,
         "Prompts": report.asked,
         "Left out of the files": listed(report.dropped),
-        "Calibrated on other texts": report.calibration,
     }
     lines += [f"{name}: {note}." for name, note in notes.items() if note]
     lines += [

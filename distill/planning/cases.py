@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from distill.decoding.costs import CostCurve, Costs, predicted_speedups, tokens_per_round
-from distill.decoding.round_costs import RoundCostMeter
+from distill.decoding.costs import CostCurve, Costs, measure_costs, predicted_speedups, tokens_per_round
 from distill.engines.loaded import LoadedPair, load_pair, target_file
 from distill.engines.pairs import require_drafts
 from distill.engines.server_commands import N_MAX, P_MIN, SPEC_TYPE
@@ -88,7 +87,6 @@ class LayerSwap:
 
 PROMPT = 128  # tokens before those that are timed
 TIMINGS = 3  # of every round; a plan shows their spread
-TIMED = 48  # new tokens of a text that is timed
 UNSTEADY = 1.25  # a ratio of plain steps that shows other work
 
 
@@ -166,7 +164,7 @@ def curve_case(curve: CostCurve, draft: CostCurve | None, request: PlanRequest, 
 
 
 def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
-    """Time rounds of a loaded pair, whatever is accepted, behind prompts of made-up tokens, as `distill speedup` does.
+    """Time the steps of a loaded pair in the middle of a text, as `distill speedup` does.
 
     Raises DataError for contexts without room.
     """
@@ -176,12 +174,9 @@ def _measured(pair: LoadedPair, title: str, request: PlanRequest) -> Case:
         hint = "plan for fewer tokens: --depth, --tokens; of a recipe speedup.new_tokens"
         raise DataError(f"{title}: the context has no room for {new} tokens after {prompt}", hint)
     progress = Progress(f"{title}: timings", TIMINGS)
-    size, timings = pair.target.vocabulary_size, []
-    for number in range(TIMINGS):
-        text = [(7 * place + 11 * number + 3) % size for place in range(prompt)]
-        meter = RoundCostMeter(pair.target, pair.draft, [text], max(lengths), False, min(new, TIMED))
-        meter.until(1)
-        timings.append(meter.costs())
+    timings = []
+    for _ in range(TIMINGS):
+        timings.append(measure_costs(pair.target, pair.draft, max(lengths), prompt + new // 2))
         progress.step()
     tokens = [costs.target[0] for costs in timings]
     note = (

@@ -127,8 +127,8 @@ def decide(target: str, case: Case | None) -> list[str]:
 
 def _relative(costs: Costs, tokens: float) -> float:
     """T(m) in T(1) for a number of tokens between two that were timed; the last one's beyond."""
-    whole = min(int(tokens), len(costs.undrafted))
-    low, high = costs.undrafted[whole - 1], costs.undrafted[min(whole, len(costs.undrafted) - 1)]
+    whole = min(int(tokens), len(costs.target))
+    low, high = costs.target[whole - 1], costs.target[min(whole, len(costs.target) - 1)]
     return (low + (high - low) * (tokens - int(tokens))) / costs.target[0]
 
 

@@ -1,8 +1,8 @@
 """Whether a draft will pay, before there is one: speedups by draft length and conditional acceptance, from costs.
 
-A round of n drafted tokens gives E = 1 + Σ_i Π_{j ≤ i} a_j tokens in T(n + 1) + n·D seconds and its overhead (Leviathan
-et al. 2023, eq. 1, with measured times; `Costs.predicted_speedup`). Greedy, n fixed, the acceptance a_j at position
-j the same in every round.
+A round of n drafted tokens gives E = 1 + Σ_i Π_{j ≤ i} a_j tokens in T(n + 1) + n·D seconds (Leviathan et al. 2023,
+eq. 1, with measured times; `Costs.predicted_speedup`). Greedy, n fixed, the acceptance a_j at position j the same in
+every round.
 
 Legend: n drafted tokens of a round, T target, D draft; costs are in T(1), the time of a token of plain decoding.
 """
@@ -29,7 +29,7 @@ HALVINGS = 40  # of the range in which an acceptance is looked for
 MODEL = (
     "Predicted, not measured: greedy decoding with n drafted tokens in every round. A round gives 1 + a1 + a1·a2 + … "
     "tokens, where a1, a2, … are the conditional acceptance at each position (accepted ÷ reached; the last holds "
-    "behind it). It costs T(n + 1) + n·D and its overhead."
+    "behind it). It costs T(n + 1) + n·D."
 )
 
 
@@ -93,7 +93,7 @@ class SpeedupPlan:
 
 
 def step_costs(target: Sequence[float], draft: float, draft_two: float, lengths: Sequence[int]) -> Costs:
-    """Costs from T(1..), D(1) and D(2) of each model alone: no overhead and no prompt.
+    """Costs from T(1..), D(1) and D(2) of each model alone: no prompt.
 
     Raises DataError where T reaches none of the lengths.
     """

@@ -16,7 +16,6 @@ from distill.recipe.target import Section
 
 DrafterName = Literal["none", "draft", "lookup", "lookup+draft", "tree", "lookup+tree", "table", "string"]
 RuleName = Literal["fixed", "p_min", "start-continue", "ratio", "beta", "expected-value"]
-CalibrationName = Literal["none", "features", "context"]
 VerifierName = Literal["greedy", "match", "token", "block", "distinct"]
 
 # Which settings each length rule reads, beside `length`.
@@ -26,19 +25,16 @@ RULES: dict[str, tuple[str, ...]] = {
     "start-continue": ("start", "more"),
     "ratio": (),
     "beta": ("start", "floor"),
-    "expected-value": ("calibration",),
+    "expected-value": (),
 }
 TREES = ("tree", "lookup+tree")
 DETERMINISTIC = ("lookup", *TREES, "table", "string")  # drafters whose tokens come without a distribution of their own
 # What a setting that is left out means, where something reads it.
 LENGTH, P_MIN, START, MORE, FLOOR = 8, 0.5, 0.5, 0.7, 0.3
-CALIBRATION: CalibrationName = "features"
 USUAL_LENGTH = 4  # Tokens drafted a round if nothing was measured and no option says otherwise.
 NODES, TABLE_NODES = 12, 15  # of the draft's trees, and of a table's
 # Of configurations of one kind: what their names say where they differ in it, and how.
-DISTINGUISHING = (
-    *("rule", "length", "widths", "nodes", "p_min", "start", "more", "floor", "calibration", "n_min", "verifier"),
-)
+DISTINGUISHING = (*("rule", "length", "widths", "nodes", "p_min", "start", "more", "floor", "n_min", "verifier"),)
 ADAPTIVE = "adaptive"
 SAID, MOST_WORDS = {"expected-value": ADAPTIVE}, 3
 
@@ -88,12 +84,6 @@ class Configuration(Section):
         None, ge=0, le=1, description=f"start-continue: threshold at later positions; null: {MORE}"
     )
     floor: float | None = Field(None, ge=0, le=1, description=f"beta: the threshold; null: {FLOOR}")
-    calibration: CalibrationName | None = Field(
-        None,
-        description="expected-value, tree: maps probabilities to conditional acceptance, fitted on validation text. "
-        "features: by features of the distribution; context: also by which token followed the same tokens before; "
-        f"none: the probability itself; null: {CALIBRATION}",
-    )
     verifier: VerifierName | None = Field(
         None, description="null: greedy; when sampling, token, or match for a lookup and for trees that are not drawn"
     )
@@ -112,14 +102,12 @@ class Configuration(Section):
             raise ValueError(f"widths {list(self.widths)} make {self.most_nodes} nodes: 1 to 63 are possible")
         if self.n_min is not None and self.n_min > self.longest:
             raise ValueError(f"n_min {self.n_min} drops every draft of at most {self.longest} tokens: lower it")
-        if self.drafter in TREES and self.calibration == "context":
-            raise ValueError("a tree's branches have different texts before them: use another calibration than context")
         return self
 
     def _read(self) -> set[str]:
         """The settings that this drafter and rule read."""
         sized = ("verifier", "rule", "length")
-        grown, chain = (*sized, "nodes", "calibration"), (*sized, *RULES[self.length_rule])
+        grown, chain = (*sized, "nodes"), (*sized, *RULES[self.length_rule])
         read: dict[str, tuple[str, ...]] = {
             "none": (),
             "lookup": sized,
@@ -144,11 +132,6 @@ class Configuration(Section):
     def longest(self) -> int:
         """Tokens drafted in a row (of a tree: on a path) at most: the default spelled out."""
         return LENGTH if self.length is None else self.length
-
-    @property
-    def calibrated_by(self) -> CalibrationName:
-        """The calibration, the default spelled out."""
-        return self.calibration or CALIBRATION
 
     @property
     def drafts(self) -> bool:
@@ -179,14 +162,6 @@ class Configuration(Section):
     def looks_up(self) -> bool:
         """Whether a lookup comes before another drafter."""
         return self.counts_ngrams or self.drafter in ("lookup+draft", "lookup+tree")
-
-    @property
-    def needs_calibration(self) -> bool:
-        """Whether it needs a calibration that is fitted first."""
-        if self.counts_ngrams:
-            return self.rule == "expected-value"
-        draft = self.rule == "expected-value" and self.drafter in ("draft", "lookup+draft")
-        return (draft or self._grows) and self.calibrated_by != "none"
 
     @property
     def counts_ngrams(self) -> bool:
@@ -227,7 +202,7 @@ class Configuration(Section):
         """Everything that it reads, the defaults spelled out; different configurations have different ones."""
         first = START if self.rule != "beta" else FLOOR if self.floor is None else self.floor
         usual: dict[str, Any] = {"rule": self.length_rule, "length": self.longest, "nodes": self.most_nodes}
-        usual |= {"p_min": P_MIN, "start": first, "more": MORE, "floor": FLOOR, "calibration": CALIBRATION}
+        usual |= {"p_min": P_MIN, "start": first, "more": MORE, "floor": FLOOR}
         found = usual | {"verifier": self.verified_by} | self.model_dump(exclude_none=True)
         return {name: found[name] for name in type(self).model_fields if name in self._read() and name in found}
 

@@ -197,7 +197,7 @@ class Speedup(Section):
     prompts: int = Field(12, ge=2, description="distinct test prompts")
     new_tokens: int = Field(96, ge=8, description="tokens decoded per prompt")
     configurations: tuple[Configuration, ...] = Field(
-        (Configuration(rule="expected-value", calibration="context"),),
+        (Configuration(rule="expected-value"),),
         description="other ways to decode, measured in turns with the lengths",
     )
     turns: int = Field(

@@ -407,6 +407,7 @@ GONE = {  # settings of older versions, and what to do now
     "target.load": "leave it out: the machine is asked whether it can load the target",
     "train.acceptance.new_tokens": "leave it out: weights are chosen on stored validation answers",
     "teacher.kind: online": "teacher.kind=exact stores the same distributions",
+    "speedup.configurations: calibration": "leave it out: the rounds of a session tell how good the draft is",
 }
 
 
@@ -415,6 +416,9 @@ def _refuse_gone(raw: dict[str, Any], path: Path) -> None:
     places = {name: name.rpartition(".") for name in GONE if ": " not in name}
     gone = [name for name, (section, _, key) in places.items() if key in _section(raw, section)]
     gone += ["teacher.kind: online"] * (_section(raw, "teacher").get("kind") == "online")
+    ways = _section(raw, "speedup").get("configurations")
+    if isinstance(ways, list) and any(isinstance(one, dict) and "calibration" in one for one in ways):
+        gone.append("speedup.configurations: calibration")
     if gone and path.name == "config.yaml" and (path.parent / "stages").is_dir():
         raise RecipeError(*of_older_version(path.parent))
     if gone:

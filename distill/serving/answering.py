@@ -6,28 +6,26 @@ import contextlib
 import random
 import sys
 import threading
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from distill.data.chat_template import ChatTemplate
-from distill.decoding.calibration import Calibration
 from distill.decoding.configured import (
     NO_COSTS,
     DrafterInputs,
     Session,
     lossy_reason,
     make_drafter,
-    name_of_fit,
+    pair_costs,
     require_trees,
 )
 from distill.decoding.decode import Decoded
 from distill.decoding.grammar import Constraint, Tokens, constraint
 from distill.decoding.ngrams import open_table
 from distill.decoding.other_vocabulary import DraftReader, read_with
-from distill.decoding.round_costs import pair_costs
 from distill.decoding.rules import BytesOf, Constrained, Forced, Rules, characters, stop_before
 from distill.engines.llama_cpp.model import GgufModel, token_bytes_of
 from distill.engines.loaded import LoadedPair, Opening, context_of
@@ -35,7 +33,6 @@ from distill.engines.tokenizer import open_tokenizer
 from distill.engines.torch.hugging_face import encode_text
 from distill.errors import DataError
 from distill.files import is_gguf
-from distill.progress import note
 from distill.recipe import Chat, Configuration
 from distill.sampler import Sampler
 
@@ -44,16 +41,15 @@ from distill.sampler import Sampler
 class Continuation:
     """A request to continue a text: the configuration, the served sampler, where the text ends, and the seed.
 
-    `calibrations` by name. `lossy` allows a configuration
-    that changes the target's distribution; the summary then says so. `grammar` is its kind and text, see
-    `grammar.constraint`. `table` holds n-grams of the target (a file, or a run that has one), for drafter table.
+    `lossy` allows a configuration that changes the target's distribution; the summary then says so. `grammar` is its
+    kind and text, see `grammar.constraint`. `table` holds n-grams of the target (a file, or a run that has one), for
+    drafter table.
     """
 
     configuration: Configuration
     sampler: Sampler
     seed: int = 0
     stop: Sequence[str] = ()
-    calibrations: Mapping[str, Calibration] = field(default_factory=dict)
     lossy: bool = False
     grammar: tuple[str, str] | None = None
     table: Path | None = None
@@ -83,11 +79,6 @@ def opened(opening: Opening, request: Continuation, tokens: int) -> Iterator[tup
     """
     request.require_lossless()
     configuration, target = request.configuration, opening.target
-    name = name_of_fit(configuration, request.sampler)
-    if configuration.needs_calibration and name not in request.calibrations:
-        greedy = configuration.counts_ngrams and "table" in request.calibrations
-        other = "the calibration of greedy texts replaces" if greedy else "the drafter's probabilities replace"
-        note(f"there is no calibration `{name}`: {other} it")
     if configuration.other_vocabulary and is_gguf(target.model) and not opening.pytorch.in_bits:
         raise DataError(f"drafter {configuration.drafter} reads both tokenizers from Hugging Face folders")
     alone = not configuration.asks_the_draft
@@ -107,10 +98,9 @@ def begin(
     pair: LoadedPair,
     reader: DraftReader | None,
     request: Continuation,
-    ids: Sequence[int],
     grammar: Constraint | None = None,
 ) -> Session:
-    """Return what continues the prompt `ids`; nothing is decoded yet. The order is models, costs, rule, drafter.
+    """Return what continues prompts; nothing is decoded yet. The order is models, costs, rule, drafter.
 
     `grammar` is the request's, if it is made already. `reader` is a draft of another vocabulary, which obeys no
     grammar. Raises DataError for a configuration that cannot be drafted, such as trees in a model that takes none, or
@@ -129,11 +119,10 @@ def begin(
     )
     stop = stop_before(shown_bytes(pair, grammar), [*request.stop, *pair.text_ends])
     rules = Rules(request.sampler, verifier, pair.ends, draws, stop, grammar)
-    # Costs are kept of this pair, or are timed after the prompt.
-    costs = pair_costs(pair, [ids], configuration.longest_round) if configuration.needs_costs else NO_COSTS
+    costs = pair_costs(pair, configuration.longest_round) if configuration.needs_costs else NO_COSTS
     path = request.table if configuration.counts_ngrams else None
     table = None if path is None else open_table(path, pair.reference)
-    inputs = DrafterInputs(costs, request.calibrations, table=table, max_leaves=pair.target.max_leaves)
+    inputs = DrafterInputs(costs, table, pair.target.max_leaves)
     # Under a grammar the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for free.
     asked: Any = reader or (pair.draft if grammar is None else Constrained(pair.draft, grammar))
     drafter = make_drafter(configuration, asked, rules.sampler, rules.random, inputs)
@@ -188,13 +177,13 @@ class Answerer:
         self._sessions: list[tuple[Continuation, Session]] = []
         self._held: list[int] = []  # tokens in the target's cache
 
-    def session(self, request: Continuation, ids: Sequence[int]) -> Session:
+    def session(self, request: Continuation) -> Session:
         """The session that decodes a request; DataError as `begin`."""
         found = next((session for one, session in self._sessions if one == request), None)
         if found is None:
             costs = dict(self.pair.costs)
             grammar = None if request.grammar is None else self.constraint(*request.grammar)
-            found = begin(self.pair, self.reader, request, ids, grammar)
+            found = begin(self.pair, self.reader, request, grammar)
             if self.pair.costs != costs:  # steps were timed, in the target's cache
                 self._held = []
         if not request.sampler.temperature:
@@ -242,7 +231,7 @@ class Answerer:
 
         Special tokens have no text, as in other servers. DataError as `begin`, before the first piece.
         """
-        session, room = self.session(request, ids), min(limit, self.room(ids))
+        session, room = self.session(request), min(limit, self.room(ids))
         return self._pieces(session, ids, room, result)
 
     def _pieces(self, session: Session, ids: Sequence[int], limit: int, result: Decoded) -> Iterator[tuple[str, bool]]:
@@ -272,5 +261,5 @@ def answering(opening: Opening, chat: Chat, request: Continuation, context: int)
         template = ChatTemplate(tokenizer, chat)
         with opened(opening, request, min(context, context_of(model) or context)) as (pair, reader):
             answerer = Answerer(pair, reader, template, context)
-            answerer.session(request, answerer.prompt([{"role": "user", "content": "Hello"}]))
+            answerer.session(request)
             yield answerer

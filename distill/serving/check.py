@@ -29,7 +29,8 @@ from distill.data.chat_template import ChatTemplate
 from distill.data.samples import Sample
 from distill.decoding.decode import Decoded, decode_text
 from distill.decoding.drafters import ModelDrafter
-from distill.decoding.lengths import Fixed, Proposal
+from distill.decoding.lengths import Fixed
+from distill.decoding.proposals import Proposal
 from distill.decoding.rules import Rules
 from distill.engines.loaded import load_pair
 from distill.engines.pairs import compare_pair

@@ -36,7 +36,7 @@ def stream(
     ids = encode_prompt(model, text) if message is None else message
     room = _room(ids, limit, context_of(model))
     with opened(opening, request, len(ids) + room) as (pair, reader):
-        session, result = begin(pair, reader, request, ids), Decoded()
+        session, result = begin(pair, reader, request), Decoded()
         # All faults of the request have shown before anything is printed.
         print(text if message is None else "", end="", flush=True)
         grammar = session.rules.constraint

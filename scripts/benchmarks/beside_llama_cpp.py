@@ -140,7 +140,7 @@ def measure(arguments: argparse.Namespace) -> str:
     context = min(one for one in (context_of(str(target)), context_of(str(draft)), arguments.context) if one)
     room = context - tokens - arguments.n_max - 2
     corpus = Corpus(sources=sources_of([arguments.prompts]))
-    read = read_user_prompts(str(target), corpus, Chat(), arguments.count, 0, arguments.prompt_tokens, room)
+    read = read_user_prompts(str(target), corpus, Chat(), arguments.count, arguments.prompt_tokens, room)
     asked = [one.prompt for one in read.measured]
     prompts = with_texts(target, asked)
     if len(prompts) < 2:

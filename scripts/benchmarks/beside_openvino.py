@@ -105,20 +105,17 @@ def our_pair(one: dict[str, Any], given: dict[str, Any]) -> Any:
 
 
 def our_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
-    from distill.measuring.speedup import load_calibrations
     from distill.recipe import Configuration, parse_section
     from distill.sampler import Sampler
     from distill.serving.answering import Continuation, begin
 
     configuration = parse_section(Configuration, one["configuration"])
-    run = Path(given["run"]) if "run" in given else None
-    calibrations = load_calibrations(path) if run and (path := run / "speedup" / "calibration.json").exists() else {}
-    table = run if configuration.counts_ngrams else None
-    request = Continuation(configuration, Sampler(temperature=0), calibrations=calibrations, table=table)
+    table = Path(given["run"]) if "run" in given and configuration.counts_ngrams else None
+    request = Continuation(configuration, Sampler(temperature=0), table=table)
     found = []
     with our_pair(one, given) as pair:
         for ids in [given["prompts"][0], *given["prompts"]]:
-            result = begin(pair, None, request, ids).text(ids, given["tokens"])
+            result = begin(pair, None, request).text(ids, given["tokens"])
             found.append((result.tokens, result.prefill_seconds, result.prefill_seconds + result.seconds))
     return found[1:]
 

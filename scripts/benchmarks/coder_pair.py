@@ -141,7 +141,7 @@ def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
             which = f"int8, {'sibling' if drafter == 'draft' else drafter}"
             add("openvino", str(converted["target"]), drafter, converted["sibling"], which, length=length)
     corpus = Corpus(sources=sources_of(options.prompts))
-    read = read_user_prompts(target, corpus, Chat(), options.count, 0, 64, base.CONTEXT - options.tokens - 16)
+    read = read_user_prompts(target, corpus, Chat(), options.count, 64, base.CONTEXT - options.tokens - 16)
     ends = target_ends(whole, load_tokenizer(whole)).ids
     given = {"folder": str(folder), "prompts": [one.prompt for one in read.measured], "tokens": options.tokens}
     return ways, given | {"threads": thread_count(options.threads), "ends": ends, "server": options.server}

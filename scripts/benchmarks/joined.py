@@ -2,13 +2,12 @@
 
 Texts are simulated, and costs are measured.
 
-python scripts/benchmarks/joined.py [--tokens 64,400] [--prompt 200] [--seeds 4] [--sessions 1] [--calibrated]
+python scripts/benchmarks/joined.py [--tokens 64,400] [--prompt 200] [--seeds 4] [--sessions 1] [--every 1]
 
 A text consists of new tokens and copies of earlier stretches. At each place the draft's best token is right with a
-probability that the draft knows, and each next token with half of the rest. Drafters, rule and λ are the real ones.
-Time is simulated and includes the draft's reading of prompts. All ways decode the same texts, in sessions of several
-texts. The output is a way's speed over the fastest of the others in each cell. `--calibrated` calibrates the draft's
-probabilities on 60 rounds of another text.
+probability that the draft knows, and each next token with half of the rest. Drafters and rule are the real ones. Time
+is simulated and includes the draft's reading of prompts. All ways decode the same texts, in sessions of several texts.
+The output is a way's speed over the fastest of the others in each cell. `--every` takes every n-th cell.
 """
 
 from __future__ import annotations
@@ -25,13 +24,11 @@ import torch
 from rules import CURVES, LONGEST
 
 from distill.decoding import drafters
-from distill.decoding.calibration import FEATURE_TERMS, Calibration, Recorded, fit_calibration
 from distill.decoding.configured import DrafterInputs, make_drafter
 from distill.decoding.costs import Costs
-from distill.decoding.lengths import ROOT, Proposal, features_of
+from distill.decoding.proposals import ROOT, Proposal
 from distill.engines.torch.model import TorchLogits
 from distill.recipe import Configuration
-from distill.recipe.configuration import CALIBRATION
 from distill.sampler import Sampler
 
 VOCABULARY, READ = 64, 0.1  # READ: share of a draft step that reading a token of a prompt takes
@@ -180,37 +177,27 @@ class Cell:
         return self.speeds[way] / max(*others, 1.0 if way == "joined" else 0.0)
 
 
-def fitted(copied: float, mean: float, rounds: int = 60) -> Calibration:
-    """Return a calibration on rounds of LONGEST drafted tokens of another text."""
-    text, place, found = Text(copied, mean, -1, 200 + rounds * (LONGEST + 1)), 200, list[Recorded]()
-    for _ in range(rounds):
-        ahead = range(place, place + LONGEST)
-        right = next((n for n, at in enumerate(ahead) if text.ranks[at]), LONGEST)
-        shown = [features_of(text.logits(at, True).softmax(-1))[0] for at in ahead]
-        found.append(Recorded(shown, right))
-        place += right + 1
-    return fit_calibration(found, FEATURE_TERMS)
-
-
 def simulate(
     tokens: int,
     seeds: int,
     copied: Sequence[float] = COPIED,
     prompt: int = 200,
     sessions: int = 1,
-    calibrated: bool = False,
+    every: int = 1,
 ) -> list[Cell]:
     """Return a cell for each share of copies, acceptance, cost curve and draft: sessions of `seeds` texts."""
-    cells = []
+    cells, number = [], 0
     for share, mean in itertools.product(copied, ACCEPTED):
         texts = [Text(share, mean, seed, prompt + tokens + 2 * LONGEST + 2) for seed in range(sessions * seeds)]
-        calibrations = {CALIBRATION: fitted(share, mean)} if calibrated else {}
         parts = [texts[start : start + seeds] for start in range(0, len(texts), seeds)]
         for (name, curve), draft in itertools.product(CURVES.items(), DRAFTS):
+            number += 1
+            if number % every:
+                continue
             curve = (*curve, *[curve[-1] + (curve[-1] - curve[4]) / 4 * more for more in range(1, 5)])
             target = tuple(0.1 * step for step in curve)
             costs = Costs(target, 0.1 * draft, 0.1 * draft * curve[1], draft_prompt=0.1 * draft * READ)
-            inputs, plain = DrafterInputs(costs, calibrations), 0.1 * tokens * len(texts)
+            inputs, plain = DrafterInputs(costs), 0.1 * tokens * len(texts)
             taken = {
                 way: sum(seconds_of(one, part, inputs, curve, prompt, tokens) for part in parts)
                 for way, one in WAYS.items()
@@ -226,11 +213,11 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=200, help="tokens of a prompt")
     parser.add_argument("--seeds", type=int, default=4, help="texts of a session")
     parser.add_argument("--sessions", type=int, default=1, help="sessions of a cell")
-    parser.add_argument("--calibrated", action="store_true", help="calibrate the draft's probabilities")
+    parser.add_argument("--every", type=int, default=1, help="only every n-th cell")
     parser.add_argument("--worst", type=int, default=8, help="cells printed")
     asked = parser.parse_args()
     found = [
-        simulate(int(tokens), asked.seeds, COPIED, asked.prompt, asked.sessions, asked.calibrated)
+        simulate(int(tokens), asked.seeds, COPIED, asked.prompt, asked.sessions, asked.every)
         for tokens in asked.tokens.split(",")
     ]
     print("| tokens | way | cells | least | median | mean | most | below .98 |")

@@ -1,14 +1,16 @@
-"""Compare the expected-value rule with the best fixed length in hindsight, on simulated drafts and measured costs.
+"""Compare the adaptive rule with the best fixed length in hindsight, on simulated drafts and measured costs.
 
-python scripts/benchmarks/rules.py [--rounds 64,400] [--seeds 8] [--prompt 0] [--worst 8] [--others | --mistimed]
+python scripts/benchmarks/rules.py [--rounds 64,400] [--seeds 8] [--prompt 0] [--every 1] [--worst 8]
+    [--others | --mistimed | --constants]
 
 A text is a sequence of places. At each place the target accepts the draft's token with a probability that only the
-simulation knows, and the draft shows features. All rules decode the same texts, as many tokens as the best fixed length
-(0 to 8, including plain decoding) makes of them in the given rounds. The output is the rule's tokens/s over the fixed
-length's: with the draft's own probabilities (`no`), with a calibration on rounds of other texts (`yes`), and with one
-on fully accepted rounds (`all`). With `--prompt`, a draft that is used first reads that many tokens, each in READ of
-its step, and the texts of a cell are one session. `--others` replays the rules without costs on the same texts instead,
-`--mistimed` the expected-value rule with wrongly timed costs."""
+simulation knows, and the draft gives its best token a probability. All rules decode the same texts, as many tokens as
+the best fixed length (0 to 8, including plain decoding) makes of them in the given rounds. The output is the rule's
+tokens/s over the fixed length's. With `--prompt`, a draft that is used first reads that many tokens, each in READ of
+its step, and the texts of a cell are one session. `--every` takes every n-th cell. `--others` replays the rules without
+costs on the same texts instead, `--mistimed` the adaptive rule with wrongly timed costs, and `--constants` the rule
+with each of its constants halved and doubled.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ import statistics
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from distill.decoding.calibration import FEATURE_TERMS, UNFITTED, Calibration, Recorded, fit_calibration
+from distill.decoding import lengths
 from distill.decoding.costs import Costs
-from distill.decoding.lengths import AcceptedRatio, BetaFilter, Features, Fixed, LengthRule, ProbabilityFloor
-from distill.decoding.worth import ExpectedValue, Worth
+from distill.decoding.drafters import ChainDraft
+from distill.decoding.lengths import AcceptedRatio, Adaptive, BetaFilter, Drafting, Fixed, LengthRule, ProbabilityFloor
 from distill.recipe.configuration import FLOOR, MORE, P_MIN, START
 
 LONGEST = 8
@@ -37,6 +39,7 @@ READ = 0.1  # share of a draft step that reading a token of a prompt takes
 ACCEPTED = 0.3, 0.6, 0.8, 0.95, 0.99
 KINDS = "constant", "blind", "told", "overconfident", "changing"
 SEEDS = 8
+ADAPTIVE = "adaptive"
 OTHERS: dict[str, Callable[[], LengthRule]] = {
     "fixed, 2": lambda: Fixed(2),
     "fixed, 4": lambda: Fixed(4),
@@ -71,54 +74,39 @@ def places(kind: str, mean: float, draw: random.Random) -> Iterator[tuple[float,
             yield accepted, accepted if kind == "told" else 1 / (1 + math.exp(-shown))
 
 
-def features(top: float) -> Features:
-    """Return features of a distribution whose largest probability is `top`."""
-    entropy = -sum(p * math.log(max(p, 1e-9)) for p in (top, 1 - top))
-    return Features(top, min(0.6 * (1 - top), top), entropy)
-
-
 class Text:
     """The places of a text: what the draft shows there, and how many tokens in a row are accepted from there on."""
 
     def __init__(self, kind: str, mean: float, seed: int, length: int) -> None:
         draw = random.Random(f"{kind}/{mean}/{seed}")
         found = [*itertools.islice(places(kind, mean, draw), length)]
-        self.shown = [features(top) for _, top in found]
+        self.shown = [top for _, top in found]
         self.run = [0] * (length + 1)
         for place in range(length - 1, -1, -1):
             self.run[place] = self.run[place + 1] + 1 if draw.random() < found[place][0] else 0
-
-    def rounds(self, count: int) -> list[Recorded]:
-        """Return rounds of LONGEST drafted tokens, as a calibration records them."""
-        place, rounds = 0, list[Recorded]()
-        for _ in range(count):
-            rounds.append(Recorded(self.shown[place : place + LONGEST], min(self.run[place], LONGEST)))
-            place += rounds[-1].accepted + 1
-        return rounds
 
 
 def decode(rule: LengthRule, costs: Costs, text: Text, tokens: int, prompt: int = 0) -> float:
     """Return a rule's seconds for so many tokens of a text. The draft reads the prompt when it is first used."""
     place, seconds, whole, unread = 0, 0.0, False, bool(prompt)
-    if isinstance(rule, ExpectedValue):
-        rule.begin()
+    longest = len(costs.target) - 1
     while place < tokens:
-        drafted, taken = 0, 0.0
-        rule.behind(prompt + place + 1 if unread else 2 if whole else 1, tokens - place)
-        for _ in range(min(rule.limit(), len(costs.target) - 1)):
-            if not rule.step_on(drafted):
-                break
-            if unread and isinstance(rule, ExpectedValue):
-                seconds, unread = seconds + (prompt + place) * costs.draft_prompt, False
-                rule.read((prompt + place) * costs.draft_prompt)
-            taken += costs.draft_two if whole and not drafted else costs.draft
-            if not rule.go_on(drafted, text.shown[place + drafted]):
-                break
-            drafted += 1
+        drafting = Drafting(prompt + place + 1 if unread else 2 if whole else 1, tokens - place)
+        chain, taken = ChainDraft(rule, random.random, True, longest, (), drafting), 0.0
+        while chain.goes_on():
+            if unread:
+                drafting.read, drafting.unread, unread = drafting.unread - 1, 1, False
+                drafting.reading = drafting.read * costs.draft_prompt
+            drafting.steps.append(1 if drafting.steps else drafting.unread)
+            taken += costs.draft_step(drafting.steps[-1])
+            if chain.decides(text.shown[place + len(chain.tokens)]):
+                chain.tokens.append(0)
+        drafted = len(chain.tokens)
         accepted = min(text.run[place], drafted)
-        taken += costs.target[drafted] + (costs.overhead if drafted else 0.0)
-        rule.observe(drafted, accepted, text.shown[place : place + drafted], taken)
-        whole, place, seconds = accepted == drafted > 0, place + accepted + 1, seconds + taken
+        chain.judge(drafted, accepted)
+        taken += costs.target[drafted]
+        rule.observe(drafting, drafted, accepted, taken)
+        whole, place, seconds = accepted == drafted > 0, place + accepted + 1, seconds + taken + drafting.reading
     return seconds
 
 
@@ -139,7 +127,7 @@ class Cell:
 
     ratio: float
     rounds: int
-    where: tuple[str, str, float, float, str]
+    where: tuple[str, str, float, float]
     length: int
 
 
@@ -149,27 +137,21 @@ def simulate(
     accepted: Sequence[float] = ACCEPTED,
     seeds: int = SEEDS,
     prompt: int = 0,
+    every: int = 1,
 ) -> list[Cell]:
-    """Return a cell for each cost curve, draft, kind of text, acceptance and calibration."""
-    cells = []
+    """Return a cell for each kind of text, acceptance, cost curve and draft."""
+    cells, number = [], 0
     for kind, mean in itertools.product(kinds, accepted):
         texts = [Text(kind, mean, seed, (LONGEST + 1) * (rounds + 1)) for seed in range(seeds)]
-        fitted: dict[str, list[Calibration]] = {"no": [UNFITTED] * seeds, "yes": []}
-        for seed in range(seeds):
-            others = Text(kind, mean, seeds + seed, (LONGEST + 1) * 61).rounds(60)
-            fitted["yes"].append(fit_calibration(others, FEATURE_TERMS))
-            if mean >= 0.95:
-                whole = [one for one in others if one.accepted == len(one.features)][:12]
-                fitted.setdefault("all", []).append(fit_calibration(whole, FEATURE_TERMS) if whole else UNFITTED)
-        for where, costs in priced():
+        for (curve, draft), costs in priced():
+            number += 1
+            if number % every:
+                continue
             best, tokens, length = best_fixed(costs, texts, rounds, prompt)
-            for name, calibrations in fitted.items():
-                rules = [ExpectedValue(Worth(costs), calibration, longest=LONGEST) for calibration in calibrations]
-                rules = rules[:1] * seeds if prompt else rules
-                every = zip(rules, texts, tokens, strict=True)
-                seconds = sum(decode(rule, costs, text, made, prompt) for rule, text, made in every)
-                curve, draft = where
-                cells.append(Cell(sum(tokens) / seconds / best, rounds, (curve, kind, mean, draft, name), length))
+            rules = [Adaptive(costs, LONGEST)] * seeds if prompt else [Adaptive(costs, LONGEST) for _ in texts]
+            one_by_one = zip(rules, texts, tokens, strict=True)
+            seconds = sum(decode(rule, costs, text, made, prompt) for rule, text, made in one_by_one)
+            cells.append(Cell(sum(tokens) / seconds / best, rounds, (curve, kind, mean, draft), length))
     return cells
 
 
@@ -193,13 +175,13 @@ def best_fixed(costs: Costs, texts: Sequence[Text], rounds: int, prompt: int = 0
 
 
 def replay(rounds: int) -> dict[str, list[float]]:
-    """Return, for each rule, uncalibrated, its speed over the best fixed length's in every cell."""
+    """Return, for each rule, its speed over the best fixed length's in every cell."""
     found: dict[str, list[float]] = {}
     for kind, mean in itertools.product(KINDS, ACCEPTED):
         texts = [Text(kind, mean, seed, (LONGEST + 1) * (rounds + 1)) for seed in range(SEEDS)]
         for _, costs in priced():
             best, tokens, _ = best_fixed(costs, texts, rounds)
-            makers = OTHERS | {"expected value": lambda costs=costs: ExpectedValue(Worth(costs), longest=LONGEST)}
+            makers = OTHERS | {ADAPTIVE: lambda costs=costs: Adaptive(costs, LONGEST)}
             for name, make in makers.items():
                 seconds = sum(decode(make(), costs, text, made) for text, made in zip(texts, tokens, strict=True))
                 found.setdefault(name, []).append(sum(tokens) / seconds / best)
@@ -207,13 +189,13 @@ def replay(rounds: int) -> dict[str, list[float]]:
 
 
 def print_others(rounds: int) -> None:
-    """Print every rule's figures, and in how many cells it is faster than the expected-value rule."""
+    """Print every rule's figures, and in how many cells it is faster than the adaptive rule."""
     found = replay(rounds)
-    print(f"| {rounds} rounds, uncalibrated | least | median | mean | most | faster than expected value by .01 |")
+    print(f"| {rounds} rounds | least | median | mean | most | faster than {ADAPTIVE} by .01 |")
     print("|---|--:|--:|--:|--:|--:|")
     for name, ratios in found.items():
         figures = min(ratios), statistics.median(ratios), statistics.fmean(ratios), max(ratios)
-        ahead = sum(own > other + 0.01 for own, other in zip(ratios, found["expected value"], strict=True))
+        ahead = sum(own > other + 0.01 for own, other in zip(ratios, found[ADAPTIVE], strict=True))
         print(f"| {name} | {' | '.join(f'{f:.2f}' for f in figures)} | {ahead} of {len(ratios)} |")
 
 
@@ -230,17 +212,18 @@ MISTIMED = {  # factors by which plain steps, and rounds with a draft, are misti
 def mistimed(
     rounds: int, seeds: int = 4, kinds: Sequence[str] = ("constant", "told", "changing")
 ) -> dict[str, list[float]]:
-    """Return, for each wrong timing, the uncalibrated rule's speed over the best fixed length's in every cell."""
+    """Return, for each wrong timing, the rule's speed over the best fixed length's in every cell."""
     found: dict[str, list[float]] = {}
     for kind, mean in itertools.product(kinds, (0.3, 0.6, 0.8, 0.95)):
         texts = [Text(kind, mean, seed, (LONGEST + 1) * (rounds + 1)) for seed in range(seeds)]
         for _, costs in priced():
             best, tokens, _ = best_fixed(costs, texts, rounds)
             for name, (plain, drafted) in MISTIMED.items():
-                told = replace(costs.scaled(plain, drafted, drafted), target_only=())
+                first, *others = costs.target
+                curve = (first * plain, *[drafted * other for other in others])
+                told = replace(costs, target=curve, draft=costs.draft * drafted, draft_two=costs.draft_two * drafted)
                 seconds = sum(
-                    decode(ExpectedValue(Worth(told), longest=LONGEST), costs, text, made)
-                    for text, made in zip(texts, tokens, strict=True)
+                    decode(Adaptive(told, LONGEST), costs, text, made) for text, made in zip(texts, tokens, strict=True)
                 )
                 found.setdefault(name, []).append(sum(tokens) / seconds / best)
     return found
@@ -255,6 +238,31 @@ def print_mistimed(rounds: int) -> None:
         print(f"| {name} | {min(ratios):.2f} | {statistics.fmean(ratios):.3f} | {low[0]} | {low[1]} |")
 
 
+CONSTANTS = "START_ACCEPTANCE", "START_TOKENS", "MEMORY", "CONFIDENCES", "SHARE", "BUDGET", "RATIO_ROUNDS", "MOST_DELAY"
+OF_ONE = "START_ACCEPTANCE", "MEMORY"  # what these lack of 1 is halved and doubled
+
+
+def print_constants(rounds: Sequence[int], seeds: int, every: int) -> None:
+    """Print the least and the mean cell with each constant as it is, halved and doubled."""
+
+    def figures() -> str:
+        found = [[one.ratio for one in simulate(count, seeds=seeds, every=every)] for count in rounds]
+        wrong = [*itertools.chain.from_iterable(mistimed(min(rounds), 1, ("told",)).values())]
+        return " | ".join(f"{min(ratios):.3f} | {statistics.fmean(ratios):.4f}" for ratios in [*found, wrong])
+
+    heads = [*(f"{count} rounds" for count in rounds), f"{min(rounds)} rounds, mistimed"]
+    print("| constant | value |", " | ".join(f"{head}: least | mean" for head in heads), "|")
+    print("|---|--:|", "--:|--:|" * len(heads), sep="")
+    print("| as they are | |", figures(), "|")
+    for name in CONSTANTS:
+        usual = getattr(lengths, name)
+        for factor in (0.5, 2.0):
+            value = 1 - factor * (1 - usual) if name in OF_ONE else type(usual)(factor * usual)
+            setattr(lengths, name, value)
+            print(f"| {name} | {value:g} |", figures(), "|", flush=True)
+        setattr(lengths, name, usual)
+
+
 def main() -> None:
     """Print the share of cells below the goals, and the worst cells."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -262,9 +270,14 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=SEEDS, help="texts of a cell")
     parser.add_argument("--prompt", type=int, default=0, help="tokens of a prompt that the draft reads")
     parser.add_argument("--worst", type=int, default=8, help="cells printed")
+    parser.add_argument("--every", type=int, default=1, help="only every n-th cell")
+    parser.add_argument("--constants", action="store_true", help="halve and double every constant of the rule")
     parser.add_argument("--others", action="store_true", help="replay the rules without costs")
     parser.add_argument("--mistimed", action="store_true", help="replay the rule with wrongly timed costs")
     asked = parser.parse_args()
+    if asked.constants:
+        print_constants([*map(int, asked.rounds.split(","))], asked.seeds, asked.every)
+        return
     if asked.others or asked.mistimed:
         for rounds in asked.rounds.split(","):
             (print_others if asked.others else print_mistimed)(int(rounds))
@@ -273,18 +286,18 @@ def main() -> None:
     print("|--:|--:|--:|--:|--:|--:|--:|--:|")
     worst = []
     for rounds in map(int, asked.rounds.split(",")):
-        cells = sorted(simulate(rounds, seeds=asked.seeds, prompt=asked.prompt), key=lambda cell: cell.ratio)
+        cells = sorted(
+            simulate(rounds, seeds=asked.seeds, prompt=asked.prompt, every=asked.every), key=lambda cell: cell.ratio
+        )
         ratios = [cell.ratio for cell in cells]
         figures = ratios[0], ratios[len(ratios) // 20], statistics.median(ratios), statistics.fmean(ratios)
         low = [sum(ratio < goal for ratio in ratios) for goal in (0.95, 0.98)]
         print(f"| {rounds} | {len(cells)} | {' | '.join(f'{f:.3f}' for f in figures)} | {low[0]} | {low[1]} |")
         worst += cells[: asked.worst]
     for cell in worst:
-        curve, kind, mean, draft, name = cell.where
-        print(
-            f"{cell.ratio:.3f} in {cell.rounds} rounds: {curve}, draft {draft}, {kind} {mean}, calibrated: {name}; "
-            f"best length {cell.length}"
-        )
+        curve, kind, mean, draft = cell.where
+        where = f"{curve}, draft {draft}, {kind} {mean}"
+        print(f"{cell.ratio:.3f} in {cell.rounds} rounds: {where}; best length {cell.length}")
 
 
 if __name__ == "__main__":

@@ -2,10 +2,10 @@
 
     python scripts/benchmarks/tables.py runs/smollm2-demo --costs 1,1.13,1.04,1.03,1.05,1.1,1.15,1.2,1.21
 
-RUN has answers/ and teacher/ (`distill train RECIPE --until teacher`). Every fifth answer is held out. Half of these
-calibrate (at most `--fitted`). The others are followed as if the target wrote them, at most `--tokens` of each, in
-sessions of `--texts`. No model runs, so everything except the milliseconds is the same on every machine. `--costs` are
-T(1), T(2), … in plain steps. A longer step costs as much as the last one.
+RUN has answers/ and teacher/ (`distill train RECIPE --until teacher`). Every fifth answer is held out and followed as
+if the target wrote it, at most `--tokens` of each, in sessions of `--texts`. No model runs, so everything except the
+milliseconds is the same on every machine. `--costs` are T(1), T(2), … in plain steps. A longer step costs as much as
+the last one.
 """
 
 from __future__ import annotations
@@ -19,14 +19,13 @@ import torch
 
 from distill.cli.shared import numbers
 from distill.data.samples import learnt_answers
-from distill.decoding.calibration import TABLE_TERMS, fit_calibration
 from distill.decoding.configured import LOOKED_UP
 from distill.decoding.costs import Costs
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter
-from distill.decoding.lengths import ROOT, Proposal
-from distill.decoding.ngrams import ORDER, NGramTable, count_ngrams
-from distill.decoding.table_drafter import TableCalibration, TableDrafter, guesses
-from distill.decoding.worth import Worth
+from distill.decoding.lengths import Adaptive
+from distill.decoding.ngrams import ORDER, Mixture, NGramTable, count_ngrams
+from distill.decoding.proposals import ROOT, Proposal
+from distill.decoding.table_drafter import TableDrafter
 from distill.recipe import load_recipe
 from distill.recipe.configuration import LENGTH, TABLE_NODES
 from distill.run import Run
@@ -65,6 +64,17 @@ def replay(make: Callable[[], Drafter], texts: list[Text], costs: Costs, session
     return tokens / rounds, tokens / paid, drafting / rounds * 1e3
 
 
+def likeliest_right(table: NGramTable | None, texts: list[Text]) -> float:
+    """The share of tokens that the counts of the table and of the text before found likeliest."""
+    right, mixture = 0, Mixture(table)
+    for prompt, new in texts:
+        mixture.begin()
+        for at, token in enumerate(new):
+            mixture.read([*prompt, *new[:at]])
+            right += mixture.guess(mixture.tail, mixture.place, 1).tokens == [token]
+    return right / sum(len(new) for _, new in texts)
+
+
 def main() -> None:
     """Print the table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -72,7 +82,6 @@ def main() -> None:
     parser.add_argument("--costs", default="1")
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--texts", type=int, default=8)
-    parser.add_argument("--fitted", type=int)
     given = parser.parse_args()
     run = Run(given.run, load_recipe(given.run / "config.yaml"))
     steps = numbers(given.costs, "--costs", float, "1,1.1,1.2")
@@ -83,27 +92,22 @@ def main() -> None:
     likely = dict(zip(stored.column("id"), expected, strict=True))
     held: list[Text] = [(one.prompt, one.answer[: given.tokens]) for one in answers[::5]]
     counted = [[*one.prompt[-ORDER:], *one.answer] for place, one in enumerate(answers) if place % 5]
-    looked_up = replay(lambda: LookupDrafter(LENGTH, worth=Worth(costs)), held[1::2], costs, given.texts)
+    looked_up = replay(lambda: LookupDrafter(LENGTH, rule=Adaptive(costs, LENGTH)), held, costs, given.texts)
     rows: list[Row] = [["lookup", *map(Cell, [None] * 2), *looked_up]]
     expected = [likely[one.id] for place, one in enumerate(answers) if place % 5]
     for count, by_store in ((0, False), (50, False), (100, False), (len(counted), False), (len(counted), True)):
         levels = count_ngrams(counted[:count], expected=expected[:count] if by_store else None)
         table = NGramTable(levels, {}) if count else None
-        known = [[guesses(table, *text) for text in some] for some in (held[::2][: given.fitted], held[1::2])]
-        fits = (
-            fit_calibration([one for text in some for one in text], TABLE_TERMS) for some in zip(*known[0], strict=True)
-        )
-        calibration = TableCalibration(*fits)
 
-        def make(table: NGramTable | None = table, calibration: TableCalibration = calibration) -> Drafter:
-            worth = Worth(costs)
-            own = TableDrafter(table, TABLE_NODES, LENGTH, calibration=calibration, worth=worth)
-            return FallbackDrafter(LookupDrafter(LENGTH, LOOKED_UP, worth), own)
+        def make(table: NGramTable | None = table) -> Drafter:
+            rule = Adaptive(costs, LENGTH)
+            own = TableDrafter(table, TABLE_NODES, LENGTH, rule=rule)
+            return FallbackDrafter(LookupDrafter(LENGTH, LOOKED_UP, rule), own)
 
-        right = sum(one.accepted > 0 for text, _ in known[1] for one in text) / sum(len(new) for _, new in held[1::2])
+        right = likeliest_right(table, held)
         ngrams = 0 if table is None else sum(len(level.tokens) for level in table.levels)
         name = f"table of {count} answers" + (", by the teacher's probabilities" if by_store else "")
-        rows.append([name, ngrams, Cell(right, "%"), *replay(make, held[1::2], costs, given.texts)])
+        rows.append([name, ngrams, Cell(right, "%"), *replay(make, held, costs, given.texts)])
     heads = [
         "drafter",
         "n-grams",
@@ -112,7 +116,7 @@ def main() -> None:
         "speed, plain = 1",
         "ms of CPU to draft",
     ]
-    print(document([Table(heads, rows, title=f"{len(held[1::2])} answers replayed")]))
+    print(document([Table(heads, rows, title=f"{len(held)} answers replayed")]))
 
 
 if __name__ == "__main__":

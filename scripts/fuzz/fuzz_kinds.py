@@ -282,7 +282,7 @@ def read_traffic(world: World, found: bytes) -> Readers:
 RECORDS = [
     *("stages/corpus.json", "stages/train.json", "stages/eval.json", "stages/redo.json", "stages/train.begun.json"),
     *("parent.json", "provenance.json", "metrics.jsonl", "eval.json", "speedup.json", "training.json"),
-    *("cut/cut.json", "cut/surgery.json", "gguf/export.json", "speedup/calibration.json"),
+    *("cut/cut.json", "cut/surgery.json", "gguf/export.json"),
     *("corpus/prompts-test.arrow", "corpus/documents-test.json", "answers/train/00000.arrow", "cut/kept_tokens.json"),
     *("draft/sparsity.json", "config.yaml"),
 ]
@@ -335,7 +335,6 @@ def _record_readers(world: World, name: str, path: Path) -> Readers:
     from distill.engines.torch.hugging_face import read_kept
     from distill.files import read_json
     from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
-    from distill.measuring.speedup import load_calibrations
     from distill.measuring.speedup_results import SpeedupReport
     from distill.measuring.speedup_tables import speedup_blocks
     from distill.pipeline.running import plan_refresh, plan_run
@@ -357,7 +356,6 @@ def _record_readers(world: World, name: str, path: Path) -> Readers:
         "parent.json": [*card, partial(plan_run, traffic, run), *refresh],
         "eval.json": [lambda: _printed(path, EvaluationReport, evaluation_blocks)],
         "speedup.json": [lambda: _printed(path, SpeedupReport, speedup_blocks)],
-        "speedup/calibration.json": [lambda: load_calibrations(path)],
     }
     return own.get(name, card)
 

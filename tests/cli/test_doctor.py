@@ -75,11 +75,11 @@ def test_here_nothing_is_needed(capsys: Capture, tmp_path: Path) -> None:
 
 def test_the_cache_is_listed_and_emptied(capsys: Capture, tmp_path: Path, monkeypatch: Patch) -> None:
     monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "cache"))
-    for name, size in (("imported/m-12/model.safetensors", 30_000_000), ("costs/a.json", 3), ("own.txt", 1)):
+    for name, size in (("imported/m-12/model.safetensors", 30_000_000), ("weights/a.json", 3), ("own.txt", 1)):
         (tmp_path / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cache" / name).write_bytes(bytes(size))
     listed = json.loads(tiny.shown(capsys, "cache", "-o", "json"))
-    assert [(row["kind"], row["MB"]) for row in listed] == [("imported", 30.0), ("costs", pytest.approx(0, abs=0.1))]
+    assert [(row["kind"], row["MB"]) for row in listed] == [("imported", 30.0), ("weights", pytest.approx(0, abs=0.1))]
     assert "--clear cost is unknown" in tiny.refused(capsys, "cache", "--clear", "cost")
     assert "models imported from GGUF files: removed" in tiny.shown(capsys, "cache", "--clear", "imported")
     tiny.shown(capsys, "cache", "--clear", "all")

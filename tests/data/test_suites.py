@@ -16,7 +16,7 @@ from tiny import Capture
 
 from distill.data import suites
 from distill.data.suites import read_suite, suite_prompts
-from distill.decoding.calibration import Recorded
+from distill.decoding.decode import Round
 from distill.errors import DataError
 from distill.files import from_json
 from distill.measuring import evaluation
@@ -56,13 +56,12 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_some_questions_of_each_category(tmp_path: Path) -> None:
     suite = read_suite(written(tmp_path / "made.jsonl", made()))
     assert suite.name == "made" and Counter(one.category for one in suite.questions) == COUNTS
-    chosen, others = suite.take(2, 0)
+    chosen = suite.take(2, 0)
     assert [one.category for one in chosen] == ["math", "qa", "rag"] * 2  # in turns
-    assert {one.id for one in (*chosen, *others)} == {str(number) for number in range(9)} and len(others) == 3
-    again = suite.take(2, 1)[0]
-    assert {one.id for one in again} != {one.id for one in chosen} and suite.take(2, 0)[0] == chosen
+    again = suite.take(2, 1)
+    assert {one.id for one in again} != {one.id for one in chosen} and suite.take(2, 0) == chosen
     assert Counter(one.category for one in again) == dict.fromkeys(COUNTS, 2)
-    assert suite.take(None, 0)[1] == [] and Counter(one.category for one in suite.take(3, 0)[0])["rag"] == 2
+    assert len(suite.take(None, 0)) == 9 and Counter(one.category for one in suite.take(3, 0))["rag"] == 2
     assert "6 of 9 questions, 2 of each of 3 categories, seed 4, 8 turns" in suite.words(chosen, 8, 4)
     assert "all questions, 2 to 4 of each of 3 categories, 12 turns" in suite.words(suite.questions, 12, 0)
 
@@ -73,7 +72,7 @@ def test_suites_are_known_by_their_categories(tmp_path: Path) -> None:
     assert mt.name == "MT-Bench" and len({one.category for one in mt.questions}) == 8
     spec = read_suite(written(tmp_path / "question.jsonl", made(dict.fromkeys(suites.SPEC_BENCH, 8))))
     assert spec.name == "Spec-Bench"
-    chosen, _ = spec.take(8, 3)
+    chosen = spec.take(8, 3)
     assert Counter(one.category for one in chosen) == dict.fromkeys(
         ("MT-Bench", "translation", "summarization", "qa", "math_reasoning", "rag"), 8
     )
@@ -91,7 +90,7 @@ def test_spec_bench_itself() -> None:
     assert [list(one.turns) for one in suite.questions] == [row["turns"] for row in rows]
     assert {*Counter(one.category for one in suite.questions).values()} == {80}
     assert (len(suite.questions), sum(len(one.turns) for one in suite.questions)) == (480, 560)
-    assert len(suite.take(8, 0)[0]) == 48
+    assert len(suite.take(8, 0)) == 48
 
 
 @pytest.mark.parametrize(
@@ -125,8 +124,8 @@ def test_parquet_is_read_as_speed_bench_has_it(tmp_path: Path) -> None:
 
 def test_a_later_turn_follows_the_targets_answer(world: Path) -> None:
     suite = read_suite(world / "made.jsonl")
-    found = suite_prompts(suite, str(world / "target"), Chat(), 2, 0, 400, 16, spare=2)
-    assert len(found.asked) == 6 and len(found.others) == 2 and "8 turns" in found.words
+    found = suite_prompts(suite, str(world / "target"), Chat(), 2, 0, 400, 16)
+    assert len(found.asked) == 6 and "8 turns" in found.words
     asked: list[list[int]] = []
 
     def write(prompts: list[list[int]]) -> list[list[int]]:
@@ -171,15 +170,13 @@ def test_a_suite_as_papers_report_it(world: Path, capsys: Capture) -> None:
     assert "| category | configuration | questions |" in text and "Intervals resample questions" in text
     for option in (("--prompts", world / "made.jsonl"), ("--prompt-tokens", 8)):
         assert "--suite has prompts of its own" in tiny.refused(capsys, "speedup", *pair, *option)
-    all_taken = (*pair[:-4], "--count", 9, "-C", "rule=expected-value")
-    assert "no question of the suite is left" in tiny.refused(capsys, "speedup", *all_taken)
 
 
 def test_tokens_per_round_of_a_category() -> None:
     """A question's turns are one unit: the rounds of both count, and one question has no interval."""
 
-    def turn(*accepted: int) -> list[Recorded]:
-        return [Recorded([], one) for one in accepted]
+    def turn(*accepted: int) -> list[Round]:
+        return [Round(1, 8, one, 0.0) for one in accepted]
 
     rounds = {"draft": [turn(3, 1), turn(0), turn(5), turn(2, 2)]}
     opened = evaluation.TargetWithDrafts({}, [], 64, ["math", "math", "qa", "qa"], units=[0, 0, 1, 2])

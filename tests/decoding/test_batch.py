@@ -16,7 +16,7 @@ from toys import blurred, decode_at_once, random_prompts, toy
 from distill.data.samples import first_difference
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.drafters import ModelDrafter
-from distill.decoding.lengths import AcceptedRatio, Features, Fixed, LengthRule, ProbabilityFloor
+from distill.decoding.lengths import AcceptedRatio, Fixed, LengthRule, ProbabilityFloor
 from distill.decoding.rules import Rules
 from distill.engines.loaded import BatchedTorchModel
 from distill.engines.torch.model import TorchModel
@@ -294,27 +294,6 @@ def test_sampled_is_alone(case: str, sampler: str) -> None:
     rules = Rules(SAMPLERS[sampler], verifier, ends=[7, 11])
     results = check_batch((EXACT[kind], DRAFTS[kind]), prompts, 20, rules, length, argmax, seed=len(sampler))
     assert 0.02 < share(results) < 0.98
-
-
-class WhileAgreed(Fixed):
-    """Reads what stood earlier in the row's own text, as a calibration may."""
-
-    reads_features = True
-
-    def go_on(self, position: int, features: Features) -> bool:
-        MATCHES.append(features.match)
-        return features.match >= 0
-
-
-MATCHES: list[int] = []
-
-
-@pytest.mark.parametrize("rules", [Rules(), Rules(Sampler(1.0), "token")], ids=["greedy", "sampled"])
-def test_each_row_reads_its_own_earlier_text(rules: Rules) -> None:
-    prompts = [prompt * 4 for prompt in random_prompts(4, V, seed=6, shortest=2, longest=5)]
-    MATCHES.clear()
-    results = check_batch((EXACT["qwen3"], DRAFTS["qwen3"]), prompts, 20, rules, lambda: WhileAgreed(5))
-    assert min(MATCHES) < 0 < max(MATCHES) and len({r.drafted for result in results for r in result.rounds}) > 2
 
 
 def test_penalty_and_floors_for_greedy_texts() -> None:

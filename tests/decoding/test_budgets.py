@@ -19,7 +19,8 @@ from toys import EXPERTS, FAMILIES, SHORT, toy
 
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter, NoDrafter
-from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor, Proposal
+from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor
+from distill.decoding.proposals import Proposal
 from distill.decoding.rules import Rules
 from distill.decoding.table_drafter import TableDrafter
 from distill.decoding.trees import Shape, TreeDrafter
@@ -70,7 +71,7 @@ CASES: dict[str, Case] = {
 SHAPE = Shape.of_widths([2, 2, 1])  # 10 nodes
 TREES: dict[str, Case] = {
     "best-first tree of 8 nodes, 3 levels": Case(
-        lambda draft, rules: TreeDrafter(draft, rules.sampler, rules.random, 8, longest=3), 8, "match"
+        lambda draft, rules: TreeDrafter(draft, rules.sampler, rules.random, 8, rule=Fixed(3)), 8, "match"
     ),
     "drawn tree of 10 nodes, 3 levels": Case(
         lambda draft, rules: TreeDrafter(draft, rules.sampler, rules.random, 10, shape=SHAPE, distinct=True),

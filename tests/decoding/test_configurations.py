@@ -12,16 +12,12 @@ from pydantic import ValidationError
 from table_model import TableModel
 from toys import random_prompts
 
-from distill.decoding.calibration import FITTED_TERMS, Recorded, fit_calibration
 from distill.decoding.configured import DrafterInputs, check_configurations, lossy_reason
 from distill.decoding.costs import Costs
-from distill.decoding.lengths import Features
-from distill.decoding.rules import GREEDY, Rules
-from distill.errors import DataError, RecipeError
-from distill.files import write_result
+from distill.decoding.rules import GREEDY
+from distill.errors import RecipeError
 from distill.measuring.compare import PairSettings, PairTexts, judge_identity, measurement, prepare_all, time_texts
 from distill.measuring.identity import Identity, Rounding
-from distill.measuring.speedup import calibrate, load_calibrations, record_rounds, write_texts
 from distill.measuring.speedup_results import PairMeasured, StepFigures
 from distill.measuring.speedup_tables import measurement_table
 from distill.recipe import Configuration, SamplerSettings, Speedup, Target, dump_recipe, load_recipe
@@ -37,13 +33,13 @@ CONFIGURATIONS = [
     Configuration(rule="beta", start=0.5, floor=0.2, length=6),
     Configuration(drafter="lookup"),
     Configuration(drafter="lookup", rule="expected-value"),
-    Configuration(drafter="lookup+draft", rule="expected-value", calibration="none"),
+    Configuration(drafter="lookup+draft", rule="expected-value"),
     Configuration(drafter="lookup+tree", rule="expected-value", nodes=5, length=6),
     Configuration(drafter="lookup+draft", rule="beta", floor=0.2),
     Configuration(drafter="tree", nodes=6, length=4),
-    Configuration(drafter="tree", nodes=5, calibration="none"),
+    Configuration(drafter="tree", nodes=5),
     Configuration(drafter="lookup+tree", nodes=4, length=6),
-    Configuration(drafter="lookup+tree", nodes=6, rule="fixed", length=3, calibration="none"),
+    Configuration(drafter="lookup+tree", nodes=6, rule="fixed", length=3),
     Configuration(verifier="match"),
     Configuration(verifier="block"),
 ]
@@ -77,7 +73,7 @@ def test_configurations_that_are_refused(raw: dict[str, Any], words: str) -> Non
 def test_names_are_short_and_differ_and_doubles_are_refused() -> None:
     asked = [
         *({"length": length} for length in (2, 4)),
-        *({"rule": "expected-value", "calibration": name} for name in ("features", "context")),
+        {"rule": "expected-value"},
         {"drafter": "lookup+draft", "rule": "expected-value"},
         *({"drafter": "lookup", "rule": rule} for rule in ("fixed", "expected-value")),
         *({"drafter": "tree", "length": length} for length in (1, 2)),
@@ -87,7 +83,7 @@ def test_names_are_short_and_differ_and_doubles_are_refused() -> None:
         {"drafter": "table", "rule": "expected-value"},
     ]
     assert names([PLAIN, *(Configuration(**one) for one in asked), PLAIN_SAMPLED]) == [
-        *("plain", "draft 2", "draft 4", "draft adaptive features", "draft adaptive context", "lookup + draft"),
+        *("plain", "draft 2", "draft 4", "draft adaptive", "lookup + draft"),
         *("lookup fixed", "lookup adaptive", "tree 1", "tree 2", "tree sampled"),
         *(f"lookup + tree ({number})" for number in (1, 2, 3, 4)),
         *("drawn tree", "table", "plain sampled"),
@@ -110,7 +106,7 @@ def test_lossy_pairs_have_reasons_and_are_refused_unless_asked_for() -> None:
     for lossless in (after.model_copy(update={"verifier": "match"}), Configuration(rule="p_min", sampler="recipe")):
         assert lossy_reason(lossless, hot) is None
     assert all(lossy_reason(one, GREEDY) is None for one in CONFIGURATIONS)
-    # Expected value drops what it drafted only where the draft is deterministic.
+    # The adaptive rule decides before the draw.
     assert lossy_reason(Configuration(rule="expected-value", sampler="recipe"), hot) is None
     with pytest.raises(RecipeError, match=r"(?s)would change the target's distribution.*allow_lossy"):
         check_configurations(Speedup(configurations=(after,)), HOT)
@@ -130,16 +126,12 @@ def pair() -> tuple[TableModel, TableModel]:
 def test_every_greedy_configuration_decodes_the_plain_text(pair: tuple[TableModel, TableModel]) -> None:
     target, draft = pair
     prompts = random_prompts(6, 12, 1)
-    others = random_prompts(6, 12, 2)
-    own = record_rounds(draft, [*zip(others, write_texts(target, others, 40, Rules()), strict=True)], ())
-    rounds = [one for text in own for one in text]
-    fitted = {name: fit_calibration(rounds, terms) for name, terms in FITTED_TERMS.items()}
-    prepared = prepare_all(settings_with(CONFIGURATIONS), [(target, draft)], (), DrafterInputs(COSTS, fitted))
+    prepared = prepare_all(settings_with(CONFIGURATIONS), [(target, draft)], (), DrafterInputs(COSTS))
     time_texts(target, draft, prompts, 30, prepared, "prompts")
     every = [PLAIN, Configuration(length=2), *CONFIGURATIONS]
     assert [one.configuration for one in prepared] == every and [one.name for one in prepared] == names(every)
     assert judge_identity(target, prompts, prepared, Rounding(0)) == [Identity(identical=6)] * len(prepared)
-    rows = {one.name: measurement(one, None, NOT_TIMED, LABEL, PairTexts(prompts, [])) for one in prepared}
+    rows = {one.name: measurement(one, None, NOT_TIMED, LABEL, PairTexts(prompts)) for one in prepared}
     drafted = {title for title, row in rows.items() if (row.tokens_per_round or 0) > 1.05}
     assert drafted == set(rows) - {"plain"}  # each of them does draft, and is right now and then
     assert not any(row.lossy for row in rows.values())
@@ -162,50 +154,13 @@ def test_sampled_configurations_stand_beside_sampled_plain_decoding(pair: tuple[
     assert [one.lossy is not None for one in others] == [False, False, True]
     prompts = random_prompts(4, 12, 3)
     time_texts(target, draft, prompts, 16, prepared, "prompts")
-    rows = [measurement(one, None, NOT_TIMED, LABEL, PairTexts(prompts, [])) for one in prepared]
+    rows = [measurement(one, None, NOT_TIMED, LABEL, PairTexts(prompts)) for one in prepared]
     *_, plain_row, lossless, lossy = rows
     assert plain_row.speedup == 1 and plain_row.tokens_per_round is None
     assert lossless.plain_tokens_per_second == plain_row.tokens_per_second and lossless.identical is None
     assert lossless.lossy is None and lossy.lossy is not None
     shown = [row["distribution"] for row in records([measurement_table(rows, "")])]
     assert shown[:4] == ["the target's"] * 4 and shown[4].startswith("LOSSY: ")
-
-
-def recorded(*rounds: tuple[float, int, int]) -> list[Recorded]:
-    return [Recorded((Features(top, (1 - top) / 2, 1.0),) * n, accepted) for top, n, accepted in rounds]
-
-
-def test_calibrations_are_saved_and_read_again(tmp_path: Path) -> None:
-    own = [recorded((0.9, 4, 4), (0.5, 4, 0), (0.8, 3, 1), (0.4, 2, 1)) for _ in range(40)]
-    made = calibrate({"": own}, "40 texts")
-    assert made.words.startswith("40 texts, 160 rounds of the draft: log loss uncalibrated 0.")
-    assert made.words.endswith("; context not used: no better than features") and [*made.unfitted] == ["context"]
-    write_result(tmp_path / "calibration.json", made)
-    found = load_calibrations(tmp_path / "calibration.json")
-    everything = [one for prompt in own for one in prompt]
-    assert found == dict.fromkeys(FITTED_TERMS, fit_calibration(everything, FITTED_TERMS["features"]))
-    # Scores are of text the fit has not seen: outcomes that turn round between even and odd prompts must score badly.
-    good, bad = recorded((0.9, 1, 1), (0.2, 1, 0)), recorded((0.9, 1, 0), (0.2, 1, 1))
-    turned = calibrate({"": [good, bad, good, bad]}, "here")
-    right = calibrate({"": [good, good, good, good]}, "here")
-    assert turned.log_loss["features"] > 1.0 > right.log_loss["features"] and "features" in right.fits
-    # None is used where none is better than the draft's own probability, which is right of these texts.
-    told = dict.fromkeys(FITTED_TERMS, "no better than uncalibrated")
-    assert (turned.fits, turned.unfitted) == ({}, told)
-    other = calibrate(
-        {", match": [good, bad] * 2}, "here", {"table": [good, bad] * 2, "table, others": [good, bad] * 2}
-    )
-    assert other.fits["table, others"].terms == () and [*other.fits] == ["table, others"]
-    assert {name.partition(",")[0] for name in other.unfitted} == {*FITTED_TERMS, "table"}
-
-
-def test_calibrations_of_one_outcome_and_of_other_formats(tmp_path: Path) -> None:
-    made = calibrate({"": [recorded((0.9, 4, 4)), recorded((0.9, 4, 4))]}, "here")
-    assert made.fits.keys() == FITTED_TERMS.keys() and made.fits["context"] == made.fits["features"]
-    assert all(one.accepted == one.judged == 8 for one in made.fits.values())
-    (tmp_path / "calibration.json").write_text('{"format": 0, "fits": {}}')
-    with pytest.raises(DataError, match="does not have the form that this version writes"):
-        load_calibrations(tmp_path / "calibration.json")
 
 
 def test_lossy_configurations_are_refused_or_labelled(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -226,5 +181,4 @@ def test_lossy_configurations_are_refused_or_labelled(copied: Path, capsys: pyte
     hot = ("--temperature", 0.9, "-C", "verifier=greedy", "--allow-lossy")
     assert "LOSSY: this text does not follow" in tiny.told(capsys, *generate, *hot)
     # Greedy, nothing is.
-    told = tiny.told(capsys, *generate, "-C", "rule=expected-value", "--allow-lossy")
-    assert "LOSSY" not in told and "there is no calibration `features`" in told
+    assert "LOSSY" not in tiny.told(capsys, *generate, "-C", "rule=expected-value", "--allow-lossy")

@@ -21,7 +21,7 @@ from test_exact_decoding import EXACT, PROMPT, RECIPE, SEEN, Make, chains, decod
 from toys import blurred, random_prompts, speculative, toy
 
 from distill.decoding import decode as decode_module
-from distill.decoding import round_costs, verify
+from distill.decoding import verify
 from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import NOTHING, FallbackDrafter, LookupDrafter, ModelDrafter, NoDrafter
 from distill.decoding.lengths import AcceptedRatio, Fixed, LengthRule, ProbabilityFloor
@@ -64,7 +64,7 @@ def test_greedy_texts_and_rounds_are_those_of_the_host(kind: str) -> None:
 RULES: dict[str, Callable[[], LengthRule]] = {
     "ratio": lambda: AcceptedRatio(3, longest=5),
     "p_min": lambda: ProbabilityFloor(4, 0.2),
-    "expected-value": RECIPE["expected-value, fitted"],
+    "expected-value": RECIPE["expected-value"],
     "beta": RECIPE["beta"],
     "n_min": lambda: ProbabilityFloor(4, 0.1, n_min=3),
 }
@@ -72,7 +72,7 @@ RULES: dict[str, Callable[[], LengthRule]] = {
 
 @pytest.mark.parametrize("name", RULES)
 def test_length_rules_see_what_they_see_on_the_host(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Features, ends inside drafts, tokens that are dropped after all: every round drafts as many."""
+    """Ends inside drafts, tokens that are dropped after all: every round drafts as many."""
     monkeypatch.setattr(decode_module, "time", SimpleNamespace(perf_counter=itertools.count().__next__))
     drafted: set[int] = set()
     for prompt in random_prompts(3, V, seed=2, longest=30):
@@ -85,23 +85,6 @@ def test_length_rules_see_what_they_see_on_the_host(name: str, monkeypatch: pyte
             drafted |= {r.drafted for r in result.rounds}
         assert found[0] == found[1]
     assert len(drafted) > 1
-
-
-class Counting(StaticTorchModel):
-    taken = 0
-
-    def step(self, *given: Any) -> Any:
-        self.taken += 1
-        return super().step(*given)
-
-
-def test_a_step_that_reads_two_tokens_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """After a round that was accepted whole. The clock counts the draft's steps, of which each takes one."""
-    draft = Counting(MODELS["qwen2"])
-    monkeypatch.setattr(round_costs, "time", SimpleNamespace(perf_counter=lambda: draft.taken))
-    meter = round_costs.RoundCostMeter(static("qwen2")[0], draft, random_prompts(2, V, seed=1), 3, True, 24)
-    meter.until(2)
-    assert {kind: set(seconds) for kind, seconds in meter._steps.items() if seconds} == {"first_two": {1}, "later": {1}}
 
 
 # The output's distribution, by enumeration.

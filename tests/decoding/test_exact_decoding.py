@@ -24,18 +24,16 @@ from tables import TableRows, distance, number, target_distributions
 from toys import decode_at_once
 
 from distill.decoding import decode as decode_module
-from distill.decoding.calibration import CONTEXT_TERMS, Calibration
 from distill.decoding.configured import DrafterInputs, make_rule
 from distill.decoding.costs import Costs
 from distill.decoding.decode import Decoded, decode
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter
-from distill.decoding.lengths import AcceptedRatio, BetaFilter, Fixed, LengthRule
+from distill.decoding.lengths import AcceptedRatio, Adaptive, BetaFilter, Fixed, LengthRule
 from distill.decoding.ngrams import NGramTable, count_ngrams
 from distill.decoding.rules import Rules
 from distill.decoding.table_drafter import TableDrafter
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import CHAINS, TREES, Random, refusal
-from distill.decoding.worth import ExpectedValue, Worth
 from distill.recipe import Configuration
 from distill.recipe.configuration import RULES
 from distill.sampler import Sampler
@@ -44,7 +42,8 @@ torch.set_num_threads(1)
 
 PROMPT = [0, 1]
 EXACT, SEEN = 1e-12, 1e-6
-COSTS = Costs((1.0, 1.15, 1.3, 1.4), 0.08, 0.12, 0.02)
+COSTS = Costs((1.0, 1.15, 1.3, 1.4), 0.08, 0.12)
+FLAT = Costs(tuple(1 + m / 100 for m in range(9)), 0.01, 0.01)  # all nodes of a tree are worth verifying
 TRUNCATED, PENALTY = Sampler(0.8, 3, 0.9, 0.05), Sampler(1.1, repetition_penalty=1.6)
 TEXT = 40  # new tokens that a run may bring: more than two rounds and their trees need
 Make = Callable[[Any, Sampler, Random], Drafter]
@@ -128,7 +127,7 @@ def batched(
 def named(rule: str, **settings: Any) -> Callable[[], LengthRule]:
     """A rule as a recipe names it, drafting up to 3 tokens."""
     configuration = Configuration(rule=rule, length=3, **settings)
-    return lambda: make_rule(configuration, DrafterInputs(COSTS, {"features": Calibration(0.2, (0.7,), ("margin",))}))
+    return lambda: make_rule(configuration, DrafterInputs(COSTS))
 
 
 RECIPE: dict[str, Callable[[], LengthRule]] = {
@@ -139,18 +138,23 @@ RECIPE: dict[str, Callable[[], LengthRule]] = {
     "ratio": named("ratio"),
     "beta": named("beta"),
     "beta, start": named("beta", start=0.6, floor=0.2),
-    "expected-value": named("expected-value", calibration="none"),
-    "expected-value, fitted": named("expected-value", calibration="features"),
+    "expected-value": named("expected-value"),
 }
+
+
+def forgetting() -> LengthRule:
+    """An adaptive rule whose estimates begin with little weight, so that one judged token changes the next round."""
+    rule = Adaptive(COSTS, 3)
+    for mean in (*rule._positions, *rule._confidences):
+        mean._sum, mean._weight = 0.3 * mean.value, 0.3
+    return rule
+
+
 # Rules that learn so fast that the second round shows it, and what no recipe names.
 EAGER: dict[str, Callable[[], LengthRule]] = {
     "ratio, forgetting": lambda: AcceptedRatio(2, 0.3, 0.1, 0.1, 1, 3),
     "beta, forgetting": lambda: BetaFilter(3, 0.35, 4, 0.5, 0.2),
-    "expected-value, learning": lambda: ExpectedValue(Worth(COSTS, 2.0), Calibration(-0.5), 3, forget=0.5),
-    "expected-value, tired": lambda: ExpectedValue(Worth(COSTS), Calibration(-0.5), 3, allowance=0.5, doubt=0.0),
-    "expected-value, context": lambda: ExpectedValue(
-        Worth(COSTS), Calibration(-0.5, (0.5, 1.0, -1.0, 0.5, -0.5), ("margin", *CONTEXT_TERMS)), 3
-    ),
+    "expected-value, forgetting": forgetting,
 }
 
 
@@ -205,7 +209,7 @@ def test_rules(name: str) -> None:
         ("fixed", "token", False, Sampler(1.2, repetition_penalty=1.5), 2),
         ("ratio", "block", False, Sampler(), 2),
         ("p_min", "match", True, Sampler(), 2),
-        ("expected-value, fitted", "block", False, Sampler(), 1),
+        ("expected-value", "block", False, Sampler(), 1),
     ],
 )
 def test_batches(name: str, verifier: str, argmax: bool, sampler: Sampler, rows: int) -> None:
@@ -248,8 +252,8 @@ def tree(nodes: int, **settings: Any) -> Make:
 
 
 BEST: dict[str, Make] = {
-    "best-first": tree(7, branching=3, longest=3),
-    "best-first, calibrated": tree(7, branching=3, longest=4, calibration=Calibration(-0.5, (0.4,), ("margin",))),
+    "best-first": tree(7, branching=3, rule=Fixed(3)),
+    "best-first, adaptive": lambda *given: tree(7, branching=3, rule=Adaptive(FLAT, 4))(*given),  # one that is new
     "table": lambda *_: TableDrafter(COUNTED, 7, 3),
 }
 FORKS: dict[str, tuple[int, Make]] = {
@@ -265,7 +269,7 @@ FORKS: dict[str, tuple[int, Make]] = {
     ("name", "verifier", "sampler"),
     [
         ("best-first", "match", Sampler()),
-        ("best-first, calibrated", "match", Sampler(0.8, 3, 0.9, 0.05)),
+        ("best-first, adaptive", "match", Sampler(0.8, 3, 0.9, 0.05)),
         ("best-first", "token", Sampler(1.2, min_p=0.1)),
         ("best-first", "distinct", Sampler(1.3, top_p=0.9)),
         ("table", "match", Sampler(0.9, top_p=0.95)),

@@ -23,7 +23,8 @@ from toys import random_prompts
 from distill.decoding.decode import Decoded, decode, decode_text, plain
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter, ModelDrafter, NoDrafter
 from distill.decoding.grammar import Constraint, State, Tokens, constraint, lark
-from distill.decoding.lengths import ROOT, AcceptedRatio, Fixed
+from distill.decoding.lengths import AcceptedRatio, Drafting, Fixed
+from distill.decoding.proposals import ROOT
 from distill.decoding.rules import Constrained, Forced, Rules
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import Random
@@ -349,15 +350,16 @@ class Noting(AcceptedRatio):
 
     def __init__(self, drafts: bool) -> None:
         super().__init__(4)
-        self.drafts, self.asked = drafts, 0
+        self.drafts, self.asked, self.last = drafts, 0, Drafting()
         self.told: list[tuple[int, int]] = []
 
-    def step_on(self, position: int) -> bool:
-        self.asked += position == 0
-        return self.drafts
+    def steps(self, drafting: Drafting) -> int:
+        self.asked += drafting is not self.last
+        self.last = drafting
+        return int(self.drafts)
 
-    def observe(self, drafted: int, accepted: int, features: Any, seconds: float) -> None:
-        self.told.append((drafted, accepted))
+    def observe(self, drafting: Drafting, nodes: int, accepted: int, seconds: float) -> None:
+        self.told.append((nodes, accepted))
 
 
 @pytest.mark.parametrize("drafts", [True, False])

@@ -17,12 +17,11 @@ import pytest
 from test_tree import paths_of
 
 from distill.decoding import ngrams
-from distill.decoding.calibration import TABLE_TERMS, Calibration, fit_calibration
 from distill.decoding.costs import Costs
-from distill.decoding.lengths import Proposal
+from distill.decoding.lengths import Adaptive
 from distill.decoding.ngrams import ORDER, OWN_WEIGHT, Expected, Mixture, NGramTable, count_ngrams, write_table
-from distill.decoding.table_drafter import TableCalibration, TableDrafter, guesses
-from distill.decoding.worth import Worth
+from distill.decoding.table_drafter import TableDrafter
+from distill.decoding.trees import corrected
 from distill.errors import DataError
 
 V = 6
@@ -125,9 +124,7 @@ def test_the_mixture_is_witten_bell(table: NGramTable) -> None:
     assert Mixture(None).guess((1, 2), [], V).tokens == []
 
 
-def all_values(
-    table: NGramTable, context: list[int], depth: int, calibration: TableCalibration | None = None
-) -> dict[tuple[int, ...], float]:
+def all_values(table: NGramTable, context: list[int], depth: int) -> dict[tuple[int, ...], float]:
     """The chance of every path of up to `depth` tokens after a context."""
     mixture = Mixture(table)
     mixture.read(context)
@@ -136,24 +133,18 @@ def all_values(
         for path in [path for path in values if len(path) == level]:
             whole = [*context, *path]
             guess = mixture.guess(tuple(whole[-ORDER:]), place_in(table, whole), V)
-            chances = guess.chances if calibration is None else calibration.chances(guess, level)
+            others = (1 - guess.chances[0]) * 0.5  # as often as not one of the others is right where the first is not
+            chances = corrected(guess.chances, guess.chances[0], others)
             values |= {(*path, t): values[path] * c for t, c in zip(guess.tokens, chances, strict=True)}
     del values[()]
     return values
 
 
-CALIBRATED = TableCalibration(Calibration(-2.0)), TableCalibration(Calibration(-2.0), Calibration(0.5))
-
-
 def test_the_tree_has_the_likeliest_paths(table: NGramTable) -> None:
-    """Against all paths; an end token has no children; a chain of the likeliest where a model takes no trees.
-
-    Calibrations think less of the likeliest child than of the next one.
-    """
-    contexts = [0, 1, 0], [2, 0, 0, 1, 3], some_texts(5, 1)[0]
-    for context, calibration in itertools.product(contexts, (None, *CALIBRATED)):
-        values = all_values(table, context, 4, calibration)
-        drafter = TableDrafter(table, 9, 4, calibration=calibration)
+    """Against all paths; an end token has no children; a chain of the likeliest where a model takes no trees."""
+    for context in ([0, 1, 0], [2, 0, 0, 1, 3], some_texts(5, 1)[0]):
+        values = all_values(table, context, 4)
+        drafter = TableDrafter(table, 9, 4)
         drafter.begin(context)
         made = drafter.propose(context, 8, ())
         paths = paths_of(made)
@@ -169,49 +160,40 @@ def test_the_tree_has_the_likeliest_paths(table: NGramTable) -> None:
         assert len(chain.propose(context, 3, ()).tokens) <= 3
 
 
-def test_a_price_drafts_what_is_worth_verifying(table: NGramTable) -> None:
-    """The number of nodes of greatest E − λ·T(n + 1), against all numbers, under flat, steep and uneven costs."""
+def test_the_rule_tells_how_much_of_a_tree_is_verified(table: NGramTable) -> None:
+    """The number of nodes with the most expected tokens per second, against all numbers, at three kinds of costs."""
     context = [2, 0, 0, 1, 3, 0]
-    nodes = TableDrafter(table, 12, 4)
-    nodes.begin(context)
-    made = nodes.propose(context, 8, ())
-    values = all_values(table, context, 4)
-    each = [values[path] for path in paths_of(made)]
-    flat, steep = [1 + 0.02 * m for m in range(14)], [1 + 0.5 * m for m in range(14)]
-    uneven = [1 + 0.3 * (m // 4) for m in range(14)]
-    chosen = set()
-    for target, rate in itertools.product((flat, steep, uneven), (0.3, 1.0, 1.6)):
-        price = Worth(Costs(tuple(target), 0.0, 0.0))
-        price.rate = rate
-        worth = [1 + sum(each[:n]) - rate * target[n] for n in range(13)]
-        drafter = TableDrafter(table, 12, 4, worth=price)
-        drafter.begin(context)
-        count = len(drafter.propose(context, 8, ()).tokens)
-        assert worth[count] == pytest.approx(max(worth), abs=1e-12)
+    flat, steep = [1 + 0.02 * m for m in range(14)], [1 + 1.5 * m for m in range(14)]
+    uneven, chosen = [1 + 0.3 * (m // 4) for m in range(14)], set()
+    for target in (flat, steep, uneven):
+        rule = Adaptive(Costs(tuple(target), 0.0, 0.0), 4)
+        nodes = TableDrafter(table, 12, 4, rule=rule)
+        nodes.begin(context)
+        nodes.propose(context, 8, ())
+        chances = nodes._drafting.chances
+        rates = [(1 + sum(chances[:n])) / target[n] for n in range(len(chances) + 1)]
+        count = len(nodes.propose(context, 8, ()).tokens)
+        assert rates[count] == max(rates)
         chosen.add(count)
-    assert {0, 12} <= chosen
+    assert 0 in chosen and max(chosen) > 5
 
 
 def test_the_text_corrects_the_chances_of_what_is_not_drafted(table: NGramTable) -> None:
-    """A calibration that promises too much, at costs that draft nothing: promises become the share that is right."""
+    """At costs that draft nothing, promises become the share that is right."""
     draws = random.Random(11)
     text = draws.choices(range(V), [2**-i for i in range(V)], k=600)
-    drafter = TableDrafter(
-        table,
-        12,
-        4,
-        calibration=TableCalibration(Calibration(4.0)),
-        worth=Worth(Costs(tuple(range(1, 40, 3)), 0.0, 0.0)),
-    )
+    rule = Adaptive(Costs(tuple(range(1, 40, 3)), 0.0, 0.0), 4)
+    for mean in rule._confidences:  # far too much is promised
+        mean._sum, mean._weight = 4 * 0.98, 4
+    drafter, told = TableDrafter(table, 12, 4, rule=rule), []
     drafter.begin(text[:20])
-    told = []
     for end in range(20, len(text)):
-        assert not drafter.propose(text[:end], 8, ()).tokens
-        drafter.accepted(Proposal.chain([]), 0, end + 1, 1.0)
-        token, chance = drafter._guessed[0, tuple(text[end - ORDER : end])]
-        told.append((chance, drafter._correction.probability(chance), token == text[end]))
-    promised, corrected, right = (sum(each) / 400 for each in zip(*told[-400:], strict=True))
-    assert promised > right + 0.3 and corrected == pytest.approx(right, abs=0.05)
+        proposal = drafter.propose(text[:end], 8, ())
+        drafter.accepted(proposal, 0, end + 1, 1.0)
+        choices = drafter._guessed[0, tuple(text[end - ORDER : end])]
+        told.append((rule.chance(0, choices.probability), choices.best == text[end]))
+    promised, right = (sum(each) / 400 for each in zip(*told[-400:], strict=True))
+    assert promised == pytest.approx(right, abs=0.05) and 0.3 < right < 0.7
 
 
 def test_one_token_again_and_again(table: NGramTable) -> None:
@@ -221,37 +203,6 @@ def test_one_token_again_and_again(table: NGramTable) -> None:
     assert drafter.propose([3] * 50, 8, ()).tokens == [3] * 8
     drafter.begin([])
     assert drafter.propose([3], 8, ()).tokens == []  # nothing is known yet
-
-
-def test_calibrated_on_other_texts(table: NGramTable) -> None:
-    """The mean of the calibrated chances is the share that was right, as maximum likelihood demands.
-
-    That of the likeliest tokens, and, where the first of these was wrong, that of the others together."""
-    texts = [(text[:2], text[2:]) for text in some_texts(7, 40) if len(text) > 4]
-    made = [guesses(table, *text) for text in texts]
-    rounds = [[one for text in some for one in text] for some in zip(*made, strict=True)]
-    calibration = TableCalibration(*(fit_calibration(some, TABLE_TERMS) for some in rounds))
-    right, others, total, of_others = 0, 0, 0.0, 0.0
-    mixture = Mixture(table)
-    for prompt, new in texts:
-        whole = [*prompt, *new]
-        mixture.begin()
-        for end in range(len(prompt), len(whole)):
-            mixture.read(whole[:end])
-            assert (mixture.tail, mixture.place) == (tuple(whole[:end][-ORDER:]), place_in(table, whole[:end]))
-            guess = mixture.guess(mixture.tail, mixture.place, V)
-            chances, hit = calibration.chances(guess, 0), guess.tokens[0] == whole[end]
-            right, total = right + hit, total + chances[0]
-            if hit and end + 1 < len(whole):
-                tail = (*whole[:end], whole[end])[-ORDER:]
-                after = mixture.guess(tail, place_in(table, tail), V)
-                right += after.tokens[0] == whole[end + 1]
-                total += calibration.chances(after, 1)[0]
-            if not hit:
-                others += whole[end] in guess.tokens
-                of_others += sum(chances[1:]) / (1 - chances[0])
-    assert total == pytest.approx(right, rel=1e-3) and right > 20
-    assert of_others == pytest.approx(others, rel=1e-3) and others > 20
 
 
 def test_files_that_are_no_table_of_this_target(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,28 +10,24 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 from scipy.optimize import isotonic_regression
 from table_model import TableModel
 from test_configurations import settings_with
 from toys import speculative
 
-from distill.decoding.calibration import Calibration
-from distill.decoding.configured import DrafterInputs, make_drafter
-from distill.decoding.costs import Costs, accepted_by_position, measure_steps, rising
+from distill.decoding.configured import DrafterInputs
+from distill.decoding.costs import PROMPT_STEP, Costs, accepted_by_position, measure_costs, rising
 from distill.decoding.decode import decode_text, plain
-from distill.decoding.drafters import LookupDrafter, ModelDrafter
-from distill.decoding.lengths import LengthRule
-from distill.decoding.round_costs import RoundCostMeter, measure_costs
+from distill.decoding.drafters import ModelDrafter
+from distill.decoding.lengths import Adaptive, Drafting, LengthRule
 from distill.decoding.rules import GREEDY, Rules
 from distill.decoding.trees import TreeDrafter
-from distill.decoding.worth import ExpectedValue, Worth
 from distill.engines.model import Watch
 from distill.errors import DataError
 from distill.measuring.compare import predicted_speedup, prepare_all, time_steps, time_texts, totals
 from distill.recipe import Configuration
 
-CLOCKED = [f"decoding.{name}" for name in ("round_costs", "costs", "decode", "drafters")]
+CLOCKED = [f"decoding.{name}" for name in ("costs", "decode", "drafters")]
 CLOCKED += ["measuring.compare", "engines.model"]
 
 
@@ -63,26 +59,28 @@ def pair(monkeypatch: pytest.MonkeyPatch) -> tuple[Clocked, Clocked]:
     return Clocked(target, clock, 10.0, 1.5), Clocked(target.near(0.4, seed=5), clock, 2.0, 0.25)
 
 
-def test_each_part_of_a_round_is_found(pair: tuple[Any, Any]) -> None:
-    prompts = [[1, 2, 3, 4, 5], [6, 5, 4, 3, 2]]
-    costs = measure_costs(*pair, prompts, 5, repeats=4)
-    assert costs.target == pytest.approx([10 + 1.5 * n for n in range(6)]) and costs.overhead == 0
+def test_every_step_is_found(pair: tuple[Any, Any]) -> None:
+    costs = measure_costs(*pair, 5)
+    assert costs.target == pytest.approx([10 + 1.5 * n for n in range(6)])
     assert (costs.draft, costs.draft_two) == pytest.approx((2, 2.25))
-    assert costs.target_prompt == pytest.approx((10 + 4 * 1.5) / 5) and costs.draft_prompt == pytest.approx(2.75 / 5)
+    assert (costs.target_prompt, costs.draft_prompt) == pytest.approx((1.5, 0.25))  # the price of a token more
+    alone = measure_costs(pair[0], pair[0], 5)  # a lookup has no draft: the target stands in its place
+    assert alone.target == costs.target and alone.draft == alone.draft_prompt == 0
+    assert {*pair[1].steps} == {1, 2, PROMPT_STEP, 128}
+    assert replace(costs, resent=lambda: 2).again(1, 1.5, 0.5) == pytest.approx((2 + 1.5 + 2 - 4 * 0.5) * 1.5)
 
 
 @pytest.mark.parametrize("length", [1, 3, 5])
 def test_the_prediction_is_what_a_request_takes(pair: tuple[Any, Any], length: int) -> None:
     target, draft = pair
-    meter = RoundCostMeter(target, draft, [[1, 2, 3, 4, 5], [6, 5, 4, 3, 2]], length, False)
-    meter.until(3)
+    costs = replace(measure_costs(target, draft, length), target_prompt=(10 + 5 * 1.5) / 6, draft_prompt=3 / 6)
     prompt, new = [2, 4, 6, 1, 3, 5], 300
     alone, result = plain(target, prompt, new), speculative(target, draft, prompt, new, length)
     measured = (alone.prefill_seconds + alone.seconds) / (result.prefill_seconds + result.seconds)
     rounds = [one for one in result.rounds if one.drafted == length]
     reached = [[one for one in rounds if one.accepted >= position] for position in range(length + 1)]
     accepted = [len(after) / len(before) for before, after in itertools.pairwise(reached)]
-    assert meter.costs().predicted_speedup(length, accepted, len(prompt), new) == pytest.approx(measured, rel=0.02)
+    assert costs.predicted_speedup(length, accepted, len(prompt), new) == pytest.approx(measured, rel=0.02)
 
 
 def test_fixed_lengths_are_predicted_by_steps_and_acceptance(pair: tuple[Any, Any]) -> None:
@@ -116,113 +114,57 @@ def test_noise_is_pooled_as_scipy_pools_it(seed: int) -> None:
 
 
 def test_contexts_without_room_are_refused(pair: tuple[Any, Any]) -> None:
-    with pytest.raises(DataError, match="a context of 400 tokens has no room to time rounds of 397"):
-        measure_costs(*pair, [[1, 2]], 397, repeats=1)
-    long = [1 + i % 6 for i in range(399)]
-    assert measure_costs(*pair, [long], 2, repeats=2).target[2] == pytest.approx(13)  # the prompt is shortened
-
-
-def test_a_target_alone_has_the_costs_of_its_steps(pair: tuple[Any, Any]) -> None:
-    """A lookup has no draft: the target stands in its place, and its cache must not hold two texts."""
-    target, _ = pair
-    counts = [*range(1, 8)]
-    steps = measure_steps(target, counts, 50, 3)
-    costs = measure_costs(target, target, [[1, 2, 3]], 6, repeats=3)
-    assert costs.target == pytest.approx([steps[count] for count in counts]) and costs.draft == 0
-    near = measure_costs(target, target, [[1] * 399], 500, repeats=1)  # a context of 400: as deep as it allows
-    assert len(near.target) == 399
-
-
-class Crowded(Clocked):
-    """A target whose step takes 6 seconds more where a draft has taken one since its last."""
-
-    draft: Clocked
-    seen = 0
-
-    def extend(self, tokens: Sequence[int], *rest: Any, **named: Any) -> Any:
-        self._clock[0] += 6.0 * (len(self.draft.steps) > self.seen)
-        self.seen = len(self.draft.steps)
-        return super().extend(tokens, *rest, **named)
-
-
-def test_what_no_model_drafts_is_priced_without_the_draft(pair: tuple[Any, Any]) -> None:
-    """A draft's steps make the target's step behind them slower: a lookup and a table must not pay for that."""
-    plainly, draft = pair
-    target = Crowded(plainly.model, plainly._clock, 10.0, 1.5)
-    target.draft = draft
-    costs = measure_costs(target, draft, [[1, 2, 3]], 3, repeats=3)
-    assert costs.target == pytest.approx((10, 17.5, 19, 20.5))
-    assert costs.target_only == pytest.approx((10, 11.5, 13, 14.5))
-    for drafter in ("lookup", "table"):
-        asked = make_drafter(
-            Configuration(drafter=drafter, rule="expected-value"), draft, GREEDY, float, DrafterInputs(costs)
-        )
-        worth = asked.worth if isinstance(asked, LookupDrafter) else asked.first.worth
-        assert worth is not None and worth.costs.undrafted == costs.target_only
-    assert replace(costs, resent=lambda: 2).again(1, 1.5, 0.5) == pytest.approx((2 + 1.5 + 2 - 4 * 0.5) * 1.5)
+    target, draft = pair
+    assert len(measure_costs(*pair, 500).target) == 399  # as long as a context of 400 allows
+    small = TableModel(7, seed=3, capacity=5)
+    target.model, draft.model = small, small.near(0.4, seed=5)
+    assert measure_costs(*pair, 8).target == pytest.approx([10, 11.5, 13, 14.5])
+    small.capacity = 2
+    with pytest.raises(DataError, match="a context of 2 tokens has no room for a drafted token"):
+        measure_costs(*pair, 8)
 
 
 def test_a_draft_that_is_not_asked_reads_nothing(pair: tuple[Any, Any]) -> None:
     """Where drafting costs more than it can bring, the draft takes no step; where it is asked late, it catches up."""
     target, draft = pair
-    costs = measure_costs(target, draft, [[1, 2, 3]], 5, repeats=3)
-    dear = ExpectedValue(Worth(Costs(costs.target, 50.0, 50.0)))
+    costs = measure_costs(target, draft, 5)
+    dear = Adaptive(Costs(costs.target, 50.0, 50.0))
     draft.steps.clear()
     result = decode_text(target, ModelDrafter(draft, dear, Rules().sampler, Rules().random), [1, 2, 3], 40, Rules())
     assert not draft.steps and result.tokens == plain(target, [1, 2, 3], 40).tokens
 
-    # It reads the prompt apart from the rounds, for as many tokens as are worth it: a text that outlasts all lasts.
-    known, prompt = Calibration(accepted=70, judged=100), [1 + i % 6 for i in range(60)]
-    rule = ExpectedValue(Worth(replace(costs, draft_prompt=1.0)), known)
-    drafter = ModelDrafter(draft, rule, Rules().sampler, Rules().random)
-    few, many = (decode_text(target, drafter, prompt, tokens, Rules()) for tokens in (9, 300))
-    assert not few.reading and draft.steps[0] > 59 and many.reading == pytest.approx(2 + (draft.steps[0] - 1) * 0.25)
+    # It reads the prompt apart from the rounds, where enough tokens are left.
+    prompt = [1 + i % 6 for i in range(60)]
+    drafter = ModelDrafter(draft, Adaptive(replace(costs, draft_prompt=0.5)), Rules().sampler, Rules().random)
+    few, many = (decode_text(target, drafter, prompt, tokens, Rules()) for tokens in (4, 300))
+    assert not few.reading and draft.steps[0] == 60 and many.reading == pytest.approx(2 + 59 * 0.25)
     assert many.prefill_seconds - many.reading == few.prefill_seconds == pytest.approx(10 + 59 * 1.5)
     assert many.seconds == pytest.approx(sum(one.seconds for one in many.rounds))
-    assert many.tokens == plain(target, prompt, 300).tokens and rule.costs.draft_prompt < 1
+    assert many.tokens == plain(target, prompt, 300).tokens
     draft.steps.clear()
 
     class Late(LengthRule):
         """Drafts one token after so many rounds."""
 
-        told: float | None = None
-
         def __init__(self, plain: int) -> None:
-            self.plain, self.rounds = plain, list[float]()
+            self.plain, self.rounds = plain, list[tuple[float, float]]()
 
         def limit(self) -> int:
             return int(len(self.rounds) >= self.plain)
 
-        def caught_up(self, seconds: float) -> None:
-            assert self.told is None
-            self.told = seconds
-
-        def observe(self, drafted: int, accepted: int, features: Any, seconds: float) -> None:
-            self.rounds.append(seconds)
+        def observe(self, drafting: Drafting, nodes: int, accepted: int, seconds: float) -> None:
+            self.rounds.append((drafting.reading, seconds))
 
     late = Late(3)
     decode_text(target, ModelDrafter(draft, late, Rules().sampler, Rules().random), [1, 2, 3], 12, Rules())
-    assert draft.steps[0] == 7 and late.told is None  # together with its first step
+    assert draft.steps[0] == 7 and not any(reading for reading, _ in late.rounds)  # together with its first step
     draft.steps.clear()
     late = Late(60)
     result = decode_text(target, ModelDrafter(draft, late, Rules().sampler, Rules().random), [1, 2, 3], 70, Rules())
-    assert draft.steps[:2] == [63, 1] and late.told == pytest.approx(2 + 62 * 0.25)
-    assert late.rounds[59:61] == pytest.approx([10, 2 + 11.5])
+    assert draft.steps[:2] == [63, 1] and late.rounds[59] == pytest.approx((0, 10))
+    assert late.rounds[60] == pytest.approx((2 + 62 * 0.25, 2 + 11.5))
     assert result.rounds[60].seconds == pytest.approx(2 + 62 * 0.25 + 2 + 11.5)
     assert result.tokens == plain(target, [1, 2, 3], 70).tokens
-
-
-def test_small_contexts_and_drafts_without_tokens_end(pair: tuple[Any, Any]) -> None:
-    """A context with room for one long round a text; a draft whose logits are empty has none."""
-    pair[1].model.table[:] = -torch.inf
-    with pytest.raises(DataError, match="proposes fewer tokens than it is asked for"):
-        measure_costs(*pair, [[1, 2, 3]], 2, repeats=1)
-    small = TableModel(7, seed=3, capacity=12)
-    pair[0].model, pair[1].model = small, small.near(0.4, seed=5)
-    for model in pair:
-        model.capacity = 12
-    costs = measure_costs(*pair, [[1, 2, 3]], 8, repeats=2)
-    assert costs.target == pytest.approx([10 + 1.5 * n for n in range(9)])
 
 
 @pytest.mark.parametrize("branches", [False, True])
@@ -232,7 +174,7 @@ def test_a_context_that_ends_inside_a_round(pair: tuple[Any, Any], room: int, dr
     target, draft = pair
     target.model = TableModel(7, seed=3, capacity=room)
     draft.model = TableModel(7, seed=3, capacity=draft_room).near(0.05, seed=5)
-    rule = ExpectedValue(Worth(Costs(tuple(10 + 1.5 * m for m in range(20)), 2.0, 2.25)), longest=8)
+    rule = Adaptive(Costs(tuple(10 + 1.5 * m for m in range(20)), 2.0, 2.25), 8)
     chain, tree = ModelDrafter(draft, rule, GREEDY, float), TreeDrafter(draft, GREEDY, float, 12, rule=rule)
     result = decode_text(target, tree if branches else chain, [1, 2, 3], 100, Rules())
     assert result.tokens == plain(target, [1, 2, 3], 100).tokens and len(result.tokens) == min(room - 2, 100)
@@ -255,7 +197,7 @@ def test_a_tree_is_as_fast_as_the_chain_that_it_contains(
     target, draft = Clocked(table, clock, 10.0, more), Clocked(table.near(unlike, 4), clock, 2.0, 0.0)
     costs = Costs(tuple(10 + more * m for m in range(20)), 2.0, 2.0)
     for branches in (False, True):
-        rule = ExpectedValue(Worth(costs), longest=8)
+        rule = Adaptive(costs, 8)
         chain, tree = ModelDrafter(draft, rule, GREEDY, float), TreeDrafter(draft, GREEDY, float, 12, rule=rule)
         speeds.append(decode_text(target, tree if branches else chain, [1, 2, 3], 300, Rules()).tokens_per_second())
     assert speeds[1] > gain * speeds[0] > gain * 0.1

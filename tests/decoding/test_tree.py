@@ -14,14 +14,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from table_model import TableModel
 
-from distill.decoding.calibration import Calibration
 from distill.decoding.costs import Costs
 from distill.decoding.drafters import ChainDraft
-from distill.decoding.lengths import ROOT, Features, Proposal, best_tokens, features_of
-from distill.decoding.text_index import TextIndex
-from distill.decoding.trees import Shape, TreeDrafter, calibrated, draft_tree, sampled_tree
+from distill.decoding.lengths import Adaptive, Drafting, Fixed, LengthRule
+from distill.decoding.proposals import ROOT, Proposal, best_tokens, likeliest
+from distill.decoding.trees import Grown, Shape, TreeDrafter, corrected, draft_tree, sampled_tree
 from distill.decoding.verify import TREES, walk, walk_greedy
-from distill.decoding.worth import ExpectedValue, Worth
 from distill.sampler import Sampler
 
 torch.set_num_threads(1)
@@ -50,6 +48,12 @@ class Draft:
         return math.prod(self.distribution(path[:i])[token].item() for i, token in enumerate(path))
 
 
+def grow(draft: Draft, nodes: int, rule: LengthRule | None = None, longest: int = 16, **settings: int) -> Grown:
+    """The tree of a draft after its first step, whole unless a rule sizes it."""
+    begun = Drafting(most=nodes, steps=[1])
+    return draft_tree(draft.root, draft.expand, nodes, rule or Fixed(longest), begun, longest=longest, **settings)
+
+
 def paths_of(proposal: Proposal) -> list[tuple[int, ...]]:
     """The tokens from the root down to each node."""
     found: list[tuple[int, ...]] = []
@@ -72,7 +76,7 @@ def test_best_first_takes_the_likeliest_nodes(
     """No node that could have been taken is likelier than one that was: no tree of as many nodes accepts more."""
     draft = Draft(seed, sharpness=sharpness)
     options = {"branching": branching, "longest": longest}
-    grown = draft_tree(draft.root, draft.expand, nodes, **options)
+    grown = grow(draft, nodes, **options)
     proposal, values = grown.proposal(), grown.chances
     paths = paths_of(proposal)
     assert len(set(paths)) == len(paths) == min(nodes, sum(branching**d for d in range(1, longest + 1)))
@@ -85,32 +89,32 @@ def test_best_first_takes_the_likeliest_nodes(
     assert len(draft.calls) < longest and proposal.distributions is None
     # A smaller budget is a beginning of a larger one, so that it can be chosen afterwards.
     fewer = Draft(seed, sharpness=sharpness)
-    small = draft_tree(fewer.root, fewer.expand, max(1, nodes // 2), **options).proposal()
+    small = grow(fewer, max(1, nodes // 2), **options).proposal()
     size = len(small.tokens)
     assert (proposal.tokens[:size], proposal.parents[:size]) == (small.tokens, small.parents)
 
 
-SURE, LOST = Calibration(9.0), Calibration(-30.0, (0.0,))  # of every best token: accepted, or not
+class Believing(Fixed):
+    """Takes every best token to be accepted with one chance."""
+
+    def __init__(self, chance: float) -> None:
+        super().__init__(16)
+        self.known = chance
+
+    def chance(self, position: int, probability: float) -> float:
+        return self.known
 
 
-def test_best_first_with_calibration() -> None:
-    """The calibration decides which nodes are worth having, not the draft's own probabilities."""
-    draft = Draft(3)
-    grown = draft_tree(draft.root, draft.expand, 6, calibration=SURE)
-    shy, values = grown.proposal(), grown.chances
-    assert shy.is_chain and len(shy.tokens) == 6
-    chance, expected = 1.0, []
-    for path in paths_of(shy):
-        chance *= SURE.accept(0, Features(draft.distribution(path[:-1]).max().item(), 0.0, 0.0))
-        expected.append(chance)
-    assert values == pytest.approx(expected)
+def test_the_rule_says_how_likely_a_best_token_is() -> None:
+    """Not the draft's own probability; its other tokens share the rest."""
+    grown = grow(Draft(3), 6, Believing(0.999))
+    assert grown.proposal().is_chain and grown.chances == pytest.approx([0.999**n for n in range(1, 7)])
     other = Draft(3)
-    flat = draft_tree(other.root, other.expand, V, calibration=LOST).proposal()
+    flat = grow(other, V, Believing(1e-9)).proposal()
     assert flat.tokens[0] == best_tokens(other.root[None], 2)[0][0][1]  # the second best is likelier
     assert flat.parents.count(ROOT) > 1
-    plainly, features = Calibration(), Features(0.6, 0.3, 0.9)
-    assert calibrated([0.6, 0.3, 0.1], features, 0, plainly) == pytest.approx([0.6, 0.3, 0.1])
-    assert calibrated([1.0], Features(1.0, 0.0, 0.0), 0, plainly) == pytest.approx([1.0], abs=1e-5)
+    assert corrected([0.6, 0.3, 0.1], 0.2, 0.8) == pytest.approx([0.2, 0.6, 0.2])
+    assert corrected([1.0], 0.9, 0.0) == [0.9] and corrected([], 0.9, 0.1) == []
 
 
 @settings(max_examples=50, deadline=None)
@@ -118,14 +122,14 @@ def test_best_first_with_calibration() -> None:
 def test_best_first_with_few_branches(seed: int, nodes: int, most: int) -> None:
     draft = Draft(seed)
     draft.model.max_leaves = most
-    proposal = draft_tree(draft.root, draft.expand, nodes, branching=3, longest=5, max_leaves=most).proposal()
+    proposal = grow(draft, nodes, branching=3, longest=5, max_leaves=most).proposal()
     assert leaves(proposal.parents) <= most and 1 <= len(proposal.tokens) <= nodes
     asked = [parent for _, parents in draft.calls for parent in parents]
     assert leaves(asked) <= most
     if most == 1:
         assert proposal.is_chain
     free = Draft(seed)
-    unlimited = draft_tree(free.root, free.expand, nodes, branching=3, longest=5).proposal()
+    unlimited = grow(free, nodes, branching=3, longest=5).proposal()
     if leaves(unlimited.parents) <= most and leaves(asked) < most:
         assert proposal == unlimited
 
@@ -134,41 +138,47 @@ FLAT, STEEP = [1 + 0.01 * m for m in range(21)], [1 + 0.4 * m for m in range(21)
 UNEVEN = [1 + 0.3 * (m // 4) for m in range(21)]
 
 
+def own_probabilities(costs: Costs, longest: int) -> Adaptive:
+    """A rule that takes the draft's own probabilities as they are."""
+    rule = Adaptive(costs, longest)
+    rule.chance = lambda position, probability: probability  # type: ignore[method-assign]
+    return rule
+
+
 @pytest.mark.parametrize("target", [FLAT, STEEP, UNEVEN])
 @pytest.mark.parametrize("step", [0.0, 0.1, 0.4, 9.0])
 def test_a_tree_is_as_large_as_is_worth_it(target: list[float], step: float) -> None:
-    """The number of nodes of greatest E − λ·T(n + 1), of the likeliest nodes below those that the draft read; no step
-    where none can be worth it, nearly the whole tree where steps are free."""
-    for seed, rate in itertools.product(range(6), (0.6, 1.0, 1.5)):
+    """The number of nodes with the most expected tokens per second, of the likeliest nodes below those that the draft
+    read; one step where none can be worth it, nearly the whole tree where steps are free."""
+    for seed in range(8):
         draft, read = Draft(seed), [()]
-        rule = ExpectedValue(Worth(Costs(tuple(target), step, step)), optimism=1.0, longest=5)
-        rule.worth.rate = rate
-        grown = draft_tree(draft.root, draft.expand, 20, longest=5, rule=rule)
+        rule = own_probabilities(Costs(tuple(target), step, step), 5)
+        rule._positions[0]._sum = 0.99 * rule._positions[0]._weight  # a good draft: no round is a trial
+        grown = grow(draft, 20, rule, 5)
+        spent = step + sum(rule.costs.draft_step(len(tokens)) for tokens, _ in draft.calls)
         reached = [1.0, *itertools.accumulate(grown.chances, initial=1.0)][1:]
-        worth = [expected - rate * target[n] for n, expected in enumerate(reached)]
-        count = len(grown.proposal().tokens)
-        assert worth[count] == pytest.approx(max(worth), abs=1e-12)
+        rates = [expected / (spent + target[n]) for n, expected in enumerate(reached)]
+        assert rates[grown.size] == pytest.approx(max(rates[step == 9.0 :]), abs=1e-12)
         for tokens, parents in draft.calls:
             read += [(*read[parent + 1], token) for token, parent in zip(tokens, parents, strict=True)]
-        likeliest = sorted((draft.chance((*path, token)) for path in read for token in range(V)), reverse=True)
-        assert grown.chances == pytest.approx(likeliest[: len(grown.chances)], abs=1e-9)
+        likeliest_nodes = sorted((draft.chance((*path, token)) for path in read for token in range(V)), reverse=True)
+        assert grown.chances == pytest.approx(likeliest_nodes[: len(grown.chances)], abs=1e-9)
         if step == 9.0:
-            assert not draft.calls
-        if step == 0.0 and target is FLAT and rate < 1:
-            whole = Draft(seed)
-            full = draft_tree(whole.root, whole.expand, 20, longest=5)
-            assert count == 20 and sum(grown.chances[:20]) > 0.98 * sum(full.chances[:20])
+            assert len(draft.calls) <= 4  # a level of sure tokens is worth nine plain ones at most
+        if step == 0.0 and target is FLAT:
+            full = grow(Draft(seed), 20, longest=5)
+            assert sum(grown.chances[: grown.size]) > 0.95 * sum(full.chances)
 
 
 def test_a_tree_of_one_branch_is_the_chain() -> None:
     """Of the draft's best tokens, as long as the chain is worth it."""
     for seed in range(20):
-        draft, rule = Draft(seed, sharpness=4.0), ExpectedValue(Worth(Costs(tuple(FLAT), 0.1, 0.1)), longest=8)
-        found = draft_tree(draft.root, draft.expand, 8, longest=8, branching=1, rule=rule).proposal()
+        draft, rule = Draft(seed, sharpness=4.0), own_probabilities(Costs(tuple(FLAT), 0.1, 0.1), 8)
+        found = grow(draft, 8, rule, 8, branching=1).proposal()
         chain, path = ChainDraft(rule, random.random, True, 8, ()), list[int]()
-        index, known = TextIndex(), [0, 1]
         while chain.goes_on():
-            chain.add_from(draft.distribution(path), index, known)
+            chain.drafting.steps.append(1)
+            chain.add_from(draft.distribution(path))
             path = chain.tokens
         assert found.is_chain and found.tokens == chain.tokens[: len(found.tokens)]
         assert len(chain.tokens) - len(found.tokens) <= 1  # the chain keeps what it drafted in hope
@@ -180,9 +190,11 @@ def test_best_first_at_temperature_zero_is_a_chain() -> None:
     def greedy(distribution: torch.Tensor) -> torch.Tensor:
         return torch.nn.functional.one_hot(distribution.argmax(-1), V).double()
 
-    grown = draft_tree(greedy(draft.root), lambda t, p: greedy(draft.expand(t, p)), 7, longest=5)
+    expand = draft.expand
+    draft.root, draft.expand = greedy(draft.root), lambda t, p: greedy(expand(t, p))  # type: ignore[method-assign]
+    grown = grow(draft, 7, longest=5)
     assert grown.proposal().is_chain and grown.chances == pytest.approx([1.0] * 5, abs=1e-4)
-    assert draft_tree(draft.root, draft.expand, 0).tokens == []
+    assert grow(draft, 0).tokens == []
 
 
 def test_best_tokens_by_hand() -> None:
@@ -193,10 +205,9 @@ def test_best_tokens_by_hand() -> None:
         [2, 1, 3],
         *[[2, 1, 3, 4]] * 3,
     ]
-    known, best = features_of(torch.tensor([0.5, 0.5, 0.0], dtype=torch.float64))
-    assert best == 0 and (known.top, known.second) == (0.5, 0.5) and known.entropy == pytest.approx(math.log(2))
-    assert features_of(torch.ones(1)) == (Features(1.0, 0.0, 0.0), 0)
-    assert features_of(torch.zeros(3)) == (Features(0.0, 0.0, 0.0), 0)  # a draft under a grammar that it cannot follow
+    assert likeliest(torch.tensor([0.0, 0.5, 0.5], dtype=torch.float64)) == (1, 0.5)
+    assert likeliest(torch.ones(1)) == (0, 1.0)
+    assert likeliest(torch.zeros(3)) == (0, 0.0)  # a draft under a grammar that it cannot follow
 
 
 def test_shapes_by_hand() -> None:

@@ -19,7 +19,7 @@ from table_model import TableModel
 from tables import accepted_counts, digits, distance, target_distributions
 from torch import Tensor
 
-from distill.decoding.lengths import Proposal
+from distill.decoding.proposals import Proposal
 from distill.decoding.trees import Shape
 from distill.decoding.verify import (
     CHAINS,

@@ -21,9 +21,9 @@ from distill.data.packing import pack
 from distill.decoding.costs import Costs
 from distill.decoding.decode import MOST_RESENT, decode_text, plain
 from distill.decoding.drafters import LookupDrafter, ModelDrafter
-from distill.decoding.lengths import Fixed, Proposal
+from distill.decoding.lengths import Adaptive, Drafting, Fixed
+from distill.decoding.proposals import Proposal
 from distill.decoding.rules import GREEDY, Rules
-from distill.decoding.worth import Worth
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import BatchedTorchModel, growing_decoder, torch_decoder
 from distill.engines.model import SNAPSHOTS, resent
@@ -99,7 +99,7 @@ def test_a_plain_step_takes_too_many_resent_tokens() -> None:
     text = plain(target, PROMPT, 40).tokens
 
     class HalfRight(LookupDrafter):
-        def propose(self, context: Any, limit: int, ends: Any) -> Any:
+        def propose(self, context: Any, limit: int, ends: Any, rival: Any = None) -> Any:
             place = len(context) - len(PROMPT)
             following = text[place : place + 1]
             return Proposal.chain([*following, *((token + 1) % V for token in following)][:limit])
@@ -122,8 +122,8 @@ def test_prices_count_what_is_computed_again() -> None:
     assert costs.again(2, 1 + 0.8 + 0.6, 0.6) == pytest.approx(0.4 + (0.2 * 5 + 0.2 * 6) / 10)
     steep = tuple(1 + m / 4 for m in range(9))
     every = [Costs(steep, 0.0, 0.0, resent=again) for again in (None, lambda: 0, lambda: 9)]
-    some = [LookupDrafter(worth=Worth(one)).best(2, 8) for one in every]
-    assert some[0] > some[1] > some[2] == 0
+    for chances, sizes in (([0.9, 0.8, 0.7, 0.6], [4, 3, 4]), ([0.45, 0.25, 0.15, 0.1], [1, 1, 0])):
+        assert [Adaptive(one).size(Drafting(chances=chances)) for one in every] == sizes
 
 
 @pytest.mark.parametrize("kind", ["qwen3_next", "falcon_h1", "bloom", "falcon", "llama4_text"])

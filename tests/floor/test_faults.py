@@ -421,18 +421,18 @@ def test_what_cannot_be_remembered_is_said_once(tmp_path: Path, monkeypatch: Pat
     warn_once.cache_clear()
     (tmp_path / "file").touch()
     monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "file" / "cache"))
-    for kind in ("costs", "batches"):
+    for kind in ("weights", "batches"):
         remember(cache_folder(kind) / "x.json", {"a": math.nan})
     said = capsys.readouterr().err
     assert said.count("not kept for later commands") == 1 and f"{tmp_path / 'file' / 'cache'} is not writable" in said
     assert "Set DISTILL_CACHE to another folder" in said
     monkeypatch.setenv("DISTILL_CACHE", str(tmp_path / "new"))
-    remember(cache_folder("costs") / "x.json", {"a": math.nan})
-    assert read_json(tmp_path / "new" / "costs" / "x.json") == {"a": None}
+    remember(cache_folder("weights") / "x.json", {"a": math.nan})
+    assert read_json(tmp_path / "new" / "weights" / "x.json") == {"a": None}
     for name in ("DISTILL_CACHE", "XDG_CACHE_HOME"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr("os.path.expanduser", lambda path: path)  # a user without a home
-    assert cache_folder("costs") == Path("/nonexistent/.cache/distill/costs")
+    assert cache_folder("weights") == Path("/nonexistent/.cache/distill/weights")
 
 
 def test_two_processes_on_one_run(world: Path, copied: Path, capsys: Capture) -> None:

@@ -27,7 +27,8 @@ from writing_worlds import new_ids
 
 from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.drafters import Drafter, ModelDrafter
-from distill.decoding.lengths import Fixed, ProbabilityFloor, Proposal
+from distill.decoding.lengths import Fixed, ProbabilityFloor
+from distill.decoding.proposals import Proposal
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import CHAINS, TREES, draw, draw_chain, draw_token, walk

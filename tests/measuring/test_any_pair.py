@@ -357,7 +357,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def asked(place: Path, name: str, target: str = "target", **more: Any) -> Any:
-    settings = {"count": 4, "others": 0, "tokens": 16, "room": 200} | more
+    settings = {"count": 4, "tokens": 16, "room": 200} | more
     return read_user_prompts(str(place / target), Corpus(sources=sources_of([place / name])), Chat(), **settings)
 
 
@@ -368,12 +368,7 @@ def test_a_gguf_file_gives_the_prompts_of_its_folder(name: str, place: Path) -> 
     assert [one.prompt for one in file.measured] == [one.prompt for one in folder.measured]
 
 
-def test_prompts_to_fit_on_are_others(place: Path) -> None:
-    found = asked(place, "texts.jsonl", count=6, others=8)
-    assert len(found.measured) == 6 and len(found.others) == 8
-    assert not {one.id for one in found.measured} & {one.id for one in found.others}
-    few = asked(place, "chat.jsonl", count=6, others=8)
-    assert len(few.measured) == len(few.others) == 3
+def test_prompts_have_the_class_of_their_label(place: Path) -> None:
     assert set(asked(place, "texts.jsonl", count=16).classes()) == {"even", "odd"}
 
 
@@ -389,7 +384,6 @@ def test_how_prompts_are_asked_is_said_with_the_other_way(place: Path) -> None:
         Corpus(sources=sources_of([place / "plain.txt", place / "chat.jsonl"])),
         Chat(),
         9,
-        0,
         16,
         200,
     )
@@ -412,7 +406,7 @@ def call(place: Path, capsys: Capture, target: str, draft: str, *arguments: Any)
 @pytest.mark.parametrize("engine", [(), ("--pytorch", "static=true,draft_device=cpu")])
 def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture, tmp_path: Path) -> None:
     """Also with static caches, whose rounds drive both models past `extend`."""
-    more = ("--configuration", "{drafter: tree, nodes: 4, length: 2, calibration: none}")
+    more = ("--configuration", "{drafter: tree, nodes: 4, length: 2}")
     more = (*more, *engine)
     pair = ("target", "draft", "--prompts", place / "texts.jsonl", "--lengths", "1,3", *more)
     out = tmp_path / "measured.json"
@@ -435,7 +429,7 @@ def test_a_pair_of_folders(engine: tuple[str, ...], place: Path, capsys: Capture
     assert "| attained |" in text and "A round gives" in text and f"`{found.command}`" in text
     assert ("PyTorch's settings" in text) == bool(engine)
     assert found.pytorch == ("static cache, draft on cpu" if engine else "")
-    assert not list(tmp_path.glob("runs")) and found.calibration == ""
+    assert not list(tmp_path.glob("runs"))
     # Fixed lengths are predicted in both caches.
     assert [row.predicted is not None for row in found.measurements] == [False, True, True, False]
     assert all((row.predicted or 1) > 0 for row in found.measurements)
@@ -468,7 +462,7 @@ def test_fitted_configurations_and_every_kind_of_drafter(place: Path, capsys: Ca
     options += ["--prompts", place / "texts.jsonl", "--lengths", "0", "-o", "json"]
     report = json.loads(call(place, capsys, "target", "draft", *options))
     (found,) = report["parts"]
-    assert report["calibration"].startswith("4 texts of prompts of the same files") and report["prompts"] == 4
+    assert report["prompts"] == 4
     assert len(found["measurements"]) == 6 and all(row["different"] == 0 for row in found["measurements"])
 
 

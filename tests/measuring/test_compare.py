@@ -71,9 +71,7 @@ def test_measurements_by_hand() -> None:
         fixed(2, timed(10, 1.0, rounds_of((2, 2), (2, 1))), timed(30, 3.0, rounds_of((2, 0), (1, 1))), base=plainly),
         fixed(5, timed(10, 4.0, rounds_of((0, 0))), timed(30, 8.0, rounds_of((0, 0))), base=plainly),
     ]
-    plain_row, two, five = (
-        measurement(one, None, NOT_TIMED, PAIR, PairTexts([[], []], [])) for one in (plainly, *both)
-    )
+    plain_row, two, five = (measurement(one, None, NOT_TIMED, PAIR, PairTexts([[], []])) for one in (plainly, *both))
     assert plain_row.length == 0 and plain_row.tokens_per_second == pytest.approx(40 / 6)
     assert plain_row.tokens_per_round is None and plain_row.acceptance is None
     assert (plain_row.speedup, plain_row.speedup_low, plain_row.speedup_high) == (1, 1, 1)
@@ -253,12 +251,12 @@ def test_every_configuration_decodes_every_prompt() -> None:
         assert t.decoded.tokens == [(prompts[t.prompt][-1] + 1 + i) % 10 for i in range(room)] and t.seconds > 0
         ends = accumulate((r.accepted + 1 for r in t.decoded.rounds), initial=len(prompts[t.prompt]))
         assert [r.depth for r in t.decoded.rounds] == [*ends][:-1]  # by which positions are found in the text
-    four = measurement(prepared[2], None, NOT_TIMED, PAIR, PairTexts(prompts, []))
+    four = measurement(prepared[2], None, NOT_TIMED, PAIR, PairTexts(prompts))
     rounds = [r.drafted for r in prepared[2].rounds]
     for position in range(4):  # all that is drafted is accepted
         found = [four.positions[kind][position] for kind in ("new", "repeated")]
         assert sum(one.accepted for one in found) == sum(drafted > position for drafted in rounds)
-    assert not measurement(prepared[0], None, NOT_TIMED, PAIR, PairTexts(prompts, [])).positions
+    assert not measurement(prepared[0], None, NOT_TIMED, PAIR, PairTexts(prompts)).positions
 
 
 @pytest.mark.parametrize("sampler", ["greedy", "recipe"])
@@ -268,7 +266,7 @@ def test_texts_at_once_are_those_alone(sampler: str) -> None:
     sampled = Configuration(drafter="draft", length=3, sampler=sampler)  # type: ignore[arg-type]
     others = (sampled, Configuration(drafter="lookup", length=3), Configuration(drafter="lookup+draft", length=3))
     prompts = random_prompts(7, 61, seed=1, shortest=3)
-    given = PairTexts(prompts, prompts), PairMeasured("p", "pytorch")
+    given = PairTexts(prompts), PairMeasured("p", "pytorch")
     found = []
     for count in (1, 3):
         pair = LoadedPair("pytorch", "p", *map(TorchModel, models), [7])
@@ -294,11 +292,9 @@ def test_what_is_clearly_slower_is_stopped() -> None:
     running = [plainly, quick, near, slow, unsure]
     assert [clearly_slower(one, running, 4) for one in running] == [False, False, False, True, False]
     assert not clearly_slower(slow, running, 2) and not clearly_slower(slow, [plainly, slow, unsure], 4)
-    found = measurement(slow, None, NOT_TIMED, PAIR, PairTexts([[]] * 6, [], classes=["a", "a", "a", "a", "b", "b"]))
+    found = measurement(slow, None, NOT_TIMED, PAIR, PairTexts([[]] * 6, classes=["a", "a", "a", "a", "b", "b"]))
     assert (found.stopped, found.speedup, [one.group for one in found.by_class]) == (4, (4 + 5 + 6 + 7) / 8, ["a"])
-    shown = document(
-        [measurement_table([measurement(plainly, None, NOT_TIMED, PAIR, PairTexts([[]] * 6, [])), found], "")]
-    )
+    shown = document([measurement_table([measurement(plainly, None, NOT_TIMED, PAIR, PairTexts([[]] * 6)), found], "")])
     assert f"Stopped, clearly slower than the fastest: {found.configuration} after 4 prompts." in shown
 
 

@@ -1,4 +1,4 @@
-"""The expected-value rule against the best fixed length in hindsight, and a lookup before a draft against its parts:
+"""The adaptive rule against the best fixed length in hindsight, and a lookup before a draft against its parts:
 scripts/benchmarks/rules.py and joined.py at a small size."""
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def script(name: str, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 def test_the_rule_loses_little_to_the_best_length_and_to_plain_decoding(monkeypatch: pytest.MonkeyPatch) -> None:
     cells = script("rules", monkeypatch).simulate(200, kinds=("constant", "told"), accepted=(0.3, 0.8, 0.95), seeds=3)
-    assert len(cells) == 2 * (2 + 2 + 3) * 9
+    assert len(cells) == 2 * 3 * 9
     worst = min(cells, key=lambda cell: cell.ratio)
     assert worst.ratio > 0.94, worst
     assert statistics.fmean(cell.ratio for cell in cells) > 0.99
@@ -37,7 +37,7 @@ def test_a_lookup_before_a_draft_and_a_tree_lose_little_to_their_parts(monkeypat
     """The draft's prompts are a part of the time; where the lookup gains most, they were a fifth of it."""
     cells = script("joined", monkeypatch).simulate(64, 3, copied=(0.3, 0.9), sessions=3)
     assert len(cells) == 2 * 3 * 9
-    for way, least, mean in (("joined", 0.94, 1.03), ("tree", 0.96, 1.05)):
+    for way, least, mean in (("joined", 0.85, 1.02), ("tree", 0.9, 1.04)):
         worst = min(cells, key=lambda cell: cell.ratio(way))
         assert worst.ratio(way) > least, (way, worst)
         assert statistics.fmean(cell.ratio(way) for cell in cells) > mean

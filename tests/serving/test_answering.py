@@ -7,7 +7,6 @@ import os
 import random
 import re
 import shutil
-from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -20,10 +19,10 @@ from table_model import TableModel
 from toys import blurred, decode_at_once, random_prompts, save_toy, toy, toy_tokenizer
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from distill.decoding.calibration import Calibration
 from distill.decoding.configured import DrafterInputs, check_trees, make_drafter, require_trees
 from distill.decoding.costs import Costs
 from distill.decoding.decode import Decoded, decode_text, plain
+from distill.decoding.lengths import Adaptive, Fixed
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.engines.loaded import BatchedTorchModel, LoadedPair, Opening, load_pair
@@ -88,59 +87,21 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_a_pair_is_timed_once(folders: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Capture) -> None:
-    """For the longest draft and each range of depths, whatever is decoded; later processes read the file."""
+def test_a_pair_is_timed_once(folders: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For the longest round that a configuration may draft, whatever is decoded; a tree's is its nodes."""
     timed: list[int] = []
-    step = [1.0]
 
     def measured(*given: Any) -> Any:
-        timed.append(given[3])
+        timed.append(given[2])
         return Costs((1.0,) * (timed[-1] + 1), 0.1, 0.1)
 
-    def decoded(draft: Path | None, *lengths: int, prompt: Sequence[int] = (1, 2)) -> list[int]:
-        timed.clear()
-        rule = {"rule": "expected-value"} | ({"calibration": "none"} if draft else {"drafter": "lookup"})
-        with load_pair(target, None if draft is None else str(draft), tokens=40, threads=1) as pair:
-            for length in lengths:
-                begin(pair, None, asked(length=length, **rule), prompt)
-        return list(timed)
-
-    monkeypatch.setattr("distill.decoding.round_costs.measure_costs", measured)
-    monkeypatch.setattr("distill.decoding.round_costs._plain_step", lambda pair: step[0])
-    monkeypatch.setenv("DISTILL_CACHE", str(tmp_path))
-    target, draft = Target(model=str(folders / "target")), folders / "draft"
-    assert decoded(draft, 3, 3, 5, 3) == [3, 5] and [*capsys.readouterr().err.splitlines()][1:] == []  # but its ends
-    (path,) = (tmp_path / "costs").iterdir()
-    shutil.copytree(draft, tmp_path / "moved")
-    assert decoded(tmp_path / "moved", 5, 4) == [] and decoded(draft, 6, 5) == [6] and decoded(draft, 6) == []
-    assert decoded(draft, 2, 2, prompt=[1] * 600) == [2] and decoded(draft, 2, prompt=[1] * 1023) == []
-    assert decoded(None, 3, 3) == [3] and decoded(None, 3) == []  # another pair: the target alone
-    assert len(list((tmp_path / "costs").iterdir())) == 2 and capsys.readouterr().err == ""
-    with load_pair(target, str(draft), tokens=40, threads=1) as pair:  # a tree is priced as `speedup` prices it
-        tree = begin(pair, None, asked(drafter="tree"), (1, 2)).drafter
-        assert isinstance(tree, TreeDrafter) and tree.rule is not None and len(tree.rule.worth.costs.target) == 7
-    for seconds, times in ((1.19, []), (1.3, [6]), (1.3, []), (1.0, [6])):  # faster or slower by more than a fifth
-        step[0] = seconds
-        assert decoded(draft, 6, 6) == times
-        said = capsys.readouterr().err
-        assert said.count("a plain step takes") == len(times), said
-        assert ("takes 1300.0 ms, and took 1000.0 ms when" in said) == (bool(times) and seconds > 1)
-    whole = json.loads(path.read_text())
-    faults: list[tuple[Any, str]] = [
-        (path.read_text()[:-9], "is damaged"),
-        (
-            json.dumps(whole | {"by_depth": {"0": {"target": [1.0], "draft": None}}}),
-            "does not have the form that this version",
-        ),
-        (json.dumps(whole | {"conditions": {}}), "keeps costs of other models, of another machine or version"),
-    ]
-    for text, reason in faults:
-        path.write_text(text)
-        assert decoded(draft, 6, 6) == [6] and reason in capsys.readouterr().err
-        assert json.loads(path.read_text())["by_depth"].keys() == {"0"}
-    shutil.rmtree(tmp_path / "costs")
-    (tmp_path / "costs").write_text("")  # nothing can be kept there
-    assert decoded(draft, 3, 3) == [3] and "not kept for later commands" in capsys.readouterr().err
+    monkeypatch.setattr("distill.decoding.configured.measure_costs", measured)
+    with load_pair(Target(model=str(folders / "target")), str(folders / "draft"), tokens=40, threads=1) as pair:
+        for length in (3, 3, 5, 3):
+            begin(pair, None, asked(rule="expected-value", length=length))
+        tree = begin(pair, None, asked(drafter="tree")).drafter
+        assert isinstance(tree, TreeDrafter) and isinstance(tree.rule, Adaptive)
+        assert timed == [3, 5, 6] and len(tree.rule.costs.target) == 7
 
 
 def test_plain_text_is_streamed(folders: Path) -> None:
@@ -149,7 +110,7 @@ def test_plain_text_is_streamed(folders: Path) -> None:
     with load_pair(target, None, tokens=40, threads=1) as pair:
         ids = encode(pair.tokenizer, "def f(")
         result = Decoded()
-        parts = [list(part) for part in begin(pair, None, PLAINLY, ids).stream(ids, 12, result)]
+        parts = [list(part) for part in begin(pair, None, PLAINLY).stream(ids, 12, result)]
         assert [len(part) for part in parts] == [1] * 12 and [*chain(*parts)] == result.tokens
         assert plain(pair.target, ids, 12, pair.ends).tokens == result.tokens and result.seconds > 0
     model = AutoModelForCausalLM.from_pretrained(folders / "target")
@@ -281,17 +242,17 @@ def test_gguf_pairs_that_cannot_be_used(folders: Path, capsys: Capture) -> None:
 
 
 def test_every_drafter_and_rule_outlives_the_drafts_context() -> None:
-    costs, fitted = Costs((1.0, 1.1, 1.2, 1.3, 1.4), 0.1, 0.1), {"features": Calibration()}
+    costs = Costs((1.0, 1.1, 1.2, 1.3, 1.4), 0.1, 0.1)
     target = TableModel(6, 1)
     short = target.near(0.5, 2, capacity=12)
     rules = ("fixed", "p_min", "ratio", "beta", "start-continue")
     configurations = [Configuration(rule=rule, length=4) for rule in rules]
-    configurations += [Configuration(rule="expected-value", length=4, calibration="features")]
+    configurations += [Configuration(rule="expected-value", length=4)]
     configurations += [one.model_copy(update={"drafter": "lookup+draft"}) for one in configurations]
-    configurations += [Configuration(drafter="tree", nodes=5, length=3, calibration="none")]
+    configurations += [Configuration(drafter="tree", nodes=5, length=3)]
     for configuration in configurations:
         for prompt in ([0, 1], [0, 1, 2, 3] * 2, [0, 1, 2, 3] * 3, [0, 1, 2, 3] * 6):
-            drafter = make_drafter(configuration, short, Sampler(0), lambda: 0.0, DrafterInputs(costs, fitted))
+            drafter = make_drafter(configuration, short, Sampler(0), lambda: 0.0, DrafterInputs(costs))
             result = decode_text(target, drafter, prompt, 24, Rules())
             assert result.tokens == plain(target, prompt, 24).tokens
             if configuration.drafter != "lookup+draft":
@@ -327,14 +288,14 @@ def test_trees_are_refused_before_anything_is_decoded(folders: Path, capsys: Cap
     )
     with pytest.raises(DataError, match="the target takes no trees"):
         pair = LoadedPair("pytorch", "p", *models, [])
-        measure_pair(settings, pair, PairMeasured("p", "pytorch"), PairTexts([[1, 2]], [[1, 2]]))
+        measure_pair(settings, pair, PairMeasured("p", "pytorch"), PairTexts([[1, 2]]))
 
 
 def test_a_chain_of_a_tree_drafter_needs_no_trees() -> None:
     """Shapes without siblings, and drafts without room, are verified as chains; greedily they are the text."""
     target, draft = TorchModel(toy("gpt_neo")), TorchModel(toy("mistral"))
     prompt = random_prompts(1, 61, seed=2)[0]
-    chain = TreeDrafter(draft, Sampler(0), random.random, 3, branching=1, longest=3)
+    chain = TreeDrafter(draft, Sampler(0), random.random, 3, branching=1, rule=Fixed(3))
     result = decode_text(target, chain, prompt, 20, Rules())
     assert result.tokens == plain(target, prompt, 20).tokens and any(r.drafted == 3 for r in result.rounds)
     draws = random.Random(0).random

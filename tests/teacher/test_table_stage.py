@@ -74,8 +74,6 @@ def test_its_speedup_is_measured_with_the_targets_own_texts(counted: Path) -> No
     for row in rows:
         assert row["configuration"] == "table" and row["tokens_per_round"] >= 1
         assert row["different"] == 0 and row["identical"] + row["excused"] == 4
-    fits = json.loads((counted / "speedup" / "calibration.json").read_text())
-    assert "table" in {*fits["fits"], *fits["unfitted"]}
     assert ">table<" in (counted / "report.html").read_text()
 
 
