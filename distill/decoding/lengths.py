@@ -199,21 +199,28 @@ class BetaFilter(Fixed):
 
 # ── The adaptive length ──
 
-# `scripts/benchmarks/rules.py --constants` halves and doubles each: of those that end below 1, what they lack of 1. The
-# figures are mean speeds after 64 (400) rounds, the best fixed length's being 1. As they are: 1.003 (1.009).
-START_ACCEPTANCE = 0.8  # Assumed of an unknown draft, so that it is tried. 0.9 gives 0.997 (1.012), 0.6 0.990 (1.006).
-START_TOKENS = 4.0  # Judged tokens that an assumption counts for. 2 gives 0.999 (1.011), 8 1.001 (1.012).
-MEMORY = 0.98  # Weight that each judged token leaves to those before: some 50 count. 0.99 gives 1.003 (1.012), 0.96
+# `scripts/benchmarks/rules.py --constants` halves and doubles each. If a constant ends below 1, what it lacks of 1 is
+# halved and doubled. The figures are mean speeds after 64 (400) rounds, the best fixed length's being 1. As they are,
+# it is 1.003 (1.009). The simulated seconds are those that were timed, so that the last two constants change nothing.
+
+# Assumed of an unknown draft, so that it is tried. 0.9 gives 0.997 (1.012), 0.6 gives 0.990 (1.006).
+START_ACCEPTANCE = 0.8
+# Judged tokens that an assumption counts for. 2 gives 0.999 (1.011), 8 gives 1.001 (1.012).
+START_TOKENS = 4.0
+# Weight that each judged token leaves to the tokens before it: some 50 count. 0.99 gives 1.003 (1.012). 0.96 gives
 # 1.001 (1.008), and 0.875 instead of 0.957 in the worst of 56 cells.
-CONFIDENCES = 5  # Logits of the draft's probability are rounded to −5, …, 5. 2 gives 1.001 (1.012), 10 1.003 (1.009).
-SHARE = 0.005  # Of all decoded tokens' time, what trials may cost. 0.0025 gives 1.002 (1.011), 0.01 0.997 (1.007).
-BUDGET = (
-    4.0  # Tokens' time that a kind may lose to plain decoding, beside SHARE. 2 gives 1.000 (1.009), and 0.884 in the
-)
-# worst cell; 8 changes nothing: the estimates have told by then.
-# The simulated seconds are those that were timed: the last two change nothing there.
-RATIO_ROUNDS = 16  # Latest rounds of a kind that correct its timed seconds.
-MOST_DELAY = 2.0  # A round that takes more than this many times its expected seconds was held up, and counts so much.
+MEMORY = 0.98
+# Logits of the draft's probability are rounded to −5, …, 5. 2 gives 1.001 (1.012), 10 gives 1.003 (1.009).
+CONFIDENCES = 5
+# Share of all decoded tokens' time that trials may cost. 0.0025 gives 1.002 (1.011), 0.01 gives 0.997 (1.007).
+SHARE = 0.005
+# Tokens' time that a kind of round may lose to plain decoding, besides its SHARE. 2 gives 1.000 (1.009), and 0.884 in
+# the worst cell. 8 changes nothing, because the estimates are good by then.
+BUDGET = 4.0
+# Latest rounds of a kind that correct its timed seconds.
+RATIO_ROUNDS = 16
+# A round that takes more than this many times its expected seconds was held up by another program.
+MOST_DELAY = 2.0
 
 PLAIN, DRAFT, TEXT, READING = "plain", "draft", "text", "reading"  # kinds of rounds, and the draft's reading of prompts
 
