@@ -12,7 +12,14 @@ from types import CodeType, FrameType
 from typing import Any
 
 import tiny
+from toys import blurred, toy
 from trainings import trained
+
+from distill.engines.loaded import LoadedPair
+from distill.engines.torch.model import TorchModel
+from distill.recipe import Configuration
+from distill.sampler import Sampler
+from distill.serving.answering import Continuation, begin
 
 PACKAGE = tiny.ROOT / "distill"
 Place = tuple[str, str]  # the file of a function below distill/, and its qualified name
@@ -76,6 +83,15 @@ def require_walked(heading: str, trace: Trace) -> None:
         late += [] if (file, names[0]) in called else [names[0]]
     assert not late
     assert {file for file in trace.inside if "/" in file} <= {file for file, _ in steps}
+
+
+def test_a_round() -> None:
+    pair = LoadedPair("pytorch", "p", TorchModel(toy()), TorchModel(blurred(toy(), 6, 0.03)), [7])
+    request = Continuation(Configuration(length=3, sampler="recipe"), Sampler(1.0))
+    with traced("decode") as trace:
+        begin(pair, None, request, [1, 2, 3]).text([1, 2, 3], 12)
+    require_walked("A round", trace)
+    assert len(walk("A round")) == 12
 
 
 def test_a_batch(world: Path, ready: Path, tmp_path: Path) -> None:
