@@ -370,6 +370,8 @@ def measure_speedup(
     unasked = next((one for one in every if one.sampler == "recipe" and "recipe" not in kinds), None)
     if unasked is not None:
         raise RecipeError(f"`{unasked.described}` is sampled", "give a sampler (--sampler temperature=1)")
+    if at_once < 1:
+        raise RecipeError(f"{at_once} texts at once are requested", "request at least one")
     alone = next((one for one in every if one.branches or one.other_vocabulary), None)
     if at_once > 1 and alone is not None:
         what = f"`{alone.described}` decodes one text at a time, and {at_once} at once are asked for"

@@ -94,6 +94,13 @@ def test_mistakes_are_explained(place: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("nothing to cut", lambda: distill.cut("data/demo-target", "made/none", ["text"])),
         ("needs a draft", lambda: distill.measure_speedup("data/demo-target", None, [TEXTS])),
         ("plain decoding", lambda: distill.measure_speedup("data/demo-target", None, [TEXTS], lengths=[])),
+        ("0 texts at once", lambda: distill.measure_speedup("data/demo-target", None, [TEXTS], at_once=0)),
+        (
+            "`drafter tree, .*decodes one text at a time, and 2 at once",
+            lambda: distill.measure_speedup(
+                "data/demo-target", "made/draft", [TEXTS], at_once=2, configurations=[{"drafter": "tree"}]
+            ),
+        ),
         ("is not empty", lambda: distill.import_gguf("any.gguf", "data")),
     ]
     for words, call in mistakes:
