@@ -123,9 +123,9 @@ def at_once(texts: Sequence[Callable[[], Text]], models: Sequence[Model]) -> lis
 
 def _served(model: Model, calls: Sequence[Call]) -> list[_RowLogits]:
     """The logits of each call, by one call of the model; rows ascend."""
-    logits = extend_rows(model, {one.row: one.tokens for one in calls}, {one.row: one.want for one in calls})
+    logits = extend_rows(model, {call.row: call.tokens for call in calls}, {call.row: call.want for call in calls})
     assert isinstance(logits, TorchLogits)
-    largest, ends = cache(logits.argmax), accumulate((len(one.want) for one in calls), initial=0)
+    largest, ends = cache(logits.argmax), accumulate((len(call.want) for call in calls), initial=0)
     return [_RowLogits(logits, largest, slice(*part)) for part in pairwise(ends)]
 
 
@@ -177,8 +177,8 @@ class _Writing:
         if token in ends:
             self.stopped = Reply(self.request.id, self.tokens, True)
             return
-        if stop is not None and (found := stop(self.tokens, seen)).ended:
-            self.stopped = Reply(self.request.id, self.tokens[: found.kept], True)
+        if stop is not None and (outcome := stop(self.tokens, seen)).ended:
+            self.stopped = Reply(self.request.id, self.tokens[: outcome.kept], True)
         elif len(self.tokens) >= self.request.limit:
             self.stopped = Reply(self.request.id, self.tokens, False)
 

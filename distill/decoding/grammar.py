@@ -387,7 +387,7 @@ def constraint(kind: str, text: str, tokens: Tokens) -> Constraint:
 
 def _alternatives(text: str) -> str:
     """A regular expression of the texts of a JSON list."""
-    return "|".join("".join(map(_escaped, one)) for one in json.loads(text))
+    return "|".join("".join(map(_escaped, alternative)) for alternative in json.loads(text))
 
 
 def _json_grammar(matcher: Any, text: str) -> str:

@@ -123,10 +123,10 @@ class NGramTable:
         """The place after `token` in a text that was at `place`."""
         new: list[int] = []
         for size, ngram in enumerate([0, *place[: ORDER - 1]]):
-            found = self.child(size, ngram, token)
-            if found < 0:
+            number = self.child(size, ngram, token)
+            if number < 0:
                 break
-            new.append(found)
+            new.append(number)
         return new
 
     def following(self, size: int, ngram: int) -> Following:
@@ -161,11 +161,11 @@ def _fits(level: Level, following: Level | None) -> bool:
 
 
 def _checksum(levels: Sequence[Level]) -> str:
-    found = hashlib.sha256()
+    checksum = hashlib.sha256()
     for level in levels:
         for part in (level.tokens, level.counts, level.first):
-            found.update(part.tobytes())
-    return found.hexdigest()
+            checksum.update(part.tobytes())
+    return checksum.hexdigest()
 
 
 class Expected(NamedTuple):
@@ -193,9 +193,9 @@ def count_ngrams(texts: Sequence[Sequence[int]], expected: Sequence[Expected] | 
     for size in range(1, ORDER + 2):
         fits = offsets[places] >= size - 1
         places, last, weights = places[fits], last[fits], weights[fits]
-        found, numbers = numpy.unique((before[places] << 32) | last, return_inverse=True)
-        keys.append((found >> 32, found & 0xFFFFFFFF, numpy.bincount(numbers, weights, len(found))))
-        before = numpy.concatenate([[0], found.searchsorted((before << 32) | tokens)])[: len(tokens)]
+        ngrams, numbers = numpy.unique((before[places] << 32) | last, return_inverse=True)
+        keys.append((ngrams >> 32, ngrams & 0xFFFFFFFF, numpy.bincount(numbers, weights, len(ngrams))))
+        before = numpy.concatenate([[0], ngrams.searchsorted((before << 32) | tokens)])[: len(tokens)]
     if sum(len(counts) for *_, counts in keys) > SINGLES_UP_TO:
         keys = _without_singles(keys)
     levels = []
@@ -302,20 +302,20 @@ class Mixture:
     def guess(self, tail: tuple[int, ...], place: Sequence[int], count: int) -> Guess:
         """The `count` likeliest tokens after the last tokens `tail` of a text, at their `place` in the table."""
         levels: list[tuple[dict[int, int], Following]] = []
-        counted_in_text = self.index.followers(tail)
+        followers = self.index.followers(tail)
         for size in range(1, len(tail) + 1):
-            own = counted_in_text[size - 1] if size <= len(counted_in_text) else {}
+            text = followers[size - 1] if size <= len(followers) else {}
             table = UNSEEN
             if self.table is not None and size <= len(place):
                 table = self.table.following(size, place[size - 1])
-            if not own and not table.total:
+            if not text and not table.total:
                 break
-            levels.append((own, table))
+            levels.append((text, table))
         chances: dict[int, float] = {}
         left, counted = 1.0, 0.0  # left: what the longer contexts leave to this one
-        for own, table in reversed(levels):
+        for text, table in reversed(levels):
             total, different = table.total, table.different
-            for token, n in own.items():
+            for token, n in text.items():
                 total += self.own_weight * n
                 different += token not in table.best
             share = left / (total + different)
@@ -323,7 +323,7 @@ class Mixture:
             for token, c in table.best.items():
                 chances[token] = chances.get(token, 0.0) + share * c
             share *= self.own_weight
-            for token, n in own.items():
+            for token, n in text.items():
                 chances[token] = chances.get(token, 0.0) + share * n
         tokens = sorted(chances, key=chances.__getitem__, reverse=True)[:count]
         return Guess(tokens, [chances[token] for token in tokens], len(levels), counted)

@@ -95,7 +95,7 @@ class DeviceDraft:
         chances = send(uniforms, device, torch.float64) if uniforms else None
         end = read + chain.limit
         last = model.step(ids[None], counts, starts, end, 1)[0, -1]
-        starts, one = starts + counts, torch.ones_like(counts)
+        starts, single = starts + counts, torch.ones_like(counts)
         alive = torch.ones((), dtype=torch.bool, device=device)
         tokens: list[Tensor] = []
         largest: list[Tensor] = []
@@ -112,7 +112,7 @@ class DeviceDraft:
                 break
             alive = alive & (token >= 0) & ~(token == self._ends).any()
             chain.drafting.steps.append(1)
-            last = model.step(tokens[-1].clamp(min=0)[None, None], one, starts, end, 1)[0, -1]
+            last = model.step(tokens[-1].clamp(min=0)[None, None], single, starts, end, 1)[0, -1]
             starts = starts + 1
         return DeviceChain(
             [],

@@ -150,27 +150,27 @@ class DraftReader:
         """Forget everything and read a prompt, if it fits."""
         self.model.rollback([0])
         self._ids = []
-        if self.room(prompt) >= 0 and (own := self.translator.ids(prompt)):
-            self.read(own)
+        if self.room(prompt) >= 0 and (draft_ids := self.translator.ids(prompt)):
+            self.read(draft_ids)
 
     def room(self, context: Sequence[int]) -> int:
         """Number of draft tokens that fit after a context; below 0 if it does not fit or cannot be written."""
-        own = self.translator.ids(context)
-        return self.model.capacity - len(own) if own else -1
+        draft_ids = self.translator.ids(context)
+        return self.model.capacity - len(draft_ids) if draft_ids else -1
 
-    def read(self, own: Sequence[int]) -> Logits:
+    def read(self, draft_ids: Sequence[int]) -> Logits:
         """The logits after these own ids: the cache goes back to their common beginning and reads the rest."""
         keep = 0
-        while keep < min(len(self._ids), len(own) - 1) and self._ids[keep] == own[keep]:
+        while keep < min(len(self._ids), len(draft_ids) - 1) and self._ids[keep] == draft_ids[keep]:
             keep += 1
         self.model.rollback([keep])
         del self._ids[keep:]
-        return self.append(own[keep:])
+        return self.append(draft_ids[keep:])
 
-    def append(self, own: Sequence[int]) -> Logits:
+    def append(self, draft_ids: Sequence[int]) -> Logits:
         """The logits after these ids, read after those in the cache."""
-        logits = self.model.extend(own, want=[len(own) - 1])
-        self._ids += own
+        logits = self.model.extend(draft_ids, want=[len(draft_ids) - 1])
+        self._ids += draft_ids
         return logits
 
 
@@ -204,15 +204,15 @@ class StringMatchDrafter:
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
         """At most `limit` target tokens of the text that the draft continues with; an end token is the last."""
-        own = self._drafted(context, limit)
+        drafted = self._drafted(context, limit)
         translator = self.reader.translator
-        text = [token for token in own if self._is_text(token)]
+        text = [token for token in drafted if self._is_text(token)]
         data = translator.destination.vocabulary.text_bytes(text)
         if context[-1] in translator.named:
             data = refit(data, translator.destination, translator.source, translator.is_first(context[-1]))
         tokens = self._continued(context, data)
-        if len(text) < len(own) and translator.source.vocabulary.text_bytes(tokens) == data:
-            tokens += [end for end in [self._counterparts[own[-1]]] if end < self.reader.rows]
+        if len(text) < len(drafted) and translator.source.vocabulary.text_bytes(tokens) == data:
+            tokens += [end for end in [self._counterparts[drafted[-1]]] if end < self.reader.rows]
         stop = next((i + 1 for i, token in enumerate(tokens) if token in ends), limit)
         return Proposal.chain(tokens[: min(stop, limit)])
 
@@ -257,11 +257,11 @@ class StringMatchDrafter:
         rest = (encoder.text(whole[len(before) : reached]) if reached > len(before) else []) + ids[place:]
         left, count = whole[len(before) :], 0
         for number in rest:
-            own = encoder.vocabulary.text_bytes([number])
+            written = encoder.vocabulary.text_bytes([number])
             special = number >= self.reader.rows or encoder.vocabulary.kinds[number] == "special"
-            if not own or not left.startswith(own) or special:
+            if not written or not left.startswith(written) or special:
                 break
-            left, count = left[len(own) :], count + 1
+            left, count = left[len(written) :], count + 1
         return rest[:count]
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
@@ -271,6 +271,6 @@ class StringMatchDrafter:
 def read_with(pair: LoadedPair, target: Target, draft: str, device: str) -> DraftReader:
     """Load a draft, in the target's type, to read the ids of the pair's target; on a device of its own if the pair's
     settings of PyTorch, by which it decodes, name one."""
-    place, own = pick_device(pair.pytorch.draft_device or device), Vocabulary.read(text_folder(draft))
-    model = torch_decoder(load_model(draft, target.dtype, place), own.size, pair.pytorch, is_draft=True)
-    return DraftReader(model, pair.vocabulary, own, pair.target.vocabulary_size)
+    place, vocabulary = pick_device(pair.pytorch.draft_device or device), Vocabulary.read(text_folder(draft))
+    model = torch_decoder(load_model(draft, target.dtype, place), vocabulary.size, pair.pytorch, is_draft=True)
+    return DraftReader(model, pair.vocabulary, vocabulary, pair.target.vocabulary_size)

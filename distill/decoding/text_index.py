@@ -45,10 +45,10 @@ class TextIndex:
             self._next[state][token] = new
             state = self._link[state]
         if state >= 0:
-            found = self._next[state][token]
-            if self._length[found] > self._length[state] + 1:
-                found = self._split(found, state, token)
-            self._link[new] = found
+            shorter = self._next[state][token]
+            if self._length[shorter] > self._length[state] + 1:
+                shorter = self._split(shorter, state, token)
+            self._link[new] = shorter
         self._last, longest = new, self._link[new]
         self.match, self.place = self._length[longest], self._end[longest]
         self._end[longest] = len(self.text)
@@ -108,9 +108,9 @@ class TextIndex:
     def followers(self, tail: Sequence[int]) -> list[dict[int, int]]:
         """Counts of the tokens that followed the last 1, 2, … tokens of `tail`, as far as any did."""
         state, length = self._followed(tail)
-        found: list[dict[int, int]] = []
+        counts: list[dict[int, int]] = []
         while state:
             shorter = self._length[self._link[state]]
-            found += [self._counts[state]] * (length - shorter)
+            counts += [self._counts[state]] * (length - shorter)
             state, length = self._link[state], shorter
-        return found[::-1]
+        return counts[::-1]
