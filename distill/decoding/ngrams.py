@@ -16,13 +16,13 @@ from typing import Any, NamedTuple
 import numpy
 from numpy.typing import NDArray
 
-from distill.decoding.text_index import TextIndex
+from distill.decoding.text_index import LONGEST, TextIndex
 from distill.engines.torch.hugging_face import tokenizer_digest
 from distill.errors import DataError
 from distill.files import write_atomically
 from distill.folders import read_header
 
-ORDER = 4  # tokens of the longest context
+ORDER = LONGEST  # tokens of the longest context
 FORMAT = "1"
 MOST_FOLLOWERS = 12  # Likeliest tokens after a context that are looked at.
 OWN_WEIGHT = 16.0  # counts of the table that one of the text so far is worth

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-LONGEST = 6  # Tokens of the longest context whose followers are counted.
+LONGEST = 4  # Tokens of the longest context whose followers are counted.
 
 
 class TextIndex:
@@ -91,8 +91,8 @@ class TextIndex:
         following = self.text[self.place : self.place + count]
         return [following[i % len(following)] for i in range(count)] if following else []
 
-    def _followed(self, tail: Sequence[int]) -> tuple[int, int]:
-        """State and length of the longest ending of `tail`, of at most LONGEST tokens, that a token followed."""
+    def followers(self, tail: Sequence[int]) -> list[dict[int, int]]:
+        """Counts of the tokens that followed the last 1, 2, … tokens of `tail`, up to LONGEST, as far as any did."""
         state = length = 0
         for token in tail[-LONGEST:]:
             while state and token not in self._next[state]:
@@ -100,17 +100,10 @@ class TextIndex:
                 length = self._length[state]
             if token in self._next[state]:
                 state, length = self._next[state][token], length + 1
-        while state and not self._counts[state]:  # It occurs at the text's end alone.
-            state = self._link[state]
-            length = self._length[state]
-        return state, length
-
-    def followers(self, tail: Sequence[int]) -> list[dict[int, int]]:
-        """Counts of the tokens that followed the last 1, 2, … tokens of `tail`, as far as any did."""
-        state, length = self._followed(tail)
         counts: list[dict[int, int]] = []
         while state:
             shorter = self._length[self._link[state]]
-            counts += [self._counts[state]] * (length - shorter)
+            if self._counts[state]:  # Else this ending occurs at the text's end alone.
+                counts += [self._counts[state]] * (length - shorter)
             state, length = self._link[state], shorter
         return counts[::-1]

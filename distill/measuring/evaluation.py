@@ -457,44 +457,39 @@ def record_rounds(
             model.rollback([0])
             return sampler.distributions(model.extend(text[:-1], want=places), empty=True)
 
-        q, hits = read(draft) if places else torch.zeros(0, 1), None
-        if target is not None and places:
-            x = torch.tensor(text[len(prompt) + 1 :])[:, None]
-            chances = q.gather(1, x) / read(target).gather(1, x)
-            hits = [draws() < chance for chance in chances[:, 0].tolist()]
-        recorded.append(rounds_of(text, len(prompt), [*q], ends, length, hits))
+        accepted, following = list[bool | None](), text[places.start + 1 :]
+        if places:
+            q = read(draft)
+            best = [likeliest(distribution) for distribution in q]
+            hits = [token == own for (token, _), own in zip(best, following, strict=True)]
+            if target is not None:
+                x = torch.tensor(following)[:, None]
+                hits = [draws() < chance for chance in (q.gather(1, x) / read(target).gather(1, x))[:, 0].tolist()]
+            accepted = [hit if chance else None for hit, (_, chance) in zip(hits, best, strict=True)]
+        # A last token that is no end is never drafted: a round emits one beyond those accepted.
+        more = bool(places) and text[-1] not in ends
+        recorded.append(rounds_in_text(len(prompt), accepted[:-1] if more else accepted, length, more))
         progress.step()
     return recorded
 
 
-def rounds_of(
-    text: Sequence[int],
-    at: int,
-    distributions: Sequence[Tensor],
-    ends: Collection[int],
-    length: int,
-    hits: Sequence[bool] | None = None,
-) -> list[Round]:
-    """The rounds of `length` drafted tokens from the first new token, `at`, on; `distributions` are the draft's after
-    it and after later ones. `hits`: whether a drafted token stands there; None: where the best one is the text's."""
-    rounds, first = list[Round](), at
-    # A last token that is no end is never drafted: a round emits one beyond those accepted.
-    last = len(text) - (1 if text[-1] in ends else 2)
-    while at < last:
-        drafted = accepted = 0
-        for place in range(at, min(at + length, last)):
-            best, probability = likeliest(distributions[place - first])
-            if not probability:
+def rounds_in_text(first: int, accepted: Sequence[bool | None], length: int, more: bool) -> list[Round]:
+    """Count the rounds of `length` drafted tokens that would have written a text after its token number `first`.
+
+    `accepted` says of each later token whether the draft's would be accepted there, None if there is none. `more`: one
+    more token follows, which is never drafted.
+    """
+    rounds, at = list[Round](), 0
+    while at < len(accepted):
+        drafted = hits = 0
+        for hit in accepted[at : at + length]:
+            drafted += hit is not None
+            if not hit:
                 break
-            drafted += 1
-            if not (best == text[place + 1] if hits is None else hits[place - first]):
-                break
-            accepted += 1
-            if text[place + 1] in ends:
-                break
-        rounds.append(Round(at, drafted, accepted, 0.0))
-        at += accepted + 1
-    return [*rounds, Round(at, 0, 0, 0.0)] if at == len(text) - 2 else rounds
+            hits += 1
+        rounds.append(Round(first + at, drafted, hits, 0.0))
+        at += hits + 1
+    return [*rounds, Round(first + at, 0, 0, 0.0)] if more and at == len(accepted) else rounds
 
 
 # ── Targets with their drafts, measured after prompts ──
