@@ -89,7 +89,7 @@ def test_a_round() -> None:
     pair = LoadedPair("pytorch", "p", TorchModel(toy()), TorchModel(blurred(toy(), 6, 0.03)), [7])
     request = Continuation(Configuration(length=3, sampler="recipe"), Sampler(1.0))
     with traced("decode") as trace:
-        begin(pair, None, request, [1, 2, 3]).text([1, 2, 3], 12)
+        begin(pair, None, request).text([1, 2, 3], 12)
     require_walked("A round", trace)
     assert len(walk("A round")) == 12
 
