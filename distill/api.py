@@ -11,6 +11,7 @@ import json
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import closing
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal
@@ -19,7 +20,9 @@ import torch
 
 from distill.data.prompts import sources_of
 from distill.data.suites import read_suite
-from distill.decoding.configured import check_configurations
+from distill.decoding.batch import at_once as run_at_once
+from distill.decoding.batch import rows_of
+from distill.decoding.configured import check_configurations, pair_costs
 from distill.decoding.decode import Decoded
 from distill.engines import loaded
 from distill.engines.loaded import GROWING, LoadedPair
@@ -88,6 +91,7 @@ __all__ = [
     "check",
     "cut",
     "decode",
+    "decode_at_once",
     "evaluate",
     "export_gguf",
     "import_gguf",
@@ -243,6 +247,55 @@ def decode(
     a configuration that would change its distribution raises DataError, as does a prompt that is empty or fills the
     context. `table` (a file, or a run that has one) holds n-grams of the target for drafter table.
     """
+    request, ids, room = _asked(pair, prompt, max_new_tokens, configuration, sampler, seed, stop, table)
+    return begin(pair, None, request).text(ids, room)
+
+
+def decode_at_once(
+    pair: LoadedPair,
+    prompts: Sequence[str | Sequence[int]],
+    max_new_tokens: int = 128,
+    *,
+    at_once: int = 8,
+    seed: int = 0,
+    **options: Any,
+) -> list[Decoded]:
+    """Continue prompts as `decode` does, `at_once` of them at a time: one call of a model serves all their texts.
+
+    PyTorch alone can do this, by chains. `options` are those of `decode`. Text number n is drawn with `seed` + n, and
+    each text is the one that it would be alone. DataError for models that decode one text at a time.
+    """
+    if at_once < 2:
+        raise RecipeError(f"{at_once} texts at once are requested", "request at least two, or use `decode`")
+    asked = [_asked(pair, prompt, max_new_tokens, seed=seed + n, **options) for n, prompt in enumerate(prompts)]
+    target = loaded.require_rows(pair.target, at_once)
+    draft = target if pair.draft is pair.target else loaded.require_rows(pair.draft, at_once)
+    rows = [replace(pair, target=big, draft=small) for big, small in zip(rows_of(target), rows_of(draft), strict=True)]
+    texts: list[Decoded] = []
+    for start in range(0, len(asked), at_once):
+        running = []
+        for row, (request, ids, room) in zip(rows, asked[start:], strict=False):
+            if request.configuration.needs_costs:  # those of a text alone, which its rounds correct
+                pair_costs(pair, request.configuration.longest_round)
+                row.costs.update(pair.costs)
+            running.append(partial(begin(row, None, request).text, ids, room))
+        texts += run_at_once(running, (draft, target))
+    for model in {id(model): model for model in (draft, target)}.values():
+        model.close()
+    return texts
+
+
+def _asked(
+    pair: LoadedPair,
+    prompt: str | Sequence[int],
+    max_new_tokens: int,
+    configuration: Configuration | Mapping[str, Any] | None = None,
+    sampler: Sampler | None = None,
+    seed: int = 0,
+    stop: Sequence[str] = (),
+    table: str | Path | None = None,
+) -> tuple[Continuation, list[int], int]:
+    """The request of `decode`, the ids of its prompt, and the room for new tokens."""
     sampler = sampler or Sampler(temperature=0)
     if configuration is None:
         configuration = {"drafter": "none"} if pair.draft is pair.target else {"length": USUAL_LENGTH}
@@ -260,7 +313,7 @@ def decode(
         raise DataError(f"a prompt of {len(ids)} tokens in a context of {pair.target.capacity}", "give some, and fewer")
     room = min(max_new_tokens, pair.target.capacity - len(ids))
     request = Continuation(configuration, sampler, seed, stop, table=None if table is None else Path(table))
-    return begin(pair, None, request).text(ids, room)
+    return request, ids, room
 
 
 def evaluate(

@@ -71,6 +71,12 @@ def test_the_examples(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         line = distill.decode(pair, ids, 32, stop=["\n"])
         whole = pair.text(distill.decode(pair, ids, 32).tokens)
         assert pair.text(line.tokens) + line.rest.decode() == whole.split("\n")[0]
+        prompts = ["def f(x):", "import ", "class A:"]
+        for settings in ({}, {"configuration": {"drafter": "lookup+draft", "rule": "expected-value", "length": 4}}):
+            many = distill.decode_at_once(pair, prompts, 12, at_once=2, **settings)
+            assert [one.tokens for one in many] == [distill.decode(pair, prompt, 12).tokens for prompt in prompts]
+        with pytest.raises(distill.DistillError, match="takes no trees"):
+            distill.decode_at_once(pair, prompts, 12, configuration={"drafter": "tree"})
         for settings, words in (
             ({"configuration": {"drafter": "string"}}, "reads two vocabularies"),
             ({"configuration": {"nonsense": 1}}, "nonsense"),
