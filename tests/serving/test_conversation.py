@@ -97,7 +97,7 @@ def test_drawn_answers_keep_what_is_held_and_the_greedy_sessions(
         same = len([*takewhile(lambda pair: pair[0] == pair[1], zip(ids, answerer._held, strict=False))])
         assert same == len(ids) and (seed == 0 or read[0] < len(ids) - length // 2)
         with load_pair(Target(model=str(folders / "target")), str(folders / "draft")) as fresh:
-            assert begin(fresh, None, request, ids).text(ids, 9).tokens == result.tokens
+            assert begin(fresh, None, request).text(ids, 9).tokens == result.tokens
         assert request.grammar is None or re.fullmatch("[a-z]{1,9}", text)
         messages.append({"role": "assistant", "content": text})
     assert answerer._sessions == [kept]
