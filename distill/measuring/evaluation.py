@@ -996,7 +996,7 @@ def evaluate_types(
     acceptance: bool,
 ) -> EvaluationReport:
     """Return the report of a run's target and trained draft in the grid's types, after the run's test prompts."""
-    prompts = UserPrompts([*read_prompts(run, "test")[: recipe.eval.prompts]], [], {}, [])
+    prompts = UserPrompts([*read_prompts(run, "test")[: recipe.eval.prompts]], {}, [])
     written = None if run.outdated("export") else run.path("gguf")
     models = recipe.target.model, [str(run.path("draft"))]
     grid = Grid(*models, recipe.corpus.block, types, written, threads, gguf, prompts_are_whole=False)
