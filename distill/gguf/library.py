@@ -463,6 +463,8 @@ def require_loadable(head: FileHead) -> None:
     """Raise DataError, naming the key or the type, for a file that llama.cpp cannot load or that would abort it."""
     if (kind := head.text("general.type")) not in (None, "", "model"):
         head.refuse(f"general.type is {kind!r:.40}: this file alone does not decode", "give the model's own file")
+    if not head.flag(f"{head.architecture}.attention.causal", True):
+        head.refuse_value("attention.causal", "be true, because an encoder does not decode")
     _require_types(head)
     _name_unread(head)
     scaling = head.text(f"{head.architecture}.rope.scaling.type")
@@ -505,12 +507,14 @@ def _name_unread(head: FileHead) -> None:
 
 @cache
 def _keys_of_llama(architecture: str) -> re.Pattern[str]:
-    """Return a pattern of the keys that the gguf package declares for an architecture."""
+    """Return a pattern of an architecture's keys that the gguf package declares, and of an older key of llama.cpp."""
     from gguf.constants import Keys
 
     groups = (vars(group) for group in vars(Keys).values() if isinstance(group, type))
     keys = [key for group in groups for key in group.values() if isinstance(key, str) and "." in key]
-    named = (re.escape(key).replace(r"\{arch\}", re.escape(architecture)) for key in keys)
+    named = (
+        re.escape(key).replace(r"\{arch\}", re.escape(architecture)) for key in [*keys, "{arch}.rope.scale_linear"]
+    )
     return re.compile("|".join(re.sub(r"\\\{\w+\\\}", r"[\\w-]+", key) for key in named))
 
 

@@ -459,6 +459,16 @@ def opened(files: Mapping[str, Path], name: str, **values: Any) -> str:
     return ""
 
 
+def test_an_older_key_and_an_encoder(files: dict[str, Path], capsys: pytest.CaptureFixture[str]) -> None:
+    head = open_head(files["llama"])
+    head.values["llama.rope.scale_linear"] = 2.0
+    require_loadable(head)
+    assert "scale_linear" not in capsys.readouterr().err
+    head.values["llama.attention.causal"] = False
+    with pytest.raises(DataError, match=r"attention\.causal is False, but must be true"):
+        require_loadable(head)
+
+
 @pytest.mark.parametrize("name", ["qwen2-tied", "llama", "phi3-long", "llama-3-rope", "gemma3"])
 def test_every_key_of_a_file(name: str, files: dict[str, Path]) -> None:
     """Each key with a value of another kind; keys that nobody reads; and what says where a file comes from."""
