@@ -967,7 +967,7 @@ def prompts_of(corpus: Corpus, count: int) -> Prompts:
 
     def read(target: str, block: int) -> UserPrompts:
         room = block - min(answer, block // 2)
-        prompts = read_user_prompts(target, corpus, Chat(), count, 0, PROMPT_TOKENS, room, answer=answer, least=4)
+        prompts = read_user_prompts(target, corpus, Chat(), count, PROMPT_TOKENS, room, answer=answer, least=4)
         print_left_out(prompts)
         print(f"prompts: {prompts.asked}", file=sys.stderr)
         return prompts
