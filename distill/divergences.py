@@ -130,19 +130,6 @@ def acceptance_bounds(
     return least, least + torch.minimum(log_tail.exp(), draft_tail.exp())
 
 
-def acceptance_match_bounds(
-    ids: Tensor, log_probabilities: Tensor, log_tail: Tensor, draft_logits: Tensor
-) -> tuple[Tensor, Tensor]:
-    """The lower and upper bound of p(argmax q) [N], given the K likeliest entries and the tail's mass.
-
-    Arguments as for `bucketed_forward_kl`. A token of the tail is at most as likely as the last entry and as the tail.
-    """
-    hit = ids == draft_logits.argmax(-1, keepdim=True)
-    least = (log_probabilities.exp() * hit).sum(-1)
-    unknown = torch.minimum(_last_stored(ids, log_probabilities, draft_logits), log_tail).exp()
-    return least, torch.where(hit.any(-1), least, unknown)
-
-
 def forward_kl_bounds(
     ids: Tensor, log_probabilities: Tensor, log_tail: Tensor, draft_logits: Tensor
 ) -> tuple[Tensor, Tensor]:

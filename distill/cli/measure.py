@@ -39,7 +39,7 @@ if TYPE_CHECKING:
 
 # ── The pair, the prompts and the load that `distill serve-check` takes ──
 
-LEAST = 2  # prompts
+MIN_PROMPTS = 2
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def prompts_of_run(files: PairFiles, count: int, room: int) -> Prompts:
     assert files.run is not None
     own = read_prompts(files.run, "test")
     fitting = [prompt for prompt in own if 1 < len(prompt.prompt) <= room]
-    if len(fitting) < LEAST:
+    if len(fitting) < MIN_PROMPTS:
         raise DataError(f"{len(fitting)} of the run's test prompts fit into {room} tokens of the context")
     missing = len(own) - len(fitting)
     reason = f"test prompts of more than {room} tokens, which the context has no room for"
@@ -212,7 +212,7 @@ def serve_check(
     drawn = shared.sampler_of(sampler)
     _check_options(further, url, draft_sampling, drawn.temperature > 0)
     counts = sorted({1, *shared.numbers(concurrency, "--concurrency", int, "1,4,16", 1, 64)})
-    sizes = shared.numbers(prompt_tokens, "--prompt-tokens", int, "64,512,2048", LEAST, 2**20)
+    sizes = shared.numbers(prompt_tokens, "--prompt-tokens", int, "64,512,2048", 2, 2**20)
     files = pair_files(named, runs, outtype, server is not None, bool(prompts))
     kept_in = _place_of_history(history, files.run, fail_if_worse)
     length = n_max or USUAL_LENGTH

@@ -27,7 +27,7 @@ from distill.engines.model import Ints, Model
 from distill.engines.torch.model import TorchLogits, send
 from distill.sampler import Logits, Sampler, place_from
 
-CHUNK = 256  # Tokens of a prompt that one call reads.
+PROMPT_TOKENS = 256  # Tokens of a prompt that one call reads.
 CACHED = 2**20  # logits of rows that a processor shapes at once: its caches hold these and what is made of them
 Text = TypeVar("Text")
 
@@ -135,11 +135,11 @@ def extend_rows(
     """Extend each row by its own tokens (rows in ascending order).
 
     Returns the logits after each row's last token, or after those that `want` indexes in each row's tokens, which are
-    among the last CHUNK. Long texts are read in chunks that all end in the last one: with chunks, masks stay small.
+    among the last PROMPT_TOKENS. Long texts are read in parts that all end in the last one, so that masks stay small.
     """
-    for left in range(-(-max(map(len, texts.values())) // CHUNK) - 1, -1, -1):
+    for left in range(-(-max(map(len, texts.values())) // PROMPT_TOKENS) - 1, -1, -1):
         pieces = {
-            row: text[max(0, len(text) - (left + 1) * CHUNK) : max(0, len(text) - left * CHUNK)]
+            row: text[max(0, len(text) - (left + 1) * PROMPT_TOKENS) : max(0, len(text) - left * PROMPT_TOKENS)]
             for row, text in texts.items()
         }
         tokens, places = [token for piece in pieces.values() for token in piece], list[int]()

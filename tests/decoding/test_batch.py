@@ -307,7 +307,7 @@ def test_penalty_and_floors_for_greedy_texts() -> None:
 
 def test_prompts_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """All end with the last one, at the edge of a chunk too."""
-    monkeypatch.setattr("distill.decoding.batch.CHUNK", 4)
+    monkeypatch.setattr("distill.decoding.batch.PROMPT_TOKENS", 4)
     prompts = [random_prompts(1, V, seed=size, shortest=size, longest=size)[0] for size in (9, 1, 4, 5, 8)]
     for rules in (Rules(), Rules(Sampler(0.8), "block")):
         check_batch((EXACT["qwen3"], DRAFTS["qwen3"]), prompts, 8, rules, 3)

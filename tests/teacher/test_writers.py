@@ -67,7 +67,7 @@ def test_refilled_rows_equal_each_text_alone(kind: str, sampler: Sampler) -> Non
 def test_long_prompts_are_read_in_chunks(monkeypatch: Patch) -> None:
     model, asked = toy(), requests(6, seed=4, longest=40)
     whole = written(BatchedTorchModel(model, 3, V), asked, Sampler(), [])
-    monkeypatch.setattr("distill.decoding.batch.CHUNK", 7)
+    monkeypatch.setattr("distill.decoding.batch.PROMPT_TOKENS", 7)
     assert written(BatchedTorchModel(model, 3, V), asked, Sampler(), []) == whole
     assert max(len(request.ids) for request in asked) > 4 * 7
 
