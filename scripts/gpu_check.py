@@ -222,7 +222,7 @@ def measure_alone(part: Part, pair: Pair, kind: str) -> None:
     part.decode("plain", kind, lambda: [plain(big, prompt, tokens) for prompt in pair.prompts])
     for length in LENGTHS:
         part.decode(f"γ = {length}", kind, partial(decode, ModelDrafter(small, Fixed(length), GREEDY, drawn)))
-    part.decode("tree of 8", kind, partial(decode, TreeDrafter(small, GREEDY, drawn, 8, longest=4)))
+    part.decode("tree of 8", kind, partial(decode, TreeDrafter(small, GREEDY, drawn, 8, rule=Fixed(4))))
     part.decode("table, tree of 8", kind, partial(decode, TableDrafter(pair.table(big), 8, 4)))
     for name, model, counts in (("T(m)", big, COUNTS), ("D(m)", small, COUNTS[:2])):
         part.add(name, kind, partial(costs, model, counts, 2 if part.options.toy else 10))
