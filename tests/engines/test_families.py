@@ -94,7 +94,7 @@ def check_greedy(target: Any, draft: Any, text: Sequence[int]) -> None:
     assert plain(target, PROMPT, NEW).tokens == text
     drafters: list[Drafter] = [ModelDrafter(draft, Fixed(3), Sampler(0), lambda: 0.0)]
     if target.max_leaves:
-        drafters.append(TreeDrafter(draft, Sampler(0), lambda: 0.0, 6, longest=3))
+        drafters.append(TreeDrafter(draft, Sampler(0), lambda: 0.0, 6, rule=Fixed(3)))
     for drafter in drafters:
         found = decode_text(target, drafter, PROMPT, NEW, Rules())
         assert found.tokens == text and any(one.accepted for one in found.rounds)
