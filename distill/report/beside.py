@@ -1,5 +1,8 @@
-"""Several runs side by side: a line for each draft in each engine, the fastest first, and for each engine a picture of
-what a draft costs and gains: its greedy acceptance against the cost of a step, over lines of equal predicted speed."""
+"""Several runs side by side.
+
+The table has a line for each draft in each engine, the fastest first. Each engine also has a picture of what a draft
+costs and gains: its greedy acceptance against the cost of a step, over lines of equal predicted speed.
+"""
 
 from __future__ import annotations
 
@@ -33,13 +36,16 @@ FORMS = {
     "greedy": "%",
 }
 HEADS = ("run", "#", "engine", "fastest way", "tokens/s", *FORMS, "D", "layers, M", "head, M", "training, min")
-SHORT = 7  # columns up to the acceptance, which fit on a page beside each other
-Line = dict[str, Any]  # a row by head: a draft in an engine, or a way without one
+SHORT = 7  # This many columns, up to the acceptance, fit on a page.
+Line = dict[str, Any]  # The row of a draft in an engine, or of decoding without a draft, by column head.
 
 
 def beside_blocks(opened: Sequence[tuple[Recipe, Run]]) -> tuple[Table, list[Block], list[Plot]]:
-    """The table; what makes these runs incomparable or, where target and prompts are the same, the run that gains most,
-    in its own words and commands; and then the pictures, that of its engine first."""
+    """Return the table, the blocks of text, and the pictures of runs that are compared.
+
+    The text names the facts in which the runs differ. If target and test prompts are the same, it also has the verdict
+    and the commands of the run that gains most, and there are pictures, the first of that run's engine.
+    """
     lines, parts, timed = list[Line](), dict[str, SpeedupPart](), dict[str, SpeedupReport]()
     facts: dict[str, set[Any]] = defaultdict(set)
     for number, (recipe, run) in enumerate(opened, 1):
@@ -54,28 +60,29 @@ def beside_blocks(opened: Sequence[tuple[Recipe, Run]]) -> tuple[Table, list[Blo
     most = max(timed, key=lambda name: gain(timed[name]), default="")
     parts |= {engine_of(part): part for part in (timed[most].parts if timed else ())}
     for engine, part in parts.items():
-        own = [one for one in part.measurements if one.sampler is None and one.drafter in (None, *WITHOUT)]
-        lines += [{"run": "no draft", "engine": engine} | measured(one) for one in own]
+        greedy = [row for row in part.measurements if row.sampler is None]
+        without_draft = [row for row in greedy if row.drafter in (None, *WITHOUT)]
+        lines += [{"run": "no draft", "engine": engine} | measured(row) for row in without_draft]
     order = [*parts, ""]
     lines.sort(key=lambda line: (order.index(line.get("engine", "")), -speed(line)))
     best = [next(line for line in lines if line.get("engine") == engine) for engine in parts]
     classes = ["best" if line in best else "" if "#" in line else "plain" for line in lines]
     rows = [[Cell(line.get(head), FORMS.get(head, "")) for head in HEADS] for line in lines]
-    unlike = [what for what, found in facts.items() if len(found) > 1]
-    said: list[Block] = []
+    unlike = [what for what, values in facts.items() if len(values) > 1]
+    blocks: list[Block] = []
     if unlike:
-        said = [f"These runs have different {' and '.join(unlike)}: figures that depend on them do not compare."]
+        blocks = [f"These runs have different {' and '.join(unlike)}: figures that depend on them do not compare."]
     table = Table(HEADS, rows, note=NOTE, classes=classes)
     if {"targets", "test prompts"} & {*unlike} or not timed:
-        return table, said, []
+        return table, blocks, []
     first = engine_of(leader(timed[most])[0])
     order.sort(key=lambda engine: engine != first)
-    said += [f"{most}: {timed[most].verdict}", Code(next_steps(timed[most]), "sh")]
-    return table, said, [picture(lines, parts[engine]) for engine in order if engine]
+    blocks += [f"{most}: {timed[most].verdict}", Code(next_steps(timed[most]), "sh")]
+    return table, blocks, [picture(lines, parts[engine]) for engine in order if engine]
 
 
 def gain(report: SpeedupReport) -> float:
-    """The ratio of a run's fastest way to the fastest plain decoding."""
+    """Return the ratio of the speed of a run's fastest way to that of the fastest plain decoding."""
     _, _, best, plain, _ = leader(report)
     return best / plain
 
@@ -92,35 +99,38 @@ def lines_of(run: Run, results: RunResults | None, line: Line) -> Iterator[Line]
         line["training, min"] = trained["seconds"] / 60 if trained else None
     if found and (own := found.domains.get("answers", {}).get("after")):
         line |= {"acceptance": own.measure(found.acceptance_measure), "greedy": own.acceptance_greedy}
-        line |= {f"on {one.label} text": one.acceptance.get("after") for one in found.groups if one.of == "repetition"}
+        by_text = [group for group in found.groups if group.of == "repetition"]
+        line |= {f"on {group.label} text": group.acceptance.get("after") for group in by_text}
     for part in timed.parts if timed else ():
-        rivals = [one for one in timed.rivals if one.key == part.key and one.drafter not in WITHOUT] if timed else []
+        rivals = [row for row in timed.rivals if row.key == part.key and row.drafter not in WITHOUT] if timed else []
         line |= {"engine": engine_of(part), "D": None, "predicted": None}
         if 1 in part.steps.draft:
             line["D"] = part.steps.draft[1] / part.steps.target[1]
             if rate := line.get("greedy"):
-                bounds = (promise(part.steps, line["D"], one) for one in (rate.mean, rate.low, rate.high))
+                bounds = (promise(part.steps, line["D"], value) for value in (rate.mean, rate.low, rate.high))
                 line["predicted"] = Interval(*bounds)
-        yield line | (measured(max(rivals, key=lambda one: one.speedup)) if rivals else {})
+        yield line | (measured(max(rivals, key=lambda row: row.speedup)) if rivals else {})
     if timed is None:
         yield line | {"fastest way": "not measured yet"}
 
 
-def measured(one: Measurement) -> Line:
-    """A way to decode in a line."""
-    gain = 1.0 if one.is_plain else speedup_of(one)
-    return {"fastest way": one.configuration, "measured": gain, "tokens/s": one.tokens_per_second}
+def measured(row: Measurement) -> Line:
+    """Return the part of a line that a measured configuration fills."""
+    gain = 1.0 if row.is_plain else speedup_of(row)
+    return {"fastest way": row.configuration, "measured": gain, "tokens/s": row.tokens_per_second}
 
 
 def speed(line: Line) -> float:
-    """The speedup of a line, 0 where none was measured."""
-    found = line.get("measured")
-    return found.mean if isinstance(found, Interval) else found or 0.0
+    """Return the speedup of a line, or 0 if none was measured."""
+    gain = line.get("measured")
+    return gain.mean if isinstance(gain, Interval) else gain or 0.0
 
 
 def promise(steps: StepFigures, cost: float, rate: float) -> float:
-    """The speedup of the best fixed length, or of none, at an acceptance that is the same at every position and a draft
-    step that costs this many plain steps."""
+    """Predict the speedup of the best fixed length, including length 0.
+
+    `rate` is the acceptance, the same at every position. `cost` is that of a draft step, in plain steps.
+    """
     tokens = {m: tokens_per_round([rate] * (m - 1)) for m in steps.target}
     return max(tokens[m] / (steps.target[m] / steps.target[1] + (m - 1) * cost) for m in tokens)
 
@@ -138,9 +148,9 @@ def facts_of(run: Run, results: RunResults | None) -> dict[str, Any]:
 
 
 def picture(lines: Sequence[Line], part: SpeedupPart) -> Plot:
-    """The drafts of one engine."""
+    """Return the picture of the drafts of one engine."""
     engine, plain = engine_of(part), part.plain.tokens_per_second
-    drawn = [one for one in lines if one.get("engine") == engine and one.get("predicted")]
-    points = [(f"{one['#']}", one["D"], one["greedy"]) for one in drawn]
+    drawn = [line for line in lines if line.get("engine") == engine and line.get("predicted")]
+    points = [(f"{line['#']}", line["D"], line["greedy"]) for line in drawn]
     caption = f"{engine}: the drafts by their number (#), over lines of equal predicted tokens per second."
     return Plot(partial(plots.drafts, points, lambda *at: plain * promise(part.steps, *at), engine), caption)

@@ -1,4 +1,4 @@
-"""The tables on how a draft came about, its models, cuts, training and texts, and on its files."""
+"""Tables of a run's report on the models, cuts, texts and files."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from distill.training.saved import Evaluation, TrainingStep, TrainingSummary
 
 @dataclass(frozen=True)
 class RunResults:
-    """All results of a run; None or empty for stages that have not run. `config` is the resolved recipe.
+    """All results of a run. A result is None or empty if its stage has not run.
 
-    `command` made the run; `machine` is the one that timed it, or began it; `steps` and `evaluated` are of
-    its training. `donor` is what the draft was cut from. `left_out` are the stages that the recipe's run does not have,
-    with the reason; `parent` is what parent.json says.
+    `config` is the resolved recipe, and `command` the command that made the run. `machine` is the machine that timed
+    the run, or that began it. `steps` and `evaluated` are records of the training. The draft was cut from `donor`.
+    `left_out` gives the reason for each stage that the recipe leaves out. `parent` has the content of parent.json.
     """
 
     name: str
@@ -51,20 +51,20 @@ class RunResults:
     licences: dict[str, str | None] = field(default_factory=dict)
 
     def absence(self, stage: str) -> str:
-        """Why there are no results of a stage."""
+        """Return a sentence that says why a stage has no results."""
         reason = self.left_out.get(stage)
         return f"The stage `{stage}` has not run." if reason is None else f"The stage `{stage}` was not run: {reason}."
 
 
-# ── The tables on how a draft came about, its models, cuts, training and texts, and on its files ──
+# ── Tables on the models, cuts, texts and files ──
 
-# Rows of the table of models, with their labels.
+# The rows of the table of models. A row without a label is labelled with its name.
 SIZES = dict.fromkeys(("path", "architecture", "parameters", "layers")) | {"hidden": "hidden width", "mlp": "MLP width"}
 SIZES |= dict.fromkeys(("vocabulary", "bytes"))
 
 
 def models(results: RunResults) -> Table:
-    """Target, donor and draft side by side."""
+    """Return the table of sizes, with a column each for the target, the donor and the draft."""
     every = {"target": results.target, "donor (before)": results.donor, "draft (after)": results.draft}
     shown = {title: model for title, model in every.items() if model is not None}
     rows: list[Row] = [
@@ -75,19 +75,19 @@ def models(results: RunResults) -> Table:
 
 
 def cuts(results: RunResults) -> Table:
-    """Sizes and KL after each operation on the donor."""
+    """Return the table of sizes, KL in nats and top-1 agreement after each operation on the donor."""
     columns: Columns[Change] = {
-        "operation": lambda one: one.operation,
-        "parameters": lambda one: one.after.parameters,
-        "bytes per step": lambda one: Cell(one.after.bytes_per_step, "size"),
-        "layers": lambda one: one.after.layers,
-        "MLP": lambda one: max(one.after.mlp),
-        "tokens in the head": lambda one: one.after.kept_vocabulary,
-        "change": lambda one: Cell(one.after.parameters / one.before.parameters - 1, "%"),
-        "KL before, nats": lambda one: Cell(one.close_before.kl if one.close_before else None, "significant"),
-        "KL after": lambda one: Cell(one.close_after.kl if one.close_after else None, "significant"),
-        "agreement, new text": lambda one: _agreement(one, NEW),
-        "repeated": lambda one: _agreement(one, SEEN),
+        "operation": lambda cut: cut.operation,
+        "parameters": lambda cut: cut.after.parameters,
+        "bytes per step": lambda cut: Cell(cut.after.bytes_per_step, "size"),
+        "layers": lambda cut: cut.after.layers,
+        "MLP": lambda cut: max(cut.after.mlp),
+        "tokens in the head": lambda cut: cut.after.kept_vocabulary,
+        "change": lambda cut: Cell(cut.after.parameters / cut.before.parameters - 1, "%"),
+        "KL before, nats": lambda cut: Cell(cut.close_before.kl if cut.close_before else None, "significant"),
+        "KL after": lambda cut: Cell(cut.close_after.kl if cut.close_after else None, "significant"),
+        "agreement, new text": lambda cut: _agreement(cut, NEW),
+        "repeated": lambda cut: _agreement(cut, SEEN),
     }
     return table_of(results.cuts, columns, results.command)
 
@@ -97,40 +97,41 @@ def _agreement(change: Change, kind: str) -> Cell:
 
 
 def texts(results: RunResults) -> list[Table]:
-    """The splits of the corpus, and the prompts and answers by class."""
+    """Return the table of the corpus's splits, and one of prompts and answers by class if there are prompts."""
     corpus, answers = results.corpus, results.answers
     assert corpus is not None
     columns: Columns[tuple[str, SplitTexts]] = {
-        "split": lambda one: one[0],
-        "documents": lambda one: one[1].documents,
-        "tokens of given text": lambda one: one[1].tokens,
-        "prompts": lambda one: one[1].prompts,
+        "split": lambda split: split[0],
+        "documents": lambda split: split[1].documents,
+        "tokens of given text": lambda split: split[1].tokens,
+        "prompts": lambda split: split[1].prompts,
     }
     splits = [("train", corpus.train), ("validation", corpus.validation), ("test", corpus.test)]
-    asked, own = corpus.train.asked, {} if answers is None else answers.by_class
-    rows: list[Row] = [
-        [name or "all", *(getattr(of.get(name), what, None) for of in (asked, own) for what in ("texts", "tokens"))]
-        for name in dict.fromkeys([*asked, *own])
-    ]
+    prompts, answered = corpus.train.asked, {} if answers is None else answers.by_class
+    rows: list[Row] = []
+    for name in dict.fromkeys([*prompts, *answered]):
+        counts = prompts.get(name), answered.get(name)
+        values = [getattr(count, value, None) for count in counts for value in ("texts", "tokens")]
+        rows.append([name or "all", *values])
     heads = ["train prompts", "prompts", "tokens of prompts", "answers kept", "tokens of answers"]
     return [table_of(splits, columns, results.command), *([Table(heads, rows, results.command)] if rows else [])]
 
 
 def files(export: ExportReport) -> Table:
-    """The GGUF files, and how closely llama.cpp reproduces their models' distributions and tokens."""
+    """Return the table of the GGUF files: how closely llama.cpp reproduces their models' distributions and tokens."""
 
     def mismatches(parity: Parity) -> Cell:
         wrong = len(parity.tokenizer_mismatches)
         return Cell(wrong, bad=bool(wrong))
 
     def compared(value: Callable[[Parity], Cell | Value]) -> Callable[[ExportedFile], Cell | Value]:
-        return lambda one: None if one.parity is None else value(one.parity)
+        return lambda file: None if file.parity is None else value(file.parity)
 
     columns: Columns[ExportedFile] = {
-        "file": lambda one: one.path,
-        "model": lambda one: one.model,
-        "type": lambda one: one.outtype,
-        "bytes": lambda one: Cell(one.bytes, "bytes"),
+        "file": lambda file: file.path,
+        "model": lambda file: file.model,
+        "type": lambda file: file.outtype,
+        "bytes": lambda file: Cell(file.bytes, "bytes"),
         "positions": compared(lambda parity: parity.positions),
         AGREEMENT: compared(lambda parity: Cell(parity.top1_agreement, "%")),
         "mean |Δ log p|": compared(lambda parity: Cell(parity.mean_abs_dlogprob, "significant")),
@@ -139,6 +140,7 @@ def files(export: ExportReport) -> Table:
         "mismatches": compared(mismatches),
     }
     note = (
-        "Each file in llama.cpp against its Hugging Face model on the same positions; the user's own file is no copy."
+        "Each file in llama.cpp is compared with its Hugging Face model on the same positions. The user's own file of "
+        "the target is the reference, so it has no figures."
     )
     return table_of(export.files, columns, export.command, note=note)
