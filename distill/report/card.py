@@ -35,7 +35,7 @@ HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def build_card(results: RunResults) -> str:
-    """The whole card: the sections of the report without texts, which may be private."""
+    """Return the whole card: the sections of the report, without the texts, which may be private."""
     purpose = (
         "A draft model for speculative decoding. It proposes several tokens at a time, the target verifies them in one "
         "step, and every accepted token saves the target a step of its own. On its own the draft is a weak language "
@@ -55,15 +55,15 @@ def _front_matter(results: RunResults) -> str:
         "tags": ["speculative-decoding", "draft-model", "assisted-generation", "distill"],
     }
     donor = clean(results.donor.path) if results.donor else ""
-    if HUB_NAME.fullmatch(donor):  # the hub refuses a base_model that is a path of this machine
+    if HUB_NAME.fullmatch(donor):  # The hub refuses a path of this machine as base_model.
         head |= {"base_model": donor, "base_model_relation": "finetune"}
     licences = {role: licence for role, licence in results.licences.items() if licence}
     if len(set(licences.values())) == 1:
         head["license"] = next(iter(licences.values()))
     elif licences:
-        head |= {"license": "other", "license_name": ", ".join(f"{role}: {one}" for role, one in licences.items())}
+        head |= {"license": "other", "license_name": ", ".join(f"{role}: {name}" for role, name in licences.items())}
     sources = results.config.get("corpus", {}).get("sources", [])
-    if sets := sorted({one["path"] for one in sources if one.get("kind") == "hub"}):
+    if sets := sorted({source["path"] for source in sources if source.get("kind") == "hub"}):
         head["datasets"] = sets
     return f"---\n{yaml.safe_dump(head, sort_keys=False, allow_unicode=True)}---"
 
@@ -74,25 +74,25 @@ Report = TypeVar("Report")
 
 
 def gather(recipe: Recipe, run: Run) -> RunResults:
-    """All that the page and the card show, read from the run directory; None for stages that have not run, or not since
-    the draft was made again.
+    """Read all that the page and the card show from the run directory.
 
-    Raises DataError where the cut is missing, or a file has another form than this version writes.
+    The result of a stage is None if the stage has not run since the draft was made. Raises DataError if the cut is
+    missing, or if a file does not have the form that this version writes.
     """
 
-    def found(kind: type[Report], *parts: str, stage: str | None = None) -> Report | None:
+    def read(kind: type[Report], *parts: str, stage: str | None = None) -> Report | None:
         path = run.path(*parts)
         return read_result(path, kind) if path.exists() and not (stage and run.outdated(stage)) else None
 
     cut = read_result(run.path("cut", "cut.json"), CutReport)
     history = run.path("provenance.json")
-    # The command that made the run, not the one that redraws its report.
+    # The first start is the command that made the run. The last one may only redraw its report.
     starts = read_json(history, [{"argv": [str], "machine": dict}]) if history.exists() else []
-    timed = found(SpeedupReport, "speedup.json", stage="speedup")
+    timed = read(SpeedupReport, "speedup.json", stage="speedup")
     lines, target = run.metrics(), _target_sizes(recipe, cut)
-    if (export := found(ExportReport, "gguf", "export.json", stage="export")) is not None:
+    if (export := read(ExportReport, "gguf", "export.json", stage="export")) is not None:
         export = replace(export, files=[replace(file, path=placeless(file.path)) for file in export.files])
-    # Models and files by their names alone: page and card are read elsewhere than they are made.
+    # Models and files have only their names, because the page and the card are read on other machines.
     return RunResults(
         name=recipe.name,
         date=now(),
@@ -104,14 +104,14 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
         draft=replace(cut.draft, path="draft"),
         cuts=cut.changes,
         parent=run.parent(),
-        sparsity=found(SparsityReport, "draft", "sparsity.json"),
+        sparsity=read(SparsityReport, "draft", "sparsity.json"),
         steps=training_steps(lines),
         evaluated=evaluated_weights(lines),
-        training=found(TrainingSummary, "training.json"),
-        questions=found(QuestionTexts, "questions", "summary.json"),
-        corpus=found(CorpusTexts, "corpus", "summary.json"),
-        answers=found(AnswerTexts, "answers", "manifest.json"),
-        evaluation=found(EvaluationReport, "eval.json", stage="eval"),
+        training=read(TrainingSummary, "training.json"),
+        questions=read(QuestionTexts, "questions", "summary.json"),
+        corpus=read(CorpusTexts, "corpus", "summary.json"),
+        answers=read(AnswerTexts, "answers", "manifest.json"),
+        evaluation=read(EvaluationReport, "eval.json", stage="eval"),
         export=export,
         speedup=timed,
         licences={"donor": licence_of(recipe.donor_model, run), "target": licence_of(recipe.target.model, run)},
@@ -120,7 +120,7 @@ def gather(recipe: Recipe, run: Run) -> RunResults:
 
 
 def _target_sizes(recipe: Recipe, cut: CutReport) -> ModelSizes:
-    """Sizes of the target, read from its configuration on an empty model, so that no weights are loaded."""
+    """Return the sizes of the target. They are read from its configuration, without loading weights."""
     if cut.donor.path == recipe.target.model:
         return cut.donor
     from distill.engines.torch.hugging_face import describe_model, empty_model, load_config

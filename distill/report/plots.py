@@ -1,6 +1,7 @@
-"""The report's plots: each function takes measured figures and returns one inline SVG, drawn by matplotlib.
+"""The report's plots. Each function takes measured figures and returns one inline SVG, drawn by matplotlib.
 
-Text has the colour of the page around it and the background is transparent, so that one drawing fits light and dark.
+Text has the colour of the page around it, and the background is transparent. The same drawing then fits light and dark
+pages.
 """
 
 from __future__ import annotations
@@ -29,14 +30,14 @@ if TYPE_CHECKING:
 COLOURS = ("#2f81d6", "#e0792b", "#2f9e77", "#a86bd1", "#d6455d", "#8a8f98", "#b59a1d", "#3aa8b8")
 MARKERS = ("o", "s", "^", "D", "v", "P", "X", "*")
 HATCHES = ("", "////", "..")
-INK = "#010203"  # stands for the page's own text colour until the drawing is done
+INK = "#010203"  # A placeholder, which `_inline` replaces by the colour of the page's text.
 BEST: Any = {"color": COLOURS[0]}
 OTHERS: Any = {"color": COLOURS[5], "alpha": 0.45}
 DASHED: Any = {"linestyle": (0, (3, 2)), "linewidth": 1.4}  # plain decoding
-POINTS = 400
-LONGEST, NAME = 52, 26  # letters of a label, and of one beside a bar
+POINTS = 400  # the most points of a training curve
+LONGEST, NAME = 52, 26  # the most letters of a label, and of a name beside a bar
 
-# By label, the figures of a training step that are drawn.
+# The drawn figures of a training step, by label.
 DRAWN: dict[str, Callable[[TrainingStep], float]] = {
     "loss": lambda step: step.loss,
     MEASURES["forward_kl"]: lambda step: step.forward_kl,
@@ -45,7 +46,7 @@ DRAWN: dict[str, Callable[[TrainingStep], float]] = {
 
 
 def training_curve(steps: Sequence[TrainingStep]) -> str:
-    """The loss and its parts, over the steps of training batches."""
+    """Draw the loss and its parts over the training steps."""
     block = block_length(steps)
     with _figure("plot-loss", "Training loss over steps") as (axes, done):
         for index, (label, figure) in enumerate(DRAWN.items()):
@@ -66,19 +67,24 @@ def training_curve(steps: Sequence[TrainingStep]) -> str:
 
 
 def validation_curve(evaluated: Sequence[Evaluation]) -> str:
-    """Acceptance probability on stored validation answers over steps, by which weights are chosen."""
+    """Draw the acceptance probability on validation answers, which decides what weights are taken, over the steps.
+
+    Raises DataError if no weights were evaluated.
+    """
     if not evaluated:
         raise DataError("no weights were evaluated while training", "set train.acceptance to have them chosen")
     with _figure("plot-validation", "Acceptance on validation answers over training steps") as (axes, done):
-        intervals = [one.interval or Interval(one.acceptance, one.acceptance, one.most) for one in evaluated]
-        _measured(axes, 0, "acceptance probability", [one.step for one in evaluated], intervals)
+        intervals = [
+            weights.interval or Interval(weights.acceptance, weights.acceptance, weights.most) for weights in evaluated
+        ]
+        _measured(axes, 0, "acceptance probability", [weights.step for weights in evaluated], intervals)
         axes.set(xlabel="step", ylabel="acceptance")
         _whole_ticks(axes)
     return done[0]
 
 
 def block_length(steps: Sequence[TrainingStep]) -> int:
-    """The number of steps that one drawn point averages."""
+    """Return the number of steps that one drawn point averages."""
     return max(1, -(-len(steps) // POINTS))
 
 
@@ -108,47 +114,53 @@ def speeds(report: SpeedupReport) -> str:
 
 
 def _rows(axes: Axes, label: str, ticks: dict[int, str]) -> None:
-    """Bars that lie, with their names."""
+    """Set the names of horizontal bars, and the axes around them."""
     axes.set_yticks([*ticks], [_label(name, NAME) for name in ticks.values()])
     axes.set(xlabel=label, ylim=(max(ticks, default=0) + 0.6, -0.6))
     axes.grid(visible=False, axis="y")
 
 
 def acceptance_by_position(drafts: Mapping[str, ByText]) -> str:
-    """Conditional acceptance at each drafted position of each draft, on new and on repeated text."""
+    """Draw the conditional acceptance at each drafted position of each draft, on new and on repeated text."""
     with _figure("plot-positions", "Acceptance by drafted position, on new and repeated text") as (axes, done):
         for index, (draft, kind) in enumerate((draft, kind) for draft, kinds in drafts.items() for kind in kinds):
-            reached = [one for one in drafts[draft][kind] if one.drafted]
-            found, label = [one.rate for one in reached], f"{draft}, {kind} text" if kind else draft
-            style = "--" if kind == SEEN else "-"
-            _measured(axes, index, label, [one.position for one in reached], found, linestyle=style)
+            reached = [position for position in drafts[draft][kind] if position.drafted]
+            places, rates = [position.position for position in reached], [position.rate for position in reached]
+            label = f"{draft}, {kind} text" if kind else draft
+            _measured(axes, index, label, places, rates, linestyle="--" if kind == SEEN else "-")
         axes.set(xlabel="drafted position", ylabel="acceptance", ylim=(0, 1))
         _whole_ticks(axes)
     return done[0]
 
 
 def time_of_rounds(part: SpeedupPart) -> str:
-    """Milliseconds for each token of a round, by what takes them: target, draft, and neither."""
+    """Draw the milliseconds per token of a round, split into those of the target, of the draft, and the rest."""
     title = f"Milliseconds for each token in {engine_of(part)}, by what takes them"
-    rows = [one for one in part.measurements if known(one.rounds.seconds / one.rounds.tokens)]
+    rows = [row for row in part.measurements if known(row.rounds.seconds / row.rounds.tokens)]
     with _figure("plot-rounds", title, 1.1 + 0.21 * len(rows)) as (axes, done):
-        starts, figures = [0.0] * len(rows), [one.rounds for one in rows]
+        starts, figures = [0.0] * len(rows), [row.rounds for row in rows]
         seconds = {
-            "target": [one.target_seconds for one in figures],
-            "draft": [one.draft_seconds for one in figures],
-            "the rest": [one.seconds if one.target_seconds is None else one.overhead_seconds for one in figures],
+            "target": [rounds.target_seconds for rounds in figures],
+            "draft": [rounds.draft_seconds for rounds in figures],
+            "the rest": [
+                rounds.seconds if rounds.target_seconds is None else rounds.overhead_seconds for rounds in figures
+            ],
         }
         for index, (label, spent) in enumerate(seconds.items()):
-            taken = [1e3 * max(one or 0.0, 0.0) / row.tokens for one, row in zip(spent, figures, strict=True)]
+            taken = [1e3 * max(value or 0.0, 0.0) / rounds.tokens for value, rounds in zip(spent, figures, strict=True)]
             style: Any = {"color": COLOURS[index], "hatch": HATCHES[index], "alpha": 0.8, "label": label}
             axes.barh(range(len(rows)), taken, 0.72, starts, **style)
             starts = [start + more for start, more in zip(starts, taken, strict=True)]
-        _rows(axes, "milliseconds for each token", {at: one.configuration for at, one in enumerate(rows)})
+        _rows(axes, "milliseconds for each token", {place: row.configuration for place, row in enumerate(rows)})
     return done[0]
 
 
 def drafts(points: Sequence[tuple[str, float, Interval]], speed: Callable[[float, float], float], engine: str) -> str:
-    """Greedy acceptance of drafts by the cost of a step, over lines of equal tokens per second, which `speed` gives."""
+    """Draw the greedy acceptance of drafts against the cost of a step, over lines of equal tokens per second.
+
+    `points` are names, costs of a step in plain steps, and acceptances. `speed` returns tokens per second for a cost
+    and an acceptance. Raises DataError without points.
+    """
     if not points:
         raise DataError(f"no draft was measured in {engine}", "distill train RUN")
     title = f"Acceptance by cost of a step in {engine}"
@@ -166,16 +178,17 @@ def drafts(points: Sequence[tuple[str, float, Interval]], speed: Callable[[float
     return done[0]
 
 
-def _measured(axes: Axes, index: int, label: str, x: Sequence[float], found: Sequence[Interval], **style: Any) -> None:
-    below = [max(0.0, one.mean - one.low) if known(one.low) else 0.0 for one in found]
-    above = [max(0.0, one.high - one.mean) if known(one.high) else 0.0 for one in found]
-    own: Any = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], **style}
-    means = [one.mean for one in found]
-    axes.errorbar(x, means, yerr=[below, above], label=_label(label), capsize=2.5, elinewidth=1, **own)
+def _measured(axes: Axes, index: int, label: str, x: Sequence[float], y: Sequence[Interval], **style: Any) -> None:
+    """Draw the line number `index`, with intervals as bars."""
+    below = [max(0.0, value.mean - value.low) if known(value.low) else 0.0 for value in y]
+    above = [max(0.0, value.high - value.mean) if known(value.high) else 0.0 for value in y]
+    means = [value.mean for value in y]
+    look: Any = {"color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)], **style}
+    axes.errorbar(x, means, yerr=[below, above], label=_label(label), capsize=2.5, elinewidth=1, **look)
 
 
 def _label(text: str, most: int = LONGEST) -> str:
-    """One line, never longer than the plot; matplotlib hides a label that begins with an underscore."""
+    """Return a label of one line that fits the plot. matplotlib would hide it if it began with an underscore."""
     text = clean(text).replace("\n", " ").lstrip("_") or "unnamed"
     return text if len(text) <= most else text[: most - 1] + "…"
 
@@ -186,7 +199,7 @@ def _whole_ticks(axes: Axes) -> None:
 
 @contextmanager
 def _figure(name: str, title: str, height: float = 2.7) -> Iterator[tuple[Axes, list[str]]]:
-    """Axes to draw on; after the block the second value holds the finished SVG.
+    """Yield axes to draw on, and a list, to which the finished SVG is added after the block.
 
     Raises DataError without matplotlib.
     """
@@ -218,15 +231,15 @@ def _figure(name: str, title: str, height: float = 2.7) -> Iterator[tuple[Axes, 
             columns = 1 if longest > 30 else 2 if longest > 17 else 3
             figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, len(labels)))
         drawn = io.StringIO()
-        unsaid: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
-        figure.savefig(drawn, format="svg", transparent=True, metadata=unsaid)
+        no_metadata: Any = dict.fromkeys(("Date", "Creator", "Format", "Type"))
+        figure.savefig(drawn, format="svg", transparent=True, metadata=no_metadata)
     done.append(_inline(drawn.getvalue(), name, title))
 
 
 def _inline(drawn: str, name: str, title: str) -> str:
-    """A matplotlib SVG file as an element of a page: ids of its own, the page's colour and width."""
+    """Return a matplotlib SVG file as an element of a page, with ids of its own and the page's colour and width."""
     svg = drawn[drawn.index("<svg") :].strip().replace(INK, "currentColor")
-    # Ids and references begin with the name; labels, between tags, stay as they are.
+    # Ids and references get the name as their beginning. Labels stand between tags and stay as they are.
     reference = re.compile(r'(\bid="|href="#|url\(#)')
     svg = re.sub(r"<[^>]+>", lambda tag: reference.sub(rf"\g<1>{name}-", tag[0]), svg)
     opening = re.match(r"<svg[^>]*?(viewBox=\"[^\"]*\")[^>]*>", svg)

@@ -18,13 +18,13 @@ from distill.report.tables import RunResults
 from distill.tables import Block, Code, Plot, Row, Table, clean, known, listed, number, placeless, size
 from distill.training.saved import REMEDY, Evaluation, TrainingStep, TrainingSummary, trained_tokens
 
-TEXTS = "Texts"  # the section with texts, which may be private
+TEXTS = "Texts"  # This section has texts, which may be private.
 
 
 def sections(results: RunResults) -> dict[str, list[Block]]:
-    """The blocks of every section by its title; a stage that has not run leaves one line that names it."""
+    """Return the blocks of every section by its title. A stage that has not run has one line that says so."""
     evaluation, measured, export = results.evaluation, results.speedup, results.export
-    found: dict[str, list[Block]] = {
+    by_title: dict[str, list[Block]] = {
         "In short": _short(results),
         "How to use it": usage(results),
         "Models": _models(results),
@@ -39,11 +39,11 @@ def sections(results: RunResults) -> dict[str, list[Block]]:
         "GGUF files and parity": [tables.files(export)] if export else [results.absence("export")],
         "Limits": [limits(results)],
     }
-    return {title: blocks for title, blocks in found.items() if blocks}
+    return {title: blocks for title, blocks in by_title.items() if blocks}
 
 
 def _short(results: RunResults) -> list[Block]:
-    """The verdict of the measurement, the pictures side by side, the commands, and what the draft is."""
+    """Return the verdict of the measurement, the pictures, the commands, and a sentence on the draft."""
     measured, evaluation = results.speedup, results.evaluation
     warning = results.training.warning if results.training else None
     blocks: list[Block] = [f"{warning} What to do: {REMEDY}."] if warning else []
@@ -62,13 +62,13 @@ def _short(results: RunResults) -> list[Block]:
             f"Acceptance by drafted position, greedy rounds. Repeated: tokens that end {REPEATED} which stood before."
         )
         why.insert(0, Plot(partial(plots.acceptance_by_position, positions), caption))
-    missing = [results.absence(name) for name, one in (("speedup", measured), ("eval", evaluation)) if not one]
+    missing = [results.absence(name) for name, result in (("speedup", measured), ("eval", evaluation)) if not result]
     agreement = evaluation.agreement_words if evaluation else []
     return [*blocks, *why, *commands, *missing, *agreement, _draft(results)]
 
 
 def _draft(results: RunResults) -> str:
-    """The draft in one sentence: its size, what it was cut from, and for which target."""
+    """Describe the draft in one sentence: its size, its donor and its target."""
     draft, donor, target = results.draft, results.donor, results.target
     sentence = f"A draft of {draft.parameters / 1e6:,.1f} million parameters"
     if donor is not None:
@@ -79,7 +79,7 @@ def _draft(results: RunResults) -> str:
 
 
 def _models(results: RunResults) -> list[Block]:
-    """The models with their sizes, what made the draft, and the resolved recipe."""
+    """Return the models with their sizes, the facts of the run that made the draft, and the resolved recipe."""
     machine = results.machine
     rows: list[Row] = [
         ["recipe", str(results.config.get("name") or results.name)],
@@ -112,19 +112,19 @@ def _texts(results: RunResults) -> list[Block]:
     return [*tables.texts(results), _questions(results.questions) if results.questions else [], notes]
 
 
-def _questions(found: QuestionTexts) -> list[str]:
-    """The questions that the target wrote itself, some of them, and what was left out."""
+def _questions(questions: QuestionTexts) -> list[str]:
+    """Return a sentence for each source of questions that a model wrote: numbers, examples, and questions left out."""
     return [
-        f"Questions by {found.writer} ({one.file}): {number(one.asked)} texts written, {number(one.usable)} usable, "
-        f"{number(one.kept)} of {number(one.wanted)} used"
-        + (f"; left out: {listed(one.dropped)}" if one.dropped else "")
-        + "".join(f"; “{text}”" for text in one.examples)
-        for one in found.sources
+        f"Questions by {questions.writer} ({source.file}): {number(source.asked)} texts written, "
+        f"{number(source.usable)} usable, {number(source.kept)} of {number(source.wanted)} used"
+        + (f"; left out: {listed(source.dropped)}" if source.dropped else "")
+        + "".join(f"; “{text}”" for text in source.examples)
+        for source in questions.sources
     ]
 
 
 def training_plots(steps: Sequence[TrainingStep], evaluated: Sequence[Evaluation]) -> list[Block]:
-    """The curves of a training."""
+    """Return the curves of a training."""
     block = plots.block_length(steps)
     each = "every step" if block == 1 else f"each point the mean of {block} steps"
     chosen_by = (
@@ -138,13 +138,13 @@ def training_plots(steps: Sequence[TrainingStep], evaluated: Sequence[Evaluation
 
 
 def _training(results: RunResults) -> list[Block]:
-    """The curves of the training, its first and last step, and the weights that were taken."""
+    """Return the curves of the training, its first and last step, and the weights that were taken."""
     steps, summary = results.steps, results.training
     return [*training_plots(steps, results.evaluated), _pace(steps), [] if summary is None else _outcome(summary)]
 
 
 def _pace(steps: list[TrainingStep]) -> str:
-    """One line on the length, speed and memory of the training."""
+    """Return a line on the length, speed and memory of the training."""
     rates = sorted(step.tokens_per_second for step in steps if known(step.tokens_per_second))
     memory = [step.memory_bytes for step in steps if step.memory_bytes is not None]
     return (
@@ -183,16 +183,19 @@ PLACES = (
 
 
 def usage(results: RunResults) -> list[Block]:
-    """llama.cpp and its like, and where the target is a folder transformers, vLLM and SGLang, each with the fixed draft
-    length that was fastest in its engine, or else in the other."""
+    """Return the commands that use the draft in llama.cpp and ik_llama.cpp.
+
+    If the target is a folder, there are also transformers, vLLM and SGLang. Each command has the fixed draft length
+    that was fastest in its engine, or else in another one.
+    """
     target, draft, config = clean(results.target.path), clean(results.draft.path), results.config
     same = results.target.vocabulary == results.draft.vocabulary
     measured, evaluation = results.speedup, results.evaluation
-    rates = sorted(measured.fastest_of_backends.values() if measured else (), key=lambda one: one.tokens_per_second)
-    timed = {one.backend.partition(":")[0]: one for one in rates}
+    rates = sorted(measured.fastest_of_backends.values() if measured else (), key=lambda row: row.tokens_per_second)
+    timed = {row.backend.partition(":")[0]: row for row in rates}
     fallback = next(iter(timed.values()), None)
     chain, file = (timed.get(engine, fallback) for engine in ("pytorch", "gguf"))
-    steps, length = ((one and one.length) or USUAL_LENGTH for one in (chain, file))
+    steps, length = ((row and row.length) or USUAL_LENGTH for row in (chain, file))
     kind = timed["gguf"].backend.partition(":")[2] if "gguf" in timed else ""
     big, small = (_file(results, model, kind) for model in ("target", "draft"))
     big = big or (target if is_gguf(target) else "target.gguf")
@@ -212,7 +215,7 @@ def usage(results: RunResults) -> list[Block]:
 
 
 def _file(results: RunResults, model: str, kind: str) -> str:
-    """The GGUF file of a model, of the type that was timed where there is one; empty where there is none."""
+    """Return the path of a model's GGUF file, of the timed type if there is one. Empty without a file."""
     files = [file for file in (results.export.files if results.export else []) if file.model == model]
     wanted = kind or results.config.get("speedup", {}).get("outtype")
     return clean(next((file.path for file in sorted(files, key=lambda file: file.outtype != wanted)), ""))
@@ -222,7 +225,7 @@ def _file(results: RunResults, model: str, kind: str) -> str:
 
 
 def limits(results: RunResults) -> list[str]:
-    """Everything a reader must know before quoting these figures, one sentence each."""
+    """Return the facts that a reader must know before quoting these figures, one sentence each."""
     machine = results.machine
     place = f"{machine['cpu']} ({machine['cores']} cores)" if machine["cpu"] else "one machine"
     sentences = [
