@@ -10,20 +10,20 @@ if TYPE_CHECKING:
 
 __version__ = "0.1.0"
 
-# oneDNN, which multiplies for torch on a CPU, keeps a compiled primitive for each shape of a product that it ever met,
-# up to 1,024 of them and 2 MB apiece: what runs for hours on batches of many shapes grows by gigabytes. It reads this
-# variable before its first product, so it is set here, ahead of every module of the package, and processes started from
-# here inherit it. 512 hold what two models need that take 1 to 16 tokens a step; with fewer than needed, every step
-# compiles its own (docs/benchmarks.md#training, Memory). A value of the user's counts.
+# oneDNN multiplies matrices for torch on a CPU. It keeps a compiled primitive for each shape of a product: up to 1,024
+# primitives of 2 MB each, so a process that runs for hours on batches of many shapes grows by gigabytes. oneDNN reads
+# this variable before its first product, so it is set here, before any other module is imported. Child processes
+# inherit it. 512 primitives are enough for two models that take 1 to 16 tokens a step. With too few, every step
+# compiles its own (docs/benchmarks.md#training, Memory). A value that the user set is kept.
 PRIMITIVES = "ONEDNN_PRIMITIVE_CACHE_CAPACITY"
 MOST_PRIMITIVES = "512"
-if "DNNL_PRIMITIVE_CACHE_CAPACITY" not in os.environ:  # its older name
+if "DNNL_PRIMITIVE_CACHE_CAPACITY" not in os.environ:  # the variable's older name
     os.environ.setdefault(PRIMITIVES, MOST_PRIMITIVES)
 
 
 def __getattr__(name: str) -> Any:
-    """The names of `distill.api`, which loads torch and transformers: only where one of them is asked for."""
-    # Python looks a submodule up as an attribute first (`from distill import run`): nothing is loaded for that.
+    """Return a name of `distill.api`, which is imported only now, because it loads torch and transformers."""
+    # For `from distill import run`, Python looks the submodule up here first. The API is not imported for that.
     if name == "__all__" or not (name.startswith("_") or importlib.util.find_spec(f"{__name__}.{name}")):
         api = importlib.import_module("distill.api")
         if name == "__all__":

@@ -7,12 +7,12 @@ import sys
 
 
 def main() -> None:
-    """Run the command line; Ctrl-C before its first import is done, and after its work, ends it without a traceback."""
+    """Run the command line. Ctrl-C during the first import, or after the work, ends it without a traceback."""
     try:
         from distill.cli.app import main as run
     except KeyboardInterrupt:
         sys.exit(128 + signal.SIGINT)
-    except ModuleNotFoundError as error:  # not even `distill doctor` can be run
+    except ModuleNotFoundError as error:  # Without the package, not even `distill doctor` runs.
         if error.name is None or error.name.partition(".")[0] == "distill":
             raise
         print(f"distill: the package {error.name} is not installed\n  install distill again with pip", file=sys.stderr)

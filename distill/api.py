@@ -1,7 +1,7 @@
 """What `import distill` gives notebooks and other programs. docs/api.md shows every name at work.
 
-Models are named as on the command line: a Hugging Face folder, a hub name, or a GGUF file; paths start at the working
-directory. Whatever a caller can do wrong raises a DistillError with `what` happened and a `hint` of what to do next.
+Models are named as on the command line: a Hugging Face folder, a hub name, or a GGUF file. Paths are relative to the
+working directory. A caller's mistake raises a DistillError: `what` says what is wrong, `hint` what to do next.
 """
 
 from __future__ import annotations
@@ -105,10 +105,10 @@ __all__ = [
 Floats = Literal["float32", "bfloat16", "float16"]
 Dtype = Literal["auto"] | Floats
 Paths = Sequence[str | Path]
-BLOCK: int = Corpus.model_fields["block"].default  # tokens of a text, where no prompt is longer
+BLOCK: int = Corpus.model_fields["block"].default  # tokens of a text, unless a prompt is longer
 
 
-Texts = Sequence[str | Path]  # a str is a text, a Path a file of text or a folder of them
+Texts = Sequence[str | Path]  # A str is a text. A Path is a file of text, or a folder of such files.
 
 
 # ── A draft from a recipe: the stages that `distill train` runs ──
@@ -122,30 +122,33 @@ def train(
     redo: Sequence[str] = (),
     **overrides: Any,
 ) -> Run:
-    """Run every stage of a recipe up to `until` in runs/NAME, and return that run; finished stages are skipped, and the
-    same call resumes.
+    """Run every stage of a recipe up to `until` in runs/NAME, and return that run.
 
-    `recipe` is a file, its content as a mapping, or a Recipe. `overrides` are keys of docs/recipes.md: `seed=1`, or a
-    mapping for some keys of a section, `train={"steps": 100}`. RecipeError for mistakes, RunError if finished work
-    would be lost, before anything is touched; `redo` names stages to run again.
+    Finished stages are skipped, so the same call resumes an interrupted run. `redo` names stages to run again. `recipe`
+    is a file, its content as a mapping, or a Recipe. `overrides` are keys of docs/recipes.md: `seed=1`, or a mapping
+    for some keys of a section, `train={"steps": 100}`.
+
+    Raises RecipeError for mistakes in the recipe, and RunError if finished work would be lost. Both are raised before
+    anything is written.
     """
-    found, text = _recipe(recipe, overrides, Path(runs))
-    run = Run(Path(runs) / found.name, found, command="distill.train")
-    require_allowed(plan_run(found, run, until, redo))
-    unread = run.done("teacher") is None
-    for line in preflight(found, run.done("corpus") is None, until=until, teacher=unread, folder=run.folder).warnings:
+    settled, text = _recipe(recipe, overrides, Path(runs))
+    run = Run(Path(runs) / settled.name, settled, command="distill.train")
+    require_allowed(plan_run(settled, run, until, redo))
+    corpus_open, teacher_open = run.done("corpus") is None, run.done("teacher") is None
+    for line in preflight(settled, corpus_open, until=until, teacher=teacher_open, folder=run.folder).warnings:
         warn(line)
-    torch.set_num_threads(thread_count(found.threads))
+    torch.set_num_threads(thread_count(settled.threads))
     with closing(run):
         run.open(text)
-        run_pipeline(found, run, until, redo)
+        run_pipeline(settled, run, until, redo)
     return run
 
 
 def check(recipe: str | Path | Mapping[str, Any] | Recipe, *, offline: bool = False, **overrides: Any) -> list[str]:
-    """Return what `distill check` prints, a line for each check that passed; DistillError for the first that failed.
+    """Return the output of `distill check`, a line for each check that passed.
 
-    No weights are loaded. `recipe` and `overrides` are as of `train`.
+    No weights are loaded. `recipe` and `overrides` are those of `train`. Raises DistillError for the first check that
+    failed.
     """
     return preflight(_recipe(recipe, overrides, None)[0], offline=offline).lines
 
@@ -162,10 +165,10 @@ def plan(
     threads: int | None = None,
     gguf: Gguf | None = None,
 ) -> SpeedupPlan:
-    """Predict what drafting gains, from costs that are measured now: by draft length and conditional acceptance.
+    """Predict the speedup by draft length and conditional acceptance, from costs that are measured now.
 
-    `acceptance` are conditional acceptances by position, the last one for all later ones; without them the plan says
-    from which acceptance on a draft pays.
+    `acceptance` are conditional acceptances by drafted position. The last one holds for all later positions. Without
+    them, the plan says what acceptance a draft needs for a gain.
     """
     big, small = resolve_model(str(target)), resolve_model(str(draft))
     place = settled_target(big, dtype)
@@ -179,20 +182,24 @@ def plan(
 def _recipe(
     recipe: str | Path | Mapping[str, Any] | Recipe, overrides: Mapping[str, Any], runs: Path | None
 ) -> tuple[Recipe, str]:
-    """A recipe with overrides, its types settled as in the run that exists or for this machine; and its text."""
+    """Return a recipe with its overrides, and its text.
+
+    Number types that the recipe leaves open are those of the existing run, or else those for this machine.
+    """
     changes = [f"{name}={json.dumps(value)}" for name, value in _flat(overrides)]
     if isinstance(recipe, (str, Path)):
-        found, text = load_recipe(Path(recipe), changes), read_utf8(Path(recipe))
+        loaded_recipe, text = load_recipe(Path(recipe), changes), read_utf8(Path(recipe))
     else:
         values = recipe.model_dump(mode="json") if isinstance(recipe, Recipe) else dict(recipe)
-        found = recipe_of(copy.deepcopy(values), "the recipe", Path.cwd(), changes)
-        text = dump_recipe(found)
-    begun = None if runs is None else runs / found.name / "config.yaml"
-    return settle_types(found, load_recipe(begun) if begun is not None and begun.is_file() else None), text
+        loaded_recipe = recipe_of(copy.deepcopy(values), "the recipe", Path.cwd(), changes)
+        text = dump_recipe(loaded_recipe)
+    begun = None if runs is None else runs / loaded_recipe.name / "config.yaml"
+    earlier = load_recipe(begun) if begun is not None and begun.is_file() else None
+    return settle_types(loaded_recipe, earlier), text
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Dotted keys and their values; a mapping names keys of a section."""
+    """Yield dotted keys and their values. A mapping has the keys of a section."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")
@@ -215,10 +222,10 @@ def load_pair(
     gguf: Gguf | None = None,
     pytorch: PyTorch = GROWING,
 ) -> LoadedPair:
-    """A target, with a draft of its vocabulary or alone, ready to decode; use it as a context, or `close` it.
+    """Load a target, alone or with a draft of its vocabulary. Use the pair in a `with` statement, or `close` it.
 
-    `tokens` is the length of the context, `nodes` the largest number of nodes of a tree in GGUF files. PairError for a
-    draft of another vocabulary; for the rest see `distill.engines.loaded.load_pair`.
+    `tokens` is the length of the context, and `nodes` the largest number of nodes that a tree has in GGUF files. The
+    other options are those of `distill.engines.loaded.load_pair`. Raises PairError for a draft of another vocabulary.
     """
     big, small = resolve_model(str(target)), None if draft is None else resolve_model(str(draft))
     if small is not None:
@@ -240,12 +247,15 @@ def decode(
     stop: Sequence[str] = (),
     table: str | Path | None = None,
 ) -> Decoded:
-    """Continue a prompt, a text or token ids, by at most `max_new_tokens`; `pair.text(found.tokens)` is the text.
+    """Continue a prompt, given as a text or as token ids, by at most `max_new_tokens`.
 
-    `configuration` (None: four tokens of the draft a round; plain decoding for a pair without a draft) is one of
-    docs/recipes.md, as an object or a mapping; `sampler` None is greedy. The text is the target's own whatever drafts:
-    a configuration that would change its distribution raises DataError, as does a prompt that is empty or fills the
-    context. `table` (a file, or a run that has one) holds n-grams of the target for drafter table.
+    `pair.text(decoded.tokens)` is the new text. It is the target's own text, whatever drafts. `configuration` is one of
+    docs/recipes.md, as an object or a mapping. With None, the draft proposes four tokens a round, and a pair without a
+    draft decodes plainly. `sampler` None is greedy. `table` (a file, or a run that has one) holds n-grams of the target
+    for drafter table.
+
+    Raises DataError for a configuration that would change the target's distribution, and for a prompt that is empty or
+    fills the context.
     """
     request, ids, room = _asked(pair, prompt, max_new_tokens, configuration, sampler, seed, stop, table)
     return begin(pair, None, request).text(ids, room)
@@ -333,18 +343,20 @@ def evaluate(
     gguf: Gguf | None = None,
     command: str = "",
 ) -> EvaluationReport:
-    """Divergences and acceptance of a pair, with intervals, after `count` prompts (None: 32) that are cut from texts,
-    or after `count` questions of each category of a `suite` (None: all). `sampler` None is temperature 1.
+    """Measure divergences and acceptance of a pair, with intervals.
 
-    Several drafts, or the draft in several GGUF `types`, are compared with the first. `dtype` is the type of folders,
-    "auto" the checkpoint's own. DataError
-    for files that are not there and for texts of fewer than 4 prompts; PairError as `load_pair`.
+    The target continues `count` prompts that are cut from texts (None: 32), or `count` questions of each category of a
+    `suite` (None: all). `sampler` None is temperature 1. Several drafts, or the draft in several GGUF `types`, are
+    compared with the first one. `dtype` is the number type of folders. "auto" is that of the checkpoint.
+
+    Raises DataError for missing files and for texts of fewer than 4 prompts, and PairError for a draft of another
+    vocabulary.
     """
     if bool(texts) == (suite is not None):
         raise RecipeError("eval measures prompts or a suite", "give one of them")
     if suite is None and count is not None and count < 4:
         raise RecipeError(f"{count} prompts are too few for an interval", "measure 4 or more")
-    drafts = [resolve_model(str(one)) for one in ([draft] if isinstance(draft, (str, Path)) else draft)]
+    drafts = [resolve_model(str(name)) for name in ([draft] if isinstance(draft, (str, Path)) else draft)]
     grid = Grid(resolve_model(str(target)), drafts, BLOCK, types, threads=threads, gguf=gguf, dtype=dtype)
     options = EvaluationOptions(sampler or Sampler(1.0), Evaluate(), command, kl, seed=seed, grid=acceptance)
     with tempfile.TemporaryDirectory() as scratch:
@@ -356,14 +368,14 @@ def evaluate(
 
 
 def _files(texts: Texts, scratch: Path) -> list[Path]:
-    """Texts as files: those of the caller, and one in `scratch` for each text that is given itself."""
-    found = []
+    """Return texts as files: the caller's files, and a new file in `scratch` for each text that is a str."""
+    files = []
     for number, text in enumerate(texts):
         path = text if isinstance(text, Path) else scratch / f"text-{number}.txt"
         if isinstance(text, str):
             path.write_text(text, encoding="utf-8", newline="")
-        found.append(path)
-    return found
+        files.append(path)
+    return files
 
 
 def measure_speedup(
@@ -390,14 +402,16 @@ def measure_speedup(
     allow_lossy: bool = False,
     command: str = "",
 ) -> SpeedupReport:
-    """Plain against speculative decoding, end to end, on the prompts in files, as `distill speedup` measures them.
+    """Measure speculative against plain decoding, end to end, on the prompts in files, as `distill speedup` does.
 
-    The draft's fixed `lengths` and every other configuration are decoded interleaved with plain decoding; with a
-    `sampler` all of them are sampled. `count` prompts are measured, by default 12. A `suite` (a file of Spec-Bench's
-    form) stands in place of `prompts`: `count` questions of each category, by default all, with every turn, both
-    greedy and sampled (by default at temperature 1). `table` holds n-grams of the target. `at_once` texts are decoded
-    at once in PyTorch, plain and speculative ones, by chains. DataError or RecipeError for prompts, contexts and
-    configurations that do not go together; lossy ones, where allowed, are named on stderr.
+    The draft's fixed `lengths` and the other `configurations` take turns with plain decoding on every prompt. With a
+    `sampler`, all of them are sampled. `count` prompts are measured, by default 12. A `suite` (a file in Spec-Bench's
+    form) replaces `prompts`: `count` questions of each category, by default all, with all turns, are decoded both
+    greedily and sampled (by default at temperature 1). `table` holds n-grams of the target. PyTorch decodes `at_once`
+    texts at once, plain and speculative ones, the latter by chains.
+
+    Raises DataError or RecipeError for prompts, contexts and configurations that do not go together. Lossy
+    configurations, if they are allowed, are named on stderr.
     """
     if bool(prompts) == (suite is not None):
         raise RecipeError("speedup measures prompts or a suite", "give one of them")
@@ -447,11 +461,12 @@ def measure_speedup(
 def cut(
     source: str | Path, out: str | Path, texts: Texts, *, target: str | Path | None = None, **settings: Any
 ) -> list[Change]:
-    """Write `source` with fewer layers or neurons to a new folder; what was changed.
+    """Write `source` with fewer layers or neurons to a new folder, and return the changes.
 
-    `settings` are keys of the recipe's section `cut` (layers, mlp_width);
-    `texts` score the parts. KL is measured against `target`; None selects the uncut model.
-    RecipeError for cuts that are not possible, DataError for too little text and a folder that is not empty.
+    `settings` are keys of the recipe's section `cut` (layers, mlp_width). Layers and neurons are scored on `texts`. KL
+    is measured against `target`, or against the uncut model if that is None.
+
+    Raises RecipeError for impossible cuts, and DataError for too little text or a folder that is not empty.
     """
     cuts = parse_section(Cut, {name: value for name, value in settings.items() if value is not None})
     if cuts.layers is None and cuts.mlp_width is None:
@@ -464,34 +479,40 @@ def cut(
 
 
 def _below(path: Path) -> list[Path]:
-    """A file, or all files of a folder."""
+    """Return a file, or all files of a folder. Raises DataError if it does not exist."""
     if not path.exists():
         raise DataError(f"there is no file {path}", "give texts as str, files and folders as pathlib.Path")
-    return sorted(one for one in path.rglob("*") if one.is_file()) if path.is_dir() else [path]
+    return sorted(file for file in path.rglob("*") if file.is_file()) if path.is_dir() else [path]
 
 
 def transplant(donor: str | Path, target: str | Path, out: str | Path, **settings: Any) -> Change:
     """Write `donor` with the vocabulary of `target` to a new folder, so that it can draft for it.
 
-    `settings` are those of `distill.surgery.vocabulary.transplant`: rows, overrides, dtype.
-    DataError for an impossible transplant and a folder that is not empty.
+    `settings` are those of `distill.surgery.vocabulary.transplant`: rows, overrides, dtype. Raises DataError for an
+    impossible transplant, and for a folder that is not empty.
     """
     require_new_folder(Path(out))
     return transplanted(*folders_of(resolve_model(str(donor)), resolve_model(str(target))), Path(out), **settings)
 
 
 def export_gguf(model: str | Path, out: str | Path, outtype: str = "f16") -> WrittenFile:
-    """Write a model as a GGUF file of type `outtype` (f32, f16, bf16, q8_0, q4_k_m, …; quantised types need
-    llama-cpp-python)."""
+    """Write a model as a GGUF file of type `outtype` (f32, f16, bf16, q8_0, q4_k_m, …).
+
+    Quantised types need llama-cpp-python.
+    """
     return write_gguf(local_folder(resolve_model(str(model))), Path(out), outtype)
 
 
 def import_gguf(file: str | Path, out: str | Path, dtype: Floats | None = None) -> Import:
-    """Write a GGUF file as a Hugging Face folder; `dtype` None keeps floats and gives quantised weights in float32."""
+    """Write a GGUF file as a Hugging Face folder.
+
+    With `dtype` None, floats keep their type and quantised weights become float32. Raises DataError for a folder that
+    is not empty.
+    """
     require_new_folder(Path(out))
-    found = read_import(Path(file), dtype)
-    write_import(found, Path(out))
-    return found
+    imported = read_import(Path(file), dtype)
+    write_import(imported, Path(out))
+    return imported
 
 
 # ── In a notebook: a measurement shows its picture and tables ──
