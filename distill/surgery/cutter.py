@@ -587,44 +587,47 @@ def match_rows(model: Any, rows: int, real: int) -> list[Change]:
     def weights() -> list[Tensor]:
         return [layer.weight.detach() for layer in (model.get_input_embeddings(), model.get_output_embeddings())]
 
-    padding = [own[-1].clone() if present > real else own[:real].float().mean(0) for own in weights()]
+    padding = [matrix[-1].clone() if present > real else matrix[:real].float().mean(0) for matrix in weights()]
     model.resize_token_embeddings(rows, mean_resizing=False)
-    for own, row in zip(weights(), padding, strict=True):
-        own[present:] = row
+    for matrix, row in zip(weights(), padding, strict=True):
+        matrix[present:] = row
     return [Change("rows", before, size_of(model), details={"rows": rows, "donor_rows": present, "tokens": real})]
 
 
 def score_blocks(recipe: Recipe, run: Run) -> Packed:
-    """The text on which neurons and layers are scored and refitted: the first blocks that the draft learns from, which
-    hold answers of the target."""
+    """Return the text on which neurons and layers are scored and refitted.
+
+    It is the first blocks that the draft learns from, which hold answers of the target.
+    """
     return TeacherStore(run).packed.take(slice(0, recipe.cut.score_blocks))
 
 
-APART = 4  # of this many blocks of answers one measures what a trimmed head holds
+HELD_OUT_EVERY = 4  # One of this many blocks of answers is held out, to measure the share of a trimmed head.
 
 
 def choose_head(recipe: Recipe, run: Run, model: Any, vocabulary: int) -> tuple[list[int], dict[str, Any], Change]:
-    """Choose the kept tokens by the target's own text and its distributions there; the model itself stays whole.
+    """Choose the tokens of a trimmed head by the target's text and its distributions. The model itself stays whole.
 
-    The share that they hold is measured on the answers of some blocks, which do not rank them.
+    The tokens are ranked on most blocks of answers, and their share of the text is measured on the others, which are
+    held out. Returns the kept ids, the metadata of the head, and the change.
     """
     share, size = recipe.cut.trim, recipe.cut.trim_size
     assert share is not None
     tokens = Vocabulary.read(text_folder(recipe.target.model))
     forced = [index for index in always_kept(tokens) if index < vocabulary]
     learnt = learnt_answers(run)
-    rows = answer_blocks(learnt, recipe)[1]  # of the first blocks of the teacher's store
-    apart = range(1, len(rows), APART)
-    held = [one for block in apart for own in rows[block] for one in own]
-    rest = numpy.setdiff1d(numpy.arange(len(learnt)), held)
-    counts = count_tokens(learnt.take(rest), vocabulary)
-    measured = count_tokens(learnt.take(held), vocabulary) if held else counts
-    expected = expected_shares(TeacherStore(run), pick_device(recipe.device), apart)
+    answers_by_block = answer_blocks(learnt, recipe)[1]  # The first blocks of the teacher's store are those of answers.
+    held_out_blocks = range(1, len(answers_by_block), HELD_OUT_EVERY)
+    held_out = [answer for block in held_out_blocks for document in answers_by_block[block] for answer in document]
+    ranking = numpy.setdiff1d(numpy.arange(len(learnt)), held_out)
+    counts = count_tokens(learnt.take(ranking), vocabulary)
+    measured = count_tokens(learnt.take(held_out), vocabulary) if held_out else counts
+    expected = expected_shares(TeacherStore(run), pick_device(recipe.device), held_out_blocks)
     order = rank_tokens(counts, forced, expected)
-    least = max(len(forced), recipe.teacher.top_k + 1)
+    min_kept = max(len(forced), recipe.teacher.top_k + 1)
     metadata: dict[str, Any] = {"forced": len(forced), "by": "mass" if size is None else "size"}
     if size is None:
-        size = smallest_size(measured, order, least, share)
+        size = smallest_size(measured, order, min_kept, share)
     kept, metadata["mass"] = largest_shares(measured, order, size)
     change = Change("trim", size_of(model), size_of(model, len(kept)), details=metadata | {"kept": len(kept)})
     return kept, metadata, change
