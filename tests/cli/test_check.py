@@ -75,7 +75,7 @@ def lines_of(folder: Path, name: str, text: str) -> str:
         ),
         (lambda v, f: v["cut"].update(donor=str(f / "nowhere")), ["cut.donor: /", "nowhere does not exist"]),
         (lambda v, f: v["corpus"]["sources"].pop(), ["no test document (", " all: 12 train, 3 validation, 0 test"]),
-        (lambda v, f: v["corpus"].update(block=1024), ["corpus.block is 1024", "context 512"]),
+        (lambda v, f: v["corpus"].update(block=1024), ["corpus.block is 1024", "context is 512"]),
         (lambda v, f: v["cut"].update(layers=4), ["cut.layers: 4 layers", "the donor has 3", "ask for 1 to 2;"]),
         (lambda v, f: v["cut"].update(mlp_width=50), ["cut.mlp_width: ", "cannot be cut to 50", "multiple of 32"]),
         (lambda v, f: traffic(v, f, {"question": "a", "answer": "b"}), ["no answer in lines 1 to 1", "question"]),
@@ -148,7 +148,7 @@ def test_a_store_that_a_run_holds_needs_no_room_again(world: Path, tmp_path: Pat
 
     monkeypatch.setattr(preflight.shutil, "disk_usage", usage)
     run = tmp_path / "runs" / "new"
-    with pytest.raises(RunError, match=f"B more in {tmp_path}, where"):
+    with pytest.raises(RunError, match=f"B more in {tmp_path}, but only"):
         preflight.check_disk(recipe, 12, run)
     (run / "teacher" / "train").mkdir(parents=True)
     with open(run / "teacher" / "train" / "shard-00000.safetensors", "wb") as shard:
