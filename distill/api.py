@@ -1,4 +1,4 @@
-"""What `import distill` gives notebooks and other programs. docs/api.md shows every name at work.
+"""Public Python API, for notebooks and other programs. docs/api.md shows every name at work.
 
 Models are named as on the command line: a Hugging Face folder, a hub name, or a GGUF file. Paths are relative to the
 working directory. A caller's mistake raises a DistillError: `what` says what is wrong, `hint` what to do next.

@@ -97,7 +97,9 @@ def handled() -> Iterator[None]:
 
 # ── Lines on stderr, and the progress of long work ──
 
-EVERY = 10.0  # seconds between two lines of progress if stderr is not a terminal
+EVERY = 60.0  # seconds between two lines of progress that is not on a terminal
+BRIEF = 10.0  # A `brief` loop that ends within these seconds shows nothing.
+ERASE = "\r\x1b[K"  # erases a terminal's line
 
 
 @dataclass
@@ -105,6 +107,9 @@ class _Console:
     quiet: bool = False
     verbose: bool = False
     announced: set[Path] = field(default_factory=set)
+    stages: bool = False  # a terminal shows one line for each stage
+    passing: bool = False  # The terminal's last line is replaced by the next one.
+    last: float = 0.0  # time of the last line of progress that was not on a terminal
 
 
 _console = _Console()
@@ -129,12 +134,36 @@ def command_line(argv: Sequence[str]) -> str:
 def note(line: str) -> None:
     """Print a line of progress to stderr, unless --quiet was given."""
     if not _console.quiet:
-        print(line, file=sys.stderr, flush=True)
+        warn(line)
 
 
 def warn(line: str) -> None:
     """Print a warning to stderr."""
-    print(line, file=sys.stderr, flush=True)
+    print(f"{ERASE if _console.passing else ''}{line}", file=sys.stderr, flush=True)
+    _console.passing = False
+
+
+def show_passing(line: str) -> None:
+    """Show a line on the terminal until the next line replaces it."""
+    print(f"{ERASE}{line}", end="", file=sys.stderr, flush=True)
+    _console.passing = True
+
+
+@contextlib.contextmanager
+def one_line_per_stage() -> Iterator[None]:
+    """Within the block, a terminal shows one line for each stage, unless --quiet or --verbose was given."""
+    _console.stages = sys.stderr.isatty() and not (_console.quiet or _console.verbose)
+    try:
+        yield
+    finally:
+        if _console.passing:
+            show_passing("")
+        _console.stages = _console.passing = False
+
+
+def shows_stages() -> bool:
+    """Whether the terminal shows one line for each stage, and no others."""
+    return _console.stages
 
 
 warn_once = functools.cache(warn)  # once in each process
@@ -176,16 +205,16 @@ def watched() -> Iterator[list[Progress]]:
 class Progress:
     """Counts units of work, from `done` to `total`, and reports them on stderr.
 
-    A terminal shows one line that is rewritten. Otherwise there is a new line from time to time. `together` is the
-    number of units worked on at once. A `brief` loop is part of a longer one: nothing is printed if it ends within
-    `EVERY` seconds, and `watched` ignores it.
+    A terminal shows one line that is rewritten. Otherwise all loops together print at most one line per minute.
+
+    `together` units are worked on at once. A `brief` loop is part of a longer one. It is not `watched`, and it shows
+    nothing during its first `BRIEF` seconds.
     """
 
     def __init__(self, title: str, total: int, done: int = 0, together: int = 1, brief: bool = False) -> None:
         self.title, self.total, self.done, self.first, self.together = title, total, done, done, together
         self.started = self.last = self.stepped = time.monotonic()
-        self.terminal = sys.stderr.isatty()
-        self.every, self.waits = 0.2 if self.terminal else EVERY, brief
+        self.terminal, self.waits = sys.stderr.isatty(), brief
         if _watched and not brief:
             _watched[-1].append(self)
 
@@ -206,11 +235,16 @@ class Progress:
         check()
         self.done += units
         self.stepped = moment = time.monotonic()
-        self.waits = self.waits and moment - self.started < EVERY
-        if not (_console.quiet or self.waits) and (moment - self.last >= self.every or self.done >= self.total):
-            self.last = moment
-            over = self.done >= self.total
-            left = f"in {duration(moment - self.started)}" if over else f"{duration(self.eta_seconds())} left"
-            line = f"  {self.title} {self.done}/{self.total} {left} {note}".rstrip()
-            begin = "\r\x1b[K" if self.terminal else ""
-            print(f"{begin}{line}", end="\n" if over or not self.terminal else "", file=sys.stderr, flush=True)
+        over = self.done >= self.total
+        self.waits = self.waits and moment - self.started < BRIEF
+        every, last = (0.2, self.last) if self.terminal else (EVERY, max(self.last, _console.last))
+        if _console.quiet or self.waits or (moment - last < every and not (over and self.terminal)):
+            return
+        self.last = moment
+        left = f"in {duration(moment - self.started)}" if over else f"{duration(self.eta_seconds())} left"
+        line = f"  {self.title} {self.done}/{self.total} {left} {note}".rstrip()
+        if self.terminal and (not over or _console.stages):
+            show_passing(line)
+        else:
+            _console.last = moment
+            warn(line)

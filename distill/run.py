@@ -11,7 +11,7 @@ import shlex
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
 from pathlib import Path
@@ -31,7 +31,7 @@ from distill.files import (
     write_text,
 )
 from distill.machine import machine
-from distill.progress import announce, command_line, note, resumes, warn
+from distill.progress import announce, command_line, note, resumes, shows_stages, warn
 from distill.recipe import Recipe, dump_recipe
 
 BEGIN = "begin"  # A line of metrics.jsonl with this stage begins a training.
@@ -73,7 +73,6 @@ class Run:
     whole: bool = False  # Planning reads finished artifacts completely.
     read_only: bool = False  # The directory is not writable. Finished stages can be shown.
     command: str = field(default_factory=lambda: command_line(sys.argv))
-    redraw: Callable[[], str] = lambda: ""  # It writes the page of the unfinished run and returns the remaining time.
 
     def path(self, *parts: str) -> Path:
         """Return a path inside the run directory."""
@@ -167,10 +166,16 @@ class Run:
         self._log = self._lock = None
 
     def say(self, message: str, *, warning: bool = False) -> None:
-        """Write one line to stderr and log.txt. With --quiet, stderr gets only warnings."""
+        """Write one line to stderr and log.txt.
+
+        Only a warning goes to stderr with --quiet, and on a terminal that shows one line for each stage.
+        """
         if self.silent:
             return
-        (warn if warning else note)(message)
+        if warning:
+            warn(message)
+        elif not shows_stages():
+            note(message)
         if self._log is not None:
             with faults_explained(self.path("log.txt")):
                 self._log.write(f"{now()} {message}\n")

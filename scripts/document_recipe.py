@@ -48,7 +48,7 @@ cut:
   file*, and at the working directory on a command line. Any other model name is a hub name, unless a file or folder
   of that name exists there.
 - **null** means off, unless the key's text says otherwise.
-- **Mistakes.** One message names them all. `distill schema recipe` prints the range of each number.
+- **Mistakes.** One message names them all. `distill recipes --schema` prints the range of each number.
 - **Overrides.** Commands that take a recipe also take changes to it, as `a.b=c`. The value is YAML, and numbers index
   into lists. Quote what your shell would interpret.
 

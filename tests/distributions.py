@@ -11,7 +11,7 @@ from torch import Tensor
 
 from distill import divergences
 from distill.teacher.distributions import EMPTY, LogitForm, Teacher, TeacherChunk
-from distill.training.losses import PLAIN_LOGITS, LossSettings, LossSums, head_loss
+from distill.training.losses import PLAIN_LOGITS, LossSums, Mixture, head_loss
 
 N, H, V = 17, 8, 29
 KINDS = ("random", "aligned", "one-hot")
@@ -29,7 +29,7 @@ class Distributions:
     k: int | None = None
     kept: list[int] | None = None
     kind: torch.dtype = torch.float64
-    asked: list[tuple[slice, float]] = field(default_factory=list)
+    asked: list[slice] = field(default_factory=list)
 
     @property
     def columns(self) -> int:
@@ -41,16 +41,16 @@ class Distributions:
     def restrict(self, kept: Tensor) -> Distributions:
         return Distributions(self.logits, self.k, kept.tolist(), self.kind)
 
-    def dense(self, temperature: float) -> Tensor:
+    def dense(self) -> Tensor:
         """log p [N, C], without what the draft cannot speak."""
-        distribution = (self.logits / temperature).log_softmax(-1)
+        distribution = self.logits.log_softmax(-1)
         return distribution if self.kept is None else distribution[:, self.kept]
 
-    def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
-        self.asked.append((rows, temperature))
-        distribution = (self.logits[rows] / temperature).log_softmax(-1)
+    def chunk(self, rows: slice) -> TeacherChunk:
+        self.asked.append(rows)
+        distribution = self.logits[rows].log_softmax(-1)
         if self.k is None:
-            dense = self.dense(temperature)[rows]
+            dense = self.dense()[rows]
             tail = (1 - dense.exp().sum(-1)).clamp(min=1e-30).log()
             return TeacherChunk(None, dense.to(self.kind), tail.to(self.kind))
         ids = distribution.argsort(-1, descending=True)[:, : self.k]
@@ -94,15 +94,15 @@ class Problem:
     def random(self, *shape: int) -> Tensor:
         return torch.randn(*shape, generator=self.generator, dtype=torch.float64)
 
-    def outcomes(self, logits: Tensor, temperature: float) -> tuple[Tensor, Tensor]:
+    def outcomes(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """log p and log q [N, M] over the outcomes, position by position with Python's own lists."""
-        chunk = self.teacher.chunk(slice(0, N), temperature)
+        chunk = self.teacher.chunk(slice(0, N))
         if chunk.ids is None:
-            return chunk.log_probabilities, (logits / temperature).log_softmax(-1)
+            return chunk.log_probabilities, logits.log_softmax(-1)
         width = chunk.ids.shape[-1] + 1
         rows: list[tuple[Tensor, Tensor]] = []
         for ids, own, tail, row in zip(chunk.ids, chunk.log_probabilities, chunk.log_tail, logits, strict=True):
-            distribution = (row / temperature).log_softmax(-1)
+            distribution = row.log_softmax(-1)
             here = ids < len(distribution)
             rest = torch.tensor([i for i in range(len(distribution)) if i not in set(ids.tolist())], dtype=torch.long)
             p, q = own[here], distribution[ids[here]]
@@ -113,21 +113,20 @@ class Problem:
             rows.append(tuple(torch.nn.functional.pad(x, none, value=-math.inf) for x in (p, q)))  # type: ignore[arg-type]
         return torch.stack([p for p, _ in rows]), torch.stack([q for _, q in rows])
 
-    def named(self, temperature: float) -> Tensor:
+    def named(self) -> Tensor:
         """p [N, C] with the mass of what is not stored left out."""
-        chunk = self.teacher.chunk(slice(0, N), temperature)
+        chunk = self.teacher.chunk(slice(0, N))
         if chunk.ids is None:
             return chunk.log_probabilities.exp()
         wide = torch.zeros(N, self.columns + 1, dtype=torch.float64)
         return wide.scatter_add(-1, chunk.ids, chunk.log_probabilities.exp())[:, : self.columns]
 
-    def oracle(self, name: str, settings: LossSettings, logits: Tensor) -> Tensor:
+    def oracle(self, name: str, logits: Tensor) -> Tensor:
         """One loss [N] from logits [N, C], by the plain formulas."""
-        t = settings.temperature
         if name == "cross_entropy":
             labelled = self.labels < self.columns
             return divergences.cross_entropy(logits, self.labels.where(labelled, 0)) * labelled
-        log_p, log_q = self.outcomes(logits, t)
+        log_p, log_q = self.outcomes(logits)
         if name == "total_variation":
             return divergences.total_variation(log_p.exp(), log_q.exp())
         if name == "nla":
@@ -135,18 +134,18 @@ class Problem:
         if name == "lk_hybrid":
             return divergences.lk_hybrid(log_p, log_q)
         if name == "jsd":
-            return t**2 * divergences.jsd(log_p, log_q)
-        return t**2 * divergences.forward_kl(log_p, log_q)
+            return divergences.jsd(log_p, log_q)
+        return divergences.forward_kl(log_p, log_q)
 
     def expected(
-        self, settings: LossSettings, form: LogitForm = PLAIN_LOGITS
+        self, settings: Mixture, form: LogitForm = PLAIN_LOGITS
     ) -> tuple[Tensor, dict[str, Tensor], Tensor, Tensor, Tensor]:
         """Total, losses [N] by name, d_hidden, d_head and d_bias, by autograd in fp64."""
         hidden, head = self.hidden.clone().requires_grad_(), self.head.clone().requires_grad_()
         bias = torch.zeros(len(head), dtype=torch.float64, requires_grad=True)
         logits = form.apply((hidden @ head.T + bias)[:, : self.columns])
-        losses = {name: self.oracle(name, settings, logits) for name in settings.losses}
-        total = torch.stack([settings.losses[name] * own.sum() for name, own in losses.items()]).sum()
+        losses = {name: self.oracle(name, logits) for name in settings}
+        total = torch.stack([settings[name] * own.sum() for name, own in losses.items()]).sum()
         total.backward()
         assert hidden.grad is not None and head.grad is not None and bias.grad is not None
         return total.detach(), {n: x.detach() for n, x in losses.items()}, hidden.grad, head.grad, bias.grad
@@ -154,7 +153,7 @@ class Problem:
 
 def fused(
     problem: Problem,
-    settings: LossSettings,
+    settings: Mixture,
     chunk: int = 7,
     kind: torch.dtype = torch.float64,
     teacher: Teacher | None = None,

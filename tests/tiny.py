@@ -184,7 +184,7 @@ def _said(capsys: Any, *arguments: object) -> tuple[str, str]:
 
 def require_form(capsys: Any, command: str, value: Any) -> None:
     """That a command's `-o json` has the form of its schema, and a version."""
-    form = json.loads(shown(capsys, "schema", command))
+    form = json.loads(shown(capsys, command, "-o", "schema"))
     _require(value, form, form)
     assert value["version"] >= 1
 

@@ -1,4 +1,4 @@
-"""The command line: the commands by name, and the exit status for each kind of exception."""
+"""The command line: commands by name, and the exit status for each kind of exception."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from distill.cli.generate import chat, generate, serve
 from distill.cli.measure import evaluate, record, serve_check, speedup
 from distill.cli.models import cut, export_gguf, export_lookup, import_gguf, transplant
 from distill.cli.plan import plan, profile
-from distill.cli.runs import cache, list_runs, report, schema, train
+from distill.cli.runs import list_runs, report, train
 from distill.devices import end_process, memory_explained
 from distill.errors import DistillError, RecipeError, RunError, disk_fault
 from distill.files import is_utf8
@@ -33,9 +33,9 @@ from distill.recipe.target import shown, worded
 
 app = typer.Typer(
     help="Make draft models for speculative decoding: cut a draft from a donor, train it on the target, measure it.",
-    epilog="Commands that take a RUN use the newest one by default. Exit status: 0 success, 2 user error, 3 less "
-    "acceptance (serve-check --fail-if-worse), 130 or 143 interrupted, 1 bug. Documents: README.md lists them; "
-    "docs/troubleshooting.md goes by symptom.",
+    epilog="Commands that take a RUN use the newest run by default. Exit status: 0 success, 2 user error, 3 lower "
+    "acceptance (serve-check --fail-if-worse), 130 or 143 interrupted, 1 bug. README.md lists the documents. "
+    "docs/troubleshooting.md lists symptoms.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )
@@ -44,7 +44,7 @@ COMMANDS: dict[str, Callable[..., None]] = {
     NAMED.get(one.__name__, one.__name__.replace("_", "-")): one
     for one in (
         *(doctor, recipes, check, plan, train, generate, chat, serve, evaluate, speedup, profile, export_gguf),
-        *(export_lookup, import_gguf, transplant, cut, serve_check, record, report, list_runs, cache, schema),
+        *(export_lookup, import_gguf, transplant, cut, serve_check, record, report, list_runs),
     )
 }
 
@@ -61,10 +61,13 @@ def options(
         bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version and exit.")
     ] = False,
     quiet: Annotated[
-        bool, typer.Option("--quiet", "-q", help="Only results, warnings and errors; progress goes to log.txt alone.")
+        bool, typer.Option("--quiet", "-q", help="Print only results, warnings and errors. Progress goes to log.txt.")
     ] = False,
     verbose: Annotated[
-        bool, typer.Option("--verbose", "-v", help="Also the libraries' own log lines, and the traceback of a bug.")
+        bool,
+        typer.Option(
+            "--verbose", "-v", help="Also print all progress, the libraries' log lines, and the traceback of a bug."
+        ),
     ] = False,
 ) -> None:
     """Make draft models for speculative decoding: cut a draft from a donor, train it on the target, measure it."""
@@ -73,7 +76,7 @@ def options(
     set_console(quiet, verbose)
 
 
-# How the files of this package begin. A folder named distill says nothing: a checkout is one, with its tests and .venv.
+# Paths of this package's files begin with this folder. A name is not enough, because a checkout is also called distill.
 PACKAGE = f"{Path(distill.__file__).parent}{os.sep}"
 
 for name, command in COMMANDS.items():
@@ -84,7 +87,7 @@ ClickException: Any = next(kind for kind in typer.BadParameter.__mro__ if kind._
 
 
 def smaller_models() -> tuple[str, str]:
-    """The parts of a message about memory: where it ran out, and what the user can do."""
+    """Return the parts of a message about memory: the place where it ran out, and the remedy."""
     name = next((word for word in sys.argv[1:] if word in COMMANDS), None)
     smaller = name is not None and "dtype" in signature(COMMANDS[name]).parameters
     return "in this command", "free memory that other programs hold" + ", or give --dtype bfloat16" * smaller
@@ -97,7 +100,7 @@ ESCAPED = "distill.escaped"
 
 
 def _escaped(error: UnicodeError) -> tuple[str, int]:
-    """What the encoding of a terminal or a pipe (cp1252, ASCII) lacks, as JSON writes it: `-o json` stays valid."""
+    """Return JSON escapes for characters that the stream cannot encode, so that `-o json` stays valid."""
     assert isinstance(error, UnicodeEncodeError)
     units = error.object[error.start : error.end].encode("utf-16-be", "surrogatepass")
     return "".join(f"\\u{units[at : at + 2].hex()}" for at in range(0, len(units), 2)), error.end
@@ -107,8 +110,11 @@ codecs.register_error(ESCAPED, _escaped)
 
 
 def main() -> None:
-    """Run a command; exit with 0 on success, 2 after a user error (one message), 1 after a bug (one line, which names
-    the file with the traceback), 130 or 143 after Ctrl-C or SIGTERM (one line that says how to go on)."""
+    """Run a command and exit.
+
+    The status is 0 on success, 2 after a user error (one message), 1 after a bug (one line that names the file with
+    the traceback), and 130 or 143 after Ctrl-C or SIGTERM (one line that says how to go on).
+    """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(errors=ESCAPED)
@@ -123,7 +129,7 @@ def main() -> None:
 
 
 def _run() -> int:
-    """The exit status of the command, its message printed."""
+    """Run the command, print its message, and return the exit status."""
     try:
         _require_text(sys.argv)
         with memory_explained(smaller_models):
@@ -149,7 +155,7 @@ def _interrupted() -> int:
 
 
 def _explain(error: Exception) -> int:
-    """Print the message of an error; the exit status."""
+    """Print the message of an error and return the exit status."""
     if isinstance(error, ClickException):
         _reword(error)
         _name_override(error)
@@ -166,14 +172,14 @@ def _explain(error: Exception) -> int:
 
 
 def _missing_package(error: Exception) -> DistillError | None:
-    """The message for a package that cannot be imported because it is not there; None for any other error."""
+    """Return the message for a package that is not installed; None for any other error."""
     if not isinstance(error, ModuleNotFoundError) or (error.name or "distill").partition(".")[0] == "distill":
         return None
     return RunError(f"the package {error.name} is not installed", "`distill doctor` says how to install it")
 
 
 def _reword(error: Any) -> None:
-    """Shorten an option's fault: recent versions of typer check options with pydantic and show all its words."""
+    """Shorten an option's fault. Recent versions of typer check options with pydantic and show its whole message."""
     if hasattr(error.__cause__, "errors"):
         fault = error.__cause__.errors()[0]
         own = fault["ctx"]["error"] if fault["type"] == "value_error" else worded(fault["msg"])
@@ -181,7 +187,7 @@ def _reword(error: Any) -> None:
 
 
 def _name_override(error: Any) -> None:
-    """Where a command has no such option: name the recipe's key of that name, or the new spelling of llama.cpp's."""
+    """If a command has no such option, name the recipe's key of that name, or the spelling of llama.cpp's option."""
     if type(error).__name__ != "NoSuchOption":
         return
     takes = {one.name for one in error.ctx.command.params}
@@ -201,7 +207,7 @@ def _name_override(error: Any) -> None:
 
 
 def llama_key(argument: str) -> str | None:
-    """The key of llama.cpp's option that an argument names as llama.cpp does; None of any other."""
+    """Return the key of the option that an argument names as llama.cpp does; None for any other argument."""
     name = argument.lstrip("-").removesuffix("-draft").replace("-", "_")
     dashes = len(argument) - len(argument.lstrip("-"))
     short = (one for one, spelt in SHORT.items() if argument in (f"-{spelt}", f"-{spelt}d"))
@@ -209,14 +215,14 @@ def llama_key(argument: str) -> str | None:
 
 
 def _require_text(arguments: Sequence[str]) -> None:
-    """Raise RecipeError for an argument that is not UTF-8: names and prompts go into files and tokenizers, as text."""
+    """Raise RecipeError for an argument that is not UTF-8, because arguments go into files and tokenizers as text."""
     for place, argument in enumerate(arguments[1:], 1):
         if not is_utf8(argument):
             raise RecipeError(f"argument {place}, {argument[:60]!a}, is not UTF-8", "write it in UTF-8")
 
 
 def _bug(error: Exception) -> str:
-    """What a user sees of an exception that nobody expected: one line; the traceback goes to a file that it names."""
+    """Return one line on an unexpected exception. It names the file that holds the traceback."""
     frames = traceback.extract_tb(error.__traceback__)
     own = [frame for frame in frames if frame.filename.startswith(PACKAGE)] or frames
     place = f" ({os.path.basename(own[-1].filename)}:{own[-1].lineno})" if own else ""

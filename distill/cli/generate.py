@@ -1,4 +1,4 @@
-"""`distill generate`, `distill chat` and `distill serve`: a pair as it decodes, for a person or for programs."""
+"""`distill generate`, `distill chat` and `distill serve` decode with a pair, for a person or for programs."""
 
 from __future__ import annotations
 
@@ -27,20 +27,23 @@ Opened = tuple[Any, Any, Chat]  # an Opening (distill.engines.loaded), a Continu
 Opener = Callable[..., Opened]
 
 
-TokensOption = Annotated[int, shared.number_option(min=1, help="New tokens at most.")]
-ContextOption = Annotated[
-    int, typer.Option(min=16, max=2**24, help="Tokens of a conversation, where the target was made for more.")
-]
+TokensOption = Annotated[int, shared.number_option(min=1, help="Maximum new tokens.")]
+ContextOption = Annotated[int, typer.Option(min=16, max=2**24, help="Maximum tokens of a conversation.")]
 
 
 def _opening(
     words: Sequence[str],
     temperature: float | None = None,
+    *,
+    invocation: typer.Context,
     adapter: shared.AdapterOption = None,
     configuration: Annotated[
         str | None,
         typer.Option(
-            "--configuration", "-C", metavar="K=V,...", help=f"Such as drafter=lookup or length=0: {shared.CONFIGURED}"
+            "--configuration",
+            "-C",
+            metavar="K=V,...",
+            help=f"How to decode, such as drafter=lookup or length=0. Keys: {shared.CONFIGURED}",
         ),
     ] = None,
     sampler: shared.SamplerOption = None,
@@ -53,8 +56,8 @@ def _opening(
     llama: shared.LlamaOption = None,
     llama_draft: shared.LlamaDraftOption = None,
 ) -> Opened:
-    """The pair that a command names, how it decodes, and the settings of its chat template."""
-    drawn, models = shared.sampler_of(sampler, temperature), shared.models_of(words, runs, adapter=adapter)
+    """Open the pair that a command names. Returns it with the request and the settings of its chat template."""
+    drawn, models = shared.sampler_of(sampler, temperature), shared.models_of(invocation, words, runs, adapter=adapter)
     given = shared.keys_of(Configuration, configuration, "--configuration")
     chosen = _configuration(given, drawn)
     from distill.engines.loaded import settled_decoding
@@ -62,8 +65,11 @@ def _opening(
 
     own, device, asked, found = PyTorch(), "auto", Chat(), None
     if models:
-        shared.require_folders(dtype, models)
-        decoding, named = shared.pytorch_of(pytorch, own, models), Target(model=models[0], dtype=dtype or "auto")
+        shared.require_folders(invocation, models)
+        decoding, named = (
+            shared.pytorch_of(invocation, pytorch, own, models),
+            Target(model=models[0], dtype=dtype or "auto"),
+        )
         place, decoding = settled_decoding(named, next(iter(models[1:]), None), decoding)
         big, small = _standalone_pair(models, chosen, decoding.in_bits)
     else:
@@ -75,12 +81,14 @@ def _opening(
         device, threads, own, asked = recipe.device, threads or recipe.threads, recipe.pytorch, recipe.chat
         draft = str(found.path("draft").resolve())
         target = recipe.target if dtype is None else recipe.target.model_copy(update={"dtype": dtype})
-        place, decoding = settled_decoding(target, draft, shared.pytorch_of(pytorch, own, ()), device)
+        place, decoding = settled_decoding(target, draft, shared.pytorch_of(invocation, pytorch, own, ()), device)
         big, small = one_engine(recipe.target.model, draft, decoding.in_bits)
     if chosen.counts_ngrams:
         table = shared.place_of_table(table, found)
-    loaded = [big, small] if chosen.asks_the_draft else [big]
-    gguf, place = shared.gguf_of(loaded, llama, llama_draft), place.model_copy(update={"model": big})
+    else:
+        shared.refuse(invocation, "without -C drafter=table", "table")
+    loaded = [big, small] if chosen.asks_the_draft and small is not None else [big]
+    gguf, place = shared.gguf_of(invocation, loaded, llama, llama_draft), place.model_copy(update={"model": big})
     shared.prepare(threads)
     from distill.engines.loaded import Opening
     from distill.sampler import Sampler
@@ -91,7 +99,7 @@ def _opening(
 
 
 def of_pair(command: Callable[..., None]) -> Callable[..., None]:
-    """The command with the options of `_opening` after its own; `opened` is that function with their values."""
+    """Return the command with the options of `_opening` after its own; `opened` is `_opening` with their values."""
     own, options = (signature(one, eval_str=True).parameters.values() for one in (command, _opening))
     added = [*options][2:]
 
@@ -110,27 +118,33 @@ def generate(
         list[str],
         typer.Argument(
             metavar="PROMPT [RUN | TARGET [DRAFT]]",
-            help="The text to continue (- reads it from standard input); a run (by default the newest), or models.",
+            help="The text to continue (- reads standard input). Then a run (by default the newest) or models.",
         ),
     ],
     tokens: TokensOption = 128,
     temperature: Annotated[
-        float | None, shared.number_option(min=0, max=HOTTEST, help="Of the sampler; greedy if left out.")
+        float | None,
+        shared.number_option(
+            min=0, max=HOTTEST, help="Sampling temperature. The default is 0 (greedy), or the value in --sampler."
+        ),
     ] = None,
-    repetition_penalty: Annotated[float, shared.number_option(min=0.01, max=100, help="1: off.")] = 1.0,
+    repetition_penalty: Annotated[
+        float, shared.number_option(min=0.01, max=100, help="Repetition penalty. 1 is none.")
+    ] = 1.0,
     seed: Annotated[int, shared.number_option(min=0, help="Seed of the sampler.")] = 0,
     chat: Annotated[
-        bool | None, typer.Option(help="Ask as a message; the default where there is a chat template.")
+        bool | None,
+        typer.Option(help="Send the prompt as a chat message. The default if the target has a chat template."),
     ] = None,
-    stop: Annotated[list[str] | None, typer.Option(help="End before this text; may be repeated.")] = None,
-    regex: Annotated[str | None, typer.Option(help="The whole new text must match this.")] = None,
+    stop: Annotated[list[str] | None, typer.Option(help="Stop string: the text ends before it. Repeatable.")] = None,
+    regex: Annotated[str | None, typer.Option(help="Regular expression that the whole new text matches.")] = None,
     grammar: Annotated[
-        Path | None, typer.Option(help="The new text follows this file: a JSON schema (.json), or a grammar in GBNF.")
+        Path | None, typer.Option(help="File that the new text follows: a JSON schema (.json) or a grammar in GBNF.")
     ] = None,
 ) -> None:
-    """Answer a question or continue a text, streamed, with the draft's accepted tokens marked (green on a terminal).
+    """Answer a question or continue a text. The draft's accepted tokens are marked (green on a terminal).
 
-    Without a temperature the text is that of plain decoding, up to tokens that tie within the rounding of the type.
+    Without a temperature, the text equals that of plain decoding, unless two tokens tie within rounding.
     """
     prompt, *named = words
     text = utf8_text(sys.stdin.buffer.read(), "standard input") if prompt == "-" else prompt
@@ -153,10 +167,10 @@ def generate(
 def chat(
     opened: Opener, words: shared.PairArgument = None, tokens: TokensOption = 1024, context: ContextOption = 8192
 ) -> None:
-    """A conversation: accepted tokens are green or in ‹›; beneath each answer stand its speed and the share drafted.
+    """Chat with the pair. Accepted tokens are green or in ‹›. Each answer is followed by its speed and drafted share.
 
-    /plain decodes the last answer again without drafting, /save FILE keeps the conversation for a corpus, /new begins
-    another one. Without a terminal, each line of standard input is a message.
+    /plain decodes the last answer again without drafting. /save FILE keeps the conversation for a corpus. /new starts
+    another conversation. Without a terminal, each line of standard input is a message.
     """
     opening, request, asked = opened(words or [])
     from distill.serving.terminal import converse
@@ -168,15 +182,17 @@ def chat(
 def serve(
     opened: Opener,
     words: shared.PairArgument = None,
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")] = 8080,
-    queue: Annotated[int, typer.Option(min=0, max=2**16, help="Requests that may wait; others get status 503.")] = 8,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 8080,
+    queue: Annotated[
+        int, typer.Option(min=0, max=2**16, help="Maximum waiting requests. Further ones get status 503.")
+    ] = 8,
     context: ContextOption = 8192,
 ) -> None:
-    """Serve a pair in OpenAI's form, one request at a time: /v1/chat/completions, /v1/completions, streamed or whole.
+    """Serve a pair with OpenAI's API, one request at a time: /v1/chat/completions and /v1/completions, also streamed.
 
-    --sampler holds where a request names no sampler. For many users serve with llama-server, vLLM or SGLang (the
-    report's commands).
+    --sampler applies to requests without sampler settings. For many users, serve with llama-server, vLLM or SGLang
+    (the report shows the commands).
     """
     require_server()
     opening, request, asked = opened(words or [])
@@ -186,13 +202,13 @@ def serve(
 
 
 def require_server() -> None:
-    """Raise RunError where the packages of the extra `serve` are missing."""
+    """Raise RunError if packages of the extra `serve` are missing."""
     if any(importlib.util.find_spec(name) is None for name in ("starlette", "uvicorn")):
         raise RunError("`distill serve` needs starlette and uvicorn", install_extra("serve"))
 
 
 def _configuration(given: Mapping[str, Any], sampler: SamplerSettings) -> Configuration:
-    """The configuration that an option names; four tokens a round where it says nothing else, and length 0 for none."""
+    """Return the configuration that an option names. The default drafts four tokens a round; length 0 drafts none."""
     settings = dict(given) | {"sampler": "recipe" if sampler.temperature > 0 else "greedy"}
     drafter = settings.get("drafter")
     if settings.get("length") == 0 and drafter in (None, "none"):
@@ -205,7 +221,7 @@ def _configuration(given: Mapping[str, Any], sampler: SamplerSettings) -> Config
 
 
 def _standalone_pair(models: Sequence[str], configuration: Configuration, in_bits: bool) -> tuple[str, str | None]:
-    """Target and draft; the draft may be left out where it is not asked."""
+    """Return target and draft. The draft can be absent if the configuration does not use it."""
     from distill.engines.pairs import require_drafts
 
     if len(models) > 1:
@@ -216,8 +232,7 @@ def _standalone_pair(models: Sequence[str], configuration: Configuration, in_bit
 
 
 def _fastest(run: Run) -> int | None:
-    """The fixed length that was fastest in a run's PyTorch, which decodes here; None where none was measured of this
-    draft, or in another form than this version reads."""
+    """Return the fixed length that was fastest in a run's PyTorch; None if this draft has no readable measurement."""
     from distill.measuring.speedup_results import SpeedupReport
 
     if run.outdated("speedup"):
@@ -234,7 +249,7 @@ def _fastest(run: Run) -> int | None:
 
 
 def _grammar(regex: str | None, grammar: Path | None) -> tuple[str, str] | None:
-    """The kind and text of the one that was given; RecipeError for both, DataError for a file that is not there."""
+    """Return the kind and text of --regex or --grammar; RecipeError for both, DataError for a missing file."""
     if regex is not None and grammar is not None:
         raise RecipeError("--regex and --grammar were given together", "choose one of them")
     if regex is not None:

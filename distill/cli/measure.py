@@ -1,6 +1,4 @@
-"""The user's own server: `distill serve-check`, a pair of files and its prompts on it; `distill record`, its prompts
-and answers, recorded by a proxy in front of it. `distill eval`: divergences and acceptance; `distill speedup`: plain
-against speculative decoding. Of a run, or of any two models."""
+"""Commands that measure: `serve-check` and `record` on the user's own server, `eval` and `speedup` here."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ MIN_PROMPTS = 2
 
 @dataclass(frozen=True)
 class PairFiles:
-    """What is served; of a run also its own files (`made`)."""
+    """The files that are served. `made` are a run's own files."""
 
     target: Path | None
     draft: Path | None
@@ -52,9 +50,11 @@ class PairFiles:
     run: Run | None = None
 
 
-def pair_files(words: Sequence[str], runs: Path, outtype: str | None, required: bool, prompts: bool) -> PairFiles:
-    """RUN | TARGET DRAFT: the files of the pair; RunError for a run without GGUF files."""
-    models = shared.models_of(words, runs)
+def pair_files(
+    invocation: typer.Context, words: Sequence[str], runs: Path, outtype: str | None, required: bool, prompts: bool
+) -> PairFiles:
+    """Return the files of RUN or of TARGET DRAFT; RunError for a run without GGUF files."""
+    models = shared.models_of(invocation, words, runs)
     if not models:
         return files_of_run(shared.find_run(words[0] if words else None, runs)[1], outtype, required)
     if len(models) < 2:
@@ -65,7 +65,7 @@ def pair_files(words: Sequence[str], runs: Path, outtype: str | None, required: 
 
 
 def files_of_run(run: Run, outtype: str | None, required: bool) -> PairFiles:
-    """The GGUF files of a run's target and draft, of one type or the first written."""
+    """Return the GGUF files of a run's target and draft: of type `outtype`, or the first that were written."""
     from distill.export import ExportReport
 
     path = run.path("gguf", "export.json")
@@ -95,7 +95,7 @@ def _gguf(reference: str) -> Path:
 
 
 def template_of(target: Path | None, stack: ExitStack) -> ChatTemplate | None:
-    """The target's own chat template; None without one."""
+    """Return the target's chat template, or None."""
     if target is None:
         return None
     from distill.data.chat_template import ChatTemplate
@@ -106,7 +106,7 @@ def template_of(target: Path | None, stack: ExitStack) -> ChatTemplate | None:
 
 
 def room_of(files: PairFiles, behind: int) -> int:
-    """The most tokens of a prompt that leave room for `behind` more in the context of both models."""
+    """Return the maximum tokens of a prompt that leave room for `behind` more in the context of both models."""
     from distill.engines.loaded import room_for_prompts
 
     return room_for_prompts(str(files.target), None if files.draft is None else str(files.draft), behind)
@@ -116,7 +116,7 @@ Prompts = tuple["list[Sample]", dict[str, int]]  # and those left out, by reason
 
 
 def prompts_of_files(files: PairFiles, paths: list[Path], count: int, sizes: Sequence[int], room: int) -> Prompts:
-    """Up to `count` prompts of files; texts are cut into prompts of these `sizes`, in tokens, as many of each."""
+    """Return up to `count` prompts of files. Texts are cut into equal numbers of prompts of these `sizes` in tokens."""
     from distill.data.prompts import read_user_prompts, sources_of
 
     if files.target is None:
@@ -127,7 +127,7 @@ def prompts_of_files(files: PairFiles, paths: list[Path], count: int, sizes: Seq
 
 
 def prompts_of_run(files: PairFiles, count: int, room: int) -> Prompts:
-    """Up to `count` of the run's test prompts."""
+    """Return up to `count` of the run's test prompts."""
     from distill.data.samples import read_prompts
 
     assert files.run is not None
@@ -141,7 +141,7 @@ def prompts_of_run(files: PairFiles, count: int, room: int) -> Prompts:
 
 
 def predicted_acceptance(run: Run | None, length: int | None) -> float:
-    """The acceptance rate that the run measured at this draft length, with its own target; NaN where it did not."""
+    """Return the acceptance rate that the run measured at this draft length; NaN without a measurement."""
     if run is None or length is None or not run.path("speedup.json").exists():
         return math.nan
     from distill.measuring.speedup_results import SpeedupReport
@@ -156,8 +156,8 @@ def predicted_acceptance(run: Run | None, length: int | None) -> float:
 
 # ── `distill serve-check` ──
 
-DRAWN = "Best tokens, or drawn: the default with --sampler if the server can. --url: as it was started."
-ENDED_EARLY = "the check ended before its last measurement: what is missing here was not measured"
+DRAWN = "How the server drafts. The default with --sampler is probabilistic, if the server can. --url: as started."
+ENDED_EARLY = "the check ended before its last measurement: missing figures were not measured"
 # Options of llama-server that are options or arguments of this command.
 RENAMED = {"--spec-draft-n-max": "--n-max", "--spec-draft-p-min": "--p-min", "--draft-p-min": "--p-min"}
 RENAMED |= {"--spec-draft-sampling": "--draft-sampling", "-np": "--concurrency", "--parallel": "--concurrency"}
@@ -169,33 +169,47 @@ served_option = functools.partial(typer.Option, rich_help_panel=RUNNING)
 
 
 def serve_check(
+    invocation: typer.Context,
     words: shared.PairArgument = None,
     prompts: shared.PromptsOption = None,
     count: Annotated[int, shared.number_option(min=2, help="Maximum number of prompts.")] = 12,
     prompt_tokens: Annotated[
-        str, typer.Option(help="Tokens of a prompt cut from text; several, with commas, for acceptance by length.")
+        str,
+        typer.Option(help="Tokens of prompts cut from text, separated by commas. Several show acceptance by length."),
     ] = "64",
     tokens: Annotated[int, shared.number_option(min=8, help="Maximum new tokens after each prompt.")] = 96,
-    repeats: Annotated[int, typer.Option(min=1, max=100, help="Replays of every prompt.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, max=100, help="Number of times that each prompt is measured.")] = 3,
     sampler: shared.SamplerOption = None,
-    n_max: Annotated[int | None, typer.Option(min=1, max=64, help="Most tokens drafted: 4, or the server's.")] = None,
-    draft_sampling: Annotated[Literal["greedy", "probabilistic"] | None, typer.Option(help=DRAWN)] = None,
-    concurrency: Annotated[str, typer.Option(help="Requests at once, separated by commas; 1: no load.")] = "1,4,16",
-    wait: Annotated[float, shared.number_option(min=1, help="Most seconds to a healthy server, or a reply.")] = 300.0,
-    outtype: Annotated[
-        str | None, typer.Option(help=f"Of a run's files; by default the first written: {shared.FILE_TYPES}.")
+    n_max: Annotated[
+        int | None,
+        typer.Option(
+            min=1, max=64, help="Maximum tokens drafted per round. The default is 4, or the running server's."
+        ),
     ] = None,
-    server: Annotated[Path | None, start_option(help="llama-server; its own arguments follow --.")] = None,
+    draft_sampling: Annotated[Literal["greedy", "probabilistic"] | None, typer.Option(help=DRAWN)] = None,
+    concurrency: Annotated[
+        str, typer.Option(help="Simultaneous requests, separated by commas. 1 is no load.")
+    ] = "1,4,16",
+    wait: Annotated[
+        float, shared.number_option(min=1, help="Maximum seconds to wait for a healthy server, and for each reply.")
+    ] = 300.0,
+    outtype: Annotated[
+        str | None,
+        typer.Option(help=f"Type of a run's files. The default is the first written. One of {shared.FILE_TYPES}."),
+    ] = None,
+    server: Annotated[Path | None, start_option(help="Path of llama-server. Its own arguments follow --.")] = None,
     p_min: Annotated[
         float | None,
-        shared.number_option(min=0, max=1, help="Least probability of a draft token.", rich_help_panel=STARTED),
+        shared.number_option(min=0, max=1, help="Minimum probability of a drafted token.", rich_help_panel=STARTED),
     ] = None,
-    url: Annotated[str | None, served_option(help="With the draft, such as http://127.0.0.1:8080.")] = None,
-    plain_url: Annotated[str | None, served_option(help="The same without the draft.")] = None,
+    url: Annotated[
+        str | None, served_option(help="Address of the server with the draft, such as http://127.0.0.1:8080.")
+    ] = None,
+    plain_url: Annotated[str | None, served_option(help="Address of the same server without the draft.")] = None,
     key: Annotated[str | None, served_option(help="Environment variable that holds the servers' key.")] = None,
-    model: Annotated[str | None, served_option(help="vLLM: the model's name, if it serves several.")] = None,
+    model: Annotated[str | None, served_option(help="Name of the model, if vLLM serves several.")] = None,
     history: Annotated[
-        Path | None, typer.Option(help="File that keeps the results; by default serve-checks.json of the run.")
+        Path | None, typer.Option(help="File that keeps the results. The default is serve-checks.json of the run.")
     ] = None,
     fail_if_worse: Annotated[
         bool, typer.Option("--fail-if-worse", help="Exit with 3 if acceptance fell since the last result.")
@@ -204,16 +218,24 @@ def serve_check(
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
 ) -> None:
-    """Test a pair on your llama-server or vLLM: speed, acceptance rate by its own counts, and causes of a shortfall."""
+    """Test a pair on your llama-server or vLLM: speed, acceptance rate, and causes of a shortfall."""
     if (server is None) == (url is None):
         raise RecipeError("serve-check needs a server: its program or its address", "give --server or --url")
+    if url is None:
+        shared.refuse(invocation, "with --server", "plain_url", "key", "model", hint="give --url, or leave it out")
+    else:
+        shared.refuse(invocation, "with --url, a server that runs already", "p_min")
     place = next((at for at, word in enumerate(words or []) if word.startswith("-")), len(words or []))
-    named, further = (words or [])[:place], (words or [])[place:]  # those of llama-server, behind --
+    named, further = (words or [])[:place], (words or [])[place:]  # llama-server's arguments follow --
     drawn = shared.sampler_of(sampler)
     _check_options(further, url, draft_sampling, drawn.temperature > 0)
     counts = sorted({1, *shared.numbers(concurrency, "--concurrency", int, "1,4,16", 1, 64)})
     sizes = shared.numbers(prompt_tokens, "--prompt-tokens", int, "64,512,2048", 2, 2**20)
-    files = pair_files(named, runs, outtype, server is not None, bool(prompts))
+    if not prompts:
+        shared.refuse(invocation, "without --prompts", "prompt_tokens")
+    if len(named) > 1:
+        shared.refuse(invocation, "with TARGET and DRAFT, which are files", "outtype")
+    files = pair_files(invocation, named, runs, outtype, server is not None, bool(prompts))
     kept_in = _place_of_history(history, files.run, fail_if_worse)
     length = n_max or USUAL_LENGTH
     shared.prepare(threads)
@@ -282,7 +304,7 @@ WORSE = 3  # exit status
 
 
 def _place_of_history(given: Path | None, run: Run | None, needed: bool) -> Path | None:
-    """The file that keeps the results; None where there is no run and none is given."""
+    """Return the file that keeps the results; None without a run and a file."""
     if given is None:
         if run is None and needed:
             raise RecipeError("--fail-if-worse compares with a result that was kept", "name a file for them: --history")
@@ -301,7 +323,7 @@ def _show(report: ServeReport, output: str) -> None:
 
 @contextmanager
 def _kept(output: str) -> Iterator[list[ServeReport]]:
-    """A list for the findings so far: the last of them are shown where Ctrl-C or a server's fault ends the check."""
+    """Yield a list for the reports so far. The last one is shown if Ctrl-C or a server's fault ends the check."""
     kept: list[ServeReport] = []
     try:
         yield kept
@@ -312,7 +334,7 @@ def _kept(output: str) -> Iterator[list[ServeReport]]:
 
 
 def _check_options(further: Sequence[str], url: str | None, draft_sampling: str | None, sampled: bool) -> None:
-    """Refuse options that would do nothing, or contradict each other; `further` are llama-server's."""
+    """Refuse options that contradict each other. `further` are llama-server's."""
     if url is not None and further:
         raise RecipeError("options of llama-server were given for a server that runs already", "start it with them")
     if draft_sampling == "probabilistic" and not sampled:
@@ -329,16 +351,20 @@ LOOPBACK = ("127.0.0.1", "localhost", "::1")
 
 
 def record(
-    upstream: Annotated[str, typer.Option(help="Your server, such as http://127.0.0.1:8000.")],
-    to: Annotated[Path, typer.Option(help="Folder for the files; answers.traffic of a recipe.")] = Path("traffic"),
-    host: Annotated[str, typer.Option(help="Address to listen at.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen at; 0: any free one.")] = 8100,
-    redact: Annotated[list[str] | None, typer.Option(help="Regular expression to black out; repeatable.")] = None,
+    upstream: Annotated[str, typer.Option(help="Address of your server, such as http://127.0.0.1:8000.")],
+    to: Annotated[Path, typer.Option(help="Folder for the files, which a recipe names as answers.traffic.")] = Path(
+        "traffic"
+    ),
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0 for any free port.")] = 8100,
+    redact: Annotated[
+        list[str] | None, typer.Option(help="Regular expression whose matches are replaced. Repeatable.")
+    ] = None,
     sample: Annotated[float, shared.number_option(min=0, max=1, help="Share of the exchanges to keep.")] = 1.0,
 ) -> None:
     """Record your server's requests and answers through a proxy, for answers.traffic and --refresh.
 
-    Everything passes unchanged. Headers and keys are never recorded, nor requests with `X-Distill-Record: no`.
+    The proxy changes nothing. It never records headers, keys, and requests with `X-Distill-Record: no`.
     """
     address = _address(upstream)
     if _reaches(address, (host, port)):
@@ -365,7 +391,7 @@ def record(
 
 
 def _address(upstream: str) -> tuple[str, int]:
-    """Host and port of the server; raises RecipeError for an address that cannot be given requests as they are."""
+    """Return host and port of the server; RecipeError for an address that cannot take unchanged requests."""
     hint = "give http://HOST:PORT of your server, without a path"
     try:
         parts = urlsplit(upstream)
@@ -375,7 +401,7 @@ def _address(upstream: str) -> tuple[str, int]:
     if parts.scheme == "https":
         raise RecipeError(
             f"--upstream {upstream}: https cannot be passed on, as the proxy changes no byte",
-            "put the proxy behind what ends TLS, next to the server: http://HOST:PORT",
+            "put the proxy between the end of TLS and the server: http://HOST:PORT",
         )
     more = parts.path.rstrip("/") not in ("", "/v1") or parts.query or parts.fragment or parts.username is not None
     if parts.scheme != "http" or not host or more:
@@ -384,7 +410,7 @@ def _address(upstream: str) -> tuple[str, int]:
 
 
 def _reaches(upstream: tuple[str, int], listen: tuple[str, int]) -> bool:
-    """Whether requests to an address arrive at one that is listened at; all of loopback is taken for one."""
+    """Whether requests to an address arrive at the address that is listened on. All of loopback counts as one."""
     hosts = [host or "0.0.0.0" for host, _ in (upstream, listen)]
     try:
         there, here = (ipaddress.ip_address(socket.getaddrinfo(host, None)[0][4][0]) for host in hosts)
@@ -404,7 +430,7 @@ def _require_pattern(pattern: str) -> None:
 
 
 def _consent(settings: Recording) -> list[str]:
-    """What is written where, and what never is."""
+    """Return lines that say what is recorded, where, and what never is."""
     share = "all" if settings.sample == 1 else f"a share of {settings.sample:g} of all"
     count = len(settings.patterns)
     removed = f"matches of {count} patterns are replaced" if count else "nothing: --redact PATTERN replaces matches"
@@ -424,31 +450,32 @@ def _consent(settings: Recording) -> list[str]:
 
 
 def evaluate(
+    invocation: typer.Context,
     words: Annotated[
         list[str] | None,
         typer.Argument(
             metavar="[RUN | TARGET DRAFT...]",
-            help="A run (by default the newest), or models: folders, hub names or GGUF files; drafts are compared.",
+            help="A run (by default the newest), or models: folders, hub names, GGUF files. Drafts are compared.",
         ),
     ] = None,
-    kl: Annotated[bool, typer.Option("--kl", help="Divergences, and acceptance probability by verifier.")] = False,
-    acceptance: Annotated[bool, typer.Option("--acceptance", help="Conditional acceptance of decoded rounds.")] = False,
+    kl: Annotated[
+        bool, typer.Option("--kl", help="Measure divergences, and acceptance probability by verifier.")
+    ] = False,
+    acceptance: Annotated[
+        bool, typer.Option("--acceptance", help="Measure conditional acceptance of decoded rounds.")
+    ] = False,
     types: Annotated[
-        str | None, typer.Option(help=f"Compare the draft in these GGUF types, with commas: {shared.FILE_TYPES}.")
+        str | None,
+        typer.Option(help=f"Compare the draft in these GGUF types, separated by commas: {shared.FILE_TYPES}."),
     ] = None,
     adapter: shared.AdapterOption = None,
     prompts: shared.PromptsOption = None,
     suite: shared.SuiteOption = None,
     temperature: Annotated[
-        float | None, shared.number_option(min=0, max=100, help="Models: of the sampler; by default 1.")
+        float | None, shared.number_option(min=0, max=100, help="Models: sampling temperature. The default is 1.")
     ] = None,
-    count: Annotated[
-        int | None,
-        typer.Option(min=1, help="Models: prompts, 4 or more, by default 32. --suite: questions of each category."),
-    ] = None,
-    seed: Annotated[
-        int | None, shared.number_option(min=0, help="Models: seed of texts and of a suite's questions; 0.")
-    ] = None,
+    count: shared.CountOption = None,
+    seed: shared.SeedOption = None,
     dtype: shared.DtypeOption = None,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
@@ -456,9 +483,11 @@ def evaluate(
     llama: shared.LlamaOption = None,
     llama_draft: shared.LlamaDraftOption = None,
 ) -> None:
-    """Measure a target and its draft: divergences and acceptance, with intervals. Both by default; of several
-    drafts or types, divergences alone, and how they differ from the first by prompt."""
-    models = shared.models_of(words, runs, most=64, adapter=adapter)
+    """Measure divergences and acceptance of a target and its draft, with intervals.
+
+    Both are measured by default. Several drafts or types are compared by divergences alone, paired by prompt.
+    """
+    models = shared.models_of(invocation, words, runs, most=64, adapter=adapter)
     command = command_line(sys.argv)
     from distill.measuring.evaluation import evaluate_types
 
@@ -467,9 +496,9 @@ def evaluate(
     alone = not kinds and len(models) < 3
     kl, acceptance = (kl, acceptance) if kl or acceptance else (True, alone)
     if models:
-        shared.require_folders(dtype, models)
-        if kinds and dtype is not None:
-            raise RecipeError(f"--dtype {dtype} is for folders, and --types compares GGUF files", "leave it out")
+        shared.require_folders(invocation, models)
+        if kinds:
+            shared.refuse(invocation, "with --types, which compares GGUF files", "dtype")
         if len(models) < 2 or not (prompts or suite):
             hint = "or name a run: `distill runs` lists them"
             raise RecipeError("models need TARGET, DRAFT and --prompts FILE (or --suite FILE)", hint)
@@ -490,19 +519,19 @@ def evaluate(
             types=kinds,
             dtype=dtype or "auto",
             threads=threads,
-            gguf=shared.gguf_of([] if kinds else models[:2], llama, llama_draft),
+            gguf=shared.gguf_of(invocation, [] if kinds else models[:2], llama, llama_draft),
             command=command,
         )
     else:
-        if any(value is not None for value in (prompts, suite, temperature, count, seed, dtype)):
-            what = "--prompts, --suite, --temperature, --count, --seed and --dtype are for models: a run has its own"
-            raise RecipeError(what, "give the run's models: TARGET RUN/draft --prompts FILE")
-        gguf = shared.gguf_of([], llama, llama_draft)
-        if gguf is not None and not kinds:
-            raise RecipeError("a run is evaluated in PyTorch", "leave llama.cpp's options out, or give GGUF files")
+        of_models, of_files = ("prompts", "suite", "temperature", "count", "seed", "dtype"), ("llama", "llama_draft")
+        hint = "give the run's models: TARGET RUN/draft --prompts FILE"
+        shared.refuse(invocation, "with a run, which has settings of its own", *of_models, hint=hint)
+        if not kinds:
+            shared.refuse(invocation, "with a run, which is evaluated in PyTorch", *of_files)
         recipe, own_run = shared.find_run(words[0] if words else None, runs)
         shared.run_until(recipe, own_run, "train" if kinds else "eval", threads=threads)
         if kinds:
+            gguf = shared.gguf_of(invocation, [], llama, llama_draft)
             report = evaluate_types(recipe, own_run, kinds, threads, gguf, command, kl, acceptance)
         else:
             report = read_result(own_run.path("eval.json"), EvaluationReport)
@@ -510,7 +539,7 @@ def evaluate(
 
 
 def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, output: str) -> None:
-    """Print what was asked for of a report."""
+    """Print the requested parts of a report."""
     if not kl:
         stored = None if report.stored is None else replace(report.stored, bounds={})
         report = replace(report, domains={}, differences={}, stored=stored)
@@ -523,20 +552,21 @@ def _print_report(report: EvaluationReport, kl: bool, acceptance: bool, output: 
 
 
 def speedup(
+    invocation: typer.Context,
     words: shared.PairArgument = None,
     adapter: shared.AdapterOption = None,
     prompts: shared.PromptsOption = None,
     suite: shared.SuiteOption = None,
-    count: Annotated[
-        int | None,
-        shared.number_option(min=1, help="Most prompts; by default 12. --suite: questions of each category, or all."),
-    ] = None,
+    count: shared.CountOption = None,
     prompt_tokens: Annotated[
-        int | None, shared.number_option(min=2, help="Tokens of a prompt that is cut from text; by default 64.")
+        int | None, shared.number_option(min=2, help="Tokens of a prompt cut from text. The default is 64.")
     ] = None,
-    tokens: Annotated[int | None, shared.number_option(min=8, help="Most new tokens a prompt; by default 96.")] = None,
+    tokens: Annotated[
+        int | None, shared.number_option(min=8, help="Maximum new tokens per prompt. The default is 96.")
+    ] = None,
     lengths: Annotated[
-        str | None, typer.Option(help="Fixed draft lengths; 0: none; by default 1,2,4,8, of a suite 4.")
+        str | None,
+        typer.Option(help="Fixed draft lengths; 0 for none. The default is 1,2,4,8, or 4 with --suite."),
     ] = None,
     configuration: Annotated[
         list[str] | None,
@@ -544,13 +574,11 @@ def speedup(
             "--configuration",
             "-C",
             metavar="K=V,...",
-            help=f"Another, such as drafter=tree,nodes=12; may be repeated: {shared.CONFIGURED}",
+            help=f"Another way to decode, such as drafter=tree,nodes=12. Repeatable. Keys: {shared.CONFIGURED}",
         ),
     ] = None,
     sampler: shared.SamplerOption = None,
-    seed: Annotated[
-        int | None, shared.number_option(min=0, help="Seed of all draws, the questions' too; by default 0.")
-    ] = None,
+    seed: shared.SeedOption = None,
     table: shared.TableOption = None,
     at_once: Annotated[
         int | None, shared.number_option(min=2, max=256, help="Texts that PyTorch decodes at once, by chains alone.")
@@ -564,39 +592,42 @@ def speedup(
     llama: shared.LlamaOption = None,
     llama_draft: shared.LlamaDraftOption = None,
 ) -> None:
-    """Plain against speculative decoding, end to end: of a run on its test prompts (RUN), of a run on your prompts (RUN
-    --prompts FILE), or of any models (TARGET [DRAFT] --prompts FILE). With --suite FILE as papers report it: tokens a
-    round and speedup by category, at temperature 0 and 1."""
-    models = shared.models_of(words, runs, adapter=adapter)
+    """Time plain and speculative decoding, end to end.
+
+    RUN measures a run on its test prompts, RUN --prompts FILE on your prompts, TARGET [DRAFT] --prompts FILE any
+    models. --suite FILE reports as papers do: tokens per round and speedup by category, at temperature 0 and 1.
+    """
+    models = shared.models_of(invocation, words, runs, adapter=adapter)
     name = words[0] if words and not models else None
-    if suite is not None and (prompts or prompt_tokens is not None):
-        raise RecipeError("--suite has prompts of its own", "leave --prompts and --prompt-tokens out")
+    if suite is not None:
+        shared.refuse(invocation, "with --suite, which has its own prompts", "prompts", "prompt_tokens")
     if not prompts and suite is None:
-        of_prompts = (count, prompt_tokens, tokens, lengths, configuration, sampler, seed, table, at_once, dtype)
-        options = (*of_prompts, pytorch, threads, llama, llama_draft, allow_lossy or None)
-        if models or any(value is not None for value in options):
-            raise RecipeError(
-                "nothing to measure on: --prompts is missing",
-                "add --prompts FILE; of a run alone, its recipe sets what is measured (`distill train "
-                "RUN/config.yaml KEY=VALUE --until speedup`)",
-            )
+        if models:
+            raise RecipeError("two models need --prompts FILE or --suite FILE", "name the prompts to measure on")
+        of_pairs = ("count", "prompt_tokens", "tokens", "lengths", "configuration", "sampler", "seed", "table", "dtype")
+        more = ("at_once", "pytorch", "threads", "llama", "llama_draft", "allow_lossy")
+        hint = "add --prompts FILE, or change the recipe: `distill train RUN/config.yaml KEY=VALUE --until speedup`"
+        shared.refuse(invocation, "with a run alone, whose recipe says what is measured", *of_pairs, *more, hint=hint)
         _of_run(name, runs, output)
         return
+    configurations = [shared.keys_of(Configuration, one, "--configuration") for one in configuration or ()]
+    if not any(one.get("drafter") == "table" for one in configurations):
+        shared.refuse(invocation, "without -C drafter=table", "table")
     swept = sorted(
         {n for n in shared.numbers(lengths or ("1,2,4,8" if suite is None else "4"), "--lengths", int, "1,2,4") if n}
     )
     device, chat, own = "auto", None, PyTorch()
     if models:
-        shared.require_folders(dtype, models)
-        gguf = shared.gguf_of(models, llama, llama_draft)
+        gguf = shared.gguf_of(invocation, models, llama, llama_draft)
     else:
-        asked = shared.gguf_of([], llama, llama_draft)
+        asked = shared.gguf_of(invocation, [], llama, llama_draft)
         folders = any(value is not None for value in (dtype, pytorch))
         recipe, found, pair, type_of_run = _pair_of(name, runs, asked, folders)
         models, dtype, device, chat = list(pair), dtype or type_of_run, recipe.device, recipe.chat
         gguf = shared.merged(recipe.gguf, asked) if is_gguf(pair[0]) else None
         threads, own = threads or recipe.threads, PyTorch() if is_gguf(pair[0]) else recipe.pytorch
         table = table or (found.folder if found.path("table").is_dir() else None)
+    shared.require_folders(invocation, models)
     shared.prepare(threads)
     from distill import api
     from distill.measuring.speedup_tables import speedup_blocks
@@ -608,7 +639,7 @@ def speedup(
         prompts or (),
         suite=suite,
         lengths=swept,
-        configurations=[shared.keys_of(Configuration, one, "--configuration") for one in configuration or ()],
+        configurations=configurations,
         sampler=Sampler.of(shared.sampler_of(sampler)) if sampler or suite is None else None,
         count=count,
         max_new_tokens=96 if tokens is None else tokens,
@@ -619,7 +650,7 @@ def speedup(
         device=device,
         threads=threads,
         gguf=gguf,
-        pytorch=shared.pytorch_of(pytorch, own, models),
+        pytorch=shared.pytorch_of(invocation, pytorch, own, models),
         chat=chat,
         table=table,
         allow_lossy=allow_lossy,
@@ -631,9 +662,11 @@ def speedup(
 def _pair_of(
     name: str | None, runs: Path, gguf: Gguf | None, folders: bool
 ) -> tuple[Recipe, Run, tuple[str, str], shared.Dtype]:
-    """A run's recipe, its target and trained draft, and the type to load them in: its GGUF files where llama.cpp's
-    options are given, or where they are measured in it and its target is one, or PyTorch is not; else, and where
-    options of `folders` are given, its folders. RunError for a run that lacks them.
+    """Return a run's recipe, the run, its target and trained draft, and the type to load them in.
+
+    The models are its GGUF files if llama.cpp's options are given, if PyTorch is not measured, or if the target is a
+    file and llama.cpp is measured. Otherwise, and if options of `folders` are given, they are its folders. RunError for
+    a run that lacks them.
     """
     recipe, found = shared.find_run(name, runs)
     shared.require_draft(found)

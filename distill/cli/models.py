@@ -1,5 +1,5 @@
-"""Commands that make models and files for servers: `distill cut` and `transplant`, a smaller model and one with the
-vocabulary of another; `export-gguf` and `export-lookup`; `import-gguf`, a GGUF file as a folder."""
+"""Commands that write models and files for servers: `cut`, `transplant`, `export-gguf`, `export-lookup` and
+`import-gguf`."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from distill.progress import announce, note, warn
 from distill.recipe import resolve_model
 from distill.recipe.configuration import USUAL_LENGTH
 from distill.recipe.measuring import OUTTYPES, UNQUANTISED
-from distill.recipe.recipe import not_loadable
+from distill.recipe.recipe import assigned, not_loadable
 
 if TYPE_CHECKING:
     from distill.export import Parity
@@ -29,15 +29,16 @@ if TYPE_CHECKING:
 def cut(
     source: Annotated[str, typer.Argument(metavar="MODEL", help="Model folder or hub name.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="Folder to write.")],
-    text: Annotated[list[Path] | None, typer.Option(help="Text to score the cuts on.")] = None,
-    target: Annotated[str | None, typer.Option(help="Model to measure KL to; by default the uncut model.")] = None,
+    text: Annotated[
+        list[Path] | None, typer.Option(help="File or folder of text to score the cuts on. Repeatable.")
+    ] = None,
+    target: Annotated[
+        str | None, typer.Option(help="Model that KL is measured against. The default is the uncut model.")
+    ] = None,
     layers: Annotated[int | None, typer.Option(min=1, help="Layers to keep.")] = None,
     mlp_width: Annotated[int | None, typer.Option(min=1, help="Neurons to keep in each MLP.")] = None,
 ) -> None:
-    """Remove layers or MLP neurons from a model.
-
-    The parts to remove are chosen by scores on text.
-    """
+    """Remove layers or MLP neurons from a model, chosen by scores on text."""
     cuts = {"layers": layers, "mlp_width": mlp_width}
     if not text:
         raise RecipeError("cuts are scored on text", "give --text FILE or --text FOLDER")
@@ -55,7 +56,9 @@ def transplant(
     donor: Annotated[str, typer.Argument(metavar="DONOR", help="Model folder or hub name that gives the weights.")],
     target: Annotated[str, typer.Argument(metavar="TARGET", help="Model or tokenizer folder with the vocabulary.")],
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
-    dtype: Annotated[str | None, typer.Option(help="float32, bfloat16 or float16; by default as stored.")] = None,
+    dtype: Annotated[
+        str | None, typer.Option(help="float32, bfloat16 or float16. The default is the stored type.")
+    ] = None,
 ) -> None:
     """Give a model the vocabulary of another, byte for byte, so that it can draft for it."""
     from distill.surgery.vocabulary import folders_of
@@ -71,7 +74,7 @@ def transplant(
 
 
 def report_lines(details: dict[str, Any]) -> list[str]:
-    """The rows of a transplant by origin, its special tokens and its longest rows, as lines of text."""
+    """Describe a transplant in lines of text: rows by origin, special tokens, longest rows."""
     lines = [
         f"rows: {details['rows']}, of them {details['copies']} exact copies ({details['copy_share']:.1%}), "
         f"{details['means']} of {details['subtokens_per_mean']:.2f} subtokens on average, {details['unused']} unused, "
@@ -97,33 +100,44 @@ UNWEIGHED = (*UNQUANTISED, "q8_0")  # types for which llama.cpp reads no importa
 
 
 def export_gguf(
+    invocation: typer.Context,
     model: Annotated[str | None, typer.Argument(metavar="[RUN|MODEL]", help="Run, or Hugging Face folder.")] = None,
     adapter: shared.AdapterOption = None,
     outtype: Annotated[
-        list[str] | None, typer.Option(help=f"One of {shared.FILE_TYPES}. May be repeated; f16 and q8_0 if left out.")
+        list[str] | None, typer.Option(help=f"One of {shared.FILE_TYPES}. Repeatable. The default is f16 and q8_0.")
     ] = None,
-    folder: Annotated[Path | None, typer.Option("--to", help="Folder for the files (a run: its gguf folder).")] = None,
+    folder: Annotated[
+        Path | None, typer.Option("--to", help="Folder for the files. The default for a run is its folder gguf/extra.")
+    ] = None,
     tensor_type: Annotated[
-        list[str] | None, typer.Option(help="PATTERN=TYPE: another of these for some tensors.")
+        list[str] | None, typer.Option(help="PATTERN=TYPE: another of these types for some tensors. Repeatable.")
     ] = None,
-    imatrix: Annotated[Path | None, typer.Option(help="Importance matrix of llama-imatrix, or a text for one.")] = None,
-    text: Annotated[Path | None, typer.Option(help="Check on this text instead of built-in ones.")] = None,
-    target: Annotated[Path | None, typer.Option(help="The target's GGUF file, to be served with the draft.")] = None,
+    imatrix: Annotated[
+        Path | None, typer.Option(help="Importance matrix by llama-imatrix, or a text to compute one.")
+    ] = None,
+    text: Annotated[Path | None, typer.Option(help="Text to check on, instead of built-in texts.")] = None,
+    target: Annotated[
+        Path | None, typer.Option(help="The target's GGUF file. The command that serves the pair is printed.")
+    ] = None,
     check: Annotated[bool, typer.Option("--check/--no-check", help="Compare each file with its source.")] = True,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace existing files.")] = False,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
 ) -> None:
-    """Write GGUF files of a run's draft and target, or of any folder of a supported family (docs/export.md)."""
+    """Write GGUF files of a run's draft and target, or of a folder of a supported family (docs/export.md)."""
+    if not check:
+        shared.refuse(invocation, "with --no-check", "text")
     kinds = outtype or ["f16", "q8_0"]
     shared.require_known("--outtype", kinds, OUTTYPES)
-    overrides = tuple(_override(value) for value in tensor_type or ())
+    overrides = tuple(
+        assigned(value, "--tensor-type", "PATTERN=TYPE, such as token_embd=q4_0") for value in tensor_type or ()
+    )
     unweighed = [] if imatrix is None or overrides else [kind for kind in kinds if kind in UNWEIGHED]
     from distill.export import Original, check_texts, compare, faults_of, importance_of
     from distill.gguf.writer import export_files
 
     if unweighed:
         warn(f"--imatrix changes nothing in {' and '.join(unweighed)}")
-    sources, place = _find(model, runs, adapter)
+    sources, place = _find(invocation, model, runs, adapter)
     place = folder or place
     outputs = {name: {place / f"{name}-{kind}.gguf": kind for kind in kinds} for name in sources}
     there = [path for paths in outputs.values() for path in paths if path.exists()]
@@ -147,17 +161,17 @@ def export_gguf(
         raise DataError("; ".join(faults), "the file was written; do not use it for what it does not pass")
 
 
-def _find(model: str | None, runs: Path, adapter: str | None) -> tuple[dict[str, tuple[Path, Origin]], Path]:
-    """What to export, by name, and the place for the files: of a Hugging Face folder, or of draft and target of a run
-    with a trained draft."""
+def _find(
+    invocation: typer.Context, model: str | None, runs: Path, adapter: str | None
+) -> tuple[dict[str, tuple[Path, Origin]], Path]:
+    """Return the models to export by name, and the folder for the files. A run exports its draft and target."""
     from distill.engines.torch.hugging_face import local_folder
     from distill.folders import refuse_adapter
     from distill.gguf.fields import NO_ORIGIN
 
     if model is not None and (found := parts_of(shared.model_of(model, adapter)))[1] is not None:
         return {Path(str(found[1])).name: (local_folder(over(found[0], str(found[1]))), NO_ORIGIN)}, Path(".")
-    if adapter is not None:
-        raise RecipeError("--adapter goes with a model", "name MODEL; a run's adapter is its recipe's (target.adapter)")
+    shared.refuse(invocation, "with a run, whose recipe names the adapter", "adapter", hint="name MODEL")
     if model is not None:
         refuse_adapter(Path(model))
     if model is not None and (Path(model) / "config.json").exists():
@@ -190,7 +204,7 @@ def _print(report: WrittenFile, parity: Parity | None) -> None:
 
 
 def _served(target: Path, draft: Path) -> list[str]:
-    """Print the command that serves the pair, or return llama.cpp's reason against it."""
+    """Print the command that serves the pair, or return llama.cpp's reason not to."""
     from distill.engines.pairs import compare_pair
     from distill.engines.server_commands import llama_server
 
@@ -202,22 +216,15 @@ def _served(target: Path, draft: Path) -> list[str]:
     return []
 
 
-def _override(value: str) -> tuple[str, str]:
-    pattern, equals, kind = value.rpartition("=")
-    if not equals or not pattern or not kind:
-        raise RecipeError(f"--tensor-type {value!r} is not PATTERN=TYPE", "write for example token_embd=q4_0")
-    return pattern, kind
-
-
 # ── `distill export-lookup` ──
 
 
 def export_lookup(
     name: shared.RunArgument = None,
     server: Annotated[
-        Literal["llama.cpp", "ik_llama", "sglang", "vllm"], typer.Option("--for", help="The server that will read it.")
+        Literal["llama.cpp", "ik_llama", "sglang", "vllm"], typer.Option("--for", help="Server that reads the file.")
     ] = "llama.cpp",
-    to: Annotated[Path | None, typer.Option(help="The file (by default in the run's folder lookup).")] = None,
+    to: Annotated[Path | None, typer.Option(help="File to write. The default lies in the run's folder lookup.")] = None,
     overwrite: Annotated[bool, typer.Option("--overwrite", help="Replace an existing file.")] = False,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
 ) -> None:
@@ -249,12 +256,12 @@ def import_gguf(
     out: Annotated[Path, typer.Argument(metavar="OUT", help="New folder.")],
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16"] | None,
-        typer.Option(help="Type of all weights; if left out, floats as stored and quantised ones in float32."),
+        typer.Option(help="Type of all weights. The default keeps floats and dequantises to float32."),
     ] = None,
 ) -> None:
     """Write a GGUF file as a Hugging Face folder: dequantised weights, config.json, tokenizer, chat template.
 
-    Commands and recipes also take the file itself as a model and import it.
+    Other commands and recipes take a GGUF file as a model and import it themselves.
     """
     require_new_folder(out)
     from distill.gguf.importing import read_import, write_import

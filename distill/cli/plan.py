@@ -1,4 +1,4 @@
-"""`distill plan`: whether a draft will pay, how much and why not, from costs alone, before hours are spent."""
+"""`distill profile` measures the cost curve of one model; `distill plan` predicts from costs whether a draft pays."""
 
 from __future__ import annotations
 
@@ -28,37 +28,43 @@ if TYPE_CHECKING:
 
 
 def profile(
+    invocation: typer.Context,
     model: Annotated[str, typer.Argument(metavar="MODEL", help="Hugging Face folder, hub name or GGUF file.")],
     depths: Annotated[str, typer.Option(help="Tokens already in the cache, separated by commas.")] = "64,512",
     max_tokens: Annotated[int, typer.Option(min=2, max=64, help="Measure steps of 1 to this many tokens.")] = 64,
-    repeats: Annotated[int, typer.Option(min=5, help="Repeats per step; the median counts.")] = 7,
+    repeats: Annotated[int, typer.Option(min=5, help="Repeats of each step. The median counts.")] = 7,
     adapter: shared.AdapterOption = None,
     dtype: shared.DtypeOption = None,
     pytorch: shared.PyTorchOption = None,
     types: Annotated[
-        str | None, typer.Option(help=f"Compare its files of these GGUF types, with commas: {shared.FILE_TYPES}.")
+        str | None,
+        typer.Option(help=f"Compare the model's files in these GGUF types, separated by commas: {shared.FILE_TYPES}."),
     ] = None,
-    most_kl: Annotated[float, shared.number_option(min=0, help="--types: the KL that is accepted, in nats.")] = MOST_KL,
+    most_kl: Annotated[float, shared.number_option(min=0, help="With --types: maximum KL, in nats.")] = MOST_KL,
     threads: shared.ThreadsOption = None,
-    out: Annotated[Path | None, typer.Option(help="Also save the curve to this JSON file, for `distill plan`.")] = None,
+    out: Annotated[Path | None, typer.Option(help="JSON file to save the curve to, for `distill plan`.")] = None,
     output: shared.FormatOption = "md",
     llama: shared.LlamaOption = None,
 ) -> None:
-    """Measure the cost curve of one model on this machine; of a GGUF file in llama.cpp, with every engine beside it.
+    """Measure the cost curve of one model on this machine. A GGUF file runs in llama.cpp, then in every other engine.
 
     T(m) is the time of a step of m tokens, in seconds, with a given number of tokens (depth) in the cache.
     """
     model = model if adapter is None else shared.model_of(model, adapter)
-    gguf = shared.gguf_of([model], llama)
-    shared.require_folders(dtype, [model])
-    decoding = shared.pytorch_of(pytorch, PyTorch(), [model])
     if types is not None:
-        if gguf is not None:
-            raise RecipeError(f"--types takes none of llama.cpp's options ({gguf.described()})", "leave them out")
+        of_curves = ("depths", "max_tokens", "dtype", "pytorch", "out", "llama")
+        shared.refuse(invocation, "with --types, which compares files", *of_curves)
         kinds = [kind.strip() for kind in types.split(",")]
         shared.require_known("--types", kinds, OUTTYPES)
         shared.print_blocks(_engines(model, kinds, most_kl, threads, repeats), None, output)
         return
+    gguf = shared.gguf_of(invocation, [model], llama)
+    shared.require_folders(invocation, [model])
+    decoding = shared.pytorch_of(invocation, pytorch, PyTorch(), [model])
+    # Formats for programs hold the curve alone.
+    in_every_engine = is_gguf(model) and gguf is None and not decoding.in_bits and output == "md"
+    if not in_every_engine:
+        shared.refuse(invocation, "on a cost curve", "most_kl")
     from distill.engines.torch.hugging_face import settled_target
 
     place, places = settled_target(model, dtype or "auto"), shared.numbers(depths, "--depths", int, least=1)
@@ -75,14 +81,12 @@ def profile(
     ]
     notes = [f"{curve.model}, {curve.backend}", *([f"Note: {curve.note}."] if curve.note else [])]
     table = Table(["depth", "m", f"T(m), {curve.unit}", "T(m) / T(1)"], rows)
-    beside: list[Block] = []
-    if is_gguf(model) and gguf is None and not decoding.in_bits and output == "md":  # other forms hold the curve alone
-        beside = _engines(model, [], most_kl, threads, repeats)
-    shared.print_blocks([*beside, *notes, table], None, output)
+    engines = _engines(model, [], most_kl, threads, repeats) if in_every_engine else []
+    shared.print_blocks([*engines, *notes, table], None, output)
 
 
 def _engines(model: str, kinds: list[str], most_kl: float, threads: int | None, repeats: int) -> list[Block]:
-    """A model's files of these types in every engine, a GGUF file as it is first."""
+    """Measure a model's files of these types in every engine. A GGUF file comes first, in its own type."""
     if is_gguf(model) and not Path(model).is_file():
         raise DataError(f"there is no file {model}", "give a GGUF file")
     from distill.measuring.identity import compare_types, recommend, types_table
@@ -100,7 +104,7 @@ def measured_curve(
     gguf: Gguf | None,
     pytorch: PyTorch,
 ) -> CostCurve:
-    """The curve of a folder or a GGUF file on this machine; DataError or RecipeError where it cannot be opened."""
+    """Measure the curve of a folder or a GGUF file; DataError or RecipeError if it cannot be opened."""
     from distill.decoding.costs import measure_curve
 
     if os.environ.get(PRIMITIVES) == MOST_PRIMITIVES:
@@ -142,12 +146,13 @@ RECIPES, CURVE = (".yaml", ".yml"), ".json"
 
 
 def plan(
+    invocation: typer.Context,
     words: Annotated[
         list[str],
         typer.Argument(
             metavar="RECIPE [a.b=c]... | TARGET [DRAFT]",
-            help="A recipe: its target and cut. Or a target: a model or a curve (docs/plan.md); and a draft: likewise, "
-            "or the cost of its step in T(1).",
+            help="A recipe, whose target and cut are planned. Or a target and a draft: each a model or a saved curve "
+            "(docs/plan.md). The draft can also be the cost of its step in T(1).",
         ),
     ],
     acceptance: Annotated[
@@ -156,25 +161,24 @@ def plan(
     adapter: shared.AdapterOption = None,
     prompts: Annotated[
         list[Path] | None,
-        typer.Option(
-            "--prompts", help="TARGET DRAFT: measure the draft's acceptance on the target's answers to these."
-        ),
+        typer.Option("--prompts", help="Two models: files of prompts on which the draft's acceptance is measured."),
     ] = None,
     swap: Annotated[
-        str | None, typer.Option(metavar="N,L,COST", help="A curve: N of L layers stream, at COST each (docs/plan.md).")
+        str | None,
+        typer.Option(metavar="N,L,COST", help="One curve: N of L layers stream, each for COST (docs/plan.md)."),
     ] = None,
     lengths: Annotated[str, typer.Option(help="Draft lengths, separated by commas.")] = "1,2,3,4,6,8",
-    depth: Annotated[int, typer.Option(min=1, max=2**20, help="Prompt length, of models.")] = 128,
-    tokens: Annotated[int, typer.Option(min=8, max=2**20, help="New tokens, of models.")] = 96,
+    depth: Annotated[int, typer.Option(min=1, max=2**20, help="Models and curves: tokens of the prompt.")] = 128,
+    tokens: Annotated[int, typer.Option(min=8, max=2**20, help="Two models: new tokens.")] = 96,
     dtype: shared.DtypeOption = None,
     threads: shared.ThreadsOption = None,
     output: shared.FormatOption = "md",
     llama: shared.LlamaOption = None,
     llama_draft: shared.LlamaDraftOption = None,
 ) -> None:
-    """Predict a draft's speedup before it is made, from measured costs; a minute or two.
+    """Predict a draft's speedup before it is made, from measured costs, in a minute or two.
 
-    By draft length and conditional acceptance: what pays, from which on, and how much a draft step may cost.
+    The tables show by draft length and conditional acceptance what pays, and how much a draft step may cost.
     """
     drafted = sorted(set(shared.numbers(lengths, "--lengths", int, "1,2,4", 1, 63)))
     given = {} if acceptance is None else {"--acceptance": _rates(acceptance)}
@@ -183,52 +187,48 @@ def plan(
     from distill.decoding.costs import load_cost_curve
     from distill.engines.torch.hugging_face import settled_target
     from distill.planning.cases import PlanRequest, curve_case, llama_settings, measured_cases
-    from distill.planning.order import decide
+    from distill.planning.order import advice, decide, measured_acceptance
     from distill.planning.plan import SpeedupPlan, by_position, forecast, plan_blocks
 
     first, *others = words
-    if first.endswith(RECIPES):
-        if adapter is not None:
-            raise RecipeError(
-                "--adapter goes with a model", f"set it in the recipe: distill plan {first} target.adapter={adapter}"
-            )
+    from_recipe = first.endswith(RECIPES)
+    if not from_recipe and (len(others) > 1 or any("=" in one and not Path(one).exists() for one in others)):
+        raise RecipeError("expected RECIPE [a.b=c]..., or TARGET [DRAFT]", "`distill plan --help` shows the forms")
+    second, cost = (None, None) if from_recipe else _cost(others[0] if others else "0")
+    pair = second is not None and _is_model(second)
+    if pair and not _is_model(first):
+        hint = "give the draft's curve, or the cost of its step in T(1)"
+        raise RecipeError(f"{second} is measured together with its target, but {first} is a curve", hint)
+    of_pairs, of_measured = ("prompts", "tokens", "llama_draft"), ("adapter", "dtype", "threads", "llama")
+    if from_recipe:
+        hint = f"change the recipe: distill plan {first} target.adapter=FOLDER"
+        shared.refuse(invocation, "with a recipe", *of_pairs, *of_measured, "swap", "depth", hint=hint)
         recipe = shared.read_recipe(Path(first), others)
         request = replace(PlanRequest.of(recipe), lengths=drafted)
         threads = recipe.threads
-    else:
-        if len(others) > 1 or any("=" in one and not Path(one).exists() for one in others):
-            raise RecipeError("expected RECIPE [a.b=c]..., or TARGET [DRAFT]", "`distill plan --help` shows the forms")
-        second, cost = _cost(others[0] if others else "0")
-        model = shared.model_of(first, adapter) if _is_model(first) else None
-        if adapter is not None and model is None:
-            raise RecipeError("--adapter goes with a model", "name a folder or file as TARGET")
-        if second is not None and _is_model(second):
-            if model is None:
-                hint = "give the draft's curve, or the cost of its step in T(1)"
-                raise RecipeError(f"{second} is measured beside its target, and a curve stands for that", hint)
-            small = resolve_model(second)
-        else:
-            small = None
-        models = [model, small] if small is not None else [model]
-        gguf = shared.gguf_of(models, llama, llama_draft)
-        shared.require_folders(dtype, models)
-        place = settled_target(model or resolve_model("."), dtype or "auto")
+    elif _is_model(first):
+        shared.refuse(invocation, *(("with two models", "swap") if pair else ("without a second model", *of_pairs)))
+        models = [shared.model_of(first, adapter), *([resolve_model(second)] if pair and second else [])]
+        gguf = shared.gguf_of(invocation, models, llama, llama_draft)
+        shared.require_folders(invocation, models)
+        place, small = settled_target(models[0], dtype or "auto"), models[1] if pair else None
         request = PlanRequest(place, small, cost, None, drafted, depth, tokens, threads, gguf)
-    if prompts and request.draft is None:
-        raise RecipeError("--prompts measures a draft's acceptance", "name two models, TARGET and DRAFT")
+    else:
+        shared.refuse(invocation, "with a saved curve", *of_pairs, *of_measured)
+        request = PlanRequest(Target(model=first), None, cost, None, drafted, depth)
     curve: CostCurve | None = None
-    if request.recipe is not None or request.draft is not None:
+    decision: list[str] = []
+    if from_recipe or pair:
         shared.prepare(threads)
         if prompts and request.draft is not None:
-            from distill.planning.order import advice, measured_acceptance
-
             measured = measured_acceptance(request.target.model, request.draft, prompts, threads, request.gguf)
             given = {"measured": measured.rates} if measured.rates else {}
+            decision = [advice(request.target.model, request.draft, measured)]
         cases = measured_cases(request)
     else:
         curve = (
-            measured_curve(place, [depth], max(drafted) + 1, CURVE_REPEATS, threads, gguf, PyTorch())
-            if model is not None
+            measured_curve(request.target, [depth], max(drafted) + 1, CURVE_REPEATS, threads, request.gguf, PyTorch())
+            if _is_model(first)
             else load_cost_curve(Path(first))
         )
         small_curve = None if second is None else load_cost_curve(Path(second))
@@ -243,9 +243,8 @@ def plan(
         costs = found[0][0].timings[0]
         rates = by_position(next(iter(given.values())), max(drafted))
         settings = llama_settings(curve, rates, costs.draft / costs.target[0], depth)
-    decision = decide(request.target.model, found[0][0]) if curve is None or _is_model(first) else []
-    if prompts and request.draft is not None:
-        decision = [advice(request.target.model, request.draft, measured)]
+    if not decision and _is_model(first):
+        decision = decide(request.target.model, found[0][0])
     result = SpeedupPlan(command_line(sys.argv), machine(), [one for _, one in found], settings, decision)
     shared.print_blocks(plan_blocks(result), result, output)
 
@@ -255,7 +254,7 @@ def _is_model(word: str) -> bool:
 
 
 def _cost(word: str) -> tuple[str | None, float | None]:
-    """A draft by its word: a model or curve, or the cost of its step in T(1)."""
+    """Read a draft: a model or curve, or the cost of its step in T(1)."""
     try:
         cost = float(word)
     except ValueError:
@@ -275,7 +274,7 @@ def _swap(text: str) -> LayerSwap:
 
 
 def _rates(text: str) -> list[float]:
-    """Conditional acceptance by position: numbers, or those that a run has measured."""
+    """Conditional acceptance by position: numbers, or the figures that a run has measured."""
     if not text.endswith(".json"):
         return shared.numbers(text, "--acceptance", float, "0.8,0.75,0.7", most=1)
     from distill.measuring.evaluation_results import EvaluationReport

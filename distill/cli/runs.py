@@ -1,34 +1,32 @@
-"""`distill train` runs every stage of a recipe; `distill runs` lists the runs and `distill cache` what is remembered;
-`distill report` makes the page of a run, or shows several side by side; `distill schema`: the form of `-o json`."""
+"""`distill train` runs every stage of a recipe, `distill runs` lists the runs, and `distill report` makes the page of a
+run or compares several."""
 
 from __future__ import annotations
 
 import json
 import os
-import shutil
 import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from distill.cli import shared
 from distill.devices import is_main, process_count
 from distill.errors import DataError, DistillError, RecipeError, RunError, disk_fault, faults_explained
-from distill.files import CacheKind, cache_folder, copy_file, read_result, read_utf8, require_new_folder, write_text
+from distill.files import copy_file, read_result, read_utf8, require_new_folder, write_text
 from distill.pipeline.stages import NAMES, find_stage
-from distill.progress import announce, note, warn
+from distill.progress import announce, is_verbose, note, shows_stages, warn
 from distill.recipe import Recipe, load_recipe
 from distill.recipe.corpus import SourceKind
 from distill.recipe.recipe import QUESTIONS, left_out
 from distill.recipe.training import LossName
 from distill.run import Run, now
-from distill.tables import Cell, Columns, Row, Table, table_of
+from distill.tables import Block, Cell, Columns, Table, table_of
 
 if TYPE_CHECKING:
     from distill.planning.hours import StageEstimate  # which loads torch
@@ -37,31 +35,34 @@ if TYPE_CHECKING:
 
 OVERRIDES = (
     f"Override recipe keys: train.loss ({shared.values(LossName)}), corpus.sources.0.kind "
-    f"({shared.values(SourceKind)}) and others; `distill schema recipe` and docs/recipes.md list all."
+    f"({shared.values(SourceKind)}) and others. docs/recipes.md and `distill recipes --schema` list all."
 )
 
 
 def train(
+    invocation: typer.Context,
     recipe: Annotated[Path, typer.Argument(metavar="RECIPE", help="Recipe file.")],
     overrides: Annotated[list[str] | None, typer.Argument(metavar="a.b=c", help=OVERRIDES)] = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
-    until: Annotated[str | None, typer.Option(help=f"Stop after this stage: {shared.values(NAMES)}.")] = None,
-    redo: Annotated[list[str] | None, typer.Option(help="Run this stage again, and those that depend on it.")] = None,
-    fresh: Annotated[bool, typer.Option("--fresh", help="Begin anew; an old run of this name is moved aside.")] = False,
+    until: Annotated[str | None, typer.Option(help=f"Last stage to run: {shared.values(NAMES)}.")] = None,
+    redo: Annotated[list[str] | None, typer.Option(help="Stage to run again, with its dependents. Repeatable.")] = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Start a new run; move an old one aside.")] = False,
     refresh: Annotated[
-        bool, typer.Option("--refresh", help="Continue from a finished run's draft, on new lines of its served logs.")
+        bool, typer.Option("--refresh", help="Continue from a finished run's draft on new served logs.")
     ] = False,
     sweep: Annotated[
         list[str] | None,
-        typer.Option(metavar="KEY=V1,V2,...", help="A run for each value of this key; repeatable: each combination."),
+        typer.Option(
+            metavar="KEY=V1,V2,...", help="Train a run for each value of a key. Repeatable: all combinations."
+        ),
     ] = None,
-    yes: Annotated[bool, typer.Option("--yes", help="Sweep over more than 12 runs.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print which stages would run, and why.")] = False,
+    yes: Annotated[bool, typer.Option("--yes", help="With --sweep: allow more than 12 runs.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Print the stages that would run, and why.")] = False,
     verify: Annotated[
-        bool, typer.Option("--verify", help="Read finished files whole; those that are damaged are made again.")
+        bool, typer.Option("--verify", help="Read finished files whole, and make damaged ones again.")
     ] = False,
     rehearsal: Annotated[
-        bool, typer.Option("--rehearse", help="Stages on 4 prompts and 3 steps, as NAME-rehearsal; estimates the run.")
+        bool, typer.Option("--rehearse", help="Run shortened stages as NAME-rehearsal, to estimate the whole run.")
     ] = False,
 ) -> None:
     """Run every stage of a recipe, from corpus to report.
@@ -70,14 +71,15 @@ def train(
     """
     from distill.pipeline import running
 
+    whole_runs = ("redo", "fresh", "refresh", "verify")
     if sweep:
-        if rehearsal or redo or fresh or refresh or verify:
-            raise RecipeError("--sweep makes whole runs", "leave --rehearse, --redo, --fresh and others out")
+        shared.refuse(invocation, "with --sweep, which makes whole runs", *whole_runs, "rehearsal")
         return _sweep(recipe, overrides or [], sweep, runs, until, yes, dry_run)
-    if rehearsal and (redo or fresh or refresh or dry_run or verify):
-        raise RecipeError("--rehearse runs stages, shortened, and nothing else", "leave out all but --until")
-    if refresh and (redo or fresh or dry_run):
-        raise RecipeError("--refresh starts a new run from a finished one", "leave --redo, --fresh and others out")
+    shared.refuse(invocation, "without --sweep", "yes")
+    if rehearsal:
+        shared.refuse(invocation, "with --rehearse, which runs shortened stages", *whole_runs, "dry_run")
+    if refresh:
+        shared.refuse(invocation, "with --refresh, which starts a new run", "redo", "fresh", "dry_run")
     begun = None if fresh else runs / load_recipe(recipe, overrides or []).name / "config.yaml"
     found = whole = shared.read_recipe(recipe, overrides or [], begun)
     if rehearsal:
@@ -114,7 +116,7 @@ def train(
 
 
 def _require_reached(until: str | None, redo: Sequence[str]) -> None:
-    """Raise an error for stages that do not exist, or that --until leaves out."""
+    """Raise an error for stages that do not exist, and for stages after --until."""
     for name in [*([until] if until else []), *redo]:
         find_stage(name)
         if until and NAMES.index(name) > NAMES.index(until):
@@ -124,7 +126,7 @@ def _require_reached(until: str | None, redo: Sequence[str]) -> None:
 def _make(
     run: Run, text: str, until: str | None, redo: Sequence[str] = (), expected: Sequence[StageEstimate] = ()
 ) -> None:
-    """Carry a run out up to a stage, printing its tables as they come; in all processes but the main one, take part."""
+    """Run the stages up to `until` and print their tables. Processes other than the main one take part."""
     from distill.pipeline import running
 
     shared.prepare(run.recipe.threads)
@@ -140,8 +142,10 @@ def _make(
 def _sweep(
     path: Path, overrides: list[str], options: list[str], runs: Path, until: str | None, yes: bool, dry_run: bool
 ) -> None:
-    """Make a run of each combination, one after the other, and show them side by side. RunError at the end for those
-    that failed, which the others did not wait for."""
+    """Make a run for each combination, one after the other, and compare them. A failed run does not stop the others.
+
+    RunError at the end names the failed runs.
+    """
     from distill.pipeline import running, sweep
 
     name, every = load_recipe(path, overrides).name, []
@@ -172,7 +176,7 @@ def _sweep(
         _beside([(run.recipe, run) for run in every], "md")
     if failed:
         what = f"{len(failed)} of {len(every)} runs failed: " + "; ".join(failed)
-        raise RunError(what, "when that is mended, run the same command again: what is done is kept")
+        raise RunError(what, "fix the cause and run the same command again. Finished stages are kept")
 
 
 def _rehearse(whole: Recipe, short: Recipe, run: Run, until: str | None) -> None:
@@ -203,8 +207,9 @@ def _move_aside(run: Run) -> None:
 
 
 def _check(recipe: Recipe, run: Run, until: str | None) -> list[StageEstimate]:
-    """Print the warnings of a run's preflight and what its stages are expected to take, which is returned."""
+    """Print the warnings of a run's preflight and the estimates of its stages. Returns the estimates."""
     from distill.pipeline.preflight import expected_lines, expected_stages, preflight
+    from distill.planning.hours import bounds
 
     unread = run.done("teacher") is None
     found = preflight(recipe, run.done("corpus") is None, until=until, teacher=unread, folder=run.folder)
@@ -215,13 +220,17 @@ def _check(recipe: Recipe, run: Run, until: str | None) -> list[StageEstimate]:
     for line in found.warnings:
         print(line, file=sys.stderr)
     expected, source = expected_stages(recipe, run.folder, found.prompts)
-    for line in expected_lines([one for one in expected if run.done(one.stage) is None], source):
-        note(line)
+    due = [one for one in expected if run.done(one.stage) is None]
+    if due and sys.stderr.isatty() and not is_verbose():
+        note(f"expected: {bounds(sum(one.low for one in due), sum(one.high for one in due))}, {source}")
+    else:
+        for line in expected_lines(due, source):
+            note(line)
     return expected
 
 
 def say_outcome(run: Run) -> None:
-    """Write a line where the weights from before the first step are the draft."""
+    """Warn if training did not help, so that the draft has the weights from before the first step."""
     from distill.training.saved import REMEDY, TrainingSummary
 
     if run.done("train") is None:
@@ -232,7 +241,7 @@ def say_outcome(run: Run) -> None:
 
 
 def require_passed(run: Run, until: str | None) -> None:
-    """Raise DataError, once all stages are done, where a GGUF file of the run did not pass its check."""
+    """Raise DataError after the last stage if a GGUF file of the run did not pass its check."""
     from distill.export import ExportReport
 
     if run.done("export") is None or (until is not None and NAMES.index(until) < NAMES.index("export")):
@@ -243,9 +252,9 @@ def require_passed(run: Run, until: str | None) -> None:
 
 
 def _print_stage(folder: Path, stage: str) -> None:
-    """Print the tables of a stage as soon as it is done, and after the last one where everything is."""
+    """Print the tables of a finished stage, and after the last stage the places of all results."""
     table = folder / f"{stage}.md"  # eval.md, speedup.md
-    if table.exists():
+    if table.exists() and not (shows_stages() and sys.stdout.isatty()):
         print(read_utf8(table), flush=True)
     if stage == "report":
         for line in _best_of(folder):
@@ -254,7 +263,7 @@ def _print_stage(folder: Path, stage: str) -> None:
 
 
 def _best_of(folder: Path) -> list[str]:
-    """The verdict of a run's measurement and the commands that serve and try what is fastest; nothing without one."""
+    """Return the verdict of a run's measurement and the commands for its fastest way; nothing without a measurement."""
     if not (place := folder / "speedup.json").exists():
         return []
     from distill.measuring.speedup_results import SpeedupReport
@@ -264,67 +273,7 @@ def _best_of(folder: Path) -> list[str]:
     return [measured.verdict, next_steps(measured)] if measured.plain else []
 
 
-# ── `distill runs`, `distill cache` and `distill report` ──
-
-
-KEPT: dict[CacheKind, str] = {
-    "imported": "models imported from GGUF files",
-    "merged": "models with an adapter merged into them",
-    "batches": "checks of batches in llama.cpp",
-    "weights": "which weights of a draft draft fastest",
-    "digests": "digests of large files",
-    "kernels": "compiled products of a file's own bits",
-}
-
-
-def cache(
-    clear: Annotated[
-        list[str] | None, typer.Option(help=f"Remove what is kept of this kind ({', '.join(KEPT)}, all).")
-    ] = None,
-    output: shared.FormatOption = "md",
-) -> None:
-    """List what is remembered between commands, or remove it: it is made or measured again when it is needed."""
-    shared.require_known("--clear", clear, (*KEPT, "all"))
-    rows: list[Row] = []
-    for kind, what in KEPT.items():
-        if (folder := cache_folder(kind)).is_dir():
-            size, changed = _size_and_change(folder)
-            removed = not {kind, "all"}.isdisjoint(clear or ())
-            if removed:
-                with faults_explained(folder):
-                    shutil.rmtree(folder)
-            rows.append([kind, what + (": removed" if removed else ""), changed, Cell(size / 1e6, ".1f")])
-    place = cache_folder("imported").parent
-    note = f"In {place}; DISTILL_CACHE names another folder." if rows else f"Nothing is kept in {place}."
-    shared.print_blocks([Table(["kind", "what", "last change", "MB"], rows, note=note)], None, output)
-
-
-def _size_and_change(folder: Path) -> tuple[int, str]:
-    """Bytes of the files below a folder, and the minute of the last change there."""
-    files = [folder, *folder.rglob("*")]
-    changed = max(path.lstat().st_mtime for path in files)
-    minute = time.strftime("%Y-%m-%d %H:%M", time.localtime(changed))
-    return sum(path.stat().st_size for path in files if path.is_file()), minute
-
-
-@dataclass(frozen=True)
-class RunState:
-    """A run: how many of its stages are done, the next one (None after the last), the minute of its last change."""
-
-    name: str
-    done: int
-    stages: int
-    next: str | None
-    changed: str
-    bytes: int
-
-
-@dataclass(frozen=True)
-class RunList:
-    """What `distill runs` lists."""
-
-    runs: list[RunState]
-    version: Literal[1] = 1
+# ── `distill runs` and `distill report` ──
 
 
 def list_runs(runs: shared.RunsOption = shared.DEFAULT_RUNS, output: shared.FormatOption = "md") -> None:
@@ -334,48 +283,22 @@ def list_runs(runs: shared.RunsOption = shared.DEFAULT_RUNS, output: shared.Form
         folder = config.parent
         names = _stages(config)
         missing = [name for name in names if not (folder / "stages" / f"{name}.json").exists()]
-        size, changed = _size_and_change(folder)
+        size, changed = shared.size_and_change(folder)
         done = len(names) - len(missing)
-        found.append(RunState(folder.name, done, len(names), missing[0] if missing else None, changed, size))
+        found.append(shared.RunState(folder.name, done, len(names), missing[0] if missing else None, changed, size))
     if not found:
         raise RunError(f"there are no runs in {runs.resolve()}", "make one with `distill train RECIPE`")
-    columns: Columns[RunState] = {
+    columns: Columns[shared.RunState] = {
         "run": lambda one: one.name,
         "state": lambda one: f"{one.done} of {one.stages} stages, next {one.next}" if one.next else "finished",
         "changed": lambda one: one.changed,
         "MB": lambda one: Cell(one.bytes / 1e6, ".1f"),
     }
-    shared.print_blocks([table_of(found, columns)], RunList(found), output)
-
-
-def schema(
-    name: Annotated[
-        Literal["eval", "speedup", "plan", "runs", "recipe"],
-        typer.Argument(
-            metavar="NAME", help="eval, speedup, plan, runs: what `-o json` prints; recipe: a recipe's keys."
-        ),
-    ],
-) -> None:
-    """Print the JSON schema of a command's `-o json`, or of recipes.
-
-    Its `version` grows when a field changes its meaning; fields may be added at any time.
-    """
-    from pydantic import TypeAdapter
-
-    if name == "recipe":
-        found = Recipe.model_json_schema()
-    else:
-        from distill.measuring.evaluation_results import EvaluationReport
-        from distill.measuring.speedup_results import SpeedupReport
-        from distill.planning.plan import SpeedupPlan
-
-        kinds: dict[str, Any] = {"eval": EvaluationReport, "speedup": SpeedupReport, "plan": SpeedupPlan}
-        found = TypeAdapter(kinds.get(name, RunList)).json_schema(mode="serialization")
-    print(json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema"} | found, indent=1))
+    shared.print_blocks([table_of(found, columns)], shared.RunList(found), output)
 
 
 def _stages(config: Path) -> list[str]:
-    """The stages of a run; the usual ones where its recipe cannot be read."""
+    """Return the stages of a run, or the usual ones if its recipe cannot be read."""
     try:
         absent = set(left_out(load_recipe(config)))
     except DistillError:
@@ -387,21 +310,25 @@ MEASURED = ("eval", "export", "speedup")
 
 
 def report(
+    invocation: typer.Context,
     names: Annotated[
-        list[str] | None, typer.Argument(metavar="[RUN]...", help="Runs; by default the newest. Several give a table.")
+        list[str] | None,
+        typer.Argument(metavar="[RUN]...", help="Runs (by default the newest). Several are compared."),
     ] = None,
-    show: Annotated[bool, typer.Option("--open", help="Show the page in the browser.")] = False,
-    to: Annotated[Path | None, typer.Option(help="New folder for copies of page, card, tables and commands.")] = None,
+    show: Annotated[bool, typer.Option("--open", help="Show the page in a browser.")] = False,
+    to: Annotated[Path | None, typer.Option(help="New folder for copies of page, card and tables.")] = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
     output: shared.FormatOption = "md",
 ) -> None:
-    """Rebuild a run's report.html and model card from the measurements made so far.
+    """Rebuild a run's report.html and model card from its measurements.
 
-    With several runs, compare their drafts instead: sizes, costs, acceptance and speeds, also in compared.html.
+    Several runs are compared instead: sizes, costs, acceptance and speeds of their drafts, also in compared.html.
     """
     if names is not None and len(names) > 1:
+        shared.refuse(invocation, "with several runs, which are compared", "show", "to")
         _beside([shared.find_run(name, runs) for name in names], output)
         return
+    shared.refuse(invocation, "with one run, whose page is written", "output")
     recipe, found = shared.find_run(names[0] if names else None, runs)
     shared.require_draft(found)
     if not found.path("draft").is_dir():
@@ -434,16 +361,15 @@ def report(
 
 
 def _beside(opened: Sequence[tuple[Recipe, Run]], output: str) -> None:
-    """Print the runs side by side, and write the page that has the pictures, too."""
+    """Print a comparison of the runs, and write the page that also has the pictures."""
     from distill.report.beside import SHORT, beside_blocks
-    from distill.report.page import fold, section, whole_page
+    from distill.report.page import whole_page
 
     table, words, pictures = beside_blocks(opened)
     shared.print_blocks([table, *words], None, output)
     page = opened[0][1].folder.parent / "compared.html"
     if os.access(page.parent, os.W_OK):
         short = Table(table.heads[:SHORT], [row[:SHORT] for row in table.rows], classes=table.classes)
-        first = f'<section class="first">{section([*words, short, *pictures[:1]])}</section>'
-        body = first + fold("All figures", section([table, *pictures[1:]]))
-        write_text(page, whole_page(f"{len(opened)} runs side by side", now(), body))
+        sections: dict[str, list[Block]] = {"": [*words, short, *pictures[:1]], "All figures": [table, *pictures[1:]]}
+        write_text(page, whole_page(f"{len(opened)} runs side by side", now(), sections))
         note(f"page: {page}")

@@ -1,12 +1,15 @@
-"""Shared by the commands: options, finding runs, quiet libraries, tables on stdout."""
+"""Parts that several commands share: options, the search for runs, printing."""
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import sys
+import time
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
 from typing import Annotated, Any, Literal, TypeVar, get_args, get_origin
@@ -31,13 +34,13 @@ from distill.recipe import (
 )
 from distill.recipe.configuration import DrafterName, RuleName, VerifierName
 from distill.recipe.measuring import OUTTYPES, SHORT
-from distill.recipe.recipe import read_yaml
+from distill.recipe.recipe import all_assigned, read_yaml
 from distill.run import Run
 from distill.tables import Block, records, rendered
 
 
 def values(kind: Any) -> str:
-    """The values of a Literal, or of a list of them, as help texts name them."""
+    """Return the values of a Literal or a sequence as help texts name them."""
     return ", ".join(get_args(kind) or kind)
 
 
@@ -47,8 +50,25 @@ CONFIGURED = (
 )
 FILE_TYPES = values(OUTTYPES)
 
+Number = TypeVar("Number", int, float, int | None, float | None)
+
+
+def finite(value: Number) -> Number:
+    """Return an option's number; BadParameter for NaN, infinity and numbers beyond 64 bits."""
+    if value is not None and not abs(value) <= LARGEST:
+        raise typer.BadParameter("the number must be finite and below 2^63")
+    return value
+
+
+def number_option(*names: str, **settings: Any) -> Any:
+    """Return an option that takes a finite number."""
+    return typer.Option(*names, callback=finite, **settings)
+
+
 RunsOption = Annotated[Path, typer.Option("--runs", help="Folder that holds the run directories.")]
-RunArgument = Annotated[str | None, typer.Argument(metavar="RUN", help="Name or folder; by default the newest.")]
+RunArgument = Annotated[
+    str | None, typer.Argument(metavar="RUN", help="Name or folder of a run. The default is the newest run.")
+]
 PairArgument = Annotated[
     list[str] | None,
     typer.Argument(
@@ -60,28 +80,94 @@ AdapterOption = Annotated[
     str | None,
     typer.Option("--adapter", metavar="FOLDER", help="PEFT adapter to merge into TARGET (docs/tuned-target.md)."),
 ]
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run: its finished stages, the next one (None after the last), and the minute of its last change."""
+
+    name: str
+    done: int
+    stages: int
+    next: str | None
+    changed: str
+    bytes: int
+
+
+@dataclass(frozen=True)
+class RunList:
+    """The result of `distill runs`."""
+
+    runs: list[RunState]
+    version: Literal[1] = 1
+
+
+def _print_schema(invocation: typer.Context, output: str) -> str:
+    """Print the JSON schema of a command's `-o json` and end the command, if --output asks for that."""
+    if output != "schema":
+        return output
+    from pydantic import TypeAdapter
+
+    from distill.measuring.evaluation_results import EvaluationReport
+    from distill.measuring.speedup_results import SpeedupReport
+    from distill.planning.plan import SpeedupPlan
+    from distill.serving.results import ServeReport
+
+    kinds: dict[str | None, Any] = {"eval": EvaluationReport, "speedup": SpeedupReport, "plan": SpeedupPlan}
+    kinds |= {"runs": RunList, "serve-check": ServeReport}
+    rows = list[dict[str, str | float | None]]  # The other commands print the rows of their tables.
+    print_schema(TypeAdapter(kinds.get(invocation.info_name, rows)).json_schema(mode="serialization"))
+    raise typer.Exit
+
+
+def print_schema(schema: dict[str, Any]) -> None:
+    """Print a JSON schema."""
+    print(json.dumps({"$schema": "https://json-schema.org/draft/2020-12/schema"} | schema, indent=1))
+
+
 FormatOption = Annotated[
-    Literal["md", "json", "jsonl", "csv"], typer.Option("--output", "-o", help="Format of the results.")
+    Literal["md", "json", "jsonl", "csv", "schema"],
+    typer.Option(
+        "--output",
+        "-o",
+        callback=_print_schema,
+        is_eager=True,
+        help="Format of the results. schema prints the JSON schema of json and runs nothing.",
+    ),
 ]
 PromptsOption = Annotated[
-    list[Path] | None, typer.Option("--prompts", help="Text or records (docs/prompts.md); repeatable.")
+    list[Path] | None,
+    typer.Option("--prompts", help="File or folder of text or records (docs/prompts.md). Repeatable."),
 ]
+CountOption = Annotated[
+    int | None,
+    number_option(
+        min=1,
+        help="Maximum number of prompts (eval: 32, at least 4; speedup: 12). With --suite: questions of each category.",
+    ),
+]
+SeedOption = Annotated[int | None, number_option(min=0, help="Seed of all random draws. The default is 0.")]
 SuiteOption = Annotated[
-    Path | None, typer.Option("--suite", help="Spec-Bench, MT-Bench or SPEED-Bench, as its file is published.")
+    Path | None, typer.Option("--suite", help="File of Spec-Bench, MT-Bench or SPEED-Bench, as published.")
 ]
 SamplerOption = Annotated[
     str | None,
-    typer.Option("--sampler", metavar="K=V,...", help="Of temperature, top_k, top_p, min_p; greedy if left out."),
+    typer.Option("--sampler", metavar="K=V,...", help="Keys: temperature, top_k, top_p, min_p. The default is greedy."),
 ]
 PyTorchOption = Annotated[
     str | None,
-    typer.Option("--pytorch", metavar="K=V,...", help=f"Folders: static=true; of {values(PyTorch.model_fields)}."),
+    typer.Option(
+        "--pytorch",
+        metavar="K=V,...",
+        help=f"How PyTorch decodes, such as static=true. Keys: {values(PyTorch.model_fields)}.",
+    ),
 ]
 TableOption = Annotated[
-    Path | None, typer.Option("--table", help="For drafter table: a run, or a file, with n-grams of the target.")
+    Path | None, typer.Option("--table", help="Drafter table: a run or a file with n-grams of the target.")
 ]
 LossyOption = Annotated[
-    bool, typer.Option("--allow-lossy", help="Allow what changes the target's distribution (labelled LOSSY).")
+    bool,
+    typer.Option("--allow-lossy", help="Allow decoding that changes the target's distribution. It is labelled LOSSY."),
 ]
 LLAMA = "llama.cpp's options, for GGUF files"
 LlamaOption = Annotated[
@@ -89,26 +175,26 @@ LlamaOption = Annotated[
     typer.Option(
         "--llama",
         metavar="K=V,...",
-        help="As llama.cpp names them: ngl=99,ctk=q8_0; library=ik: ik_llama.cpp (docs/recipes.md#gguf).",
+        help="By llama.cpp's names: ngl=99,ctk=q8_0. library=ik selects ik_llama.cpp (docs/recipes.md#gguf).",
         rich_help_panel=LLAMA,
     ),
 ]
 LlamaDraftOption = Annotated[
-    list[str] | None, typer.Option("--llama-draft", metavar="K=V", help="The same of the draft.", rich_help_panel=LLAMA)
+    list[str] | None,
+    typer.Option("--llama-draft", metavar="K=V", help="The same for the draft.", rich_help_panel=LLAMA),
 ]
 ThreadsOption = Annotated[
-    int | None, typer.Option(min=1, max=4096, help="CPU threads; by default OMP_NUM_THREADS, or all cores.")
+    int | None, typer.Option(min=1, max=4096, help="CPU threads. The default is OMP_NUM_THREADS, else all cores.")
 ]
 Dtype = Literal["auto", "float32", "bfloat16", "float16"]
 DtypeOption = Annotated[
-    Dtype | None, typer.Option("--dtype", help="Folders: number type; by default auto, the checkpoint's own.")
+    Dtype | None, typer.Option("--dtype", help="Number type of folders. The default is auto, the checkpoint's own.")
 ]
 DEFAULT_RUNS = Path("runs")
-Number = TypeVar("Number", int, float, int | None, float | None)
 
 
 def find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
-    """The run of this name or folder; without one the newest run, whose folder is then printed to stderr."""
+    """Return the run of this name or folder. Without a name, return the newest run and print its folder to stderr."""
     require_path(runs, "--runs")
     if name is not None:
         require_path(name, "the run")
@@ -127,8 +213,8 @@ def find_run(name: str | None, runs: Path) -> tuple[Recipe, Run]:
 
 
 def read_recipe(path: Path, overrides: Sequence[str], begun: Path | None = None) -> Recipe:
-    """A recipe with overrides, and the types that its `auto` stands for: those in the config.yaml `begun` of its run,
-    where that exists, else this machine's."""
+    """Return a recipe with overrides. Its `auto` types become those of the config.yaml `begun`, if that exists, else
+    those of this machine."""
     recipe = load_recipe(path, overrides)
     if "auto" not in (recipe.target.dtype, recipe.train.dtype):
         return recipe
@@ -138,8 +224,10 @@ def read_recipe(path: Path, overrides: Sequence[str], begun: Path | None = None)
 
 
 def prepare(threads: int | None) -> None:
-    """Set the thread count (None: OMP_NUM_THREADS, else all cores) and silence libraries (with --verbose, let them
-    speak), before the first heavy import."""
+    """Set the thread count (None: OMP_NUM_THREADS, else all cores) and the libraries' log level.
+
+    It must be called before the first heavy import.
+    """
     count = thread_count(threads)
     keep_freed_memory()
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
@@ -157,17 +245,19 @@ def prepare(threads: int | None) -> None:
 
 
 def require_draft(run: Run) -> None:
-    """Raise RunError for a run whose draft is not trained: that may take hours, which `distill train` alone begins."""
+    """Raise RunError if a run's draft is not trained. Only `distill train` starts a training, which can take hours."""
     if run.done("train") is not None:
         return
     steps = [int(path.name.removeprefix("step-")) for path in run.path("checkpoints").glob("step-[0-9]*")]
-    at = f" (its training stands at step {max(steps)} of {run.recipe.train.steps})" if steps else ""
+    at = f" (the last checkpoint is at step {max(steps)} of {run.recipe.train.steps})" if steps else ""
     raise RunError(f"{run.folder} has no trained draft yet{at}", f"`{run.again()}` trains it")
 
 
 def run_until(recipe: Recipe, run: Run, stage: str, threads: int | None = None) -> None:
-    """Bring a run with a trained draft up to `stage`, on `threads` (None: the recipe's); its recipe stays as
-    it is, and the run as old as it was."""
+    """Run the stages up to `stage` of a run with a trained draft, on `threads` (None: the recipe's).
+
+    The run keeps its recipe and its time of change.
+    """
     from distill.pipeline.running import run_pipeline
 
     require_draft(run)
@@ -178,15 +268,15 @@ def run_until(recipe: Recipe, run: Run, stage: str, threads: int | None = None) 
 
 
 def print_blocks(blocks: Sequence[Block], result: Any, output: str) -> None:
-    """Print results to stdout as `output` says: tables as md, jsonl or csv, a dataclass (None: rows) as json."""
+    """Print results to stdout in the format `output`. json prints `result`, or the rows of tables if it is None."""
     print(rendered(blocks, records(blocks) if result is None else as_json(result), output), end="")
 
 
 def read_texts(paths: list[Path]) -> list[str]:
-    """The texts of files and of all UTF-8 files below folders; of records, what they hold.
+    """Return the texts of files, of records in them, and of all UTF-8 files in folders.
 
-    Says how many were left out, and why. Raises DataError for a path that does not exist and for a file given by name
-    that cannot be read.
+    The number of texts that are left out is printed with the reasons. DataError for a path that does not exist, and
+    for a named file that cannot be read.
     """
     from distill.data.prompts import sources_of
     from distill.data.sources import read_documents
@@ -200,7 +290,7 @@ def read_texts(paths: list[Path]) -> list[str]:
 def numbers(
     text: str, option: str, kind: type, example: str = "64,512", least: float = 0, most: float = LARGEST
 ) -> list[Any]:
-    """The value of an option that takes numbers separated by commas; raises RecipeError for anything else."""
+    """Return the numbers of an option, separated by commas; RecipeError for anything else."""
     hint = f"for instance {option} {example}"
     try:
         found = [kind(part) for part in text.split(",")]
@@ -213,27 +303,29 @@ def numbers(
 
 
 def require_known(option: str, values: Iterable[str] | None, names: Sequence[str]) -> None:
-    """Raise RecipeError for a value of an option that is none of these names."""
+    """Raise RecipeError if a value of an option is not one of these names."""
     unknown = next((value for value in values or () if value not in names), None)
     if unknown is not None:
         raise RecipeError(f"{option} {unknown or 'an empty name'} is unknown", f"use one of {', '.join(names)}")
 
 
-def finite(value: Number) -> Number:
-    """The value of an option that takes a number; raises BadParameter for NaN, infinity and what overflows."""
-    if value is not None and not abs(value) <= LARGEST:
-        raise typer.BadParameter("the number must be finite and below 2^63")
-    return value
-
-
-def number_option(*names: str, **settings: Any) -> Any:
-    """An option that takes a number, which must be finite."""
-    return typer.Option(*names, callback=finite, **settings)
+def refuse(invocation: typer.Context, mode: str, *names: str, hint: str = "leave it out") -> None:
+    """Raise RecipeError if options of these names were given, because the `mode` of the command does not read them."""
+    given = [
+        max(parameter.opts, key=len)
+        for parameter in invocation.command.params
+        if parameter.name in names
+        and getattr(invocation.get_parameter_source(parameter.name), "name", "") == "COMMANDLINE"
+    ]
+    if given:
+        raise RecipeError(f"{', '.join(given)}: without effect {mode}", hint)
 
 
 def place_of_table(given: Path | None, run: Run | None) -> Path | None:
-    """Where drafter table finds n-grams of the target: as `given`, or of the run; None, which stderr says, where there
-    are none but the text's own."""
+    """Return the place of the target's n-grams for drafter table: `given`, or the run's folder.
+
+    None means that only the text's own n-grams exist. A line on stderr says so.
+    """
     if given is None and run is not None and run.path("table").is_dir():
         return run.folder
     if given is None:
@@ -246,25 +338,24 @@ def is_run(word: str, runs: Path) -> bool:
     return any((folder / "config.yaml").exists() for folder in (Path(word), runs / word))
 
 
-def models_of(words: Sequence[str] | None, runs: Path, most: int = 2, adapter: str | None = None) -> list[str]:
-    """RUN | TARGET [DRAFT]: the references of the models; none of a run, which may be left out. An `adapter` joins the
-    target."""
+def models_of(
+    invocation: typer.Context, words: Sequence[str] | None, runs: Path, most: int = 2, adapter: str | None = None
+) -> list[str]:
+    """Return the references of the models in RUN | TARGET [DRAFT], the adapter merged into the target's; none for a
+    run, which can be left out."""
     words = words or []
     for word in words:
         require_path(word, "the run or model")
     if len(words) > most:
         raise RecipeError(f"{len(words)} models are named: {' '.join(words)}", "give RUN, or TARGET and DRAFT")
     if len(words) < 2 and not any(_is_model(word) and not is_run(word, runs) for word in words):
-        if adapter is not None:
-            raise RecipeError(
-                "--adapter goes with a model", "name TARGET; a run's adapter is its recipe's (target.adapter)"
-            )
+        refuse(invocation, "with a run, whose recipe names the adapter", "adapter", hint="name TARGET, a model")
         return []
     return [model_of(words[0], adapter), *map(resolve_model, words[1:])]
 
 
 def model_of(word: str, adapter: str | None) -> str:
-    """The reference of a model of the command line, with the adapter that joins it, if any."""
+    """Return the reference of a model of the command line, with an adapter if there is one."""
     return resolve_model(word if adapter is None else over(word, adapter))
 
 
@@ -283,23 +374,18 @@ HUB = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 
 # ── Options that hold keys of a recipe's section: as KEY=VALUE,... or as a mapping in YAML ──
 
-NEXT = re.compile(r",(?=\s*[\w-]+\s*=)")
-
 
 def keys_of(
     section: type[Section], text: str | None, option: str, short: Mapping[str, str] = MappingProxyType({})
 ) -> dict[str, Any]:
-    """The keys of a section that an option gives, not yet checked; `short` are other names of keys."""
+    """Return the unchecked keys of a section that an option sets. `short` maps other names to keys."""
     if text is None:
         return {}
     if text.lstrip().startswith("{"):
         found = read_yaml(text, option)
         return found if isinstance(found, dict) else {}
     found = {}
-    for part in NEXT.split(text):
-        name, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or not name:
-            raise RecipeError(f"{option} {text}: expected KEY=VALUE,...", "docs/recipes.md lists the keys")
+    for name, value in all_assigned(text, option):
         name = short.get(name, name.replace("-", "_"))
         field = section.model_fields.get(name)
         kinds = () if field is None else (field.annotation, *get_args(field.annotation))
@@ -309,7 +395,7 @@ def keys_of(
 
 
 def sampler_of(text: str | None, temperature: float | None = None) -> SamplerSettings:
-    """The sampler of --sampler, and of --temperature in a command that has it; greedy without."""
+    """Return the sampler of --sampler and --temperature. Without both it is greedy."""
     own = {"temperature": 0.0 if temperature is None else temperature}
     sampler = parse_section(SamplerSettings, own | keys_of(SamplerSettings, text, "--sampler"), "--sampler")
     if text and not sampler.temperature:
@@ -317,45 +403,43 @@ def sampler_of(text: str | None, temperature: float | None = None) -> SamplerSet
     return sampler
 
 
-def pytorch_of(text: str | None, own: PyTorch, models: Sequence[str | None]) -> PyTorch:
-    """A run's settings, or the defaults, with what --pytorch says instead; RecipeError for GGUF files that run in
-    llama.cpp, which it does not concern."""
+def pytorch_of(invocation: typer.Context, text: str | None, own: PyTorch, models: Sequence[str]) -> PyTorch:
+    """Return a run's settings or the defaults, with those of --pytorch instead.
+
+    RecipeError if all models are GGUF files that llama.cpp runs.
+    """
     found = parse_section(PyTorch, own.model_dump() | keys_of(PyTorch, text, "--pytorch"), "--pytorch")
-    files = models and all(model is None or is_gguf(model) for model in models)
-    if text is not None and files and found.target_weights != "file":
-        hint = "leave it out, or decode the files' own bits in PyTorch: target_weights=file"
-        raise RecipeError(f"--pytorch {text}: {models[0]} runs in llama.cpp, not in PyTorch", hint)
+    if models and all(map(is_gguf, models)) and found.target_weights != "file":
+        hint = "leave it out, or decode the file's own bits in PyTorch: target_weights=file"
+        refuse(invocation, f"on {models[0]}, which runs in llama.cpp", "pytorch", hint=hint)
     return found
 
 
-def require_folders(dtype: str | None, models: Sequence[str | None]) -> None:
-    """Raise RecipeError for a --dtype of GGUF files alone, which have their own types."""
-    if dtype is not None and models and all(model is None or is_gguf(model) for model in models):
-        raise RecipeError(f"--dtype {dtype}: {models[0]} is a GGUF file, which has its own types", "leave it out")
+def require_folders(invocation: typer.Context, models: Sequence[str]) -> None:
+    """Raise RecipeError for a --dtype if all models are GGUF files."""
+    if models and all(map(is_gguf, models)):
+        refuse(invocation, f"on {models[0]}, a GGUF file, which has its own types", "dtype")
 
 
 def gguf_of(
-    models: Sequence[str | None], target: Sequence[str] | None, draft: Sequence[str] | None = None
+    invocation: typer.Context, models: Sequence[str], target: Sequence[str] | None, draft: Sequence[str] | None = None
 ) -> Gguf | None:
-    """llama.cpp's options; None where none was given. RecipeError where PyTorch runs the models, or for options of a
-    draft where none is."""
+    """Return llama.cpp's options, or None if none was given. RecipeError if PyTorch runs a model, and for options of a
+    draft that is not loaded."""
+    if foreign := next((model for model in models if not is_gguf(model)), None):
+        refuse(invocation, f"because PyTorch runs {foreign}", "llama", "llama_draft")
+    if len(models) == 1:
+        refuse(invocation, "because no draft is loaded", "llama_draft")
     short = {spelt: name for name, spelt in SHORT.items()}
     found: dict[str, dict[str, Any]] = {}
     for role, option, texts in (("target", "--llama", target), ("draft", "--llama-draft", draft)):
         for text in texts or ():
             found[role] = found.get(role, {}) | keys_of(GgufOptions, text, option, short)
-    if not found:
-        return None
-    gguf = parse_section(Gguf, found, "the options of llama.cpp")
-    if foreign := next((model for model in models if model is not None and not is_gguf(model)), None):
-        raise RecipeError(f"options of llama.cpp: {gguf.described() or 'defaults'}, but PyTorch runs {foreign}")
-    if models and len(models) < 2 and gguf.draft.given():
-        raise RecipeError(f"options of llama.cpp for the draft: {gguf.draft.described()}, but none is loaded")
-    return gguf
+    return parse_section(Gguf, found, "the options of llama.cpp") if found else None
 
 
 def merged(recipe: Gguf, given: Gguf | None) -> Gguf:
-    """A recipe's options with those of the command line in their place; RecipeError where they do not go together."""
+    """Return a recipe's options, replaced by those of the command line; RecipeError if they contradict each other."""
     if given is None:
         return recipe
     roles = {
@@ -363,3 +447,11 @@ def merged(recipe: Gguf, given: Gguf | None) -> Gguf:
         for role in ("target", "draft")
     }
     return parse_section(Gguf, roles, "the options of llama.cpp")
+
+
+def size_and_change(folder: Path) -> tuple[int, str]:
+    """Return the bytes of the files in a folder, and the minute of its last change."""
+    files = [folder, *folder.rglob("*")]
+    changed = max(path.lstat().st_mtime for path in files)
+    minute = time.strftime("%Y-%m-%d %H:%M", time.localtime(changed))
+    return sum(path.stat().st_size for path in files if path.is_file()), minute

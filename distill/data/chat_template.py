@@ -114,6 +114,9 @@ class UserHeader:
     end: str | None
 
 
+SWITCHES = ("enable_thinking", "thinking")  # arguments of templates that turn thinking on or off
+
+
 class ChatTemplate:
     """Renders conversations with a tokenizer's template and a recipe's section `chat`, whose tools it offers in each.
 
@@ -128,9 +131,11 @@ class ChatTemplate:
                 "take an instruct model, give its folder a chat_template.jinja, or use plain texts: text files, or "
                 "records with the field `text`",
             )
-        names = [*settings.arguments, *([settings.thinking_argument] if settings.thinking is not None else [])]
-        if unread := [name for name in names if name not in self.variables(settings.tools)]:
-            hint = "correct chat.arguments or chat.thinking_argument, or leave chat.thinking out"
+        read = self.variables(settings.tools)
+        self.switch = next((name for name in SWITCHES if name in read), SWITCHES[0])
+        names = [*settings.arguments, *([self.switch] if settings.thinking is not None else [])]
+        if unread := [name for name in names if name not in read]:
+            hint = "correct chat.arguments, or leave chat.thinking out"
             raise RecipeError(f"chat: the target's template does not read {', '.join(unread)}", hint)
 
     def variables(self, tools: Any) -> frozenset[str]:
@@ -164,7 +169,7 @@ class ChatTemplate:
 
     def arguments(self, thinking: bool | None) -> dict[str, Any]:
         """The template's arguments with thinking on or off. None leaves thinking to the template."""
-        switch = {} if thinking is None else {self.settings.thinking_argument: thinking}
+        switch = {} if thinking is None else {self.switch: thinking}
         return {**self.settings.arguments, **switch}
 
     def text(self, messages: Sequence[Message], thinking: bool | None = None, generate: bool = True) -> str:

@@ -72,7 +72,7 @@ class ChatPrompts:
         # A tool's result answers a call that this target may not make, so that the conversation ends before it.
         asked = takewhile(lambda turn: "user" in turn and "tool" not in turn, map(_roles, further))
         turns, refused = further[: min(len([*asked]), settings.turns - 1)], ""
-        thinking = document.arguments.get(settings.thinking_argument, self.thinking(document.name))
+        thinking = document.arguments.get(template.switch, self.thinking(document.name))
         thinking = thinking if isinstance(thinking, bool) else None
         try:
             ids = template.prompt(head, thinking)
@@ -176,8 +176,7 @@ class ChatPrompts:
 
     def _thought(self, document: Document, answer: Mapping[str, Any]) -> bool | None:
         """Whether an answer was written with thinking on. None if the recipe does not set thinking."""
-        settings = self.template.settings
-        if settings.thinking is None or settings.thinking_argument in document.arguments:
+        if self.template.settings.thinking is None or self.template.switch in document.arguments:
             return None
         return any(answer.get(name) for name in THINKING) or CLOSING in str(answer["content"])
 

@@ -371,7 +371,7 @@ def folder_of(reference: str, weights: bool = True) -> Path:
     if not whole:
         _require_room(imported, folder)
         size = f"{imported.bytes / 1e6:.0f} MB{' in bfloat16' if imported.quantised else ''}"
-        note(f"importing {path.name} to {folder} ({size}{imported.tied}; `distill cache --clear imported` deletes it)")
+        note(f"importing {path.name} to {folder} ({size}{imported.tied}; `distill doctor --clear imported` deletes it)")
         write_atomically(folder / WEIGHTS, lambda place: write_weights(place, imported), several=True)
     return folder
 

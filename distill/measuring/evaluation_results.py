@@ -233,8 +233,10 @@ class EvaluationReport:
             f"{name}: " + ", ".join(f"{label} text {interval.mean:.1%}" for label, interval in by_kind.items())
             for name, by_kind in self.agreement.items()
         ]
-        words = f"{AGREEMENT.capitalize()} with the target on its own text (repeated: tokens that end {REPEATED} which "
-        return [f"{words}occurred before, prompt included): {'; '.join(pairs)}."] if pairs else []
+        words = (
+            f"{AGREEMENT.capitalize()} with the target on its own text (repeated: tokens that end {REPEATED} tokens "
+        )
+        return [f"{words}which occurred earlier, prompt included): {'; '.join(pairs)}."] if pairs else []
 
 
 def shown_measures(drafts: Collection[Divergences]) -> list[str]:

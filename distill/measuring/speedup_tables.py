@@ -48,7 +48,7 @@ def measurement_table(rows: Sequence[Measurement], command: str, best: Iterable[
     }
     note, shares = "", ", ".join(sorted(repeated))
     if repeated:
-        note = f"Repeated text (tokens that end {REPEATED} which occurred before, prompt included): {shares}."
+        note = f"Repeated text (tokens that end {REPEATED} tokens which occurred earlier, prompt included): {shares}."
     if stopped := [f"{row.configuration} after {row.stopped} prompts" for row in rows if row.stopped]:
         note += f" Stopped, clearly slower than the fastest: {', '.join(stopped)}."
     return table_of(rows, columns, command, "configurations", note.strip(), classes=classes)

@@ -67,7 +67,7 @@ from distill.recipe.recipe import not_loadable, not_run
 from distill.run import Run
 from distill.surgery.cutter import check_cut, check_smaller, planned_layers
 from distill.surgery.layers import layer_settings, set_layers
-from distill.surgery.sparsity import MIN_RAMP_STEPS
+from distill.surgery.sparsity import MIN_RAMP_STEPS, RAMP
 from distill.tables import document, size
 from distill.teacher.answers import check_questions, check_writer
 from distill.teacher.readers import check_teacher
@@ -441,7 +441,7 @@ def shortened(recipe: Recipe, runs: Path) -> Recipe:
     train, speedup, processes = recipe.train, recipe.speedup, process_count()
     steps = STEPS
     if train.sparsity is not None:  # Sparsity needs a minimum number of steps to remove anything.
-        steps = max(STEPS, math.ceil(MIN_RAMP_STEPS / train.sparsity.ramp))
+        steps = max(STEPS, math.ceil(MIN_RAMP_STEPS / RAMP))
     values: dict[str, Any] = {
         "name": name,
         "corpus": _shortened_corpus(recipe),

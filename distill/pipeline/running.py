@@ -19,6 +19,7 @@ from distill.data.traffic import PIN, BadLine, Sorted, begins_with, pin_of, read
 from distill.devices import agree, memory_explained, process_count
 from distill.errors import DataError, DistillError, RecipeError, RunError, faults_explained
 from distill.files import digest, has_form, link_file, read_json, reference_digest, require_inside, write_json
+from distill.pipeline.figures import stage_figure
 from distill.pipeline.stages import (
     LAST_TOGETHER,
     NAMES,
@@ -33,7 +34,7 @@ from distill.pipeline.stages import (
     recorded_parts,
     require_part,
 )
-from distill.progress import duration
+from distill.progress import duration, note, one_line_per_stage, show_passing, shows_stages
 from distill.recipe import Recipe, load_recipe
 from distill.recipe.recipe import left_out, not_run, of_older_version
 from distill.run import BEGIN, TRAFFIC_FORM, Run
@@ -252,29 +253,24 @@ def run_pipeline(
     if run.read_only and due is not None:
         hint = "make the folder writable, or copy it to a writable disk and name the copy"
         raise RunError(f"{run.folder} is not writable, but stage `{due.stage.name}` would have to run{due.why}", hint)
-    if not run.silent:
-        from distill.report.card import draw_progress
-
-        names = [action.stage.name for action in actions if action.kind != "leave"]
-        run.redraw = partial(draw_progress, run, names, expected)
+    names = [action.stage.name for action in actions if action.kind != "leave"]
     waiting = process_count() > 1  # The other processes are in follow_main.
-    for action in actions:
-        if waiting and NAMES.index(action.stage.name) > NAMES.index(LAST_TOGETHER):
-            agree()  # It ends the other processes.
-            waiting = False
-        if action.kind == "leave":
-            run.say(action.line())
-            continue
-        if action.kind == "wait":
-            action = planner.decide(action.stage)
-            require_allowed([action])
-        with _run_named(run):
-            _carry_out(action, planner)
-        show(action.stage.name)
+    with one_line_per_stage():
+        for action in actions:
+            if waiting and NAMES.index(action.stage.name) > NAMES.index(LAST_TOGETHER):
+                agree()  # It ends the other processes.
+                waiting = False
+            if action.kind == "leave":
+                run.say(action.line())
+                continue
+            if action.kind == "wait":
+                action = planner.decide(action.stage)
+                require_allowed([action])
+            with _run_named(run):
+                _carry_out(action, planner, partial(_time_left, run, names, expected))
+            show(action.stage.name)
     if waiting:
         agree()
-    if due is not None and actions[-1].stage.name != NAMES[-1]:
-        run.redraw()
     if not run.read_only:
         run.path("stages", "redo.json").unlink(missing_ok=True)
 
@@ -290,11 +286,22 @@ def _run_named(run: Run) -> Iterator[None]:
         raise
 
 
-def _carry_out(action: Action, planner: Planner) -> None:
+def _time_left(run: Run, names: Sequence[str], expected: Sequence[StageEstimate]) -> str:
+    """The time that the stages of these names have left, in words; empty if nothing is expected."""
+    if not expected:
+        return ""
+    from distill.planning.hours import time_left
+
+    records = {name: run.done(name) for name in names}
+    return time_left(expected, {name: record["seconds"] if record else None for name, record in records.items()})
+
+
+def _carry_out(action: Action, planner: Planner, time_left: Callable[[], str]) -> None:
     """Skip a stage, or remove the files that it must not keep, run it, and record it as finished."""
     stage, run, recipe = action.stage, planner.run, planner.recipe
     run.say(f"{stage.name}: {WORDS[action.kind][1]}{action.why}")
     if action.kind == "skip":
+        _show_done(stage.name, "", "up to date")
         if not run.read_only:
             begun_path(run, stage).unlink(missing_ok=True)  # It remains if the process is killed after the record.
         return
@@ -323,8 +330,7 @@ def _carry_out(action: Action, planner: Planner) -> None:
         planner.started.append(stage.name)
         write_json(run.path("stages", "redo.json"), {"asked": planner.asked, "started": planner.started})
     write_json(begun_path(run, stage), parts)
-    if stage.name != NAMES[-1] and (left := run.redraw()):  # The last stage writes the page of the finished run.
-        run.say(f"  the whole run: {left}")
+    _show_begun(stage.name, run, time_left())
     started = time.time()
     for name, pattern in stage.inputs:
         if name != "teacher":  # The teacher's shards are compared one at a time, when they are read.
@@ -336,7 +342,23 @@ def _carry_out(action: Action, planner: Planner) -> None:
             artifacts = stage.load()(recipe, run)
     run.finish(stage.name, digest(parts), parts, artifacts, started)
     begun_path(run, stage).unlink(missing_ok=True)
-    run.say(f"{stage.name}: done in {duration(time.time() - started)}")
+    took, figure = duration(time.time() - started), stage_figure(stage.name, run)
+    run.say(f"{stage.name}: done in {took}: {figure}")
+    _show_done(stage.name, took, figure)
+
+
+def _show_begun(stage: str, run: Run, left: str) -> None:
+    """Say how long the run has left, and show the stage on a terminal until its own line comes."""
+    if left:
+        run.say(f"  the whole run: {left}")
+    if shows_stages():
+        show_passing(f"  {stage}{', the whole run: ' if left else ''}{left}")
+
+
+def _show_done(stage: str, took: str, figure: str) -> None:
+    """Show the line of a finished stage, on a terminal that shows one line for each."""
+    if shows_stages():
+        note(f"✓ {stage:<10}{took:>7}  {figure}")
 
 
 def _take_over(stage: Stage, run: Run, source: Run) -> None:

@@ -104,7 +104,7 @@ STAGES = (
     _stage(
         "teacher.answers:questions",
         f"seed {_keys('corpus.sources', ' '.join(OF_TARGET))} {_keys('answers', 'writer group')} {TYPES} "
-        + _keys("chat", "system thinking thinking_argument arguments tools"),
+        + _keys("chat", "system thinking arguments tools"),
         "",
         "target writer",
         OF_WRITER,

@@ -17,7 +17,7 @@ from distill.engines.torch.hugging_face import load_config
 from distill.errors import RecipeError, RunError
 from distill.files import digest
 from distill.pipeline.stages import value_of
-from distill.recipe.recipe import read_yaml
+from distill.recipe.recipe import assigned, read_yaml
 from distill.run import Run
 from distill.surgery.cutter import planned_sizes, weights_of
 from distill.tables import size
@@ -40,11 +40,13 @@ def combinations(options: Sequence[str], most: int | None) -> dict[str, list[str
     """
     values: dict[str, list[Any]] = {}
     for option in options:
-        key, _, text = option.partition("=")
+        form = "KEY=V1,V2,..., such as cut.layers=8,12,null"
+        key, text = assigned(option, "--sweep", form)
         listed = read_yaml(f"[{text}]", f"--sweep {key}")
-        if not (key and listed) or key in ("name", *values):
-            what = f"--sweep {option}: expected KEY=V1,V2,…, each key once and none of them name"
-            raise RecipeError(what, "such as --sweep cut.layers=8,12,null")
+        if not listed:
+            raise RecipeError(f"--sweep {option}: expected {form}", "name at least one value")
+        if key in ("name", *values):
+            raise RecipeError(f"--sweep {key}: each key can be given once, and `name` cannot", "leave it out")
         values[key] = listed
     if most is not None and math.prod(map(len, values.values())) > most:
         raise RecipeError(f"--sweep asks for more than {most} runs", "allow them with --yes")

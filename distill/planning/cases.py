@@ -1,5 +1,5 @@
-"""Costs for a plan: of a pair that is here, whose draft may be one of a recipe's shape with random weights; and of
-saved curves."""
+"""Costs for a plan: measured on a pair, whose draft can have a recipe's shape and random weights, or read from saved
+curves."""
 
 from __future__ import annotations
 
@@ -92,8 +92,10 @@ UNSTEADY = 1.25  # a ratio of plain steps that shows other work
 
 @dataclass(frozen=True)
 class PlanRequest:
-    """What is asked: a target with a draft, with the draft that `recipe` cuts, or with one whose step costs
-    `draft_cost` T(1); requests of `new` tokens after `prompt` ones, and the draft lengths."""
+    """A target with a draft, with the draft that `recipe` cuts, or with a draft whose step costs `draft_cost` T(1).
+
+    Requests have `prompt` tokens and `new` new ones.
+    """
 
     target: Target
     draft: str | None
@@ -244,7 +246,7 @@ def llama_settings(curve: CostCurve, accepted: Sequence[float], draft: float, de
 
 
 def look_ahead(costs: Costs, speed: float = 1.0) -> int:
-    """How many tokens a draft must look ahead to see past the steps of the curve.
+    """Return how many tokens a draft must look ahead to see past the steps of the curve.
 
     Decoding at `speed` times plain decoding, k accepted tokens save k·T(1) / speed seconds and cost
     T(n + 1 + k) − T(n + 1) + k·D. Returns the smallest k that pays, the largest such k over all lengths n; lengths from

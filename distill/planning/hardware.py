@@ -46,7 +46,7 @@ class Hardware:
 
     @property
     def words(self) -> str:
-        """As on the command line."""
+        """The words that name it on the command line."""
         return f"{self.count} x {self.name}" + ("" if self.bits is None else f" at {self.bits:g} bits")
 
 

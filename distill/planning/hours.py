@@ -1,4 +1,4 @@
-"""What the stages of a run take: hours, memory and disk, from a rehearsal."""
+"""Hours, memory and disk of a run's stages, from a rehearsal or from counts and sizes."""
 
 from __future__ import annotations
 
@@ -83,17 +83,17 @@ def bounds(least: float, most: float) -> str:
 DOUBT = 60.0  # seconds: stages that took less say little of the pace
 
 
-def time_left(expected: Sequence[StageEstimate], took: Mapping[str, float | None], running: float | None = None) -> str:
-    """What the stages of a run that are not done have left, in words: by their estimates, at the pace of the stages
-    that are done, of which `took` has the seconds. `running`: what the first of them has left, where its steps tell."""
+def time_left(expected: Sequence[StageEstimate], took: Mapping[str, float | None]) -> str:
+    """Return the remaining time in words. The pace of finished stages scales the estimates.
+
+    `took` has the seconds of finished stages, and None for the others.
+    """
     known = {one.stage: one for one in expected}
     past = [(seconds, known[name]) for name, seconds in took.items() if seconds is not None and name in known]
     pace = (DOUBT + sum(seconds for seconds, _ in past)) / (DOUBT + sum(one.low + one.high for _, one in past) / 2)
     due = [name for name, seconds in took.items() if seconds is None]
-    found = [] if running is None else [(running, running)]
-    later = due[len(found) :]
-    found += [(pace * known[name].low, pace * known[name].high) for name in later if name in known]
-    unknown = ", ".join(name for name in later if name not in known)
+    found = [(pace * known[name].low, pace * known[name].high) for name in due if name in known]
+    unknown = ", ".join(name for name in due if name not in known)
     said = f"{bounds(*map(sum, zip(*found, strict=True)))} left" if found else ""
     more = f"the time of {unknown} is not known without a rehearsal (--rehearse)" if unknown else ""
     return "; ".join(filter(None, (said, more)))
@@ -102,15 +102,15 @@ def time_left(expected: Sequence[StageEstimate], took: Mapping[str, float | None
 # ── Without a rehearsal, from counts and sizes ──
 # Fitted to whole runs on 2 cores: SmolLM2-135M, and Qwen2.5-Coder-1.5B with its 0.5B sibling. Their seconds and bytes,
 # and how far off this is, stand in tests/planning/test_hours.py.
-
-MEASURED_SPEED = 1.05e12  # products and sums a second of those cores; slower ones also read memory more slowly
+# Work that waits for memory takes as long on cores with slower products: decoding, the optimiser, passes over logits.
+MEASURED_SPEED = 1.05e12  # products and sums per second of those cores
 SHARE = 0.64  # of the speed of a large product, in the steps of a model
-LAYER, LOGIT = 1.3e-3, 8e-9  # seconds of a layer's step beside its products, and of a logit that is drawn from
-FEWEST = 32  # rows up to which a step takes as long: it reads all weights
+LAYER, LOGIT = 1.3e-3, 8e-9  # seconds of a layer's step without its products, and of a logit that is drawn from
+FEWEST = 32  # A step takes constant time up to this many rows, because every step reads all weights.
 TRIED, AT_ONCE = 2.2, 384  # texts written for a usable question; questions written at once
-OVERHEAD = 2.2  # of training steps: the optimiser, losses over the vocabulary
-PARITY = 8e-8  # seconds that a GGUF file is compared for, by weight
-READ = 30e9  # bytes a second
+OVERHEAD = 1.2  # memory-bound share of training steps, in the time of their products at MEASURED_SPEED
+PARITY = 8e-8  # seconds of a GGUF file's comparison, by weight
+READ = 30e9  # bytes of memory per second
 READY, LOADED = 1.0, 4.0  # seconds of a stage without a model; in which a small one is loaded
 TOKENISED = 3e5  # tokens of text a second
 # Of a weight in a GGUF file; other types have the bits of their name and some.
@@ -118,9 +118,9 @@ BYTES = {"f32": 4.0, "f16": 2.0, "bf16": 2.0}
 
 
 def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstimate]:
-    """What the stages take with `prompts` to answer, on a CPU that makes `speed` products and sums a second.
+    """Estimate the stages with `prompts` to answer, on a CPU that makes `speed` products and sums per second.
 
-    None for models of unknown sizes, and where servers do what is estimated here.
+    The list is empty for models of unknown sizes, and if servers do the estimated work.
     """
     target, cut_from = load_config(recipe.target.model), load_config(recipe.donor_model)
     big, donor, cut = shape_of(target), shape_of(cut_from), planned_sizes(recipe, target, cut_from)
@@ -151,7 +151,7 @@ def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstim
     held = [held_out_sizes(recipe, split) for split in SPLITS[1:]]
     given_text = block if recipe.corpus.tokens else 0  # in a block of held-out text
     validated, tested = (one.prompts * one.new_tokens + one.blocks * given_text for one in held)
-    judging = (1 + math.ceil(train.steps / judged.every)) * validated * (small + head) / rate if judged else 0
+    judging = validated * (small + head) / rate if judged else 0.0  # of one evaluation
     own = is_gguf(recipe.target.model)
     kinds = [BYTES.get(kind) or int(kind.strip("itq")[0]) / 7.5 for kind in recipe.export.outtypes]
     decoded, plain = timed.prompts * timed.new_tokens, float(big["layers"] * LAYER / 8)
@@ -165,8 +165,15 @@ def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstim
     stored = sum(planned_bytes(recipe, prompts).values())
     asked = sum(texts(TRIED * (one.questions or 0), one.tokens, AT_ONCE) for one in recipe.corpus.asked)
     continued = sum(texts(one.prompts, one.new_tokens, answers.batch) for one in held)
-    steps = train.steps * batch * (3 * learnt + head / 2) / rate * OVERHEAD + (judging if train.steps else 0)
-    slower = max(1.0, MEASURED_SPEED / speed)
+    per_product = 1 / rate + OVERHEAD / (SHARE * MEASURED_SPEED / 2)
+
+    def training(steps: int) -> float:
+        """Seconds of so many steps, with the evaluations between them."""
+        evaluations = 1 + math.ceil(steps / judged.every) if judged and steps else 0
+        return steps * batch * (3 * learnt + head / 2) * per_product + evaluations * judging
+
+    # With a patience, the training can end early.
+    fewest = judged.every * (1 + judged.patience) if judged and judged.patience else train.steps
     compared = small * len(kinds) + whole * (1 if own else len(kinds)) if kinds else 0
     written = sum(kinds) * (small + (0 if own else whole))
     loading = sum(12 + 25e-9 * whole + (ways + 2 * bool(turns)) * decoded * each for each in engines.values())
@@ -177,18 +184,23 @@ def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstim
         "teacher": (LOADED + (positions + validated + tested) * body / rate, 0, stored),
         "table": (positions * head / rate, 0, 0),
         "cut": (scored * (head + passes * given) / rate, 4 * given, 4 * small),
-        "train": (steps, 16 * small + 12 * batch * big["rows"], 12 * small if train.steps else 0),
+        "train": (training(train.steps), 16 * small + 12 * batch * big["rows"], 12 * small if train.steps else 0),
         "eval": (LOADED + 2 * tested * (small + head) / rate, 4 * small, 0),
-        "export": (slower * PARITY * compared, 4 * head + 8 * PARITY_POSITIONS * big["rows"], written),
-        "speedup": (slower * (loading + turns * len(engines) * (2 + 5e-9 * whole)), 4 * small, 0),
+        "export": (
+            max(1.0, MEASURED_SPEED / speed) * PARITY * compared,
+            4 * head + 8 * PARITY_POSITIONS * big["rows"],
+            written,
+        ),
+        "speedup": (loading + turns * len(engines) * (2 + 5e-9 * whole), 4 * small, 0),
         "report": (READY, 0, 0),
     }
     absent = left_out(recipe)
     memory = dict.fromkeys(("questions", "answers"), answers.batch * _row_bytes(recipe))
+    least = {"train": training(min(train.steps, fewest))}
     return [
         StageEstimate(
             stage,
-            seconds,
+            least.get(stage, seconds),
             seconds,
             round(disk),
             round((PROCESS if stage in without else weights) + more + memory.get(stage, 0)),
@@ -205,7 +217,7 @@ def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstim
 
 
 def rehearsed_hours(recipe: Recipe, short: Recipe, run: Run, measured: Sequence[Rehearsed]) -> list[StageEstimate]:
-    """What each measured stage takes in the whole run; the recipe was shortened to `short` and rehearsed in `run`."""
+    """Estimate each measured stage of the whole run. `run` is the rehearsal of `short`, the shortened recipe."""
     return [_rehearsed(stage, recipe, short, run) for stage in measured]
 
 
@@ -236,7 +248,7 @@ def _rehearsed(stage: Rehearsed, recipe: Recipe, short: Recipe, run: Run) -> Sta
 
 
 def _count(stage: str, recipe: Recipe, run: Run) -> float:
-    """What a stage's seconds grow with; of those that write texts and distributions, also their disk space."""
+    """Return the count that a stage's seconds grow with. Disk space of texts and distributions grows with it, too."""
     speedup = recipe.speedup
     if stage == "teacher":
         return _positions(recipe, run)
@@ -278,7 +290,7 @@ def _positions(recipe: Recipe, run: Run) -> float:
 
 
 def _texts(recipe: Recipe, whole: int, part: int) -> tuple[float, float]:
-    """How many times longer the target writes `whole` texts than `part`, from a low to a high bound."""
+    """Return how many times longer the target writes `whole` texts than `part`, as a low and a high bound."""
     texts = _ratio(whole, part)
     if recipe.answers.writer is not None:  # text by text, or as many at once as the servers take
         return texts * min(part, recipe.answers.writer.connections) / recipe.answers.writer.connections, texts

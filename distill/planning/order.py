@@ -1,4 +1,4 @@
-"""What to try first for a target, as docs/choosing.md asks: a head, a lookup, a sibling, a smaller head, training.
+"""The order in which to try drafts for a target, as in docs/choosing.md: a head, a lookup, a sibling, training.
 
 Each line has the number that it rests on: costs of this machine, and acceptance of the nearest pair that was measured.
 """
@@ -113,7 +113,7 @@ def decide(target: str, case: Case | None) -> list[str]:
                     return [*lines, f"Measure it: `distill speedup {target} {name} --prompts FILE`."]
                 return [*lines, f"Make it: `distill train RECIPE cut.donor={name} cut.trim={TRIMMED} train.steps=0`."]
     if not found:
-        lines.append("3. No sibling of its tokens is beside it or in the cache.")
+        lines.append("3. No smaller model with the target's tokens is next to the target or in the hub cache.")
     needed = _needed(case, step := costs.draft / costs.target[0])
     if math.isinf(needed):
         return [*lines, f"5. Training cannot make a step of {step:.2f} T(1) pay: cut the draft further."]

@@ -64,8 +64,10 @@ class Scenario:
 
 @dataclass(frozen=True)
 class SpeedupForecast:
-    """What one set of costs promises; `sentences` are its verdict. `prompt` tokens are read by both models (0: the
-    prompt is left out) and `new` follow."""
+    """The prediction from one set of costs, with a verdict in sentences.
+
+    Both models read `prompt` tokens (0: the prompt is left out), and `new` tokens follow.
+    """
 
     title: str
     prompt: int
@@ -152,7 +154,7 @@ def by_position(rates: Sequence[float], length: int) -> list[float]:
 
 
 def forecast(case: Case, given: Mapping[str, Sequence[float]]) -> SpeedupForecast:
-    """What the costs promise at the usual acceptances, at those `given` by title, and with everything accepted."""
+    """Predict speedups at the usual acceptances, at those `given` by title, and with everything accepted."""
     cost = case.median(lambda costs: costs.draft / costs.target[0])
     lengths = []
     for n in case.lengths:
@@ -181,7 +183,7 @@ def _scenario(case: Case, title: str, rates: Sequence[float]) -> Scenario:
 
 
 def _verdict(case: Case, cost: float, lengths: Sequence[PlannedLength], scenarios: Sequence[Scenario]) -> str:
-    """What conditional acceptance the draft needs, what it gives at most, and why not where that is not above 1."""
+    """Return the conditional acceptance that the draft needs and its maximum speedup, or why it cannot pay."""
     top = max(lengths, key=lambda one: one.upper_bound)
     free = next(one for one in scenarios if one.title == ALL).largest_cost
     if top.upper_bound <= 1 and free < NEGLIGIBLE:

@@ -148,7 +148,6 @@ class Chat(Section):
     thinking: float | None = Field(
         None, ge=0, le=1, description="share of conversations with thinking on; null: the template's default"
     )
-    thinking_argument: str = Field("enable_thinking", description="template argument that turns thinking on or off")
     arguments: dict[str, Any] = Field({}, description="other template arguments")
     tools: tuple[dict[str, Any], ...] = Field((), description="JSON schemas of tools offered in every conversation")
     turns: int = Field(4, ge=1, description="maximum user turns that the target answers per conversation")

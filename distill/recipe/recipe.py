@@ -3,6 +3,7 @@ read from a file and overrides, and written back."""
 
 from __future__ import annotations
 
+import copy
 import difflib
 import os
 import re
@@ -119,6 +120,8 @@ class Recipe(Section):
             )
         for foreign in (one.described for one in self.speedup.configurations if one.other_vocabulary):
             raise ValueError(f"`{foreign}` is for a draft of another vocabulary; a run's draft has the target's")
+        if self.train.adapter is not None and self.train.embedding_rate and self.cut.transplant is None:
+            raise ValueError("train.embedding_rate: adapters freeze embeddings and head, without a cut.transplant")
         for backend, kind in self.speedup.files.items():
             if kind not in self.export.outtypes:
                 raise ValueError(f"speedup measures {backend} in {kind}, which is not among export.outtypes")
@@ -375,14 +378,28 @@ def _ask_the_file(raw: dict[str, Any]) -> None:
         teacher["gguf"] = model
 
 
+NEXT = re.compile(r",(?=\s*[\w-]+\s*=)")
+
+
+def assigned(text: str, where: str, form: str = "KEY=VALUE") -> tuple[str, str]:
+    """Split KEY=VALUE at its first equals sign; RecipeError, which names `where`, for a text of another form."""
+    key, equals, value = text.partition("=")
+    if not equals or not key.strip():
+        raise RecipeError(f"{where} {shown(text)}: expected {form}", "write it without spaces")
+    return key.strip(), value.strip()
+
+
+def all_assigned(text: str, where: str) -> list[tuple[str, str]]:
+    """Split KEY=VALUE,... into pairs. A value can contain commas."""
+    return [assigned(part, where, "KEY=VALUE,...") for part in NEXT.split(text)]
+
+
 def _apply_override(raw: dict[str, Any], override: str) -> None:
-    name, equals, text = override.partition("=")
+    name, text = assigned(override, "override", "a.b=c, such as train.steps=100")
     if len(name) > 500:
         raise RecipeError(f"override `{name[:100]}…` has {len(name)} characters before the =", "see docs/recipes.md")
-    if not equals or not name.strip():
-        raise RecipeError(f"override `{override}` is not of the form a.b=c", "such as train.steps=100, without spaces")
     value = read_yaml(text, f"the value of override `{name[:100]}`")
-    *path, last = name.strip().split(".")
+    *path, last = name.split(".")
     if len(path) > DEEPEST:
         raise RecipeError(f"override `{name[:100]}…` is nested too deeply", f"at most {DEEPEST} levels are possible")
     place: Any = raw
@@ -403,35 +420,13 @@ def _apply_override(raw: dict[str, Any], override: str) -> None:
         place = place[key]
 
 
-GONE = {  # settings of older versions, and what to do now
-    "target.load": "leave it out: the machine is asked whether it can load the target",
-    "train.acceptance.new_tokens": "leave it out: weights are chosen on stored validation answers",
-    "teacher.kind: online": "teacher.kind=exact stores the same distributions",
-    "speedup.configurations: calibration": "leave it out: the rounds of a session tell how good the draft is",
-}
-
-
-def _refuse_gone(raw: dict[str, Any], path: Path) -> None:
-    """Raise RecipeError for settings that only older versions had; of a run, it says how to keep the draft."""
-    places = {name: name.rpartition(".") for name in GONE if ": " not in name}
-    gone = [name for name, (section, _, key) in places.items() if key in _section(raw, section)]
-    gone += ["teacher.kind: online"] * (_section(raw, "teacher").get("kind") == "online")
-    ways = _section(raw, "speedup").get("configurations")
-    if isinstance(ways, list) and any(isinstance(one, dict) and "calibration" in one for one in ways):
-        gone.append("speedup.configurations: calibration")
-    if gone and path.name == "config.yaml" and (path.parent / "stages").is_dir():
-        raise RecipeError(*of_older_version(path.parent))
-    if gone:
-        raise RecipeError(f"{path}: {', '.join(gone)} is no longer a setting", "; ".join(GONE[name] for name in gone))
-
-
 def of_older_version(run: Path) -> tuple[str, str]:
-    """The refusal of a run that an older version made, and how to keep its draft."""
+    """Return the refusal of a run that an older version made, and how to keep its draft."""
     draft = run.resolve() / "draft"
     uses = f"`distill eval TARGET {draft} --prompts FILE`, `distill export-gguf {draft}`"
     other = f"`distill train RECIPE name=OTHER cut.donor={draft}`"
     hint = f"its draft loads on its own: {uses}, {other}; or move the whole run aside (--fresh)"
-    return f"{run} was made by an older version of distill, whose stages were others", hint
+    return f"{run} was made by an older version of distill, whose recipes and stages were others", hint
 
 
 def parse_recipe(raw: Any, where: str) -> Recipe:
@@ -458,6 +453,11 @@ def load_recipe(path: Path, overrides: typing.Sequence[str] = ()) -> Recipe:
     raw = read_yaml(read_utf8(path), str(path))
     if raw is None:
         raise RecipeError(f"{path} is empty", "`distill recipes` lists examples")
+    if path.name == "config.yaml" and (path.parent / "stages").is_dir():  # A run wrote it, so it was valid.
+        try:
+            recipe_of(copy.deepcopy(raw), str(path), path.resolve().parent)
+        except RecipeError as error:
+            raise RecipeError(*of_older_version(path.parent)) from error
     return recipe_of(raw, str(path), path.resolve().parent, overrides)
 
 
@@ -466,7 +466,6 @@ def recipe_of(raw: Any, where: str, folder: Path, overrides: typing.Sequence[str
     if isinstance(raw, dict):
         for override in overrides:
             _apply_override(raw, override)
-        _refuse_gone(raw, Path(where))
         _resolve_paths(raw, folder)
     return parse_recipe(raw, where)
 

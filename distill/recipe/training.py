@@ -12,6 +12,8 @@ from distill.recipe.target import Section
 class Adapter(Section):
     """LoRA, or QLoRA on a quantised base, for drafts too large to train in full. Merged at the end.
 
+    Embeddings and head are frozen, but for a transplanted vocabulary (`cut.transplant`), whose rows are new.
+
     The merged draft has full precision. After QLoRA it differs from the draft as trained, which included the
     quantisation error of the base.
     """
@@ -24,30 +26,12 @@ class Adapter(Section):
     base: Literal["int8", "int4"] | None = Field(
         None, description="QLoRA: bitsandbytes keeps the frozen weights in 8 or 4 bits (NF4); null: not quantised"
     )
-    train_outer: bool = Field(
-        False, description="also train embeddings and head in full, as a transplanted vocabulary needs"
-    )
 
 
 class Sparsity(Section):
-    """An L1 penalty during training drives neurons or weights to zero; they are removed and the rest is debiased."""
+    """A group lasso during training drives MLP neurons to zero. They are cut out, and the rest is debiased."""
 
-    mlp_width: int | None = Field(
-        None, ge=32, description="MLP neurons left per layer; the others are removed at the end"
-    )
-    share: float | None = Field(
-        None,
-        gt=0,
-        lt=1,
-        description="instead of mlp_width: share of single weights that become zero, which makes nothing faster",
-    )
-    ramp: float = Field(0.2, gt=0, le=1, description="share of the steps over which the penalty grows")
-
-    @model_validator(mode="after")
-    def _wants_one_goal(self) -> Sparsity:
-        if (self.mlp_width is None) == (self.share is None):
-            raise ValueError("give mlp_width or share")
-        return self
+    mlp_width: int = Field(ge=32, description="MLP neurons left per layer; the others are removed at the end")
 
 
 LossName = Literal["forward_kl", "jsd", "total_variation", "nla", "lk_hybrid", "cross_entropy"]
@@ -100,12 +84,6 @@ class Train(Section):
         "([training](training.md#the-rate))",
     )
     loss: Loss | None = Field(None, description="weights of the losses; null: by the protocol")
-    temperature: float = Field(
-        1.0,
-        gt=0,
-        le=100,
-        description="of both distributions in forward_kl and jsd; these losses are multiplied by its square",
-    )
     save_every: int = Field(100, ge=1, description="steps between checkpoints, of which two are kept")
     dtype: Literal["auto", "float32", "bfloat16"] = Field(
         "auto", description="autocast type; the weights stay float32; auto: as for target.dtype"
@@ -123,7 +101,7 @@ class Train(Section):
         Acceptance(), description="keep the best weights; null, or with sparsity: keep the last"
     )
     adapter: Adapter | None = Field(None, description="train LoRA adapters instead of all weights")
-    sparsity: Sparsity | None = Field(None, description="L1 penalty during training")
+    sparsity: Sparsity | None = Field(None, description="remove MLP neurons during training")
 
     _loss = field_validator("loss")(_weighs_something)
 
@@ -131,8 +109,6 @@ class Train(Section):
     def _settings_fit(self) -> Train:
         if self.adapter is not None and self.sparsity is not None:
             raise ValueError("sparsity changes the draft's own weights, which adapters freeze; leave one out")
-        if self.adapter is not None and self.embedding_rate and not self.adapter.train_outer:
-            raise ValueError("embedding_rate is of what adapters freeze: embeddings and head; set adapter.train_outer")
         if self.sparsity is not None and self.acceptance is not None and self.acceptance.patience is not None:
             raise ValueError("sparsity needs all steps; leave acceptance.patience out")
         return self

@@ -88,7 +88,7 @@ def gain(report: SpeedupReport) -> float:
 
 
 def lines_of(run: Run, results: RunResults | None, line: Line) -> Iterator[Line]:
-    """What a run has measured: a line for each engine, or one alone."""
+    """Yield a line for each engine that a run measured, or a single line without one."""
     found, timed = (results.evaluation, results.speedup) if results else (None, None)
     if results:
         draft, trained = results.draft, run.done("train")
@@ -136,7 +136,7 @@ def promise(steps: StepFigures, cost: float, rate: float) -> float:
 
 
 def facts_of(run: Run, results: RunResults | None) -> dict[str, Any]:
-    """What must be the same of runs that are compared, as far as it is known."""
+    """Return the facts that must be equal for a comparison of runs, as far as they are known."""
     corpus = run.done("corpus") or {"inputs": {}}
     facts = {
         "targets": corpus["inputs"].get("target.model"),

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, TypeVar
@@ -17,16 +16,15 @@ from distill.folders import ModelSizes
 from distill.machine import machine
 from distill.measuring.evaluation_results import EvaluationReport
 from distill.measuring.speedup_results import SpeedupReport
-from distill.planning.hours import StageEstimate, time_left
-from distill.progress import command_line, duration
+from distill.progress import command_line
 from distill.recipe import Recipe
 from distill.recipe.recipe import not_run
-from distill.report.page import build_page, section, whole_page
-from distill.report.sections import TEXTS, sections, training_plots
+from distill.report.page import build_page
+from distill.report.sections import TEXTS, sections
 from distill.report.tables import RunResults
 from distill.run import Run, now
 from distill.surgery.results import CutReport, SparsityReport
-from distill.tables import Row, Table, clean, document, placeless, words
+from distill.tables import clean, document, placeless, words
 from distill.training.saved import TrainingSummary, evaluated_weights, training_steps
 
 # ── The model card of a draft: the README.md in its folder, Markdown under YAML front matter ──
@@ -126,33 +124,6 @@ def _target_sizes(recipe: Recipe, cut: CutReport) -> ModelSizes:
     from distill.engines.torch.hugging_face import describe_model, empty_model, load_config
 
     return describe_model(recipe.target.model, empty_model(load_config(recipe.target.model)))
-
-
-def draw_progress(run: Run, stages: Sequence[str], expected: Sequence[StageEstimate]) -> str:
-    """Write report.html of a run that goes on: which of its stages are done, the curves so far and the time left, by
-    what is `expected`; returns that time in words, none where nothing is."""
-    records, lines = {name: run.done(name) for name in stages}, run.metrics()
-    steps = training_steps(lines)
-    running = next((name for name, record in records.items() if record is None), "")
-    said, left = f"Stage `{running}` is running." if running else "Ended on request.", None
-    if running == "train" and steps:
-        left = next(line["eta_seconds"] for line in reversed(lines) if "eta_seconds" in line)
-        said = f"Stage `train` is at step {steps[-1].step}, {duration(left)} left."
-    whole = time_left(expected, {name: record["seconds"] if record else None for name, record in records.items()}, left)
-    said += f" The whole run: {whole}." if whole else ""
-    said += " This page is written anew with every stage and every validation."
-    rows: list[Row] = [
-        [
-            name,
-            "done" if record else "running" if name == running else "",
-            duration(record["seconds"]) if record else "",
-        ]
-        for name, record in records.items()
-    ]
-    curves = training_plots(steps, evaluated_weights(lines)) if steps else []
-    body = section([said, *curves, Table(["stage", "state", "took"], rows, run.again())])
-    write_text(run.path("report.html"), whole_page(run.recipe.name, now(), body))
-    return whole if expected else ""
 
 
 def report(recipe: Recipe, run: Run) -> list[Path]:

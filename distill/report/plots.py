@@ -18,7 +18,7 @@ from distill.data.samples import SEEN
 from distill.errors import DataError
 from distill.machine import install_extra
 from distill.measuring.evaluation_results import MEASURES, ByText
-from distill.measuring.speedup_results import SpeedupPart, SpeedupReport
+from distill.measuring.speedup_results import InTurns, Measurement, SpeedupPart, SpeedupReport
 from distill.measuring.verdict import engine_of, leader
 from distill.tables import Interval, clean, known, shown
 from distill.training.saved import Evaluation, TrainingStep
@@ -89,23 +89,45 @@ def block_length(steps: Sequence[TrainingStep]) -> int:
 
 
 def speeds(report: SpeedupReport) -> str:
-    """Tokens per second of every configuration in every engine, plain decoding as a line; the fastest way in colour."""
-    best, place, ticks = leader(report)[1], 0, dict[int, str]()
-    rows = [one for one in report.measurements if not one.is_plain]
-    said = [f"{one.configuration} in {engine_of(one)} {one.tokens_per_second:.1f}" for one in rows]
-    height = 0.9 + 0.21 * (len(rows) + len(report.parts))
-    with _figure("plot-speeds", f"Tokens per second: {', '.join(said)}", height) as (axes, done):
-        for part in report.parts:
-            axes.text(0, place, _label(engine_of(part)), va="center", fontweight="bold")
-            for one in (one for one in part.measurements if not one.is_plain):
-                place, plain, weight = place + 1, one.plain_tokens_per_second, "bold" if one is best else "normal"
-                ticks[place] = f"▸ {one.configuration}" if one is best else one.configuration
-                axes.barh(place, one.tokens_per_second, 0.72, **(BEST if one is best else OTHERS))
-                axes.hlines(place, one.speedup_low * plain, one.speedup_high * plain, color=INK, linewidth=1.2)
+    """Tokens per second of every configuration in every engine, with plain decoding as a dashed line.
+
+    The fastest way is in colour. It is a bar of the engines' turns, if they took any: only these compare engines.
+    """
+    part, best, *_ = leader(report)
+    Bar = tuple[str, Measurement | InTurns, float, bool]  # name, figures, plain tokens/s, fastest
+    groups: dict[str, list[Bar]] = {}
+    if report.in_turns:
+        plain = next(one.tokens_per_second for one in report.in_turns if one.speedup == 1)
+        groups["engines in turns"] = [
+            (
+                f"{one.configuration}, {engine_of(one)}",
+                one,
+                plain,
+                one.key == best.key and part.measurements[one.place] is best,
+            )
+            for one in report.in_turns
+        ]
+    for own in report.parts:
+        drafting = [one for one in own.measurements if not one.is_plain]
+        decides = not report.in_turns
+        groups[engine_of(own)] = [
+            (one.configuration, one, one.plain_tokens_per_second, decides and one is best) for one in drafting
+        ]
+    rows = [f"{bar[0]} in {group} {bar[1].tokens_per_second:.1f}" for group, bars in groups.items() for bar in bars]
+    height, place, ticks = 0.9 + 0.21 * (len(rows) + len(groups)), 0, dict[int, str]()
+    with _figure("plot-speeds", f"Tokens per second: {', '.join(rows)}", height) as (axes, done):
+        for group, bars in groups.items():
+            axes.text(0, place, _label(group), va="center", fontweight="bold")
+            for name, one, plain, fastest in bars:
+                place, weight, speed = place + 1, "bold" if fastest else "normal", one.tokens_per_second
+                high = one.speedup_high * plain
+                ticks[place] = f"▸ {name}" if fastest else name
+                axes.barh(place, speed, 0.72, **(BEST if fastest else OTHERS))
+                axes.hlines(place, one.speedup_low * plain, high, color=INK, linewidth=1.2)
                 axes.vlines(plain, place - 0.5, place + 0.5, color=INK, **DASHED)
-                end = max(one.tokens_per_second, plain, one.speedup_high * plain)  # the last may be NaN
-                told = f"{one.tokens_per_second:.1f} ({shown(one.speedup, '×')})"
-                axes.annotate(told, (end, place), (4, 0), textcoords="offset points", va="center", fontweight=weight)
+                end = max(speed, plain, high)  # the last may be NaN
+                label = f"{speed:.1f} ({shown(one.speedup, '×')})"
+                axes.annotate(label, (end, place), (4, 0), textcoords="offset points", va="center", fontweight=weight)
             place += 1
         axes.plot([], [], color=INK, label="plain decoding", **DASHED)
         _rows(axes, "tokens per second", ticks)

@@ -50,16 +50,21 @@ def _short(results: RunResults) -> list[Block]:
     why, commands, positions = list[Block](), list[Block](), dict[str, ByText]()
     if measured and measured.plain:
         part, again = leader(measured)[0], f"{next_steps(measured)}\n# measure it again\n{measured.command}"
-        dashed = "Dashed: plain decoding in that engine; thin lines: 95 % intervals by prompt."
-        dashed += " The sentence's figures are of the engines in turns." if measured.in_turns else ""
-        speeds = Plot(partial(plots.speeds, measured), dashed)
+        caption = "Dashed lines are plain decoding in the same engine. Thin lines are 95 % intervals by prompt."
+        if measured.in_turns:
+            caption += (
+                " The engines were timed again in turns: these bars decide what is fastest. The engines below were "
+                "timed one after the other, at times when the machine was faster or slower."
+            )
+        speeds = Plot(partial(plots.speeds, measured), caption)
         blocks += [measured.verdict, speeds]
         commands.append(Code(placeless(again), "sh"))
         why.append(Plot(partial(plots.time_of_rounds, part), f"Where a round's time goes, {engine_of(part)}."))
         positions = part.by_position
     if positions := evaluation.by_position if evaluation and evaluation.positions else positions:
         caption = (
-            f"Acceptance by drafted position, greedy rounds. Repeated: tokens that end {REPEATED} which stood before."
+            "Acceptance by drafted position in greedy rounds. Repeated text: tokens that end a sequence of "
+            f"{REPEATED} tokens which occurred earlier."
         )
         why.insert(0, Plot(partial(plots.acceptance_by_position, positions), caption))
     missing = [results.absence(name) for name, result in (("speedup", measured), ("eval", evaluation)) if not result]
@@ -100,7 +105,7 @@ def _models(results: RunResults) -> list[Block]:
 
 
 def _texts(results: RunResults) -> list[Block]:
-    """What the draft learnt from and was measured on, and everything that was left out."""
+    """The texts that the draft learnt from and was measured on, and the texts that were left out."""
     corpus, answers = results.corpus, results.answers
     assert corpus is not None
     notes = [f"Left out of the corpus: {listed(corpus.dropped)}."] if corpus.dropped else []
@@ -155,7 +160,7 @@ def _pace(steps: list[TrainingStep]) -> str:
 
 
 def _outcome(training: TrainingSummary) -> list[str]:
-    """What was trained, and the weights that were taken."""
+    """The training in sentences, and the weights that were taken."""
     loss = " + ".join(f"{weight:g} {name}" for name, weight in training.loss.items())
     sentences = [f"{number(training.steps)} steps at a peak rate of {training.rate:g}; loss: {loss}."]
     sentences += [f"{training.text}."] * known(training.epochs)
@@ -234,8 +239,7 @@ def limits(results: RunResults) -> list[str]:
     ]
     if results.speedup:
         sentences.append(
-            "The best draft length of a pair is read off the runs that measure it: its interval does not cover that "
-            "choice."
+            "The best draft length of a pair was chosen on the runs that measured it. Its interval ignores the choice."
         )
         if different := sum(one.different or 0 for one in results.speedup.measurements if one.lossy is None):
             sentences.append(

@@ -85,9 +85,8 @@ class CompactTeacher:
     def __len__(self) -> int:
         return len(self.ids)
 
-    def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
+    def chunk(self, rows: slice) -> TeacherChunk:
         """The distributions at some positions."""
-        assert temperature == 1, "the tail's mass at another temperature is unknown"
         ids, logs = self.ids[rows].long(), self.log_probabilities[rows].float()
         tail = self.log_tail[rows].float().clamp(min=EMPTY)
         if self.place is not None:
@@ -212,14 +211,13 @@ class DenseTeacher:
         return self.head.rows(self.kept)
 
     @torch.no_grad()
-    def chunk(self, rows: slice, temperature: float = 1.0) -> TeacherChunk:
-        """The distributions softmax(logits / temperature) at some positions."""
-        if self.kept is not None and self.log_sums is not None and temperature == 1:
+    def chunk(self, rows: slice) -> TeacherChunk:
+        """The distributions at some positions."""
+        if self.kept is not None and self.log_sums is not None:
             logs = self._kept_head.logits(self.hidden[rows]) - self.log_sums()[rows].unsqueeze(-1)
             others = torch.log1p(-logs.exp().sum(-1).clamp(max=1))
             return TeacherChunk(None, logs, others.clamp(min=EMPTY))
-        logits = self.head.logits(self.hidden[rows])
-        logs = (logits / temperature if temperature != 1 else logits).log_softmax(-1)
+        logs = self.head.logits(self.hidden[rows]).log_softmax(-1)
         if self.kept is None:
             return TeacherChunk(None, logs, logs.new_full(logs.shape[:1], EMPTY))
         kept = logs[:, self.kept]

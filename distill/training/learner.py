@@ -16,7 +16,7 @@ from torch import Tensor
 from distill.devices import CPU, free_bytes
 from distill.engines.torch.blocks import PADDING, Packed, scored_states
 from distill.teacher.distributions import Teacher, logit_form
-from distill.training.losses import LossSettings, LossSums, head_loss
+from distill.training.losses import LossSums, Mixture, head_loss
 
 # The head and its loss are computed on so many positions at once. A CPU's cache holds the logits of CHUNK_POSITIONS. An
 # accelerator reads the head, and reads and writes its gradient, once per chunk, so that large chunks move fewer bytes.
@@ -121,7 +121,7 @@ class Learner(torch.nn.Module):
             for (module, name, _), rows in zip(self._tables, narrow, strict=True):
                 setattr(module, name, rows)
 
-    def forward(self, blocks: Packed, teacher: Teacher, loss: LossSettings) -> tuple[Tensor, LossSums]:
+    def forward(self, blocks: Packed, teacher: Teacher, loss: Mixture) -> tuple[Tensor, LossSums]:
         """Σ ℓ over the N scored positions, and the sums for the log. The caller divides both by a step's positions."""
         labels = self.columns.labels(blocks.labels().long())
         rows = self.columns.rows

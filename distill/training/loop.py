@@ -201,7 +201,7 @@ def fetched(work: Training, pending: list[Pending]) -> list[dict[str, Any]]:
     sums = torch.stack([torch.stack([*step.figures.values()][:-1]) for step in pending])
     norms = torch.stack([step.figures["gradient_norm"] for step in pending])
     rows = torch.cat([work.accelerator.reduce(sums, "sum"), norms.unsqueeze(-1)], -1).tolist()
-    shares, means = work.loss.losses, []
+    shares, means = work.loss, []
     for step, row in zip(pending, rows, strict=True):
         totals = dict(zip(step.figures, row, strict=True))
         norm, positions = totals.pop("gradient_norm"), totals.pop("positions")
@@ -302,7 +302,7 @@ def summary_of(work: Training) -> TrainingSummary:
         steps=steps,
         processes=work.accelerator.num_processes,
         rate=work.rate,
-        loss=dict(work.loss.losses),
+        loss=dict(work.loss),
         best=None if best is None else from_json(best, EvaluatedWeights, "the last checkpoint"),
         epochs=steps * work.settings.batch / work.source.blocks,
         answers=stored.get("answer_positions", stored["scored_positions"]) / stored["scored_positions"],

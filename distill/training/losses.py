@@ -1,12 +1,12 @@
 """Losses over the outcomes of a position, with gradients in closed form. The oracle is distill/divergences.py.
 
-Legend: r positions of a block, C columns of the draft's head, K stored entries, M outcomes, L losses, t a temperature.
+Legend: r positions of a block, C columns of the draft's head, K stored entries, M outcomes, L losses.
 z are the draft's logits [r, C]; p and q the distributions of target and draft over the outcomes [r, M].
 
 If the target's distribution is whole, the outcomes are the columns. If a store has K entries and the mass of all other
-tokens, the outcomes are the entries and one bucket, M = K + 1. The bucket's logit is logsumexp(z / t) over the columns
-outside the entries. A loss has a gradient g with respect to the logits of the outcomes. At a stored column, dz = g / t.
-At the other columns, dz is g_bucket / t times the softmax among them.
+tokens, the outcomes are the entries and one bucket, M = K + 1. The bucket's logit is logsumexp(z) over the columns
+outside the entries. A loss has a gradient g with respect to the logits of the outcomes. At a stored column, dz = g.
+At the other columns, dz is g_bucket times the softmax among them.
 """
 
 from __future__ import annotations
@@ -36,20 +36,7 @@ PLAIN_LOGITS = LogitForm()
 Term = tuple[Tensor, Callable[[], Tensor]]  # a loss [r], and its gradient [r, M], computed on demand
 
 
-@dataclass(frozen=True)
-class LossSettings:
-    """The weights of a mixture of losses, and their temperature.
-
-    The divergences compare p and q at `temperature`. The cross-entropy uses q at temperature 1.
-    """
-
-    losses: Mapping[str, float]
-    temperature: float = 1.0
-
-    def scale(self, name: str) -> float:
-        """The factor that keeps a loss's gradient from shrinking with the temperature (Hinton et al. 2015)."""
-        return self.temperature**2 if name in ("forward_kl", "jsd") else 1.0
-
+Mixture = Mapping[str, float]  # the weights of losses by name
 
 # The default loss. On the demo pair no loss gave more acceptance than forward KL under match and greedy, and
 # the JSD gave the most under sampling (docs/benchmarks.md#training).
@@ -67,18 +54,17 @@ def protocol_of(settings: Train, temperature: float) -> Protocol:
     return settings.protocol
 
 
-def loss_settings(settings: Train, temperature: float) -> LossSettings:
+def loss_settings(settings: Train, temperature: float) -> Mixture:
     """The mixture of losses with a weight above 0. `temperature` is the served sampler's."""
     loss = settings.loss or PROTOCOL_LOSS[protocol_of(settings, temperature)]
-    return LossSettings({name: weight for name, weight in loss.items() if weight > 0}, settings.temperature)
+    return {name: weight for name, weight in loss.items() if weight > 0}
 
 
 # Sums over the N positions of a batch, as detached scalars in fp64, or in fp32 on a device without fp64. The sums of
-# batches and processes are added before the division. `positions` is N. The STATISTICS compare the distributions at the
-# settings' temperature, so that they mean the same under every mixture: forward KL and cross-entropy (nats; 0 at a
-# position without label), `acceptance` Σ min(p, q) (the upper bound with a stored tail), `agreement` of the argmaxes
-# over the columns, and `match` p(argmax q) (the lower bound: 0 for a token that is not stored). `loss/NAME` is Σ loss,
-# with its `scale` but without its weight in the mixture.
+# batches and processes are added before the division. `positions` is N. The STATISTICS mean the same under every
+# mixture: forward KL and cross-entropy (nats; 0 at a position without label), `acceptance` Σ min(p, q) (the upper bound
+# with a stored tail), `agreement` of the argmaxes over the columns, and `match` p(argmax q) (the lower bound: 0 for a
+# token that is not stored). `loss/NAME` is Σ loss without its weight in the mixture.
 LossSums = dict[str, Tensor]
 
 
@@ -92,7 +78,6 @@ class DraftOutcomes:
     def __init__(self, logits: Tensor, ids: Tensor | None) -> None:
         self.logits = logits
         self.ids = ids
-        self.shares: dict[float, tuple[Tensor, Tensor]] = {}
         if ids is None:
             self.top = logits.argmax(-1)  # the outcome [r] with the largest logit
             return
@@ -107,49 +92,32 @@ class DraftOutcomes:
         self.full = torch.isneginf(self.best)  # [r, 1]: every column is stored
         self.best.masked_fill_(self.full, 0)
 
-    def distribution(self, t: float) -> Tensor:
-        """log q [r, M] of softmax(z / t)."""
+    def distribution(self) -> Tensor:
+        """log q [r, M] of softmax(z)."""
         if self.ids is None:
-            return (self.logits if t == 1 else self.logits / t).log_softmax(-1)
-        shares = self.logits - self.best
-        if t != 1:
-            shares.div_(t)
-        total = shares.exp_().sum(-1, keepdim=True)
-        self.shares[t] = shares, total
-        outcomes = torch.cat([self.inside / t, self.best / t + total.log()], -1)
+            return self.logits.log_softmax(-1)
+        self.shares = (self.logits - self.best).exp_()
+        self.total = self.shares.sum(-1, keepdim=True)
+        outcomes = torch.cat([self.inside, self.best + self.total.log()], -1)
         return outcomes.log_softmax(-1).clamp_(min=EMPTY)
 
     def log_probability(self, log_q: Tensor, column: Tensor, logit: Tensor) -> Tensor:
-        """log q [r] at the columns [r, 1], from the distribution at t = 1 and the columns' original logits [r, 1]."""
+        """log q [r] at the columns [r, 1], from the distribution and the columns' original logits [r, 1]."""
         if self.ids is None:
             return log_q.gather(-1, column).squeeze(-1)
-        _, total = self.shares[1.0]
-        outside = self.best + total.log()
+        outside = self.best + self.total.log()
         return logit.squeeze(-1) - torch.cat([self.inside, outside], -1).logsumexp(-1)
 
-    def gradient(self, parts: Mapping[float, Tensor]) -> Tensor:
-        """dz [r, C] from gradients [r, M] with respect to the outcomes' logits, by temperature.
-
-        `distribution` must have been called at each temperature.
-        """
+    def gradient(self, part: Tensor) -> Tensor:
+        """dz [r, C] from gradients [r, M] with respect to the outcomes' logits, after `distribution`."""
         if self.ids is None:
-            whole = [part if t == 1 else part.div_(t) for t, part in parts.items()]
-            for part in whole[1:]:
-                whole[0].add_(part)
-            return whole[0]
-        result: Tensor | None = None
-        stored = torch.zeros_like(self.inside)
-        for t, part in parts.items():
-            shares, total = self.shares[t]
-            shares.mul_((part[:, -1:] / (t * total)).masked_fill(self.full, 0))
-            result = shares if result is None else result.add_(shares)
-            stored += part[:, :-1] / t
-        assert result is not None
-        return result.scatter_add_(-1, self.columns, stored)
+            return part
+        self.shares.mul_((part[:, -1:] / self.total).masked_fill(self.full, 0))
+        return self.shares.scatter_add_(-1, self.columns, part[:, :-1])
 
 
 class Distributions:
-    """Both distributions over the outcomes of a block at one temperature, and the quantities that losses share."""
+    """Both distributions over the outcomes of a block, and the quantities that losses share."""
 
     def __init__(self, log_p: Tensor, log_q: Tensor) -> None:
         self.log_p, self.log_q = log_p, log_q
@@ -217,7 +185,7 @@ DIVERGENCES: dict[str, Callable[[Distributions], Term]] = {
 
 
 def score_block(
-    logits: Tensor, target: TeacherChunk, labels: Tensor, settings: LossSettings, with_gradient: bool
+    logits: Tensor, target: TeacherChunk, labels: Tensor, settings: Mixture, with_gradient: bool
 ) -> tuple[Tensor, Tensor | None]:
     """STATISTICS and losses [r, 5 + L] of a block, and dz [r, C] on request. The logits [r, C] are overwritten.
 
@@ -230,25 +198,21 @@ def score_block(
     log_p = target.log_probabilities
     if target.ids is not None:  # If the draft has nothing outside the stored columns, p must have nothing there.
         log_p = torch.cat([log_p, target.log_tail.unsqueeze(-1).masked_fill(draft.full, EMPTY)], -1)
-    pair = Distributions(log_p.clamp(min=EMPTY), draft.distribution(settings.temperature))
-    log_q = pair.log_q if settings.temperature == 1 else draft.distribution(1.0)
-    q = pair.q if log_q is pair.log_q else log_q.exp()
-    entropy = -draft.log_probability(log_q, column, label_logit) * labelled
+    pair = Distributions(log_p.clamp(min=EMPTY), draft.distribution())
+    entropy = -draft.log_probability(pair.log_q, column, label_logit) * labelled
 
     losses: dict[str, Tensor] = {}
-    parts: dict[float, Tensor] = {}  # gradients with respect to outcome logits, by temperature
+    whole: Tensor | None = None  # the gradient with respect to outcome logits
     for name in LOSSES:  # One loss at a time saves memory.
-        if name not in settings.losses:
+        if name not in settings:
             continue
         if name == "cross_entropy":  # The gradient at the label's column is added below.
-            t, (loss, gradient_of) = 1.0, (entropy, lambda: q * labelled.unsqueeze(-1))
+            losses[name], gradient_of = entropy, lambda: pair.q * labelled.unsqueeze(-1)
         else:
-            t, (loss, gradient_of) = settings.temperature, DIVERGENCES[name](pair)
-        losses[name] = loss * settings.scale(name)
-        weight = settings.losses[name] * settings.scale(name)
-        if with_gradient and weight:
+            losses[name], gradient_of = DIVERGENCES[name](pair)
+        if with_gradient and (weight := settings[name]):
             part = gradient_of().mul_(weight)
-            parts[t] = parts[t].add_(part) if t in parts else part
+            whole = part if whole is None else whole.add_(part)
 
     named = pair.p  # p of the outcomes that are tokens
     if target.ids is not None:
@@ -256,13 +220,14 @@ def score_block(
     likeliest, best = named.max(-1)
     agreement = (likeliest > 0) & (draft.top == best)
     match = named.gather(-1, draft.top.unsqueeze(-1)).squeeze(-1)
-    columns = [pair.forward_kl, entropy, pair.acceptance, agreement, match, *(losses[n] for n in settings.losses)]
+    columns = [pair.forward_kl, entropy, pair.acceptance, agreement, match, *(losses[n] for n in settings)]
     values = torch.stack([column.to(logits.dtype) for column in columns], -1)
     if not with_gradient:
         return values, None
-    gradient = draft.gradient(parts)
-    if "cross_entropy" in settings.losses:
-        at_label = -settings.losses["cross_entropy"] * labelled.to(gradient.dtype)
+    assert whole is not None
+    gradient = draft.gradient(whole)
+    if "cross_entropy" in settings:
+        at_label = -settings["cross_entropy"] * labelled.to(gradient.dtype)
         gradient.scatter_add_(-1, column, at_label.unsqueeze(-1))
     return values, gradient
 
@@ -284,7 +249,7 @@ class _Scoring:
 
     teacher: Teacher
     labels: Tensor  # [N]
-    settings: LossSettings
+    settings: Mixture
     chunk: int
     kind: torch.dtype
     wide: torch.dtype  # the type of everything but the products
@@ -310,7 +275,7 @@ def _positions(
     buffer = torch.empty(min(scoring.chunk, filled_count(count, hidden)), columns, dtype=kind, device=hidden.device)
     threads = torch.get_num_threads()
     size = max(1, (CACHED * threads if hidden.device.type == "cpu" else STREAMED) // columns)
-    values = torch.empty(count, len(STATISTICS) + len(settings.losses), dtype=wide, device=hidden.device)
+    values = torch.empty(count, len(STATISTICS) + len(settings), dtype=wide, device=hidden.device)
     for start in range(0, count, scoring.chunk):
         here = slice(start, min(start + scoring.chunk, count))
         scored = here.stop - start
@@ -320,7 +285,7 @@ def _positions(
         logits[scored:] = 0
         if shift is not None:
             logits[:scored] += shift
-        target = teacher.chunk(here, settings.temperature)
+        target = teacher.chunk(here)
         for first in range(0, scored, size):
             block = slice(first, min(first + size, scored))
             at = slice(start + block.start, start + block.stop)
@@ -386,7 +351,7 @@ def _widest(values: Tensor) -> Tensor:
 
 def _total(values: Tensor, scoring: _Scoring) -> Tensor:
     """Σ loss, in the type of the values."""
-    shares = scoring.settings.losses.values()
+    shares = scoring.settings.values()
     parts = [values[:, column] * share for column, share in enumerate(shares, len(STATISTICS))]
     return _widest(torch.stack(parts, -1)).sum(-1).sum().to(values.dtype)
 
@@ -396,7 +361,7 @@ def head_loss(
     head: Tensor,
     teacher: Teacher,
     labels: Tensor,
-    settings: LossSettings,
+    settings: Mixture,
     chunk: int,
     bias: Tensor | None = None,
     form: LogitForm = PLAIN_LOGITS,
@@ -424,5 +389,5 @@ def head_loss(
 def _sums(values: Tensor, scoring: _Scoring) -> LossSums:
     settings = scoring.settings
     wide = _widest(values)
-    names = (*STATISTICS, *(f"loss/{name}" for name in settings.losses))
+    names = (*STATISTICS, *(f"loss/{name}" for name in settings))
     return {"positions": wide.new_full((), len(wide)), **dict(zip(names, wide.sum(0), strict=True))}

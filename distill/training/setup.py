@@ -37,10 +37,10 @@ from distill.errors import RecipeError, RunError
 from distill.recipe import Adapter, Recipe, Train
 from distill.run import Run
 from distill.surgery.cutter import kept_share
-from distill.surgery.sparsity import GroupLasso, Penalty, UnstructuredL1, require_ramp
+from distill.surgery.sparsity import RAMP, GroupLasso, require_ramp
 from distill.teacher.store import StoredBlocks, TeacherStore, require_fit
 from distill.training.learner import Columns, Learner, chunk_of
-from distill.training.losses import LossSettings, loss_settings, protocol_of
+from distill.training.losses import Mixture, loss_settings, protocol_of
 from distill.training.optimizer import make_optimizer, outer_share, with_rate
 from distill.training.saved import plain
 
@@ -100,11 +100,11 @@ def layer_names(model: Any) -> list[str]:
     return [f"model.{name}" for name, module in model.model.named_modules() if isinstance(module, torch.nn.Linear)]
 
 
-def attach(model: Any, settings: Adapter, seed: int = 0) -> Any:
+def attach(model: Any, settings: Adapter, seed: int = 0, outer: bool = False) -> Any:
     """Put adapters into a causal language model in place, and freeze all other weights. Returns the model.
 
-    Adapters start at zero (B = 0), so the model's function is unchanged. A depends only on `seed`. Raises RunError for
-    a model in its file's quantised form.
+    Adapters start at zero (B = 0), so the model's function is unchanged. A depends only on `seed`. With `outer`, the
+    embeddings and the head learn in full. Raises RunError for a model in its file's quantised form.
     """
     from peft import LoraConfig, inject_adapter_in_model
 
@@ -115,7 +115,7 @@ def attach(model: Any, settings: Adapter, seed: int = 0) -> Any:
     with torch.random.fork_rng(devices=[]):  # peft draws on the CPU for every device.
         torch.default_generator.manual_seed(seed)
         inject_adapter_in_model(config, model, adapter_name=ADAPTER)
-    if settings.train_outer:
+    if outer:
         model.get_input_embeddings().weight.requires_grad_(True)
         model.lm_head.weight.requires_grad_(True)
     return model
@@ -164,11 +164,11 @@ class Training:
     recipe: Recipe
     run: Run
     accelerator: Any
-    loss: LossSettings
+    loss: Mixture
     source: TeacherStore
     learner: Any
     optimizer: Any
-    penalty: Penalty | None
+    penalty: GroupLasso | None
     kept: list[int] | None
     outer: float = 1.0  # the rate of embeddings and head, as a share of the rate of the other weights
     state: dict[str, Any] = field(default_factory=START.copy)
@@ -238,15 +238,12 @@ def epoch_order(count: int, seed: int, epoch: int) -> Tensor:
 
 def check_training(recipe: Recipe) -> list[str]:
     """The plan of the recipe's training, in lines to print. Raises RecipeError for settings that exclude each other."""
-    settings, teacher = with_rate(recipe.train, kept_share(recipe)), recipe.teacher
+    settings = with_rate(recipe.train, kept_share(recipe))
     assert settings.rate is not None
-    if teacher.kind == "compact" and settings.temperature != 1:
-        what = f"train.temperature is {settings.temperature:g}, and a compact teacher keeps distributions at 1 alone"
-        raise RecipeError(what, "use teacher.kind exact, or leave train.temperature at 1")
     if settings.sparsity is not None:
-        require_ramp(settings.steps, settings.sparsity.ramp)
+        require_ramp(settings.steps, RAMP)
     positions = settings.batch * recipe.corpus.block
-    mixture = loss_settings(settings, recipe.sampler.temperature).losses
+    mixture = loss_settings(settings, recipe.sampler.temperature)
     loss = ", ".join(f"{weight:g} {name}" for name, weight in mixture.items())
     lines = [f"train: {settings.steps} steps of {positions} positions at up to {settings.rate:g}: {loss}"]
     if (share := outer_share(recipe, settings.rate)) != 1:
@@ -309,7 +306,8 @@ def load_draft(recipe: Recipe, run: Run, device: torch.device) -> Any:
     if settings.adapter is None:
         draft = load_model(str(init), "float32", device, trimmed=False)
     else:
-        draft = attach(load_base(init, settings.adapter, device, settings.dtype), settings.adapter, recipe.seed)
+        base = load_base(init, settings.adapter, device, settings.dtype)
+        draft = attach(base, settings.adapter, recipe.seed, outer=recipe.cut.transplant is not None)
     if settings.checkpointing:
         recompute_activations(draft)
     if settings.compile:
@@ -323,17 +321,6 @@ def recompute_activations(model: Any) -> None:
         model.activation_checkpointing_enable()
     else:  # transformers 5.17
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-
-
-def penalty_of(model: Any, settings: Train) -> Penalty | None:
-    """The sparsity penalty of a recipe; None if it asks for none."""
-    sparsity = settings.sparsity
-    if sparsity is None:
-        return None
-    if sparsity.mlp_width is not None:
-        return GroupLasso(model, sparsity.mlp_width, settings.steps, ramp=sparsity.ramp)
-    assert sparsity.share is not None
-    return UnstructuredL1(model, settings.steps, sparsity=sparsity.share, ramp=sparsity.ramp)
 
 
 def set_up(recipe: Recipe, run: Run) -> Training:
@@ -359,7 +346,8 @@ def set_up(recipe: Recipe, run: Run) -> Training:
     draft = load_draft(recipe, run, device)
     source = TeacherStore(run)
     require_fit(source.manifest, recipe)
-    penalty = penalty_of(draft, settings)
+    sparsity = settings.sparsity
+    penalty = None if sparsity is None else GroupLasso(draft, sparsity.mlp_width, settings.steps)
     ids = None if kept is None else token_ids(source.packed, source.vocabulary)
     columns = Columns(source.vocabulary, kept, device)
     learner: Any = Learner(draft, columns, chunk_of(draft, columns.count, device), ids)

@@ -156,7 +156,6 @@ def evaluate_weights(work: Training) -> None:
     seconds = time.monotonic() - began
     figures = {name: value for name, value in asdict(weights).items() if name != "step"}
     work.run.record(ACCEPTANCE_STAGE, step=step, **figures, tokens=state["tokens"], seconds=seconds)
-    work.run.redraw()
     if math.isnan(weights.acceptance):
         work.run.say(f"  step {step}: {weights.words}; nothing is chosen by it", warning=True)
         return

@@ -29,7 +29,6 @@ from distill.engines.torch.blocks import Packed, hidden_states
 from distill.machine import machine
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, Teacher
 from distill.training.learner import Columns, Learner
-from distill.training.losses import LossSettings
 from distill.training.optimizer import parameter_groups
 
 
@@ -124,7 +123,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         top = [head.logits(part).log_softmax(-1).topk(ENTRIES) for part in stored.split(512)]
     ids, logs = torch.cat([part.indices for part in top]), torch.cat([part.values for part in top])
     tail = torch.log1p(-logs.exp().sum(-1).clamp(max=1 - 1e-6))
-    losses = LossSettings({"forward_kl": 0.9, "cross_entropy": 0.1})
+    losses = {"forward_kl": 0.9, "cross_entropy": 0.1}
 
     @torch.no_grad()
     def distributions(kind: str) -> Teacher:

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_leaves
 from distill.tables import Block, Row, Table, document
 from distill.teacher.distributions import CompactTeacher
 from distill.training import losses
-from distill.training.losses import LossSettings
 from distill.training.optimizer import MuonAndAdamW, parameter_groups
 
 META = torch.device("meta")
@@ -58,7 +57,7 @@ def head_traffic(rows: int, hidden: int, positions: int, chunk: int) -> Traffic:
     states, head = torch.empty(positions, hidden, device=META), torch.empty(rows, hidden, device=META)
     stored = [torch.empty(positions, ENTRIES, dtype=kind, device=META) for kind in (torch.int32, torch.float16)]
     teacher = CompactTeacher(*stored, torch.empty(positions, device=META), rows)
-    labels, loss = torch.empty(positions, dtype=torch.long, device=META), LossSettings({"jsd": 1.0})
+    labels, loss = torch.empty(positions, dtype=torch.long, device=META), {"jsd": 1.0}
     kinds = torch.bfloat16, torch.float32
     with Traffic() as counted:
         gradients = torch.zeros_like(states), torch.zeros_like(head), None

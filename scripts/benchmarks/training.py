@@ -28,7 +28,7 @@ from torch.nn.functional import kl_div
 
 from distill.tables import Cell, Row, Table, document
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, compress
-from distill.training.losses import LossSettings, head_loss
+from distill.training.losses import head_loss
 
 Step = Callable[[], Tensor]  # computes a loss for the backward pass
 
@@ -82,7 +82,7 @@ class Inputs:
 
 
 def ours(inputs: Inputs, teacher: CompactTeacher | DenseTeacher) -> Step:
-    settings = LossSettings({"forward_kl": 1.0})
+    settings = {"forward_kl": 1.0}
     chunk = inputs.arguments.chunk
     return lambda: head_loss(inputs.hidden, inputs.head, teacher, inputs.labels, settings, chunk)[0]
 

@@ -23,6 +23,10 @@ from distill.cli.app import ESCAPED
 from distill.files import read_result
 from distill.measuring.evaluation_results import EvaluationReport
 from distill.measuring.speedup_results import SpeedupReport
+from distill.pipeline.figures import stage_figure
+from distill.progress import ERASE
+from distill.recipe import load_recipe
+from distill.run import Run
 from distill.training.saved import TrainingSummary
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -150,7 +154,7 @@ def test_other_commands_do_not_train_a_run(ready: Path, tmp_path: Path, capsys: 
         said = tiny.refused(capsys, *command)
         assert f"{run} has no trained draft yet\n" in said and f"distill train {run}/config.yaml --runs " in said
     (run / "checkpoints" / "step-000004").mkdir(parents=True)
-    assert "no trained draft yet (its training stands at step 4 of 8)" in tiny.refused(capsys, "eval", run)
+    assert "no trained draft yet (the last checkpoint is at step 4 of 8)" in tiny.refused(capsys, "eval", run)
     assert not (run / "draft").exists()
 
 
@@ -221,13 +225,13 @@ HOT = ["--temperature", "0.9"]
         (["generate", "x", "--tokens", "many"], "unable to parse string as an integer (got 'many')"),
         (["eval", *PAIR], "--prompts FILE"),
         (["eval", *PAIR, "--prompts", "RECIPE", "--llama", "ngl=1"], "PyTorch runs"),
-        (["eval", "RUN", "--llama", "ngl=1"], "a run is evaluated in PyTorch"),
+        (["eval", "RUN", "--llama", "ngl=1"], "--llama: without effect with a run, which is evaluated in PyTorch"),
         (["eval", "./nowhere", "DRAFT", "--prompts", "RECIPE"], "nowhere"),
         (["eval", *PAIR, "--prompts", "./nothing.py"], "there is no file"),
         (["generate", "x", "TARGET", "DRAFT", "TARGET"], "3 models are named"),
         (["generate", "x", "RUN", "--sampler", "top_k=4"], "draws nothing"),
         (["generate", "x", "RUN", "-C", "drafter=tree,length=0"], "length: input should be greater than or equal to 1"),
-        (["eval", "-o", "xml"], "'--output' / '-o': 'xml' is not one of 'md', 'json', 'jsonl', 'csv'."),
+        (["eval", "-o", "xml"], "'--output' / '-o': 'xml' is not one of 'md', 'json', 'jsonl', 'csv', 'schema'."),
         (["train", "--nonsense"], "--nonsense"),
         (["train", "RECIPE", "--lengths", "2"], "changed by speedup.lengths=VALUE"),
         (["train", "RECIPE", "--seed", "2"], "by seed=VALUE"),
@@ -238,7 +242,10 @@ HOT = ["--temperature", "0.9"]
         (["export-gguf", "TARGET", "--outtype", "q2", *EMPTY], "--outtype q2 is unknown"),
         (["profile", "DRAFT", "--pytorch", "compile=true"], "set static, too"),
         (["profile", "DRAFT", "--dtype", "int8"], "'int8' is not one of 'auto', 'float32'"),
-        (["profile", "nothing.gguf", "--pytorch", "static=true"], "runs in llama.cpp, not in PyTorch"),
+        (
+            ["profile", "nothing.gguf", "--pytorch", "static=true"],
+            "--pytorch: without effect on nothing.gguf, which runs in llama.cpp",
+        ),
         (["profile", "DRAFT", "--depths", "x"], "expected numbers separated by commas"),
         (["profile", "DRAFT", "--depths", "9999"], "no room"),
         (["profile", "nothing.gguf"], "there is no file"),
@@ -372,6 +379,28 @@ def test_quiet_leaves_results_warnings_and_errors(world: Path, copied: Path, cap
     assert "tok/s" in tiny.told(capsys, "generate", "def", "--runs", copied.parent, "--tokens", "2")
     said = tiny.told(capsys, "-q", "generate", "def", "--runs", copied.parent, "--tokens", "2")
     assert not said, "of the last command, not of one before"
+
+
+def test_a_terminal_shows_one_line_for_each_stage(
+    world: Path, copied: Path, capsys: Capture, monkeypatch: Patch
+) -> None:
+    """With its time and one figure; everything else is in log.txt, and on the terminal with -v."""
+    (copied / "log.txt").unlink()
+    command = ("train", world / "recipe.yaml", "--runs", copied.parent, "--redo", "eval")
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    said = tiny.told(capsys, *command).replace(ERASE, "\n")
+    lines = [line for line in said.splitlines() if line.startswith("✓ ")]
+    assert [line.split()[1] for line in lines] == [*tiny.STAGES]
+    figures = {line.split()[1]: line[21:] for line in lines}
+    assert figures["answers"] == "up to date" and re.fullmatch(r"acceptance 0\.\d\d \[.*\]", figures["eval"])
+    logged = (copied / "log.txt").read_text()
+    assert "eval: runs" in logged and "eval: done in" in logged and "eval: runs" not in said
+    assert "eval: runs" in tiny.told(capsys, "-v", *command)
+    run = Run(copied, load_recipe(copied / "config.yaml"))
+    shown = {stage: stage_figure(stage, run) for stage in tiny.STAGES}
+    assert re.fullmatch(r"12 answers, \d+ tokens", shown["answers"]) and all(shown.values()), shown
+    assert re.fullmatch(r"acceptance 0\.\d\d → 0\.\d\d", shown["train"])
+    assert re.fullmatch(r"[\d.]+ tokens/s instead of [\d.]+", shown["speedup"])
 
 
 def test_verbose_adds_what_the_libraries_log(copied: Path, capsys: Capture) -> None:

@@ -78,13 +78,16 @@ def test_the_cache_is_listed_and_emptied(capsys: Capture, tmp_path: Path, monkey
     for name, size in (("imported/m-12/model.safetensors", 30_000_000), ("weights/a.json", 3), ("own.txt", 1)):
         (tmp_path / "cache" / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / "cache" / name).write_bytes(bytes(size))
-    listed = json.loads(tiny.shown(capsys, "cache", "-o", "json"))
-    assert [(row["kind"], row["MB"]) for row in listed] == [("imported", 30.0), ("weights", pytest.approx(0, abs=0.1))]
-    assert "--clear cost is unknown" in tiny.refused(capsys, "cache", "--clear", "cost")
-    assert "models imported from GGUF files: removed" in tiny.shown(capsys, "cache", "--clear", "imported")
-    tiny.shown(capsys, "cache", "--clear", "all")
+    found = findings(capsys)
+    assert "models imported from GGUF files, 30.0 MB, last changed " in found["cache: imported"]["found"]
+    assert "cache: weights" in found and "cache: merged" not in found
+    assert "--clear cost is unknown" in tiny.refused(capsys, "doctor", "--clear", "cost")
+    assert tiny.shown(capsys, "doctor", "--clear", "imported").startswith(
+        "deleted: models imported from GGUF files, 30.0"
+    )
+    tiny.shown(capsys, "doctor", "--clear", "all")
     assert [path.name for path in (tmp_path / "cache").rglob("*")] == ["own.txt"]
-    assert "Nothing is kept in" in tiny.shown(capsys, "cache")
+    assert not tiny.shown(capsys, "doctor", "--clear", "all")
 
 
 def test_the_metadata_is_the_one_source(monkeypatch: Patch, capsys: Capture) -> None:

@@ -169,7 +169,9 @@ def test_a_suite_as_papers_report_it(world: Path, capsys: Capture) -> None:
     assert "temperature 0: verifier greedy" in text and "temperature 1: verifier token (rejection sampling)" in text
     assert "| category | configuration | questions |" in text and "Intervals resample questions" in text
     for option in (("--prompts", world / "made.jsonl"), ("--prompt-tokens", 8)):
-        assert "--suite has prompts of its own" in tiny.refused(capsys, "speedup", *pair, *option)
+        assert "without effect with --suite, which has its own prompts" in tiny.refused(
+            capsys, "speedup", *pair, *option
+        )
 
 
 def test_tokens_per_round_of_a_category() -> None:

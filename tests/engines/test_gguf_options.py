@@ -308,7 +308,7 @@ def test_generate_and_profile_pass_the_options_on(
         (("--llama-draft", "ngl=4"), "n_gpu_layers 4: the installed llama.cpp"),
         (("--llama", "ts=1,x"), "tensor_split.1: input should be a valid number"),
         (("--llama", "ctv=q8_0"), "target: cache_type_v q8_0 needs flash attention"),
-        (("-C", "drafter=lookup", "--llama-draft", "ub=8"), "for the draft: ubatch-size 8, but none is loaded"),
+        (("-C", "drafter=lookup", "--llama-draft", "ub=8"), "--llama-draft: without effect because no draft is loaded"),
         (("-ctk", "q8_0"), "llama.cpp's options are --llama cache_type_k=VALUE"),
         (("--llama", "ctx=1"), "ctx"),
     ],
@@ -322,7 +322,9 @@ def test_generate_refuses(
 
 def test_folders_take_no_options_of_llama_cpp(world: Path, capsys: Capture) -> None:
     pair = (world / "target", world / "target")
-    assert "target: n-gpu-layers 4" in tiny.refused(capsys, "generate", "def", *pair, "--llama", "ngl=4")
+    assert "--llama: without effect because PyTorch runs" in tiny.refused(
+        capsys, "generate", "def", *pair, "--llama", "ngl=4"
+    )
     assert "PyTorch runs" in tiny.refused(capsys, "profile", world / "target", "--llama", "ub=8")
 
 

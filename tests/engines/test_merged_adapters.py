@@ -104,7 +104,7 @@ def test_a_plan_says_whether_to_adapt(
     assert "answers to 8 prompts (96 tokens)" in said and "measured" in said
     fine = order.MeasuredAcceptance(Interval(0.9, 0.8, 0.95), 8, 96, [0.9])
     assert "gains little" in order.advice(str(merged), str(base), fine)
-    assert "name two models" in tiny.refused(capsys, "plan", merged, *prompts[:2])
+    assert "--prompts: without effect without a second model" in tiny.refused(capsys, "plan", merged, *prompts[:2])
     assert "leave one out" in tiny.refused(capsys, "plan", merged, base, *prompts[:2], "--acceptance", "0.5")
 
 
@@ -241,7 +241,7 @@ def test_a_quantised_base_and_a_base_that_nobody_names(
         resolve_model(str(tmp_path / "adapter"))
     for command in ("eval", "speedup", "generate"):
         words = ["a"] if command == "generate" else []
-        assert "--adapter goes with a model" in tiny.refused(capsys, command, *words, "--adapter", adapter)
+        assert "--adapter: without effect with" in tiny.refused(capsys, command, *words, "--adapter", adapter)
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text("{}")
     for command in ("check", "plan"):

@@ -60,21 +60,37 @@ def test_eta_of_texts_that_are_written_together(clock: Clock) -> None:
     assert sum(own for own, _ in errors) < sum(naive for _, naive in errors) / 2
 
 
-def test_a_brief_progress_is_silent_unless_it_takes_long(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+def test_progress_is_at_most_one_line_a_minute(clock: Clock, capsys: pytest.CaptureFixture[str]) -> None:
+    """Over all loops, whether one is brief or ends."""
+    progress.set_console(False, False)
     with watched() as loops:
-        short = Progress("short part", 3, brief=True)
+        brief = Progress("part", 3, brief=True)
+        whole = Progress("whole", 10)
         for _ in range(3):
-            clock.now += 3
-            short.step()
-        long = Progress("long part", 3, brief=True)
-        for _ in range(3):
-            clock.now += 6
-            long.step()
-        whole = Progress("whole", 1)
-        whole.step()
+            clock.now += 25
+            brief.step()
+            whole.step()
+        clock.now += 44
+        whole.step(7)
     assert loops == [whole]
-    assert capsys.readouterr().err.splitlines() == [
-        "  long part 2/3 6s left",
-        "  long part 3/3 in 18s",
-        "  whole 1/1 in 0s",
-    ]
+    assert capsys.readouterr().err.splitlines() == ["  part 3/3 in 1m15s"]
+
+
+def test_a_terminal_rewrites_its_line(
+    clock: Clock, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With one line for each stage, also the last of a loop is replaced by what comes next."""
+    progress.set_console(False, False)
+    monkeypatch.setattr("sys.stderr.isatty", lambda: True)
+    with progress.one_line_per_stage():
+        short, long = Progress("short", 1, brief=True), Progress("long", 2)
+        for work in (short, long, long):
+            clock.now += 3
+            work.step()
+        progress.note("✓ stage")
+        progress.show_passing("  next")
+    begin = progress.ERASE
+    assert (
+        capsys.readouterr().err
+        == f"{begin}  long 1/2 6s left{begin}  long 2/2 in 9s{begin}✓ stage\n{begin}  next{begin}"
+    )

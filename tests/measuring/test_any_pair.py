@@ -515,7 +515,7 @@ def test_drafts_of_other_kinds(
         (["--prompts", "{}/missing.jsonl"], "there is no file {}/missing.jsonl"),
         (["--prompts", "{}/short.txt"], "the files give 0 prompts"),
         (["--prompts", "{}/keys.jsonl"], "field `text` (it has: a)\n  records need a field text, prompt, "),
-        ([], "--prompts is missing\n"),
+        ([], "two models need --prompts FILE or --suite FILE"),
         (["{}/target", "{}/other"], "drafter=string"),
         (["{}/target", "{}/nothing"], "nothing"),
         (["--lengths", "0", "-C", "drafter=lookup,length=2"], "no configuration uses the draft"),
@@ -539,7 +539,7 @@ def test_drafts_of_other_kinds(
         (["--pytorch", "static=true,draft_device=nowhere"], "device `nowhere` cannot be used"),
         (
             ["{}/target.gguf", "{}/draft.gguf", "--pytorch", "static=true"],
-            "--pytorch static=true: {}/target.gguf runs in llama.cpp",
+            "--pytorch: without effect on {}/target.gguf, which runs in llama.cpp",
         ),
     ],
 )

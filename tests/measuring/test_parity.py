@@ -24,7 +24,6 @@ from distill.recipe import Target
 from distill.sampler import Sampler
 from distill.teacher.distributions import DenseTeacher, Head
 from distill.training.learner import Columns, Learner
-from distill.training.losses import LossSettings
 
 CPU = torch.device("cpu")
 
@@ -38,7 +37,7 @@ def by_loss(target: Any, draft: Any, blocks: Packed, vocabulary: int, kept: list
     """What the log of a training step says of blocks: the same forward passes and the same loss, without a step."""
     states = hidden_states(target, blocks)[blocks.mask]
     learner = Learner(draft, Columns(vocabulary, kept, CPU), chunk=max(1, len(states) // 2))
-    settings = LossSettings({"forward_kl": 1.0})
+    settings = {"forward_kl": 1.0}
     sums = learner(blocks, DenseTeacher(states, Head.of(target, vocabulary)), settings)[1]
     return float(sums["acceptance"]) / int(blocks.mask.sum())
 

@@ -141,7 +141,7 @@ REFUSED = {
     "answers={prompt_tokens: 8, new_tokens: 9},{prompt_tokens: 9, new_tokens: 9}": "changes answers.prompt_tokens",
     "cut.layers": "expected KEY=V1,V2",
     "cut.layers=": "expected KEY=V1,V2",
-    "name=a,b": "none of them name",
+    "name=a,b": "each key can be given once",
     "cut.layers=1,9": "donor has 3",
     "cut.layers=1,[": "is not YAML",
     "train.rate=" + ",".join(f"{n}e-4" for n in range(1, 14)): "asks for more than 12 runs",

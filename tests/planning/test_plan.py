@@ -272,7 +272,7 @@ def test_the_order_of_decision(tmp_path: Path, monkeypatch: Patch) -> None:
     (tmp_path / "small" / "config.json").unlink()
     alone, case = decided(0.01), straight(0.01, 0.3)
     needed = min(case.needed(case.timings[0], length) for length in LENGTHS)
-    assert "3. No sibling" in alone[2] and f"pays from {needed:.2f}" in alone[3]
+    assert "3. No smaller model" in alone[2] and f"pays from {needed:.2f}" in alone[3]
     assert decide(str(tmp_path / "big"), None)[0].startswith("5. Training")
     edit(tmp_path / "big" / "config.json", mtp_num_hidden_layers=1)
     monkeypatch.setattr("distill.engines.server_commands.HEAD_TENSORS", re.compile("embed"))

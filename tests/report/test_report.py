@@ -6,7 +6,6 @@ import copy
 import json
 import math
 import re
-import shutil
 import sys
 from collections import Counter
 from dataclasses import asdict, fields, is_dataclass, replace
@@ -15,14 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import tiny
 import yaml
 
 from distill.cli.runs import say_outcome
 from distill.errors import DataError
 from distill.files import from_json, write_result
+from distill.measuring.speedup_results import InTurns
 from distill.measuring.verdict import verdict
-from distill.planning.hours import StageEstimate
 from distill.recipe import Recipe, load_recipe
 from distill.report import card as cards
 from distill.report import page as pages
@@ -199,7 +197,7 @@ def test_page_and_card_hold_the_numbers(results: dict[str, Any]) -> None:
         *('"num_speculative_tokens": 3', '"method": "draft_model"'),
     ):
         assert figure in words and figure in card, figure
-    first, *folded = re.split(r"\n<details>", page.partition("<main>")[2])
+    first, *folded = re.split(r"<details><summary><h2>", page.partition("<main>")[2])
     assert '<span class="bad">0.84×' in page  # slower than plain decoding
     assert all(("<table>" in part) == ('<p class="command">distill ' in part) for part in folded)
     assert "big target ×4 &amp; &lt;draft&gt;" in folded[-3] and first.count("<figure>") == 3 and "# serve it" in first
@@ -279,7 +277,7 @@ def test_a_page_without_matplotlib_says_so(results: dict[str, Any], monkeypatch:
         plots.training_curve(as_results(results).steps)
     page = build_page(results)
     checked(page)
-    assert "<svg" not in page and "pip install &quot;matplotlib&gt;=3" in page and "1.91×" in page
+    assert "<svg" not in page and "pip install &#34;matplotlib&gt;=3" in page and "1.91×" in page
 
 
 @pytest.mark.usefixtures("without_pictures")
@@ -429,28 +427,22 @@ def test_no_folder_of_the_makers_machine_is_shown(given: Any, shown: Any) -> Non
     assert placeless(given) == shown
 
 
-def test_a_run_that_goes_on_has_a_page(copied: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Its stages, curves and the time left; written by the command itself, and readable whatever the run is called."""
-    recipe = load_recipe(copied / "config.yaml").model_copy(update={"name": "مسودة <b> & ‎x"})
-    run = Run(copied, recipe)
-    page, stages = copied / "report.html", ("answers", "cut", "train", "eval")
-    for name, told in (
-        ("eval", "Stage <code>eval</code> is running."),
-        ("train", " left. The whole run: "),
-    ):
-        run.done_path(name).unlink()
-        left = cards.draw_progress(run, stages, [StageEstimate("eval", 60, 90, 0, 0, 0)])
-        assert left and f"The whole run: {left}." in page.read_text(encoding="utf-8")
-        words = " ".join(checked(page.read_text(encoding="utf-8")).words)
-        assert told in page.read_text(encoding="utf-8") and "مسودة <b> & " in words and "&amp;amp;" not in words
-        assert words.count("done") == 3 - (name == "train") and words.count("step") >= 2
-    (copied / "metrics.jsonl").unlink()
-    run.done_path("cut").unlink()
-    assert not cards.draw_progress(run, stages, [])  # before the first step
-    assert "The whole run: the time of cut, train, eval is not known without a" in page.read_text(encoding="utf-8")
-    assert checked(page.read_text(encoding="utf-8")).tags["svg"] == 0
-    # The command writes it at each stage, also where it ends before the last.
-    shutil.copytree(copied, copied.parent / "again", ignore=shutil.ignore_patterns("stages", "report.html"))
-    tiny.call("train", copied / "config.yaml", "--runs", copied.parent, "name=again", "--until", "corpus")
-    shown = (copied.parent / "again" / "report.html").read_text(encoding="utf-8")
-    assert "Ended on request." in shown and "corpus" in shown
+def test_the_picture_draws_what_the_sentence_names(results: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Engines in turns decide, also if another engine's bar was higher before they took turns."""
+    small, _, gguf = results["speedup"]["parts"]
+    results["speedup"]["parts"] = [small, gguf]
+    gguf["measurements"][2] |= {"tokens_per_second": 90.0}  # beyond PyTorch's 55
+    found = as_results(results).speedup
+    assert found is not None
+    ways = [(part, place) for part in found.parts for place in (2, 0)]
+    speeds = (60.0, 40.0, 50.0, 35.0)
+    turns = [
+        InTurns(*part.key, place, part.measurements[place].configuration, speed, speed / 40, speed / 42, speed / 38)
+        for (part, place), speed in zip(ways, speeds, strict=True)
+    ]
+    turns[1] = replace(turns[1], speedup=1)
+    found = replace(found, in_turns=sorted(turns, key=lambda one: -one.tokens_per_second))
+    assert verdict(found).startswith("Use the draft (draft 3) in PyTorch: 60.0 tokens/s instead of 40.0 (1.50×")
+    drawn = plots.speeds(found)
+    assert drawn.count("▸") == 1 and "▸ draft 3, PyTorch" in drawn
+    assert drawn.index("engines in turns") < drawn.index("90.0 (") and "60.0 (1.50×)" in drawn

@@ -599,7 +599,7 @@ def test_what_was_measured_before_an_end_is_shown(
     status = tiny.call("serve-check", *pair, *small)
     out, err = capsys.readouterr()
     assert status == (130 if isinstance(end, Interrupted) else 2)
-    assert "what is missing here was not measured" in out and "| llama-server, its own counts |" in out
+    assert "missing figures were not measured" in out and "| llama-server, its own counts |" in out
     assert "| distill, the same files |" in out and ("interrupted" in err or "the server died" in err)
     monkeypatch.setattr(check, "interleaved", ends)  # before anything was measured nothing is shown
     assert tiny.call("serve-check", *pair, *small) == status

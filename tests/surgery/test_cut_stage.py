@@ -121,22 +121,12 @@ def test_what_a_head_holds_is_measured_on_answers_that_did_not_rank_it(
 
 
 def test_group_lasso_narrows_the_draft(begun: Path, world: Path, tmp_path: Path) -> None:
-    train = {"steps": 30, "sparsity": {"mlp_width": 96, "ramp": 0.5}}
+    train = {"steps": 50, "sparsity": {"mlp_width": 96}}
     run = run_with(begun, world, tmp_path, "train", cut={"mlp_width": None}, train=train)
     report = read(run / "draft" / "sparsity.json")["details"]
     assert report["width_before"] == 128 and min(report["removed_zero_share"]) >= 0.95
     model = AutoModelForCausalLM.from_pretrained(run / "draft")
     assert model.config.intermediate_size == 96 and model.model.layers[0].mlp.down_proj.in_features == 96
-
-
-@pytest.mark.slow
-def test_unstructured_sparsity_is_in_the_report(begun: Path, world: Path, tmp_path: Path) -> None:
-    train = {"steps": 30, "sparsity": {"share": 0.4, "ramp": 0.5}}
-    run = run_with(begun, world, tmp_path, "report", train=train, speedup={"prompts": 2, "lengths": [2]})
-    report = read(run / "draft" / "sparsity.json")["details"]
-    assert report["zero_share"] == pytest.approx(0.4, abs=0.01)
-    page = (run / "report.html").read_text()
-    assert "Sparsity" in page and "weights are zero" in page and "From donor to draft" in page
 
 
 def test_cuts_are_made_from_train_texts_and_compared_on_validation_texts(

@@ -14,7 +14,7 @@ from toys import blurred, toy
 from transformers import GPT2Config, GPT2LMHeadModel
 
 from distill.errors import DataError, RecipeError
-from distill.surgery.sparsity import GroupLasso, UnstructuredL1, balance, block_matrices, zero_groups
+from distill.surgery.sparsity import GroupLasso, balance, zero_groups
 
 torch.set_num_threads(1)
 
@@ -45,15 +45,10 @@ class Training:
     """The training loop in small: AdamW on the KL to a fixed teacher, random tokens, warm-up, the penalty after each
     step. `steps` goes on to a step; `save` and `restore` are a checkpoint."""
 
-    def __init__(self, kind: str, rate: float = 1e-3, method: str = "group", **settings: Any) -> None:
+    def __init__(self, kind: str, rate: float = 1e-3) -> None:
         self.kind, self.rate, self.done = kind, rate, 0
         self.model = blurred(teacher(kind), seed=5, scale=0.3)
-        settings = {"ramp": RAMP, **settings}
-        self.penalty: Any = (
-            GroupLasso(self.model, WIDTH, STEPS, **settings)
-            if method == "group"
-            else UnstructuredL1(self.model, STEPS, **settings)
-        )
+        self.penalty = GroupLasso(self.model, WIDTH, STEPS, ramp=RAMP)
         self.optimizer = torch.optim.AdamW(self.model.parameters(), betas=(0.9, 0.95), weight_decay=0.0)
         self.log: list[dict[str, Any]] = []
 
@@ -206,27 +201,17 @@ def test_balancing_changes_norms_and_nothing_else(kind: str) -> None:
         assert torch.equal(gate_and_up(layer)[0], gate)
 
 
-@pytest.mark.parametrize(
-    "method, settings, moments",
-    [
-        ("group", {}, (20, 52)),
-        ("single", {"sparsity": 0.5}, (20, 52)),
-    ],
-)
-def test_resumed_equals_uninterrupted(method: str, settings: dict[str, Any], moments: tuple[int, int]) -> None:
-    whole = Training("qwen2", method=method, **settings)
-    saved = []
-    for moment in moments:
-        saved.append(whole.steps(moment).save())
+def test_resumed_equals_uninterrupted() -> None:
+    whole = Training("qwen2")
+    saved = [whole.steps(moment).save() for moment in (20, 52)]
     whole.steps(62)
     for moment in saved:
-        resumed = Training("qwen2", method=method, **settings).restore(moment).steps(62)
+        resumed = Training("qwen2").restore(moment).steps(62)
         assert resumed.log == whole.log[moment[-1] :]
         assert resumed.penalty.state_dict() == whole.penalty.state_dict()
         for name, weight in resumed.model.state_dict().items():
             assert torch.equal(weight, whole.model.state_dict()[name]), name
-    if method == "group":
-        assert resumed.penalty.finish(resumed.model) == whole.penalty.finish(whole.model)
+    assert resumed.penalty.finish(resumed.model) == whole.penalty.finish(whole.model)
 
 
 def test_equal_neurons_do_not_go_together() -> None:
@@ -257,42 +242,6 @@ def test_a_ramp_without_rate_is_cut_and_said() -> None:
     assert torch.equal(model.model.layers[0].mlp.gate_proj.weight, gates[largest])
 
 
-def test_single_weights_reach_the_share() -> None:
-    run = Training("qwen2", method="single", sparsity=0.6).steps(round(STEPS * RAMP))
-    frozen = {name: weight == 0 for name, weight in run.model.state_dict().items()}
-    at_freeze = divergence(run.model, "qwen2", HELD_OUT).item()
-    run.steps(STEPS)
-    names, total, zero = block_matrices(run.model), 0, 0
-    for name, weight in run.model.state_dict().items():
-        assert torch.equal(weight == 0, frozen[name])
-        short = name.removeprefix("model.").removesuffix(".weight")
-        if "_proj.weight" in name:
-            assert short in names
-            total, zero = total + weight.numel(), zero + int((weight == 0).sum())
-        else:
-            assert short not in names and weight.all()  # embeddings, norms and biases are left alone
-    assert len(names) == 2 * 7
-    assert zero / total == pytest.approx(0.6, abs=1e-3)
-    _, details = run.penalty.finish(run.model)
-    assert details["zero_share"] == run.log[-1]["zero_share"] == zero / total
-    assert divergence(run.model, "qwen2", HELD_OUT).item() < at_freeze
-
-
-def test_single_weights_by_hand() -> None:
-    """One step: weights up to the largest that goes shrink by rate · λ, the others stay."""
-    model = toy("qwen2", layers=1)
-    penalty = UnstructuredL1(model, 25, sparsity=0.5, ramp=0.4)
-    before = {name: weight.detach().double() for name, weight in penalty.matrices.items()}
-    every = torch.cat([weight.abs().flatten() for weight in before.values()])
-    distance = float(every.sort().values[round(0.5 * len(every)) - 1])
-    strength = penalty.after_step(0, 0.1)["lambda"]
-    assert strength == pytest.approx(distance / (10 * 0.1), rel=1e-5)
-    for name, weight in penalty.matrices.items():
-        shrunk = before[name].sign() * (before[name].abs() - 0.1 * strength).clamp(min=0)
-        expected = torch.where(before[name].abs() <= distance, shrunk, before[name])
-        torch.testing.assert_close(weight.detach().double(), expected, rtol=1e-6, atol=1e-7)
-
-
 def test_refusals() -> None:
     model = toy("qwen2", layers=1, intermediate_size=WIDE)
     before = logits(model)
@@ -306,6 +255,5 @@ def test_refusals() -> None:
     GroupLasso(toy("qwen2", intermediate_size=WIDE), WIDTH, 50)  # the least it names is enough
     assert torch.equal(logits(model), before)  # refused before anything changes
     other = GPT2LMHeadModel(GPT2Config(vocab_size=8, n_positions=8, n_embd=8, n_layer=1, n_head=2))
-    for build in (lambda: GroupLasso(other, WIDTH, 100), lambda: UnstructuredL1(other, 100, sparsity=0.5)):
-        with pytest.raises(DataError, match="`gpt2` is not supported"):
-            build()
+    with pytest.raises(DataError, match="`gpt2` is not supported"):
+        GroupLasso(other, WIDTH, 100)

@@ -33,7 +33,7 @@ from distill.surgery.vocabulary import (
 )
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, compress
 from distill.training.learner import Columns
-from distill.training.losses import LossSettings, head_loss
+from distill.training.losses import head_loss
 from distill.vocabulary.vocabulary import Vocabulary
 
 torch.set_num_threads(1)
@@ -86,7 +86,7 @@ def test_loss_over_kept_columns(stored: int) -> None:
     labels = torch.randint(0, V, (N,), generator=generator)
     found = compress(3 * target, stored, V)
     teacher = CompactTeacher(found.ids, found.log_probabilities, found.log_tail, V)
-    columns, settings = Columns(V, kept, CPU), LossSettings({"forward_kl": 0.9, "cross_entropy": 0.1})
+    columns, settings = Columns(V, kept, CPU), {"forward_kl": 0.9, "cross_entropy": 0.1}
     by_hand = torch.tensor([kept.index(label) if label in kept else K for label in labels.tolist()])
     assert torch.equal(columns.labels(labels), by_hand) and columns.count == K
     losses, gradients = [], []

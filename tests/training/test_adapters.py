@@ -8,6 +8,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import tiny
 import torch
 from torch import Tensor
 from toys import KINDS, toy
@@ -16,7 +17,7 @@ from distill.data.packing import pack
 from distill.engines.torch.blocks import Packed, hidden_states
 from distill.engines.torch.hugging_face import load_model
 from distill.errors import RecipeError, RunError
-from distill.recipe import Adapter, Train, parse_section
+from distill.recipe import Adapter, Train, load_recipe, parse_section
 from distill.teacher.distributions import DenseTeacher, Head
 from distill.training import setup
 from distill.training.learner import Columns, Learner
@@ -38,7 +39,7 @@ def data(seed: int = 0) -> Packed:
 
 
 def trainable(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
-    """The parameters that learn, by name: those of the adapters and, with train_outer, embeddings and head."""
+    """The parameters that learn, by name: those of the adapters and, with `outer`, embeddings and head."""
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
@@ -69,10 +70,10 @@ def logits(model: Any) -> Tensor:
         return model.eval()(input_ids=ids).logits
 
 
-def trained(model: Any, settings: Adapter, steps: int = 3, seed: int = 0) -> Any:
+def trained(model: Any, settings: Adapter, outer: bool = False, steps: int = 3, seed: int = 0) -> Any:
     """The model with adapters, which change no bit at first, after a few steps on the product's own loss."""
     before = logits(model)
-    attach(model, settings, seed)
+    attach(model, settings, seed, outer)
     assert torch.equal(logits(model), before)
     store = store_of(toy(seed=5), data())
     optimizer = torch.optim.AdamW(trainable(model).values(), lr=1e-2)
@@ -89,7 +90,7 @@ def test_merged_is_what_was_trained(kind: str, outer: bool, tmp_path: Path) -> N
     plain = toy(kind)
     before = logits(plain)
     shapes = {name: value.shape for name, value in plain.state_dict().items()}
-    model = trained(plain, Adapter(rank=4, train_outer=outer))
+    model = trained(plain, Adapter(rank=4), outer)
     learnt = logits(model)
     assert float((learnt - before).abs().max()) > 0.05
     done = merge(model)
@@ -104,7 +105,7 @@ def test_merged_is_what_was_trained(kind: str, outer: bool, tmp_path: Path) -> N
 @pytest.mark.parametrize("outer", [False, True])
 def test_only_adapters_learn(outer: bool) -> None:
     model = toy("llama")
-    attach(model, Adapter(rank=2, train_outer=outer))
+    attach(model, Adapter(rank=2), outer=outer)
     store = store_of(toy(seed=5), data())
     index = torch.arange(2)
     loss_of(model, store, index).backward()
@@ -131,14 +132,12 @@ def test_the_start_depends_on_the_seed_alone() -> None:
 
 
 def test_settings_that_clash() -> None:
-    sparsity = {"mlp_width": 32}
-    for values, words in (
-        ({"adapter": {"train_outer": True}, "sparsity": sparsity}, "sparsity changes the draft's own weights"),
-        ({"adapter": {}, "embedding_rate": 5}, "set adapter.train_outer"),
-    ):
-        with pytest.raises(RecipeError, match=words):
-            parse_section(Train, values)
-    assert parse_section(Train, {"adapter": {"train_outer": True}, "embedding_rate": 5}).adapter is not None
+    with pytest.raises(RecipeError, match="sparsity changes the draft's own weights"):
+        parse_section(Train, {"adapter": {}, "sparsity": {"mlp_width": 32}})
+    rated = ["train.adapter={}", "train.embedding_rate=5"]
+    with pytest.raises(RecipeError, match="adapters freeze embeddings and head"):
+        load_recipe(tiny.ROOT / "recipes" / "demo.yaml", rated)
+    load_recipe(tiny.ROOT / "recipes" / "demo-transplant.yaml", rated)
 
 
 def test_a_quantised_base_is_refused_where_it_cannot_be() -> None:
@@ -153,7 +152,7 @@ def test_a_quantised_base_is_merged_in_full_precision(base: Any, kind: str, tmp_
     pytest.importorskip("bitsandbytes")
     exact = toy(kind, hidden_size=64, intermediate_size=128)
     exact.save_pretrained(tmp_path / "cut")
-    settings = Adapter(rank=4, base=base, train_outer=True)
+    settings = Adapter(rank=4, base=base)
     half = load_base(tmp_path / "cut", settings, CPU, "bfloat16").model.layers[0].mlp.up_proj
     assert getattr(half, "compute_dtype", torch.bfloat16) == torch.bfloat16  # with 8 bits it is not chosen
     model = load_base(tmp_path / "cut", settings, CPU)
@@ -162,7 +161,7 @@ def test_a_quantised_base_is_merged_in_full_precision(base: Any, kind: str, tmp_
     assert model.lm_head.weight.dtype == model.model.embed_tokens.weight.dtype == torch.float32
     first = logits(model)
     assert float((first - logits(exact)).abs().max()) > 0  # rounding, and not only of the last bit
-    trained(model, settings)
+    trained(model, settings, outer=True)
     assert not torch.equal(logits(model), first)
     done = merge(model, tmp_path / "cut")
     assert {name: value.dtype for name, value in done.state_dict().items()} == {

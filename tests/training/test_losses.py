@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from distill import divergences
 from distill.teacher.distributions import CompactTeacher, DenseTeacher, Head, LogitForm, Teacher, compress
 from distill.training import losses as bucket
-from distill.training.losses import LOSSES, LossSettings, head_loss
+from distill.training.losses import LOSSES, Mixture, head_loss
 
 torch.set_num_threads(1)
 
@@ -24,7 +24,7 @@ MIXTURE = {"forward_kl": 0.6, "cross_entropy": 0.1, "lk_hybrid": 0.3}
 
 
 def agrees(
-    problem: Problem, settings: LossSettings, chunk: int = 7, teacher: Teacher | None = None, least: float = 1e-6
+    problem: Problem, settings: Mixture, chunk: int = 7, teacher: Teacher | None = None, least: float = 1e-6
 ) -> None:
     """In fp64 to rounding, so that the formulas are the same; in fp32, in which a teacher of the product says its
     probabilities, to what that can hold.
@@ -51,10 +51,10 @@ def agrees(
 @pytest.mark.parametrize("name", LOSSES)
 def test_value_and_gradients(name: str, k: int | None, kind: str) -> None:
     """Of whole heads, of trimmed ones, and of those with padding, which learns nothing."""
-    for trimmed, padding, temperature in ((None, 0, 1.7), (None, 5, 1.0), (19, 0, 1.0), (19, 4, 0.6)):
+    for trimmed, padding in ((None, 0), (None, 5), (19, 0), (19, 4)):
         problem = Problem(k, kind, seed=3, padding=padding, trimmed=trimmed)
-        agrees(problem, LossSettings({name: 1.5}, temperature=temperature))
-        d_head = fused(problem, LossSettings({name: 1.0}))[3]
+        agrees(problem, {name: 1.5})
+        d_head = fused(problem, {name: 1.0})[3]
         assert torch.equal(d_head[problem.columns :], torch.zeros(padding, H, dtype=torch.float64))
 
 
@@ -67,7 +67,7 @@ def test_targets_without_mass_on_most_tokens(name: str, k: int | None, left: int
     problem = Problem(k, seed=15, trimmed=trimmed)
     logits = problem.teacher.logits
     problem.teacher.logits = logits.masked_fill(logits < logits.topk(left).values[:, -1:], -math.inf)
-    settings = LossSettings({name: 1.0}, temperature=1.3)
+    settings = {name: 1.0}
     agrees(problem, settings)
 
 
@@ -79,7 +79,6 @@ def test_targets_without_mass_on_most_tokens(name: str, k: int | None, left: int
     st.one_of(st.none(), st.integers(3, V - 1)),
     st.integers(0, 4),
     st.dictionaries(st.sampled_from(LOSSES), st.floats(0.1, 2), min_size=1, max_size=4),
-    st.floats(0.4, 3),
     st.integers(1, N + 2),
     st.sampled_from([LogitForm(), LogitForm(0.3), LogitForm(2.0, 5.0)]),
 )
@@ -90,14 +89,12 @@ def test_any_mixture(
     trimmed: int | None,
     padding: int,
     losses: dict[str, float],
-    t: float,
     c: int,
     form: LogitForm,
 ) -> None:
     problem = Problem(k, kind, seed, padding, trimmed)
-    settings = LossSettings(losses, temperature=t)
-    total, _, *gradients = problem.expected(settings, form)
-    got, _, *own = fused(problem, settings, c, form=form)
+    total, _, *gradients = problem.expected(losses, form)
+    got, _, *own = fused(problem, losses, c, form=form)
     near(got, total, 1e-8, 1e-6)
     for left, right in zip(own, gradients, strict=True):
         near(left, right, 1e-8, 1e-6)
@@ -105,7 +102,7 @@ def test_any_mixture(
 
 def test_chunks_and_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> None:
     problem = Problem(6, seed=5, padding=3)
-    settings = LossSettings(MIXTURE)
+    settings = MIXTURE
     whole = fused(problem, settings, N)
     for chunk, cached in ((1, 2**20), (5, 2**20), (16, V), (N, 3 * V), (1000, 5 * V)):
         monkeypatch.setattr("distill.training.losses.CACHED", cached)
@@ -114,23 +111,23 @@ def test_chunks_and_blocks_do_not_matter(monkeypatch: pytest.MonkeyPatch) -> Non
         near(torch.stack([*part[1].values()]), torch.stack([*whole[1].values()]), 1e-13)
         for left, right in zip(part[2:], whole[2:], strict=True):
             near(left, right, 1e-13)
-        assert all(min(rows.stop, N) - rows.start <= chunk for rows, _ in problem.teacher.asked)
-        assert sum(rows.stop - rows.start for rows, _ in problem.teacher.asked) == N
+        assert all(min(rows.stop, N) - rows.start <= chunk for rows in problem.teacher.asked)
+        assert sum(rows.stop - rows.start for rows in problem.teacher.asked) == N
 
 
 @pytest.mark.parametrize("trimmed", [None, 19])
 @pytest.mark.parametrize("k", STORED)
 def test_statistics(k: int | None, trimmed: int | None) -> None:
-    for kind, temperature in (("random", 1.0), ("aligned", 1.3)):
+    for kind in ("random", "aligned"):
         problem = Problem(k, kind, seed=7, trimmed=trimmed, padding=2)
-        settings = LossSettings({"jsd": 1.0}, temperature=temperature)
+        settings = {"jsd": 1.0}
         logits = (problem.hidden @ problem.head.T)[:, : problem.columns]
-        log_p, log_q = problem.outcomes(logits, temperature)
-        named = problem.named(temperature)
+        log_p, log_q = problem.outcomes(logits)
+        named = problem.named()
         expected = {
             "positions": torch.tensor(N),
             "forward_kl": divergences.forward_kl(log_p, log_q).sum(),
-            "cross_entropy": problem.oracle("cross_entropy", settings, logits).sum(),
+            "cross_entropy": problem.oracle("cross_entropy", logits).sum(),
             "acceptance": divergences.acceptance_sampling(log_p.exp(), log_q.exp()).sum(),
             "agreement": (divergences.acceptance_greedy(named, logits) * (named.amax(-1) > 0)).sum(),
             "match": divergences.acceptance_match(named, logits).sum(),
@@ -154,7 +151,7 @@ def test_bfloat16_and_autocast() -> None:
     """Products in bf16, the rest in fp32: near the truth of the rounded inputs, gradients in their own types."""
     problem = Problem(6, seed=9, padding=2)
     problem.hidden, problem.head = (x.bfloat16().double() for x in (problem.hidden, problem.head))
-    settings = LossSettings({"forward_kl": 0.9, "cross_entropy": 0.1})
+    settings = {"forward_kl": 0.9, "cross_entropy": 0.1}
     total, _, e_hidden, e_head, _ = problem.expected(settings)
     problem.teacher.kind = torch.float32
     bf16, fp32 = torch.bfloat16, torch.float32
@@ -175,7 +172,7 @@ def test_bfloat16_and_autocast() -> None:
 
 def test_gradients_only_where_they_are_wanted() -> None:
     problem = Problem(6, seed=10)
-    settings = LossSettings({"nla": 1.0})
+    settings = {"nla": 1.0}
     everything = fused(problem, settings)
     for wants in ((True, False), (False, True)):
         hidden, head = (x.clone().requires_grad_(w) for x, w in zip((problem.hidden, problem.head), wants, strict=True))
@@ -195,12 +192,12 @@ def test_gradients_only_where_they_are_wanted() -> None:
 def test_the_heads_gradient_is_handed_on_without_a_copy() -> None:
     problem = Problem(6, seed=11)
     head = problem.head.clone().requires_grad_()
-    total, _ = head_loss(problem.hidden, head, problem.teacher, problem.labels, LossSettings(MIXTURE), 7)
+    total, _ = head_loss(problem.hidden, head, problem.teacher, problem.labels, MIXTURE, 7)
     node: Any = total.grad_fn
     place = node.gradients[1].data_ptr()
     (total / 8).backward()
     assert head.grad is not None and head.grad.data_ptr() == place
-    near(head.grad, problem.expected(LossSettings(MIXTURE))[3] / 8, 1e-9)
+    near(head.grad, problem.expected(MIXTURE)[3] / 8, 1e-9)
     with pytest.raises(RuntimeError, match="backward ran a second time"):
         node.apply(torch.ones(()), torch.ones(()))
 
@@ -209,7 +206,7 @@ def test_no_positions() -> None:
     problem = Problem(6, seed=12)
     hidden, head = problem.hidden[:0].clone().requires_grad_(), problem.head.clone().requires_grad_()
     empty = Distributions(problem.teacher.logits[:0], 6)
-    total, sums = head_loss(hidden, head, empty, problem.labels[:0], LossSettings(MIXTURE), 7)
+    total, sums = head_loss(hidden, head, empty, problem.labels[:0], MIXTURE, 7)
     total.backward()
     assert total.item() == 0 and not any(map(float, sums.values()))
     assert head.grad is not None and float(head.grad.abs().max()) == 0
@@ -231,21 +228,19 @@ def compact(problem: Problem, k: int) -> CompactTeacher:
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", LOSSES)
 def test_teachers_of_the_house(name: str, kind: str, trimmed: int | None) -> None:
-    """A compact store, at temperature 1, and hidden states times a head, at any; whole and trimmed."""
-    for temperature in (1.0, 0.7):
-        settings = LossSettings({name: 1.0}, temperature=temperature)
-        for k in (*((5, V) if temperature == 1 else ()), None, "with log_sums"):
-            problem = Problem(k if isinstance(k, int) else None, kind, seed=20, padding=2, trimmed=trimmed)
-            teacher: CompactTeacher | DenseTeacher
-            if not isinstance(k, int):  # the target's hidden states are its logits, and its head one row per token
-                head, logits = Head(torch.eye(V)), problem.teacher.logits.float()
-                sums = logits.logsumexp(-1)
-                teacher = DenseTeacher(logits, head, log_sums=None if k is None else lambda sums=sums: sums)
-            else:
-                teacher = compact(problem, k)
-            if problem.teacher.kept is not None:
-                teacher = teacher.restrict(torch.tensor(problem.teacher.kept))
-            agrees(problem, settings, teacher=teacher)
+    """A compact store, and hidden states times a head; whole and trimmed."""
+    for k in (5, V, None, "with log_sums"):
+        problem = Problem(k if isinstance(k, int) else None, kind, seed=20, padding=2, trimmed=trimmed)
+        teacher: CompactTeacher | DenseTeacher
+        if not isinstance(k, int):  # the target's hidden states are its logits, and its head one row per token
+            head, logits = Head(torch.eye(V)), problem.teacher.logits.float()
+            sums = logits.logsumexp(-1)
+            teacher = DenseTeacher(logits, head, log_sums=None if k is None else lambda sums=sums: sums)
+        else:
+            teacher = compact(problem, k)
+        if problem.teacher.kept is not None:
+            teacher = teacher.restrict(torch.tensor(problem.teacher.kept))
+        agrees(problem, {name: 1.0}, teacher=teacher)
 
 
 def test_masses_rounded_to_half_precision() -> None:
@@ -256,9 +251,9 @@ def test_masses_rounded_to_half_precision() -> None:
     p, tail = rounded.log_probabilities.double().exp(), rounded.log_tail.double().exp()
     assert float((p.sum(-1) + tail - 1).abs().max()) > 1e-5
     problem.teacher.chunk = rounded.chunk  # type: ignore[method-assign]
-    problem.named = lambda temperature: torch.zeros(N, V).double().scatter(-1, rounded.ids.long(), p)  # type: ignore
+    problem.named = lambda: torch.zeros(N, V).double().scatter(-1, rounded.ids.long(), p)  # type: ignore
     for name in LOSSES:
-        agrees(problem, LossSettings({name: 1.0}), teacher=rounded)
+        agrees(problem, {name: 1.0}, teacher=rounded)
 
 
 @pytest.mark.parametrize("name", LOSSES)
@@ -273,4 +268,4 @@ def test_sure_draft_gives_finite_gradients(name: str) -> None:
     teacher = compact(problem, 2)
     outside = logits.log_softmax(-1).scatter(-1, teacher.ids.long(), -math.inf).logsumexp(-1)
     assert float(outside.min()) < -110  # else this tests nothing
-    agrees(problem, LossSettings({name: 1.0}), teacher=teacher, least=1.0)
+    agrees(problem, {name: 1.0}, teacher=teacher, least=1.0)

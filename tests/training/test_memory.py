@@ -13,7 +13,6 @@ import torch
 
 from distill.teacher.distributions import DenseTeacher, Head
 from distill.training import losses
-from distill.training.losses import LossSettings
 
 SHAPES = """
 import torch, distill, sys
@@ -60,5 +59,5 @@ def test_a_batchs_number_of_positions_makes_few_shapes(monkeypatch: pytest.Monke
         hidden = torch.randn(count, 8, generator=generator)
         teacher = DenseTeacher(hidden, Head(head.detach()))
         labels = torch.zeros(count, dtype=torch.long)
-        losses.head_loss(hidden, head, teacher, labels, LossSettings({"jsd": 1.0}), 256)
+        losses.head_loss(hidden, head, teacher, labels, {"jsd": 1.0}, 256)
     assert rows == {64, 128, 192, 256}

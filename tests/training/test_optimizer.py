@@ -170,9 +170,7 @@ def test_a_continuation_goes_on_as_a_whole_donor_does(world: Path, ready: Path, 
 
 def test_the_default_loss_is_that_of_the_protocol() -> None:
     settings = settings_of(steps=100, rate=1.0)
-    assert loss_settings(settings, 0.8).losses == {"jsd": 1.0} and loss_settings(settings, 0.0).losses == {
-        "forward_kl": 1.0
-    }
+    assert loss_settings(settings, 0.8) == {"jsd": 1.0} and loss_settings(settings, 0.0) == {"forward_kl": 1.0}
     assert protocol_of(settings.model_copy(update={"protocol": "match"}), 0.0) == "match"
 
 
@@ -191,7 +189,7 @@ def test_a_rate_that_is_constant_and_then_falls_in_a_line() -> None:
         ((*MUON, trainings.MIXED, "train.embedding_rate=5"), 3),
         ((*MUON, "train.adapter={rank: 4}", "train.acceptance=null"), 5),
         pytest.param(
-            (*MUON, "train.steps=12", "train.sparsity={mlp_width: 32, ramp: 0.9}"), 7, marks=pytest.mark.slow
+            (*MUON, "train.steps=50", "train.sparsity={mlp_width: 32}"), 7, marks=pytest.mark.slow
         ),  # with AdamW: test_sparsity.py
     ],
 )

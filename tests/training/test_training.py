@@ -46,7 +46,6 @@ from distill.sampler import Sampler
 from distill.teacher.distributions import DenseTeacher, Head
 from distill.training import loop, validation
 from distill.training.learner import Columns, Learner
-from distill.training.losses import LossSettings
 from distill.training.optimizer import make_optimizer
 from distill.training.saved import (
     BEST,
@@ -142,7 +141,7 @@ def test_rows_that_cannot_learn_are_left_out_and_put_back(family: str, tied: boo
         optimizer = make_optimizer(draft, Train(rate=0.01))
         logits = []
         for _ in range(steps):
-            learner(blocks, teacher, LossSettings({"jsd": 1.0}))[0].backward()
+            learner(blocks, teacher, {"jsd": 1.0})[0].backward()
             norm = torch.nn.utils.clip_grad_norm_(draft.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
@@ -165,7 +164,7 @@ def test_scaled_and_capped_logits_are_learnt_as_the_model_gives_them(kind: str) 
     blocks = pack([(ids[0].tolist(), 1)], 7, split_long=False)
     states, target = torch.randn(6, 32, generator=torch.Generator().manual_seed(1)), Head.of(toys.toy(), 61)
     learner = Learner(draft, Columns(61, None, torch.device("cpu")), 4)
-    total, _ = learner(blocks, DenseTeacher(states, target), LossSettings({"forward_kl": 1.0}))
+    total, _ = learner(blocks, DenseTeacher(states, target), {"forward_kl": 1.0})
     logs = draft(ids).logits[0, :-1].log_softmax(-1)
     expected = torch.nn.functional.kl_div(logs, target.logits(states).log_softmax(-1), log_target=True, reduction="sum")
     assert total.item() == pytest.approx(expected.item(), rel=1e-5)
@@ -189,7 +188,7 @@ def gradient_at_embeddings(learner: Learner, target: Any, blocks: Any, document:
     handle = learner.draft.get_input_embeddings().register_forward_hook(hook)
     states = torch.randn(int(blocks.mask.sum()), 32, generator=torch.Generator().manual_seed(1))
     distributions = DenseTeacher(states, Head.of(target, 61))
-    total, _ = learner(blocks, distributions, LossSettings({"forward_kl": 1.0, "lk_hybrid": 1.0}))
+    total, _ = learner(blocks, distributions, {"forward_kl": 1.0, "lk_hybrid": 1.0})
     handle.remove()
     (gradient,) = torch.autograd.grad(total, kept)
     return gradient[0]
@@ -521,7 +520,6 @@ def test_other_errors_are_not_of_memory() -> None:
 @pytest.mark.parametrize(
     ("override", "words"),
     [
-        ("train.temperature=2", "a compact teacher keeps distributions at 1 alone"),
         ("train.adapter={rank: 2, base: int4}", "bitsandbytes"),
     ],
 )
@@ -558,22 +556,16 @@ def test_training_runs_on_the_named_device(pretend: Any, monkeypatch: Patch, tmp
 # ── adapters ──
 
 
-@pytest.mark.parametrize(
-    ("base", "outer"),
-    [
-        ("null", False),
-        pytest.param("null", True, marks=pytest.mark.slow),
-        ("int8", False),
-        pytest.param("int4", False, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.parametrize("base", ["null", "int8", pytest.param("int4", marks=pytest.mark.slow)])
 def test_an_adapter_is_trained_resumed_and_merged(
-    train: Trainer, ready: Path, tmp_path: Path, monkeypatch: Patch, base: str, outer: bool
+    train: Trainer, ready: Path, tmp_path: Path, monkeypatch: Patch, base: str
 ) -> None:
     if base != "null":
         pytest.importorskip("bitsandbytes")
-    rank = f"train.adapter={{rank: 4, base: {base}, train_outer: {str(outer).lower()}}}"
-    overrides = (rank, "train.acceptance=null")  # the last weights are taken, which differ from the first
+    overrides = (
+        f"train.adapter={{rank: 4, base: {base}}}",
+        "train.acceptance=null",
+    )  # the last weights are taken, which differ from the first
     one = train(*overrides, folder=tmp_path / "one")
     with interrupted_after(5, monkeypatch):
         train(*overrides, status=130, folder=tmp_path / "two")
@@ -582,17 +574,13 @@ def test_an_adapter_is_trained_resumed_and_merged(
     found, before = weights(one), load_file(ready / "cut" / "model.safetensors")
     assert found.keys() == before.keys()
     changed = {name for name in found if not torch.equal(found[name], before[name])}
-    learnt = ("_proj.weight", "embed_tokens.weight", "lm_head.weight")[: 3 if outer else 1]
-    assert {end for end in learnt if any(name.endswith(end) for name in changed)} == {
-        end for end in learnt if any(name.endswith(end) for name in found)
-    }
-    assert all(name.endswith(learnt) for name in changed)
+    assert changed and all(name.endswith("_proj.weight") for name in changed)
     saved = {
         name: torch.load(one / "checkpoints" / "step-000008" / f"{name}.pt", weights_only=True)
         for name in ("model", "optimizer")
     }
     assert saved["model"].keys() == saved["optimizer"]["state"].keys()  # and nothing of the base
-    assert sum("lora" not in name for name in saved["model"]) == (outer and 1)  # the tied embeddings and head
+    assert all("lora" in name for name in saved["model"])
     load_model(str(one / "draft"), "float32", torch.device("cpu"))
 
 

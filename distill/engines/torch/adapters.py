@@ -58,7 +58,7 @@ def merged_folder(
         if not whole and load is not None:
             size = _require_room(base, folder)
             what = f"{settings.peft_type.value}, trained on {settings.base_model_name_or_path}"
-            kept = f"{folder} ({size / 1e6:.0f} MB; `distill cache --clear merged` deletes it)"
+            kept = f"{folder} ({size / 1e6:.0f} MB; `distill doctor --clear merged` deletes it)"
             note(f"merging the adapter {adapter} ({what}) into {base}: {kept}")
             with warnings.catch_warnings(action="ignore"):
                 merged = _merged(base, adapter, load)
