@@ -22,6 +22,7 @@ from distill.engines.ends import turn_end
 from distill.engines.tokenizer import special_tokens
 from distill.engines.torch.hugging_face import encode, encode_behind, encode_text
 from distill.errors import DataError, RecipeError
+from distill.files import has_form
 from distill.gguf.head import END_NAMES
 from distill.recipe import Chat
 
@@ -178,13 +179,17 @@ class ChatTemplate:
         Raises ValueError if the template refuses the messages or leaves one out. The error gives the reason.
         """
         text = self._rendered(messages, thinking, generate)
+        documents = self.settings.arguments.get("documents")
+        for document in documents if has_form(documents, [{}]) else ():
+            contents = [value for value in document.values() if isinstance(value, str)]
+            if not any(form in text for value in contents if value.strip() for form in _forms(value.strip())):
+                raise ValueError("`documents` of which the target's chat template writes nothing")
         rest = text
         for at, message in enumerate(messages):
             content = message["content"].strip()
-            forms = [content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]]
             if message["role"] == "assistant" or not content:
                 continue
-            if (form := next((form for form in forms if form in rest), None)) is not None:
+            if (form := next((form for form in _forms(content) if form in rest), None)) is not None:
                 rest = rest.replace(form, "", 1)
                 continue
             # Some templates change a text. SmolLM3's removes its switches from a system prompt.
@@ -524,6 +529,11 @@ class PlainTexts(ChatTemplate):
         if not ids:
             raise ValueError("its texts begin with no fixed token")
         return UserHeader(decoded(self.tokenizer, ids), ids, None)
+
+
+def _forms(content: str) -> list[str]:
+    """The forms in which a template may write a text: unchanged, or as JSON."""
+    return [content, json.dumps(content)[1:-1], json.dumps(content, ensure_ascii=False)[1:-1]]
 
 
 def _with_text_arguments(message: dict[str, Any]) -> dict[str, Any]:

@@ -314,6 +314,16 @@ def test_documents_need_the_template_that_servers_take(plain: Any) -> None:
     assert chat.prompt(given) is None and not [*chat.given(given)] and chat.dropped.total() == 2
 
 
+@pytest.mark.parametrize("lost", [{"contents": "a page"}, {}])
+def test_a_document_that_the_template_leaves_out(plain: Any, lost: dict[str, str]) -> None:
+    tokenizer = dressed(plain, "named")
+    tokenizer.chat_template = "{% for d in documents %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
+    template, book = ChatTemplate(tokenizer, Chat()), {"text": 'a "book"'}
+    assert book["text"] in template.with_arguments({"documents": [book]}).text([USER])
+    with pytest.raises(ValueError, match="`documents` of which the target's chat template writes nothing"):
+        template.with_arguments({"documents": [book, lost]}).text([USER])
+
+
 def test_parts_of_a_text_are_joined_as_the_template_joins_them(plain: Any) -> None:
     parts = [{"type": "text", "text": "2 + "}, {"type": "text", "text": "2?"}]
     message, written = message_of(USER | {"content": parts}, Counter()), USER | {"content": parts}
@@ -548,7 +558,7 @@ def test_where_the_thinking_begins_and_ends(plain: Any) -> None:
     thought = [USER, normal(answer(reasoning=SUM))]
     on = joined.with_arguments({"thinking": True})
     assert joined.tokenizer.decode(on.answered(thought)[1]).startswith(f"{SUM}</think>4")
-    with pytest.raises(ValueError, match=r"does not write the thinking|otherwise than it begins one"):
+    with pytest.raises(ValueError, match=r"does not write the thinking|begins this answer differently"):
         joined.answered(thought)  # whose prompt has closed the thinking
     # Logs of a template that opens the thinking, for one that does not.
     closed = [USER, answer(content=f"{SUM}\n</think>\n\n4")]
