@@ -179,7 +179,7 @@ class ChatTemplate:
         Raises ValueError if the template refuses the messages or leaves one out. The error gives the reason.
         """
         text = self._rendered(messages, thinking, generate)
-        documents = self.settings.arguments.get("documents")
+        documents: Any = self.settings.arguments.get("documents")
         for document in documents if has_form(documents, [{}]) else ():
             contents = [value for value in document.values() if isinstance(value, str)]
             if not any(form in text for value in contents if value.strip() for form in _forms(value.strip())):
