@@ -121,7 +121,7 @@ def made(folder: Path, model: Path, **settings: Any) -> tuple[Recipe, Run]:
 
 
 @torch.no_grad()
-def own_distributions(model: Any, blocks: Packed, temperature: float) -> Tensor:
+def own_distributions(model: Any, blocks: Packed) -> Tensor:
     """log p [N, V] in fp64 at the scored positions: the model in fp64, each document alone, without our masks."""
     exact, rows = copy.deepcopy(model).double(), []
     for block in range(len(blocks)):
@@ -129,7 +129,7 @@ def own_distributions(model: Any, blocks: Packed, temperature: float) -> Tensor:
             here = blocks.documents[block] == document
             logits = exact(input_ids=blocks.ids[block][here].long().unsqueeze(0), use_cache=False).logits[0]
             scored = blocks.mask[block][here]
-            rows.append((logits[scored][:, : len(toy_vocabulary())] / temperature).log_softmax(-1))
+            rows.append((logits[scored][:, : len(toy_vocabulary())]).log_softmax(-1))
     return torch.cat(rows)
 
 
@@ -150,7 +150,7 @@ def spread(chunk: TeacherChunk, columns: int) -> Tensor:
 def test_every_kind_gives_the_models_own_distributions(
     architecture: str, kind: str, folders: dict[str, Path], tmp_path: Path
 ) -> None:
-    """Whole and over kept tokens alone, at two temperatures unless compact, which stores all but one entry."""
+    """Whole and over kept tokens alone. A compact store holds all but one entry."""
     settings = {"top_k": 5000, "mass": None} if kind == "compact" else {}
     _, run = made(tmp_path, folders[architecture], kind=kind, **settings)
     source = TeacherStore(run)
@@ -162,30 +162,29 @@ def test_every_kind_gives_the_models_own_distributions(
     # fp16 holds log p with 11 bits: that of a token with p = e⁻¹⁶ is off by up to 2⁻⁷·½.
     close = {"rtol": 6e-4, "atol": 1e-4} if kind == "compact" else {"rtol": 1e-5, "atol": 3e-5}
     kept = torch.arange(1, size, 3)
-    for temperature in (1.0,) if kind == "compact" else (1.0, 2.0):
-        expected = own_distributions(model, source.packed.take(index), temperature)
-        assert len(distributions) == len(expected) and distributions.columns == size
-        halves = [distributions.chunk(rows, temperature) for rows in (slice(0, 7), slice(7, None))]
-        assert all(part.log_probabilities.dtype == torch.float32 for part in halves)
-        whole = torch.cat([spread(part, size) for part in halves])
-        torch.testing.assert_close(whole.double(), expected, **close)
-        trimmed = distributions.restrict(kept)
-        chunk = trimmed.chunk(slice(None), temperature)
-        assert trimmed.columns == len(kept)
-        named = chunk.log_probabilities.double().exp().sum(-1)
-        rest = expected.exp().sum(-1) - expected[:, kept].exp().sum(-1)
-        if chunk.ids is not None:  # the one token that is not stored is in the tail, kept or not
-            least = expected.min(-1).values.exp()
-            assert bool(((chunk.log_tail.double().exp() - rest).abs() < least + 2e-3).all())
-            gone = chunk.ids == len(kept)
-            assert bool((chunk.log_probabilities[gone] == -torch.inf).all())
-            rows, columns = (~gone).nonzero(as_tuple=True)
-            found = chunk.log_probabilities[rows, columns].double()
-            torch.testing.assert_close(found, expected[rows, kept[chunk.ids[rows, columns]]], **close)
-        else:
-            torch.testing.assert_close(chunk.log_probabilities.double(), expected[:, kept], **close)
-            torch.testing.assert_close(chunk.log_tail.double().exp(), rest, rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(named + chunk.log_tail.double().exp(), torch.ones_like(named), rtol=0, atol=2e-3)
+    expected = own_distributions(model, source.packed.take(index))
+    assert len(distributions) == len(expected) and distributions.columns == size
+    halves = [distributions.chunk(rows) for rows in (slice(0, 7), slice(7, None))]
+    assert all(part.log_probabilities.dtype == torch.float32 for part in halves)
+    whole = torch.cat([spread(part, size) for part in halves])
+    torch.testing.assert_close(whole.double(), expected, **close)
+    trimmed = distributions.restrict(kept)
+    chunk = trimmed.chunk(slice(None))
+    assert trimmed.columns == len(kept)
+    named = chunk.log_probabilities.double().exp().sum(-1)
+    rest = expected.exp().sum(-1) - expected[:, kept].exp().sum(-1)
+    if chunk.ids is not None:  # the one token that is not stored is in the tail, kept or not
+        least = expected.min(-1).values.exp()
+        assert bool(((chunk.log_tail.double().exp() - rest).abs() < least + 2e-3).all())
+        gone = chunk.ids == len(kept)
+        assert bool((chunk.log_probabilities[gone] == -torch.inf).all())
+        rows, columns = (~gone).nonzero(as_tuple=True)
+        found = chunk.log_probabilities[rows, columns].double()
+        torch.testing.assert_close(found, expected[rows, kept[chunk.ids[rows, columns]]], **close)
+    else:
+        torch.testing.assert_close(chunk.log_probabilities.double(), expected[:, kept], **close)
+        torch.testing.assert_close(chunk.log_tail.double().exp(), rest, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(named + chunk.log_tail.double().exp(), torch.ones_like(named), rtol=0, atol=2e-3)
 
 
 @pytest.mark.parametrize("architecture", FORMS)
@@ -224,7 +223,7 @@ def test_an_unknown_step_after_the_head_is_refused(
         assert not store.exact and store.manifest["entries"] == 16
         chunk = store.read(torch.tensor([0])).distributions(CPU).chunk(slice(None))
         blocks = store.packed.take(slice(0, 1))
-        expected = own_distributions(model, blocks, 1.0)
+        expected = own_distributions(model, blocks)
         assert chunk.ids is not None
         torch.testing.assert_close(
             chunk.log_probabilities.double(), expected.gather(1, chunk.ids), rtol=6e-4, atol=1e-4
@@ -259,7 +258,7 @@ def test_entries_by_mass(folders: dict[str, Path], tmp_path: Path) -> None:
     recipe, run = made(tmp_path / "a", folders["qwen2"], top_k=200, mass=0.9)
     model, store = load_model(str(folders["qwen2"]), "float32", CPU), TeacherStore(run)
     blocks = split_blocks(recipe, run, "train").blocks.take(slice(None))
-    expected = own_distributions(model, blocks, 1.0)
+    expected = own_distributions(model, blocks)
     falling, order = expected.exp().sort(-1, descending=True)
     wanted = (falling.cumsum(-1) < 0.9).sum(-1) + 1
     found = torch.cat([shard["entries"] for shard in store._shards])
@@ -287,7 +286,7 @@ def test_held_out_splits_are_stored_whole(folders: dict[str, Path], tmp_path: Pa
         assert store.exact and store.answer_blocks == 1 and store.blocks == 2
         index = torch.arange(store.blocks)
         whole = store.read(index).distributions(CPU).chunk(slice(None)).log_probabilities
-        expected = own_distributions(model, store.packed.take(index), 1.0)
+        expected = own_distributions(model, store.packed.take(index))
         torch.testing.assert_close(whole.double(), expected, rtol=1e-5, atol=3e-5)
     assert [path.name for path in run.path("teacher").glob("*")].count("head.safetensors") == 1
     before = tiny.contents(run.path("teacher"))
