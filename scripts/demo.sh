@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The whole demo, from text to a measured speedup, on a CPU: bash scripts/demo.sh [--toy | --coder | --tuned] [--full] [a.b=c ...]
+# The whole demo, from text to a measured speedup, on a CPU: bash scripts/demo.sh [--toy | --coder | --tuned] [--full] [--ik] [a.b=c ...]
 #
 #   (default)  a draft for SmolLM2-135M-Instruct, which scripts/setup.sh fetches (recipes/smollm2-demo.yaml)
 #   --toy      a draft for a toy model in data/ (recipes/demo.yaml): minutes; also used if SmolLM2 is missing
@@ -9,24 +9,27 @@
 #              (recipes/adapt.yaml); the same packages; estimated 10 GB of memory and 40 minutes, not measured yet; RULE=house
 #              or RULE=german tunes it differently
 #   --full     more text, more training and more prompts: an hour or more
+#   --ik       compiles ik_llama.cpp for this processor first, once (5 minutes on 2 cores); its wheel knows no AVX-512
 #
 # Measurements without training come first. After a kill, the same command continues.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-toy= full= coder= tuned=
+toy= full= coder= tuned= ik=
 while [[ "${1:-}" == --* ]]; do
     case "$1" in
         --toy) toy=yes ;;
         --full) full=yes ;;
         --coder) coder=yes ;;
         --tuned) tuned=yes ;;
-        *) echo "demo: no option $1; bash scripts/demo.sh [--toy | --coder | --tuned] [--full] [a.b=c ...]" >&2; exit 2 ;;
+        --ik) ik=yes ;;
+        *) echo "demo: no option $1; bash scripts/demo.sh [--toy | --coder | --tuned] [--full] [--ik] [a.b=c ...]" >&2; exit 2 ;;
     esac
     shift
 done
 
 [[ -z "$coder$tuned" || -z "$toy$full" ]] || { echo "demo: --coder and --tuned go with neither --toy nor --full" >&2; exit 2; }
+[[ -z "$ik" || -z "$toy$coder$tuned" ]] || { echo "demo: --ik goes with none of --toy, --coder and --tuned" >&2; exit 2; }
 [[ -z "$coder" || -z "$tuned" ]] || { echo "demo: give --coder or --tuned" >&2; exit 2; }
 
 name=smollm2-demo
@@ -88,7 +91,7 @@ elif [[ -n "$full" ]]; then
     settings+=(corpus.sources.0.questions=400 corpus.sources.1.questions=800 answers.prompts=1000 train.steps=600 eval.prompts=104 speedup.prompts=32
         'speedup.lengths=[1,2,4,6,8]')
 fi
-engines=(llama.cpp ik pytorch)
+engines=(llama.cpp pytorch ik)
 if ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.find_spec("llama_cpp") is None)'; then
     settings+=('speedup.backends=[pytorch]' 'export.outtypes=[]')
     engines=(pytorch)
@@ -98,8 +101,8 @@ elif [[ -z "$toy" ]] && ! .venv/bin/python -c 'import importlib.util, sys; sys.e
     settings+=('speedup.backends=[pytorch, gguf]')
     engines=(llama.cpp pytorch)
     echo "demo: ik-llama-cpp-python is not installed: ik_llama.cpp is not measured"
-elif [[ -z "$toy" ]] && grep -qsw avx512f "${CPUINFO:-/proc/cpuinfo}"; then
-    echo "demo: compiling ik_llama.cpp for this processor, because its wheel knows no AVX-512 (5 minutes on 2 cores, once)"
+elif [[ -n "$ik" ]]; then
+    echo "demo: compiling ik_llama.cpp for this processor (5 minutes on 2 cores, once)"
     mkdir -p build
     bash scripts/build_ik_llama_cpp.sh 2>build/ik_llama.cpp.log ||
         echo "demo: ik_llama.cpp could not be compiled (build/ik_llama.cpp.log): the wheel serves"

@@ -42,7 +42,7 @@ class Demo:
 
     def __call__(self, *options: str, status: int = 0, **environment: str) -> list[str]:
         command = ["bash", "scripts/demo.sh", *options]
-        settings = {"PATH": "/usr/bin:/bin", "CPUINFO": os.devnull, **environment}
+        settings = {"PATH": "/usr/bin:/bin", **environment}
         result = subprocess.run(command, cwd=self.folder, env=settings, capture_output=True, text=True, timeout=60)
         assert result.returncode == status, result.stderr
         return (result.stdout + result.stderr).splitlines()
@@ -73,7 +73,7 @@ def test_what_needs_no_draft_is_printed_before_the_training_and_once(demo: Demo)
         assert demo("name=a") == ["train", "speeds", "speeds", "speeds", "train"]
     asked = (demo.folder / "asked").read_text().splitlines()
     assert [line.split("--tokens 64 ")[1] for line in asked] == [
-        *("--llama library=llama.cpp", "--llama library=ik", "--pytorch target_weights=file")
+        *("--llama library=llama.cpp", "--pytorch target_weights=file", "--llama library=ik")
     ]
     assert all(
         f"speedup {MODEL} --prompts data/questions.jsonl --table runs/a --lengths 0 -C " in line for line in asked
@@ -138,15 +138,15 @@ def test_without_llama_cpp_it_runs_in_pytorch(demo: Demo) -> None:
         assert {"speedup.backends=[pytorch]", "export.outtypes=[]"} < set(found)
 
 
-def test_ik_is_compiled_where_its_wheel_leaves_instructions_unused(demo: Demo, tmp_path: Path) -> None:
-    (tmp_path / "cpuinfo").write_text("flags : avx2 avx512f\n")
+def test_ik_is_compiled_on_request(demo: Demo, tmp_path: Path) -> None:
     build = tmp_path / "scripts" / "build_ik_llama_cpp.sh"
-    for text, said in (("echo built", ["built"]), ("echo no >&2; exit 2", ["the wheel serves"])):
+    for text, said in (("echo built", "built"), ("echo no >&2; exit 2", "the wheel serves")):
         build.write_text(f"{text}\n")
-        first, *found = demo.with_smollm2()(CPUINFO=str(tmp_path / "cpuinfo"))
-        assert "knows no AVX-512" in first and all(words in found[0] for words in said) and "train" in found
-        assert demo("--toy", CPUINFO=str(tmp_path / "cpuinfo")) == ["train", "recipes/demo.yaml"]
+        first, *found = demo.with_smollm2()("--ik")
+        assert "compiling ik_llama.cpp" in first and said in found[0] and "train" in found
+        assert demo()[0] == "train"
     assert (tmp_path / "build" / "ik_llama.cpp.log").read_text() == "no\n"
+    assert "--ik goes with none" in demo("--ik", "--toy", status=2)[0]
 
 
 def test_an_unknown_option_is_refused(demo: Demo) -> None:
