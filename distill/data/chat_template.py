@@ -183,7 +183,7 @@ class ChatTemplate:
         for document in documents if has_form(documents, [{}]) else ():
             contents = [value for value in document.values() if isinstance(value, str)]
             if not any(form in text for value in contents if value.strip() for form in _forms(value.strip())):
-                raise ValueError("`documents` of which the target's chat template writes nothing")
+                raise ValueError("`documents` that the target's chat template does not write")
         rest = text
         for at, message in enumerate(messages):
             content = message["content"].strip()

@@ -177,7 +177,7 @@ def joined_turns(count: int, turn: Callable[[int], Turn]) -> list[list[int]]:
 
 
 def planned(turns: Callable[[int], Turn], count: int, block: int) -> tuple[Deferred, list[list[list[int]]]]:
-    """Blocks of `count` prompts with answers, of which the answers are scored.
+    """Pack `count` prompts with their answers into blocks. Only the tokens of the answers are scored.
 
     Returns the blocks, and the numbers of the answers in each document of each block, in order.
     """

@@ -357,7 +357,7 @@ def read_user_prompts(
     The target's chat template renders conversations up to the first question. Plain texts are cut into prompts of
     `tokens` tokens, with room for `answer` tokens between them. Several numbers of `tokens` share the prompts equally.
     A prompt has at most `room` tokens. Loads no weights. Raises DataError for fewer than `least` prompts, and if no
-    text has so many tokens.
+    text is long enough to be cut.
     """
     with open_tokenizer(target) as tokenizer:
         try:

@@ -319,8 +319,8 @@ class CorpusTexts:
 class AskedQuestions:
     """The questions that the target wrote for a source of kind target.
 
-    The recipe wants `wanted` questions. The target wrote `asked` texts, of which `usable` passed the filters. The first
-    `kept` of these are used. `dropped` counts the others by reason.
+    The recipe wants `wanted` questions. The target wrote `asked` texts, and `usable` of them passed the filters.
+    The first `kept` usable texts are used. `dropped` counts the others by reason.
     """
 
     file: str
@@ -355,7 +355,7 @@ class AnswerTexts:
 # ── Repeated tokens ──
 
 
-REPEATED = 3  # A token is repeated if it ends so many tokens that came earlier in the text.
+REPEATED = 3  # A token is repeated if it and the two tokens before it occurred earlier in the text, in this order.
 NEW, SEEN = "new", "repeated"
 
 

@@ -32,8 +32,11 @@ CHAINS_ONLY = "draft chains: another drafter than tree"
 
 @dataclass(frozen=True)
 class DrafterInputs:
-    """What configurations read that is measured or made beforehand: costs; the table of n-grams (None: those of the
-    text alone); and how far the target's trees may branch."""
+    """Inputs of a configuration that exist before a session opens.
+
+    They are the measured costs, the table of n-grams (None: only the n-grams of the text itself), and the largest
+    number of branches of a tree that the target can verify.
+    """
 
     costs: Costs = NO_COSTS
     table: NGramTable | None = None
@@ -116,7 +119,7 @@ def _model_drafter(
 
 
 def pair_costs(pair: LoadedPair, longest: int) -> Costs:
-    """What rounds of up to `longest` tokens cost a loaded pair, timed once."""
+    """Return the costs of rounds of up to `longest` tokens. They are timed once for each loaded pair."""
     if longest not in pair.costs:
         pair.costs[longest] = measure_costs(pair.target, pair.draft, longest)
     return pair.costs[longest].of_target(pair.target)
@@ -144,7 +147,7 @@ def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:
 
 @dataclass(eq=False)
 class Session:
-    """What decodes: a target, a drafter that keeps what it learns from text to text, and the rules of a sampler."""
+    """An open session: the target, the drafter, and the rules of the sampler. The drafter learns across texts."""
 
     target: Model
     drafter: Drafter

@@ -156,7 +156,7 @@ class ChainDraft:
         return Proposal.chain(self.tokens, distributions)
 
     def judge(self, verified: int, accepted: int) -> None:
-        """Note which of the `verified` tokens the target judged, of which it accepted some.
+        """Note which of the `verified` tokens the target judged.
 
         A position that was seen and got no token would have been judged, too, if all before it were accepted. It counts
         with its own chance. Else only good positions would count, and the next rounds would hope for too much.
@@ -283,8 +283,9 @@ USUAL = (0.20, 0.45, 0.56, 0.59, 0.65, 0.73, 0.81, 0.88)
 
 
 class LookupDrafter:
-    """What followed the longest match before (Saxena 2023), at most `length` tokens after at least `shortest`, and as
-    many of them as the rule verifies.
+    """Draft the tokens that followed the longest earlier match of the text's end (Saxena 2023).
+
+    A match has at least `shortest` tokens, and a draft at most `length`. The rule decides how many are verified.
 
     The token after a match of m, if it is right, makes a match of m + 1. The acceptance after each length of a match is
     counted in this session, in every round, beginning with USUAL.

@@ -320,7 +320,7 @@ def test_a_document_that_the_template_leaves_out(plain: Any, lost: dict[str, str
     tokenizer.chat_template = "{% for d in documents %}{{ d.text }}{% endfor %}{{ messages[0].content }}"
     template, book = ChatTemplate(tokenizer, Chat()), {"text": 'a "book"'}
     assert book["text"] in template.with_arguments({"documents": [book]}).text([USER])
-    with pytest.raises(ValueError, match="`documents` of which the target's chat template writes nothing"):
+    with pytest.raises(ValueError, match="`documents` that the target's chat template does not write"):
         template.with_arguments({"documents": [book, lost]}).text([USER])
 
 

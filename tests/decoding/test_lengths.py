@@ -157,7 +157,7 @@ def decode(rule: LengthRule, alpha: float, costs: Costs, tokens: int, seed: int,
 def test_published_speed_on_the_glm_curve(draft_cost: float, published: float) -> None:
     costs = Costs(GLM_SECONDS, draft_cost, draft_cost)
     assert max(rates(costs, 0.8, 15)) == pytest.approx(published, abs=0.01)
-    assert decode(Adaptive(costs), 0.8, costs, 8_000, 2) > 0.97 * published
+    assert decode(Adaptive(costs), 0.8, costs, 8_000, 2) > 0.98 * published
 
 
 def test_a_draft_that_is_nearly_always_right_is_asked_for_long_chains() -> None:

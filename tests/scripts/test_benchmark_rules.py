@@ -37,7 +37,7 @@ def test_a_lookup_before_a_draft_and_a_tree_lose_little_to_their_parts(monkeypat
     """The draft's prompts are a part of the time; where the lookup gains most, they were a fifth of it."""
     cells = script("joined", monkeypatch).simulate(64, 3, copied=(0.3, 0.9), sessions=3)
     assert len(cells) == 2 * 3 * 9
-    for way, least, mean in (("joined", 0.85, 1.02), ("tree", 0.9, 1.04)):
+    for way, least, mean in (("joined", 0.87, 1.03), ("tree", 0.92, 1.05)):
         worst = min(cells, key=lambda cell: cell.ratio(way))
         assert worst.ratio(way) > least, (way, worst)
         assert statistics.fmean(cell.ratio(way) for cell in cells) > mean
