@@ -6,15 +6,17 @@
     python scripts/gpu_check.py --to toy/ --toy            # tiny sizes on any device or the CPU, to see that it works
 
 No network is needed. A missing package is named: torch, transformers, accelerate, pydantic and psutil are needed. gguf
-and typer are needed for SmolLM2's own file, but not for a folder that `distill import-gguf` made of it.
+and typer are needed for SmolLM2's own file, but not for a folder that `distill import-gguf` made of it. `pipeline`
+needs every package that distill needs.
 
 Pairs: `smollm2` (scripts/smollm2.txt, or --smollm2) and `7b`, the demo target grown to a real model's cost
 (scripts/grow_target.py keeps its text). Its head is padded to 151,936 rows, and its draft is grown to 0.5B. Without
 --smollm2-draft and --draft, the target's outer layers draft without training. Acceptance is then low, and only the
 costs are meaningful. Parts of a pair: its name (growing and static cache, and transformers' generation, plain and
 assisted), `-compiled`, `-batches`, `-batches-compiled`. Rounds of one text stay on the device. The host takes part in
-each step of a batch. `bits` times products with the 4 bits of a GGUF file, and `training` is the output of
-benchmarks/steps.py. Measurements that failed or had no time are named, and the next call repeats them.
+each step of a batch. `bits` times products with the 4 bits of a GGUF file, `training` is the output of
+benchmarks/steps.py, and `pipeline` is `distill train` over the pair `7b`, with the time of each stage. It has no time
+limit. Measurements that failed or had no time are named, and the next call repeats them.
 
 Legend: T(m) seconds of the target's step of m tokens, D(m) of the draft's, τ tokens a round.
 """
@@ -32,6 +34,7 @@ import re
 import statistics
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from functools import partial
@@ -189,13 +192,16 @@ class Pair:
             cut = load_model(str(given), "float32", on_cpu) if given else outer_layers(small)
             self.draft = grown(cut, SIZES[name][1], rows, options)
             self.target = grown(small, SIZES[name][0], rows, options)
-        tokenizer = load_tokenizer(reference)
-        self.vocabulary = real_tokens(self.target.config, tokenizer)
-        texts = [encode(tokenizer, path.read_text("utf-8")) for path in sorted((ROOT / "data" / "test").glob("*.py"))]
+        self.tokenizer = load_tokenizer(reference)
+        self.vocabulary = real_tokens(self.target.config, self.tokenizer)
+        texts = [
+            encode(self.tokenizer, path.read_text("utf-8")) for path in sorted((ROOT / "data" / "test").glob("*.py"))
+        ]
         texts = [text for text in texts if len(text) >= 2 * PROMPT]
         self.prompts = [text[:PROMPT] for text in texts[: options.prompts]]
         self.others = [text[PROMPT : 2 * PROMPT] for text in texts[: 1 if options.toy else None]]
         counts = {role: sum(p.numel() for p in getattr(self, role).parameters()) for role in ("target", "draft")}
+        self.counted: NGramTable | None = None
         self.about = {"pair": name, "trained_draft": given is not None, "parameters": counts}
 
     def engines(self, kind: str, rows: int = 1) -> list[Any]:
@@ -207,8 +213,17 @@ class Pair:
         return [StaticTorchModel(model, self.vocabulary, rows=rows, size=size, compiled=compiled) for model in models]
 
     def table(self, target: Any) -> NGramTable:
-        """Return n-grams of the target's own texts after the other prompts."""
-        return NGramTable(count_ngrams([plain(target, other, self.options.tokens).tokens for other in self.others]), {})
+        """Return n-grams of the target's own texts after the other prompts. They are decoded once."""
+        if self.counted is None:
+            texts = [plain(target, other, self.options.tokens).tokens for other in self.others]
+            self.counted = NGramTable(count_ngrams(texts), {})
+        return self.counted
+
+    def save(self, folder: Path) -> None:
+        """Write both models to folders `target` and `draft`, as `distill train` reads them."""
+        for role in ("target", "draft"):
+            getattr(self, role).save_pretrained(folder / role)
+            self.tokenizer.save_pretrained(folder / role)
 
 
 def measure_alone(part: Part, pair: Pair, kind: str) -> None:
@@ -304,6 +319,55 @@ def training(part: Part) -> None:
     part.save(command=" ".join(["benchmarks/steps.py", *asked]), printed=printed.getvalue())
 
 
+# A whole draft learns from exact distributions. The toy's rate of 4e-3 is for a draft of its own width.
+PIPELINE = [
+    *("answers.prompts=256", "answers.new_tokens=128", "target.dtype=auto"),
+    *("cut.layers=null", "cut.mlp_width=null", "cut.allow_full_size=true"),
+    *("train.steps=40", "train.rate=5e-4", "train.dtype=auto", "eval.prompts=16", "export.outtypes=[]"),
+    *("speedup.backends=[pytorch]", "speedup.prompts=4", "speedup.new_tokens=64", "speedup.lengths=[4]"),
+]
+SMALL = ["answers.prompts=16", "answers.new_tokens=32", "train.steps=2", "eval.prompts=4", "speedup.prompts=2"]
+
+
+def pipeline(name: str, part: Part) -> None:
+    """Run `distill train` on a pair, and record the seconds of each stage and what the report says of the speed."""
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        pair = Pair(name, part.options)
+        part.save(target=pair.about["parameters"]["target"], draft=pair.about["parameters"]["draft"])
+        pair.save(folder)
+        del pair
+        free(part.options.device)  # The other process needs the memory.
+        models = [f"target.model={folder / 'target'}", f"cut.donor={folder / 'draft'}"]
+        toy = [*SMALL, "device=cpu"] if part.options.toy else []
+        asked = [*PIPELINE, *toy, *models]
+        command = [sys.executable, "-m", "distill", "train", str(ROOT / "recipes" / "demo.yaml"), *asked]
+        log = part.path.with_suffix(".log")
+        with open(log, "w", encoding="utf-8") as said:
+            run = partial(subprocess.run, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, check=False)
+            status = run([*command, "--runs", scratch]).returncode
+        if status:
+            raise RunError(f"distill train ended with status {status}", f"read {log}")
+        part.save(printed=document(run_blocks(folder / "demo")))
+
+
+def run_blocks(run: Path) -> list[Block]:
+    """Return the seconds of a run's stages, the pace and memory of its training, and its table of speeds."""
+    from distill.training.saved import training_steps
+
+    texts = [path.read_text(encoding="utf-8") for path in (run / "stages").glob("*.json")]
+    records = sorted(map(json.loads, texts), key=lambda record: record["time"])
+    lines = (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+    steps = training_steps(map(json.loads, lines))
+    pace = statistics.median(step.tokens_per_second for step in steps)
+    peak = max(step.memory_bytes or 0 for step in steps) / 2**30
+    return [
+        Table(["stage", "seconds"], [[record["stage"], Cell(record["seconds"], ".1f")] for record in records]),
+        f"Training: {len(steps)} steps, {pace:.0f} tokens/s, peak memory {peak:.1f} GiB.",
+        (run / "speedup.md").read_text(encoding="utf-8").partition("**a round**")[0].rstrip(),
+    ]
+
+
 MATRICES = {"queries": (4096, 4096), "gate and up": (22016, 4096), "down": (4096, 11008), "head": (ROWS, 4096)}
 FEW = (1, 2, 4, 8, 16, 128)  # tokens of a product
 
@@ -347,7 +411,14 @@ def parts_of(options: Any) -> dict[str, Callable[[Part], None]]:
     """Return every part by name, in order."""
     pairs, modes = (("toy",), MODES[::2]) if options.toy else (("smollm2", "7b"), MODES)
     decodes = {f"{name}{mode}": partial(decoding, name, mode) for name in pairs for mode in modes}
-    return {"bits": bits, **decodes, "training": training}
+    return {"bits": bits, **decodes, "training": training, "pipeline": partial(pipeline, pairs[-1])}
+
+
+def free(device: torch.device) -> None:
+    """Give unused memory of a device back."""
+    gc.collect()
+    if device.type != CPU:
+        torch.accelerator.empty_cache()
 
 
 def driver(device: torch.device) -> str | None:
@@ -386,6 +457,9 @@ def device_blocks(found: dict[str, Measured]) -> list[Block]:
         blocks += ["**Products in a file's 4 bits**", found["bits"]["printed"].rstrip()]
     if "training" in found and "printed" in found["training"]:
         blocks += [f"**training**: `{found['training']['command']}`", found["training"]["printed"].rstrip()]
+    if "printed" in found.get("pipeline", {}):
+        sizes = " and ".join(f"{found['pipeline'][role] / 1e9:.2f}B" for role in ("target", "draft"))
+        blocks += [f"**`distill train`**, target and draft of {sizes} weights", found["pipeline"]["printed"].rstrip()]
     left = [f"{name}: {what}" for name, one in found.items() for what in one["left_out"]]
     return [*blocks, f"Not measured: {'; '.join(left)}. Call again."] if left else blocks
 
@@ -461,9 +535,7 @@ def main() -> None:
         except Exception as error:  # The other parts are measured anyway.
             part.found["left_out"].append(f"{type(error).__name__}: {error}".splitlines()[0])
         part.save(finished=not part.found["left_out"])
-        gc.collect()
-        if options.device.type != CPU:
-            torch.accelerator.empty_cache()
+        free(options.device)
     print(tables(options.to))
 
 

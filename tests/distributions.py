@@ -127,15 +127,11 @@ class Problem:
             labelled = self.labels < self.columns
             return divergences.cross_entropy(logits, self.labels.where(labelled, 0)) * labelled
         log_p, log_q = self.outcomes(logits)
-        if name == "total_variation":
-            return divergences.total_variation(log_p.exp(), log_q.exp())
-        if name == "nla":
-            return divergences.nla(log_p.exp(), log_q.exp())
-        if name == "lk_hybrid":
-            return divergences.lk_hybrid(log_p, log_q)
-        if name == "jsd":
-            return divergences.jsd(log_p, log_q)
-        return divergences.forward_kl(log_p, log_q)
+        if name in ("total_variation", "nla"):
+            return getattr(divergences, name)(log_p.exp(), log_q.exp())
+        if name in ("forward_kl", "jsd", "lk_hybrid"):
+            return getattr(divergences, name)(log_p, log_q)
+        raise KeyError(f"no plain formula of {name}")
 
     def expected(
         self, settings: Mixture, form: LogitForm = PLAIN_LOGITS

@@ -31,7 +31,8 @@ class Drafting:
       and at most `most` drafted tokens are verified.
     - `steps` are the tokens that each of the draft's steps has read. It is empty if no model drafts.
     - `chances` are the probabilities that each token found, with all tokens before it on its path, is accepted. They
-      fall along a chain; a tree has its best nodes first. The first `kept` tokens are verified in any case.
+      fall along a chain; a tree has its best nodes first.
+    - The first `kept` tokens of a chain are drawn already, so they must be verified. A tree has none.
     - `leaves` are the tokens below which the draft can continue, the likeliest first. The first is `depth` tokens deep.
     - `judged` are positions that the target has judged: (position, probability that the drafter gave to its best token,
       1 if that token was right, else 0).
@@ -81,13 +82,14 @@ class LengthRule:
         return probability
 
     def steps(self, drafting: Drafting) -> int:
-        """Below how many of its leaves the draft takes a step; 0 ends drafting. Of a chain, 1 takes a step."""
+        """Return the number of leaves that the draft's next step extends. A chain has one leaf. 0 ends drafting."""
         return max(len(drafting.leaves), 1) if self.size(drafting) == len(drafting.chances) else 0
 
     def size(self, drafting: Drafting, rival: Drafting | None = None) -> int:
-        """How many of the tokens found are verified, the first ones.
+        """Return how many of the tokens found are verified. They are the first ones.
 
-        0 of a chain that no model drafted leaves the round to `rival`, a draft that has not begun, or decodes plainly.
+        For a chain that no model drafted, 0 rejects the chain. The round then goes to `rival`, a draft that has not
+        begun. Without a rival it is plain.
         """
         return len(drafting.chances)
 
@@ -381,7 +383,7 @@ class Adaptive(LengthRule):
         return nodes if nodes and self._chosen(TEXT, expected, seconds) else 0
 
     def _least(self, drafting: Drafting) -> int:
-        """1 in a trial: a step whose token is never judged would teach nothing."""
+        """Return 1 in a trial, else 0. A trial verifies at least one token, because otherwise it teaches nothing."""
         _, expected, seconds = self._ahead(Drafting(left=drafting.left, most=drafting.most))
         return int(bool(drafting.chances) and expected / seconds <= self._plain_rate())
 

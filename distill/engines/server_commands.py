@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from distill.errors import DistillError
-from distill.files import is_gguf, read_object
+from distill.files import is_gguf, parts_of, read_object
 from distill.folders import present_files, read_header
 from distill.gguf.head import FileHead, open_head
 from distill.recipe import is_path
@@ -119,6 +119,22 @@ def _vllm_sampling(sampling: Sampling | None) -> str:
     if not sampling:
         return ""
     return f" \\\n  --override-generation-config {shlex.quote(json.dumps(dict(sampling)))}"
+
+
+def served_name(reference: str) -> str:
+    """Return the name under which other programs open a model.
+
+    For a base with an adapter it is the folder into which both were merged. If that folder cannot be found, because
+    the base or the adapter is not on this machine, the name is a placeholder.
+    """
+    if parts_of(reference)[1] is None:
+        return reference
+    from distill.engines.torch.hugging_face import local_folder
+
+    try:
+        return str(local_folder(reference, weights=False))
+    except DistillError:
+        return "merged-target"
 
 
 def llama_server(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import shlex
 
-from distill.engines.server_commands import serving
+from distill.engines.server_commands import served_name, serving
 from distill.files import is_gguf
 from distill.measuring.speedup_results import (
     Measurement,
@@ -105,7 +105,8 @@ def next_steps(report: SpeedupReport) -> str:
         f"{name}={value}" for name, value in best.settings.items() if name not in ("verifier", "sampler", "widths")
     ]
     words += ["-C", ",".join(given)]
-    served = serving(best.backend, best.drafter, part.target, part.draft, length, report.table)
+    target = served_name(part.target)
+    served = serving(best.backend, best.drafter, target, part.draft, length, report.table)
     if in_bits:  # No other server decodes the file's own bits.
         served = shlex.join(["distill", "serve", *words])
     return f"# serve it\n{served}\n# try it\n{shlex.join(['distill', 'generate', 'def fib(n):', *words])}"

@@ -35,8 +35,8 @@ TRIMMED = 8192  # tokens of a smaller head
 POSITIONS, REACHED, DOUBLING = 1.15e6, 0.39, 0.049
 
 
-# Greedy acceptance probability of the same sibling, adapted to a tuned target on few answers (docs/tuned-target.md).
-ADAPTED = 0.95
+# Greedy acceptance probability of the same sibling, adapted to a tuned target by the demo (docs/tuned-target.md).
+ADAPTED = 0.98
 PROMPTS, TOKENS = 8, 64  # answers on which a sibling's acceptance is measured
 
 
@@ -77,7 +77,10 @@ def advice(target: str, draft: str, measured: MeasuredAcceptance) -> str:
     base, adapter = parts_of(target)
     named = f"target.model={base}" + ("" if adapter is None else f" target.adapter={adapter}")
     command = f"distill train adapt.yaml {named} cut.donor={draft}"
-    return f"{found}; {ADAPTED} after adapting is usual (`distill recipes adapt`, then `{command}`)."
+    return (
+        f"{found}. Adapting a sibling to a tuned target took it to {ADAPTED} (docs/tuned-target.md): "
+        f"`distill recipes adapt`, then `{command}`."
+    )
 
 
 def decide(target: str, case: Case | None) -> list[str]:

@@ -257,7 +257,7 @@ class PyTorch(Section):
     )
     compile: bool = Field(
         False,
-        description="static: compile a step for each number of tokens on first use (10 to 30 s each)",
+        description="static: compile a step for each number of tokens on first use (10 to 60 s each)",
     )
     draft_device: str | None = Field(None, description="the draft's device; null: the target's")
     target_weights: Literal["auto", "file"] | None = Field(

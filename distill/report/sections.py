@@ -7,7 +7,16 @@ from collections.abc import Sequence
 from functools import partial
 
 from distill.data.samples import REPEATED, QuestionTexts
-from distill.engines.server_commands import LLAMA_SERVER, VLLM, llama_server, serving, sglang, transformers, vllm
+from distill.engines.server_commands import (
+    LLAMA_SERVER,
+    VLLM,
+    llama_server,
+    served_name,
+    serving,
+    sglang,
+    transformers,
+    vllm,
+)
 from distill.files import is_gguf
 from distill.measuring.evaluation_results import ByText, evaluation_blocks
 from distill.measuring.speedup_tables import speedup_blocks
@@ -193,7 +202,7 @@ def usage(results: RunResults) -> list[Block]:
     If the target is a folder, there are also transformers, vLLM and SGLang. Each command has the fixed draft length
     that was fastest in its engine, or else in another one.
     """
-    target, draft, config = clean(results.target.path), clean(results.draft.path), results.config
+    target, draft, config = clean(served_name(results.target.path)), clean(results.draft.path), results.config
     same = results.target.vocabulary == results.draft.vocabulary
     measured, evaluation = results.speedup, results.evaluation
     rates = sorted(measured.fastest_of_backends.values() if measured else (), key=lambda row: row.tokens_per_second)

@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from tiny import Capture, Patch, edit
 from toys import tune
 
+from distill.engines.server_commands import served_name
 from distill.engines.torch.hugging_face import load_config, load_model, local_folder
 from distill.errors import DataError
 from distill.files import cache_folder, over, parts_of, reference_digest
@@ -84,6 +85,10 @@ def test_it_is_the_merged_folder(tuned: tuple[Path, Path, Path], tmp_path: Path,
         drafts.append((tmp_path / name / "draft" / "model.safetensors").read_bytes())
     assert drafts[0] == drafts[1]
     assert "fits it" in tiny.shown(capsys, "check", base, base, "--adapter", adapter)
+    # Servers cannot read a base with an adapter.
+    assert served_name(over(str(base), str(adapter))) == str(folder) and (folder / "model.safetensors").is_file()
+    assert served_name(over(str(base), str(tmp_path / "elsewhere"))) == "merged-target"
+    assert served_name(str(base)) == str(base)
 
 
 def test_a_plan_says_whether_to_adapt(
@@ -100,7 +105,7 @@ def test_a_plan_says_whether_to_adapt(
     noisy = {name: value + 0.1 * torch.randn_like(value) for name, value in tensors.items()}
     save_file(noisy, blurred / "model.safetensors", {"format": "pt"})
     said = tiny.shown(capsys, "plan", base, blurred, "--adapter", adapter, *prompts)
-    assert f"target.model={base} target.adapter={adapter} cut.donor={blurred}" in said and "0.95 after" in said
+    assert f"target.model={base} target.adapter={adapter} cut.donor={blurred}" in said and "took it to 0.98" in said
     assert "answers to 8 prompts (96 tokens)" in said and "measured" in said
     fine = order.MeasuredAcceptance(Interval(0.9, 0.8, 0.95), 8, 96, [0.9])
     assert "gains little" in order.advice(str(merged), str(base), fine)

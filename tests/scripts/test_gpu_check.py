@@ -62,7 +62,8 @@ def test_it_runs_on_an_accelerator(
 ) -> None:
     monkeypatch.setattr(script, "LENGTHS", (2,))
     monkeypatch.setattr(script, "COUNTS", (1, 2))
-    run(script, monkeypatch, "--to", tmp_path, *SMALL)
+    parts = [word for part in ("bits", "toy", "toy-batches", "training") for word in ("--part", part)]
+    run(script, monkeypatch, "--to", tmp_path, *SMALL, *parts)
     said = capsys.readouterr().out
     assert "torch has no operator for 4 bits on pretend" in said or "| 4 bits |" in said
     assert "## Pretend Accelerator" in said and "| 2 | static | γ = 4 |" in said and "| compact |" in said
@@ -76,6 +77,15 @@ def test_products_in_four_bits_are_beside_bfloat16(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stderr
     row = next(line for line in done.stdout.splitlines() if "| 4 bits |" in line)
     assert float(row.split("|")[3]) < 1e-2
+
+
+@pytest.mark.slow
+def test_the_pipeline_is_timed_by_stage(script: Any, tmp_path: Path) -> None:
+    done = without([], "--to", tmp_path, *SMALL, "--part", "pipeline")
+    assert done.returncode == 0, done.stderr
+    assert "| teacher |" in done.stdout and "Training: 2 steps" in done.stdout and "| plain |" in done.stdout
+    assert "report: done" in (tmp_path / "the-CPU" / "pipeline.log").read_text()
+    assert json.loads((tmp_path / "the-CPU" / "pipeline.json").read_text())["finished"]
 
 
 def test_packages_that_are_missing_are_named(tmp_path: Path) -> None:
