@@ -91,17 +91,7 @@ class Bench:
         place = self.folder / "distance.json"
         if not place.exists():
             pair = (self.asked.target, self.asked.target, "--adapter", self.adapter)
-            options = (
-                "--prompts",
-                self.texts / "held.jsonl",
-                "--count",
-                HELD,
-                "--kl",
-                "--temperature",
-                0,
-                "-o",
-                "json",
-            )
+            options = ("--prompts", self.texts / "held.jsonl", "--count", HELD, "--kl", "-o", "json")
             settings = ("--threads", self.asked.threads, "--temperature", self.asked.temperature)
             found = called(sys.executable, "-m", "distill", "eval", *pair, *options, *settings)
             write_atomically(place, lambda temporary: temporary.write_text(found, encoding="utf-8"))
