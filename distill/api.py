@@ -55,7 +55,7 @@ from distill.recipe import (
     Gguf,
     PyTorch,
     Recipe,
-    SamplerSettings,
+    Sampler,
     Speedup,
     dump_recipe,
     load_recipe,
@@ -68,7 +68,6 @@ from distill.recipe.measuring import fixed_length
 from distill.report.page import section
 from distill.report.plots import acceptance_by_position, speeds
 from distill.run import Run
-from distill.sampler import Sampler
 from distill.serving.answering import Continuation, begin
 from distill.surgery.cutter import cut_folder
 from distill.surgery.results import Change
@@ -358,7 +357,9 @@ def evaluate(
         raise RecipeError(f"{count} prompts are too few for an interval", "measure 4 or more")
     drafts = [resolve_model(str(name)) for name in ([draft] if isinstance(draft, (str, Path)) else draft)]
     grid = Grid(resolve_model(str(target)), drafts, BLOCK, types, threads=threads, gguf=gguf, dtype=dtype)
-    options = EvaluationOptions(sampler or Sampler(1.0), Evaluate(), command, kl, seed=seed, grid=acceptance)
+    options = EvaluationOptions(
+        sampler or Sampler(temperature=1.0), Evaluate(), command, kl, seed=seed, grid=acceptance
+    )
     with tempfile.TemporaryDirectory() as scratch:
         if suite is None:
             given = prompts_of(Corpus(sources=sources_of(_files(texts, Path(scratch)))), count or 32)
@@ -416,7 +417,7 @@ def measure_speedup(
     if bool(prompts) == (suite is not None):
         raise RecipeError("speedup measures prompts or a suite", "give one of them")
     pytorch = pytorch or PyTorch()
-    drawn = SamplerSettings.model_validate((sampler or Sampler(0.0 if suite is None else 1.0)).describe())
+    drawn = sampler or Sampler(temperature=0.0 if suite is None else 1.0)
     kinds = ["greedy"] if suite is not None or not drawn.temperature else []
     kinds += ["recipe"] if drawn.temperature else []
     fixed = tuple(lengths)

@@ -1,13 +1,12 @@
 """The sampler: from logits to the distribution that tokens are drawn from.
 
-The same object serves answers, losses, evaluation and verification. Legend: N rows, V vocabulary, H tokens of history.
+Answers, losses, evaluation and verification use the same functions. Legend: N rows, V vocabulary, H tokens of history.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
 from typing import Protocol
 
 import numpy as np
@@ -15,8 +14,8 @@ import torch
 from torch import Tensor
 
 from distill.devices import CPU
-from distill.errors import DataError, RecipeError
-from distill.recipe import SamplerSettings
+from distill.errors import DataError
+from distill.recipe import Sampler
 
 # ── Logits that are not finite: one check, and one message that names the model and the position ──
 # Logits of −∞ are legal (trimmed heads, grammars) if the row has a larger logit. NaN counts as the largest.
@@ -107,142 +106,123 @@ def largest(rows: Tensor, count: int) -> tuple[Tensor, Tensor]:
     return best.values, places.gather(1, best.indices)
 
 
-HIGHEST = float(torch.finfo(torch.float32).max)
 NUCLEUS = 128  # Top-p first searches this many of the likeliest tokens.
 
 
-@dataclass(frozen=True)
-class Sampler:
-    """Repetition penalty, temperature, then top-k, top-p and min-p. The values 1, –, 0, 1 and 0 switch them off.
+def distributions_of(
+    sampler: Sampler, logits: Logits, histories: Sequence[Sequence[int]] | None = None, empty: bool = False
+) -> Tensor:
+    """Return `probabilities_of` a model's logits. An error names the model and the position."""
+    return probabilities_of(sampler, logits.full(), histories, logits.place, empty)
 
-    Temperature 0 is greedy: all mass is on the first largest logit, and top-k, top-p and min-p have no effect. A
-    temperature so small that the largest logit divided by it overflows is greedy too. The penalty divides positive
-    logits of tokens in the history and multiplies negative ones, as in transformers and llama.cpp. Raises RecipeError
-    for a temperature below 0 or beyond fp32.
+
+def probabilities_of(
+    sampler: Sampler,
+    logits: Tensor,
+    histories: Sequence[Sequence[int]] | Tensor | None = None,
+    place: Place | None = None,
+    empty: bool = False,
+) -> Tensor:
+    """Return the probabilities [N, V] of the next token in fp32 (fp64 if the logits are), from logits [N, V].
+
+    Repetition penalty, temperature, top-k, top-p and min-p apply in this order. Temperature 0 is greedy: all mass is on
+    the first largest logit, and top-k, top-p and min-p have no effect. A temperature so small that the largest logit
+    divided by it overflows is greedy too. The penalty divides positive logits of tokens in the history and multiplies
+    negative ones, as in transformers and llama.cpp.
+
+    `histories` are each row's tokens so far, or a tensor [N, H] of them padded with −1. Only a repetition penalty reads
+    them. It raises ValueError if they are missing or not one per row.
+
+    Raises DataError, naming the row's `place`, if a logit is NaN or +∞, or if all are −∞. With `empty`, for drafts, a
+    row of −∞ has no distribution: it is 0 everywhere.
     """
+    values = logits if logits.dtype == torch.float64 else logits.float()
+    if sampler.repetition_penalty != 1:
+        values = _penalised(sampler.repetition_penalty, values, histories)
+    distributions, invalid = _shaped(sampler, values)
+    if not bool(invalid.any()):
+        return distributions
+    largest = values.amax(-1)
+    require_finite(largest.flatten().tolist(), place, empty)
+    return _settled(distributions, values, invalid, largest)
 
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
-    repetition_penalty: float = 1.0
 
-    def __post_init__(self) -> None:
-        settings = self.describe() | {"repetition_penalty": self.repetition_penalty}
-        for name, value in settings.items():
-            if not math.isfinite(value):
-                raise RecipeError(f"{name} is {value}", "give a finite number")
-        if not 0 <= self.temperature <= HIGHEST:
-            raise RecipeError(f"the sampler's temperature is {self.temperature}", f"give one from 0 to {HIGHEST:.1g}")
+def unchecked_probabilities(sampler: Sampler, logits: Tensor) -> tuple[Tensor, Tensor]:
+    """Return `probabilities_of` logits [..., V] that the host does not look at, and each row's largest logit [...].
 
-    @classmethod
-    def of(cls, settings: SamplerSettings) -> Sampler:
-        """Return the sampler that a recipe's section describes."""
-        return cls(settings.temperature, settings.top_k, settings.top_p, settings.min_p)
+    The caller must pass the largest logits to `require_finite`. If one is −∞, the distribution is 0 everywhere. Raises
+    ValueError under a repetition penalty, which reads histories.
+    """
+    if sampler.repetition_penalty != 1:
+        raise ValueError("a repetition penalty reads the tokens so far: use probabilities_of")
+    values = logits if logits.dtype == torch.float64 else logits.float()
+    distributions, invalid = _shaped(sampler, values, looks=False)
+    largest = values.amax(-1)
+    return _settled(distributions, values, invalid, largest), largest
 
-    def distributions(
-        self, logits: Logits, histories: Sequence[Sequence[int]] | None = None, empty: bool = False
-    ) -> Tensor:
-        """Return `probabilities` of a model's logits. An error names the model and the position."""
-        return self.probabilities(logits.full(), histories, logits.place, empty)
 
-    def probabilities(
-        self,
-        logits: Tensor,
-        histories: Sequence[Sequence[int]] | Tensor | None = None,
-        place: Place | None = None,
-        empty: bool = False,
-    ) -> Tensor:
-        """Return the probabilities [N, V] of the next token in fp32 (fp64 if the logits are), from logits [N, V].
+def _shaped(sampler: Sampler, logits: Tensor, looks: bool = True) -> tuple[Tensor, Tensor]:
+    """Return the distributions of logits after the penalty, and whether each [...] is invalid.
 
-        `histories` are each row's tokens so far, or a tensor [N, H] of them padded with −1. Only a repetition penalty
-        reads them. It raises ValueError if they are missing or not one per row.
+    Without `looks`, no computed value decides what is computed next, so the host never waits for a device.
+    """
+    if sampler.temperature == 0:
+        best = logits.argmax(-1, keepdim=True)
+        distributions = torch.zeros_like(logits).scatter(-1, best, 1)
+        return distributions, ~logits.gather(-1, best).squeeze(-1).isfinite()
+    logits, top_k = logits / sampler.temperature, sampler.top_k
+    if looks and logits.device.type == CPU and 0 < top_k <= NUCLEUS and top_k < logits.shape[-1]:
+        values, ids = largest(logits.reshape(-1, logits.shape[-1]), top_k + 1)
+        if bool((values[:, -1] < values[:, -2]).all()):  # Without a tie with the k-th, all other tokens are out.
+            ids, order = ids[:, :-1].sort()  # Of equal logits, the smaller id comes first.
+            few, invalid = _narrowed(sampler, values.gather(1, order), looks)
+            distributions = torch.zeros_like(logits).view(len(ids), -1).scatter(1, ids, few)
+            return distributions.view(logits.shape), invalid.view(logits.shape[:-1])
+    if 0 < top_k < logits.shape[-1]:
+        # Ties with the k-th are kept, so that the distribution does not depend on the order of equal logits.
+        kth = logits.topk(top_k, dim=-1).values[..., -1:]
+        logits = logits.masked_fill(logits < kth, -math.inf)
+    return _narrowed(sampler, logits, looks)
 
-        Raises DataError, naming the row's `place`, if a logit is NaN or +∞, or if all are −∞. With `empty`, for drafts,
-        a row of −∞ has no distribution: it is 0 everywhere.
-        """
-        values = logits if logits.dtype == torch.float64 else logits.float()
-        if self.repetition_penalty != 1:
-            values = self._penalised(values, histories)
-        distributions, invalid = self._shaped(values)
-        if not bool(invalid.any()):
-            return distributions
-        largest = values.amax(-1)
-        require_finite(largest.flatten().tolist(), place, empty)
-        return self._settled(distributions, values, invalid, largest)
 
-    def unchecked(self, logits: Tensor) -> tuple[Tensor, Tensor]:
-        """Return `probabilities` of logits [..., V] that the host does not look at, and each row's largest logit [...].
+def _narrowed(sampler: Sampler, logits: Tensor, looks: bool) -> tuple[Tensor, Tensor]:
+    """Return the distributions of logits that top-p and min-p narrow, and whether each [...] is invalid."""
+    if sampler.top_p < 1:
+        logits = logits.masked_fill(_outside(logits.softmax(-1), sampler.top_p, looks), -math.inf)
+    if sampler.min_p > 0:
+        floor = logits.max(-1, keepdim=True).values + math.log(sampler.min_p)
+        logits = logits.masked_fill(logits < floor, -math.inf)
+    distributions = logits.softmax(-1)
+    return distributions, distributions[..., 0].isnan()  # NaN, +∞, or only −∞ makes the whole row NaN.
 
-        The caller must pass the largest logits to `require_finite`. If one is −∞, the distribution is 0 everywhere.
-        Raises ValueError under a repetition penalty, which reads histories.
-        """
-        if self.repetition_penalty != 1:
-            raise ValueError("a repetition penalty reads the tokens so far: use probabilities")
-        values = logits if logits.dtype == torch.float64 else logits.float()
-        distributions, invalid = self._shaped(values, looks=False)
-        largest = values.amax(-1)
-        return self._settled(distributions, values, invalid, largest), largest
 
-    def _shaped(self, logits: Tensor, looks: bool = True) -> tuple[Tensor, Tensor]:
-        """Return the distributions of logits after the penalty, and whether each [...] is invalid.
+def _settled(distributions: Tensor, logits: Tensor, invalid: Tensor, largest: Tensor) -> Tensor:
+    """Return the distributions: greedy for rows that overflow at this temperature, and 0 for empty rows."""
+    greedy = torch.zeros_like(distributions).scatter(-1, logits.argmax(-1, keepdim=True), 1)
+    distributions = torch.where(invalid.unsqueeze(-1), greedy, distributions)
+    return distributions.masked_fill(torch.isneginf(largest).unsqueeze(-1), 0)
 
-        Without `looks`, no computed value decides what is computed next, so the host never waits for a device.
-        """
-        if self.temperature == 0:
-            best = logits.argmax(-1, keepdim=True)
-            distributions = torch.zeros_like(logits).scatter(-1, best, 1)
-            return distributions, ~logits.gather(-1, best).squeeze(-1).isfinite()
-        logits = logits / self.temperature
-        if looks and logits.device.type == CPU and 0 < self.top_k <= NUCLEUS and self.top_k < logits.shape[-1]:
-            values, ids = largest(logits.reshape(-1, logits.shape[-1]), self.top_k + 1)
-            if bool((values[:, -1] < values[:, -2]).all()):  # Without a tie with the k-th, all other tokens are out.
-                ids, order = ids[:, :-1].sort()  # Of equal logits, the smaller id comes first.
-                few, invalid = replace(self, temperature=1.0, top_k=0)._shaped(values.gather(1, order))
-                distributions = torch.zeros_like(logits).view(len(ids), -1).scatter(1, ids, few)
-                return distributions.view(logits.shape), invalid.view(logits.shape[:-1])
-        if 0 < self.top_k < logits.shape[-1]:
-            # Ties with the k-th are kept, so that the distribution does not depend on the order of equal logits.
-            kth = logits.topk(self.top_k, dim=-1).values[..., -1:]
-            logits = logits.masked_fill(logits < kth, -math.inf)
-        if self.top_p < 1:
-            logits = logits.masked_fill(_outside(logits.softmax(-1), self.top_p, looks), -math.inf)
-        if self.min_p > 0:
-            floor = logits.max(-1, keepdim=True).values + math.log(self.min_p)
-            logits = logits.masked_fill(logits < floor, -math.inf)
-        distributions = logits.softmax(-1)
-        return distributions, distributions[..., 0].isnan()  # NaN, +∞, or only −∞ makes the whole row NaN.
 
-    def _settled(self, distributions: Tensor, logits: Tensor, invalid: Tensor, largest: Tensor) -> Tensor:
-        """Return the distributions: greedy for rows that overflow at this temperature, and 0 for empty rows."""
-        greedy = torch.zeros_like(distributions).scatter(-1, logits.argmax(-1, keepdim=True), 1)
-        distributions = torch.where(invalid.unsqueeze(-1), greedy, distributions)
-        return distributions.masked_fill(torch.isneginf(largest).unsqueeze(-1), 0)
-
-    def _penalised(self, logits: Tensor, histories: Sequence[Sequence[int]] | Tensor | None) -> Tensor:
-        if histories is None or logits.ndim != 2 or len(histories) != len(logits):
-            given = "no histories" if histories is None else f"{len(histories)} histories"
-            raise ValueError(
-                f"a repetition penalty of {self.repetition_penalty:g} needs the tokens so far of each row, but "
-                f"got {given} for logits {list(logits.shape)}; pass histories, or set repetition_penalty to 1"
-            )
-        if not isinstance(histories, Tensor):
-            longest = max(map(len, histories), default=0)
-            padded = [[*row, *[-1] * (longest - len(row))] for row in histories]
-            histories = torch.tensor(padded, dtype=torch.long).reshape(len(padded), longest)
-        size = logits.shape[-1]
-        ids = histories.to(logits.device)
-        # Ids without a logit (−1, or padding of the vocabulary) go to an extra column, which is dropped afterwards.
-        column = torch.where((ids >= 0) & (ids < size), ids, size)
-        seen = torch.zeros(len(logits), size + 1, dtype=torch.bool, device=logits.device)
-        seen = seen.scatter(-1, column, True)[:, :size]
-        less = torch.where(logits > 0, logits / self.repetition_penalty, logits * self.repetition_penalty)
-        return torch.where(seen, less, logits)
-
-    def describe(self) -> dict[str, float]:
-        """Return the settings, for tables and manifests. The penalty is included only if it is not 1."""
-        settings = {"temperature": self.temperature, "top_k": self.top_k, "top_p": self.top_p, "min_p": self.min_p}
-        return settings | ({"repetition_penalty": self.repetition_penalty} if self.repetition_penalty != 1 else {})
+def _penalised(penalty: float, logits: Tensor, histories: Sequence[Sequence[int]] | Tensor | None) -> Tensor:
+    """Return the logits [N, V] with the penalty on the tokens of each row's history."""
+    if histories is None or logits.ndim != 2 or len(histories) != len(logits):
+        given = "no histories" if histories is None else f"{len(histories)} histories"
+        raise ValueError(
+            f"a repetition penalty of {penalty:g} needs the tokens so far of each row, but "
+            f"got {given} for logits {list(logits.shape)}; pass histories, or set repetition_penalty to 1"
+        )
+    if not isinstance(histories, Tensor):
+        longest = max(map(len, histories), default=0)
+        padded = [[*row, *[-1] * (longest - len(row))] for row in histories]
+        histories = torch.tensor(padded, dtype=torch.long).reshape(len(padded), longest)
+    size = logits.shape[-1]
+    ids = histories.to(logits.device)
+    # Ids without a logit (−1, or padding of the vocabulary) go to an extra column, which is dropped afterwards.
+    column = torch.where((ids >= 0) & (ids < size), ids, size)
+    seen = torch.zeros(len(logits), size + 1, dtype=torch.bool, device=logits.device)
+    seen = seen.scatter(-1, column, True)[:, :size]
+    less = torch.where(logits > 0, logits / penalty, logits * penalty)
+    return torch.where(seen, less, logits)
 
 
 def _outside(probabilities: Tensor, top_p: float, looks: bool) -> Tensor:

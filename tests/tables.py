@@ -14,7 +14,8 @@ from torch import Tensor
 
 from distill.decoding.verify import Verdict
 from distill.engines.torch.model import TorchLogits
-from distill.sampler import Sampler
+from distill.recipe import Sampler
+from distill.sampler import probabilities_of
 
 
 def digits(vocabulary: int, count: int) -> Tensor:
@@ -34,7 +35,7 @@ def distributions_after(model: TableModel, sampler: Sampler, contexts: Tensor) -
     places = torch.zeros(len(contexts), dtype=torch.long)
     for column in contexts[:, -model.memory :].T:
         places = places * (model.vocabulary_size + 1) + column
-    return sampler.probabilities(model.table[places], contexts)
+    return probabilities_of(sampler, model.table[places], contexts)
 
 
 def target_distributions(model: TableModel, sampler: Sampler, prompt: Sequence[int], depth: int) -> list[Tensor]:

@@ -66,7 +66,10 @@ def test_the_examples(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
     with distill.load_pair(target, DRAFT) as pair, tiny.one_thread():
         ids = pair.encode("def f(x):")
         assert distill.decode(pair, ids, 8).tokens == distill.decode(pair, "def f(x):", 8).tokens
-        drawn = [distill.decode(pair, ids, 16, sampler=distill.Sampler(0.9), seed=seed).tokens for seed in (1, 1, 2)]
+        drawn = [
+            distill.decode(pair, ids, 16, sampler=distill.Sampler(temperature=0.9), seed=seed).tokens
+            for seed in (1, 1, 2)
+        ]
         assert drawn[0] == drawn[1] != drawn[2]
         line = distill.decode(pair, ids, 32, stop=["\n"])
         whole = pair.text(distill.decode(pair, ids, 32).tokens)
@@ -80,7 +83,10 @@ def test_the_examples(place: Path, monkeypatch: pytest.MonkeyPatch, capsys: pyte
         for settings, words in (
             ({"configuration": {"drafter": "string"}}, "reads two vocabularies"),
             ({"configuration": {"nonsense": 1}}, "nonsense"),
-            ({"configuration": {"verifier": "greedy"}, "sampler": distill.Sampler(0.9)}, "would change the target's"),
+            (
+                {"configuration": {"verifier": "greedy"}, "sampler": distill.Sampler(temperature=0.9)},
+                "would change the target's",
+            ),
         ):
             with pytest.raises(distill.DistillError, match=words):
                 distill.decode(pair, ids, 8, **settings)

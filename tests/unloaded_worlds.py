@@ -61,10 +61,16 @@ class AnsweringServer(VllmServer):
     def completion(self, body: dict[str, Any], fault: str | None) -> tuple[int, dict[str, Any]]:
         if "prompt_logprobs" in body:
             return super().completion(body, fault)
-        from distill.sampler import Sampler
+        from distill.recipe import Sampler
+        from distill.sampler import probabilities_of
 
         ids = list(body["prompt"])
-        sampler = Sampler(body["temperature"], body.get("top_k", 0), body.get("top_p", 1.0), body.get("min_p", 0.0))
+        sampler = Sampler(
+            temperature=body["temperature"],
+            top_k=body.get("top_k", 0),
+            top_p=body.get("top_p", 1.0),
+            min_p=body.get("min_p", 0.0),
+        )
         generator = torch.Generator().manual_seed(body.get("seed", 0))
         new: list[int] = []
         tops: list[dict[str, float]] = []
@@ -73,7 +79,7 @@ class AnsweringServer(VllmServer):
             with self.lock, torch.inference_mode():
                 logits = self.model(input_ids=torch.tensor([ids + new])).logits[0, -1:].float()
                 logits[:, len(self.tokenizer) :] = -torch.inf
-                shares = sampler.probabilities(logits)[0]
+                shares = probabilities_of(sampler, logits)[0]
             new.append(int(torch.multinomial(shares, 1, generator=generator)))
             logs = logits[0].log_softmax(-1)
             best = [new[-1], *logs.topk(body.get("logprobs", 0)).indices.tolist()]

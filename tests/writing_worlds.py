@@ -21,9 +21,8 @@ from distill.data.packing import pack
 from distill.data.samples import Reply, Request, Sample, read_samples, write_samples
 from distill.decoding.batch import refill
 from distill.engines.model import Model
-from distill.recipe import Recipe, load_recipe
+from distill.recipe import Recipe, Sampler, load_recipe
 from distill.run import Run
-from distill.sampler import Sampler
 
 TEXTS = (" value", " index = total", "(self):\n    return 7", " stream", "parser.token")
 

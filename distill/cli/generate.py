@@ -18,7 +18,7 @@ from distill.errors import DataError, RecipeError, RunError
 from distill.files import read_result, read_utf8, require_path, utf8_text
 from distill.machine import install_extra
 from distill.progress import note
-from distill.recipe import Chat, Configuration, Gguf, PyTorch, SamplerSettings, Target, parse_section
+from distill.recipe import Chat, Configuration, Gguf, PyTorch, Sampler, Target, parse_section
 from distill.recipe.configuration import TREES, USUAL_LENGTH
 from distill.recipe.target import HOTTEST
 from distill.run import Run
@@ -91,10 +91,9 @@ def _opening(
     gguf, place = shared.gguf_of(invocation, loaded, llama, llama_draft), place.model_copy(update={"model": big})
     shared.prepare(threads)
     from distill.engines.loaded import Opening
-    from distill.sampler import Sampler
     from distill.serving.answering import Continuation
 
-    request = Continuation(chosen, Sampler.of(drawn), lossy=allow_lossy, table=table)
+    request = Continuation(chosen, drawn, lossy=allow_lossy, table=table)
     return Opening(place, small, device, threads, gguf or Gguf(), decoding), request, asked
 
 
@@ -153,8 +152,8 @@ def generate(
     from distill.data.prompts import user_message
     from distill.serving.terminal import stream
 
-    own = replace(request.sampler, repetition_penalty=repetition_penalty)
-    request = replace(request, sampler=own, seed=seed, stop=tuple(stop or ()), grammar=constraint)
+    penalised = request.sampler.penalised(repetition_penalty)
+    request = replace(request, sampler=penalised, seed=seed, stop=tuple(stop or ()), grammar=constraint)
     message = None
     if chat is not False and text:
         message = user_message(opening.target.model, text, asked, required=bool(chat))
@@ -207,7 +206,7 @@ def require_server() -> None:
         raise RunError("`distill serve` needs starlette and uvicorn", install_extra("serve"))
 
 
-def _configuration(given: Mapping[str, Any], sampler: SamplerSettings) -> Configuration:
+def _configuration(given: Mapping[str, Any], sampler: Sampler) -> Configuration:
     """Return the configuration that an option names. The default drafts four tokens a round; length 0 drafts none."""
     settings = dict(given) | {"sampler": "recipe" if sampler.temperature > 0 else "greedy"}
     drafter = settings.get("drafter")

@@ -504,14 +504,14 @@ def evaluate(
             raise RecipeError("models need TARGET, DRAFT and --prompts FILE (or --suite FILE)", hint)
         shared.prepare(threads)
         from distill import api
-        from distill.sampler import Sampler
+        from distill.recipe import Sampler
 
         report = api.evaluate(
             models[0],
             models[1:],
             prompts or (),
             suite=suite,
-            sampler=Sampler(1.0 if temperature is None else temperature),
+            sampler=Sampler(temperature=1.0 if temperature is None else temperature),
             count=count,
             seed=seed or 0,
             kl=kl,
@@ -631,7 +631,6 @@ def speedup(
     shared.prepare(threads)
     from distill import api
     from distill.measuring.speedup_tables import speedup_blocks
-    from distill.sampler import Sampler
 
     report = api.measure_speedup(
         models[0],
@@ -640,7 +639,7 @@ def speedup(
         suite=suite,
         lengths=swept,
         configurations=configurations,
-        sampler=Sampler.of(shared.sampler_of(sampler)) if sampler or suite is None else None,
+        sampler=shared.sampler_of(sampler) if sampler or suite is None else None,
         count=count,
         max_new_tokens=96 if tokens is None else tokens,
         prompt_tokens=64 if prompt_tokens is None else prompt_tokens,

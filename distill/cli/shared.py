@@ -26,7 +26,7 @@ from distill.recipe import (
     GgufOptions,
     PyTorch,
     Recipe,
-    SamplerSettings,
+    Sampler,
     Section,
     load_recipe,
     parse_section,
@@ -394,10 +394,10 @@ def keys_of(
     return found
 
 
-def sampler_of(text: str | None, temperature: float | None = None) -> SamplerSettings:
+def sampler_of(text: str | None, temperature: float | None = None) -> Sampler:
     """Return the sampler of --sampler and --temperature. Without both it is greedy."""
     own = {"temperature": 0.0 if temperature is None else temperature}
-    sampler = parse_section(SamplerSettings, own | keys_of(SamplerSettings, text, "--sampler"), "--sampler")
+    sampler = parse_section(Sampler, own | keys_of(Sampler, text, "--sampler"), "--sampler")
     if text and not sampler.temperature:
         raise RecipeError(f"--sampler {text} draws nothing", "give it a temperature, or leave it out for greedy")
     return sampler

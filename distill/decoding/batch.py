@@ -25,7 +25,8 @@ from distill.decoding.verify import unchecked_transform
 from distill.devices import CPU, float64_device
 from distill.engines.model import Ints, Model
 from distill.engines.torch.model import TorchLogits, send
-from distill.sampler import Logits, Sampler, place_from
+from distill.recipe import Sampler
+from distill.sampler import Logits, place_from, probabilities_of
 
 PROMPT_TOKENS = 256  # Tokens of a prompt that one call reads.
 CACHED = 2**20  # logits of rows that a processor shapes at once: its caches hold these and what is made of them
@@ -242,6 +243,6 @@ def _drawn(logits: Logits, rows: Sequence[_Writing], sampler: Sampler, vocabular
     for start in range(0, len(values), size):
         part = slice(start, start + size)
         place = place_from(logits.place, start)
-        probabilities = sampler.probabilities(values[part], histories and histories[part], place)
+        probabilities = probabilities_of(sampler, values[part], histories and histories[part], place)
         tokens += unchecked_transform(probabilities, numbers[part]).tolist()
     return tokens

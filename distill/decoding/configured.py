@@ -21,9 +21,8 @@ from distill.engines.model import Model
 from distill.engines.torch.hugging_face import load_config
 from distill.engines.torch.model import mask_refusal
 from distill.errors import DataError, RecipeError
-from distill.recipe import Configuration, Recipe, SamplerSettings, Speedup
+from distill.recipe import Configuration, Recipe, Sampler, Speedup
 from distill.recipe.configuration import DETERMINISTIC
-from distill.sampler import Sampler
 
 LOOKED_UP = 2  # tokens of a match that is followed, unless a rule compares it with what else may be drafted
 NO_COSTS = Costs((1.0, 1.0), 0.0, 0.0)
@@ -46,9 +45,9 @@ class DrafterInputs:
 NO_INPUTS = DrafterInputs()
 
 
-def configured_sampler(configuration: Configuration, settings: SamplerSettings) -> Sampler:
+def configured_sampler(configuration: Configuration, settings: Sampler) -> Sampler:
     """The sampler that a configuration decodes under: greedy, or the recipe's."""
-    return Sampler(temperature=0) if configuration.sampler == "greedy" else Sampler.of(settings)
+    return Sampler(temperature=0) if configuration.sampler == "greedy" else settings
 
 
 def make_rule(configuration: Configuration, inputs: DrafterInputs = NO_INPUTS) -> LengthRule:
@@ -190,9 +189,7 @@ def check_trees(recipe: Recipe, donor: str) -> None:
             )
 
 
-def check_configurations(
-    settings: Speedup, sampler: SamplerSettings, where: str = "speedup.configurations"
-) -> list[str]:
+def check_configurations(settings: Speedup, sampler: Sampler, where: str = "speedup.configurations") -> list[str]:
     """A line for each configuration that is lossy and allowed to be; RecipeError where it is not allowed or impossible.
 
     Loads nothing, so that a recipe is refused before hours are spent on it. `where` is the place that messages name.

@@ -21,7 +21,7 @@ from distill.decoding.rules import Constrained, Rules
 from distill.decoding.verify import CHAINS, TREES, draw_chain, draw_token, verify_greedy, walk, walk_greedy
 from distill.engines.model import Model, resent
 from distill.engines.torch.model import for_sampler
-from distill.sampler import Logits
+from distill.sampler import Logits, distributions_of, probabilities_of
 
 FIRST_ROW = (0,)  # The logits of a lone token.
 MOST_RESENT = 4  # If the target must recompute more tokens than this, the round drafts nothing.
@@ -80,7 +80,7 @@ def next_token(logits: Logits, history: Sequence[int], rules: Rules) -> int:
     """The target's own next token from logits [1, V]."""
     if rules.by_argmax:
         return logits.argmax()[0]
-    return draw_token(rules.sampler.distributions(logits, [history])[0], rules.random)
+    return draw_token(distributions_of(rules.sampler, logits, [history])[0], rules.random)
 
 
 def add_tokens(result: Decoded, new: Sequence[int], accepted: int, rules: Rules) -> tuple[int, bool]:
@@ -200,7 +200,7 @@ def verify_proposal(
 def _distributions(logits: Logits, context: Sequence[int], proposal: Proposal, rules: Rules) -> Tensor:
     """The target's distributions [n + 1, V] after the context and after each node, after the sampler."""
     histories = None if rules.sampler.repetition_penalty == 1 else proposal.histories(context)
-    return rules.sampler.probabilities(for_sampler(logits), histories, logits.place)
+    return probabilities_of(rules.sampler, for_sampler(logits), histories, logits.place)
 
 
 def decode_text(target: Model, drafter: Drafter, prompt: Sequence[int], limit: int, rules: Rules) -> Decoded:

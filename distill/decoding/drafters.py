@@ -18,7 +18,8 @@ from distill.decoding.proposals import Proposal, likeliest
 from distill.decoding.text_index import TextIndex
 from distill.decoding.verify import Random, draw_token
 from distill.engines.model import Model
-from distill.sampler import Sampler
+from distill.recipe import Sampler
+from distill.sampler import distributions_of
 
 NONE = -1  # no token: the draft's logits are −∞ everywhere
 NOTHING = Proposal.chain([])  # shared by all rounds: nobody changes a proposal once it is made
@@ -66,7 +67,7 @@ class NoDrafter:
 
 def distribution_sampler(sampler: Sampler) -> Sampler:
     """The sampler of a draft's distributions: the served one, or temperature 1 where the served one is greedy."""
-    return sampler if sampler.temperature else Sampler(1.0, repetition_penalty=sampler.repetition_penalty)
+    return sampler if sampler.temperature else Sampler(temperature=1.0).penalised(sampler.repetition_penalty)
 
 
 def largest_logit_decides(argmax: bool, sampler: Sampler, rule: LengthRule) -> bool:
@@ -262,7 +263,7 @@ class ModelDrafter(ModelBackedDrafter):
                 chain.add(logits.argmax(NONE)[0])
                 continue
             sampler, history = distribution_sampler(self.sampler), [*context, *chain.tokens]
-            chain.add_from(sampler.distributions(logits, [history], empty=True)[0])
+            chain.add_from(distributions_of(sampler, logits, [history], empty=True)[0])
         return chain.proposal().after(reading)
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:

@@ -38,7 +38,7 @@ from distill.devices import has_float64
 from distill.engines.model import Model
 from distill.engines.torch.model import TorchModel, fetch, model_name, send
 from distill.errors import DataError
-from distill.sampler import place_of, require_finite, shrunk
+from distill.sampler import place_of, require_finite, shrunk, unchecked_probabilities
 
 Stepped = TorchModel  # one whose `steps_on_device`
 KNOWN = (*verify.CHAINS, "distinct")
@@ -131,7 +131,7 @@ class DeviceDraft:
             best = logits.argmax(-1)
             peak = logits.gather(-1, best[None])[0].float()
             return best.masked_fill(peak == -math.inf, NONE), None, peak
-        distribution, peak = self.sampler.unchecked(logits)
+        distribution, peak = unchecked_probabilities(self.sampler, logits)
         token = distribution.argmax(-1) if uniform is None else verify.unchecked_transform(distribution, uniform)
         return token.masked_fill(peak == -math.inf, NONE), distribution, peak.float()
 
@@ -208,7 +208,7 @@ class DeviceVerifier:
             accepted = (choices[:-1] == tokens).long().cumprod(-1).sum(-1)
             following = choices.gather(-1, accepted[None])[0]
         else:
-            p, largest = self.rules.sampler.unchecked(logits)
+            p, largest = unchecked_probabilities(self.rules.sampler, logits)
             used = send([*uniforms[: len(tokens)], uniforms[-1]], device, torch.float64)
             verdict = self.verifier(p, None if q is None else q.to(p), tokens)
             accepted, following = verify.draw_on_device(verdict, used)

@@ -19,8 +19,8 @@ from distill.engines.loaded import LoadedPair, torch_decoder
 from distill.engines.model import Model
 from distill.engines.torch.hugging_face import load_model, text_folder
 from distill.errors import PairError
-from distill.recipe import Target
-from distill.sampler import Logits, Sampler
+from distill.recipe import Sampler, Target
+from distill.sampler import Logits, distributions_of
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import Vocabulary, role_counterparts, stand_ins
 
@@ -223,7 +223,7 @@ class StringMatchDrafter:
         sampler = distribution_sampler(self.sampler)
         for _ in range(min(self.length, self.reader.room(context), limit)):
             logits = self.reader.append(tokens[-1:]) if tokens else self.reader.read(history)
-            distribution = sampler.distributions(logits, [[*history, *tokens]], empty=True)[0]
+            distribution = distributions_of(sampler, logits, [[*history, *tokens]], empty=True)[0]
             if not distribution.any():
                 break
             token = int(distribution.argmax()) if self.argmax else draw_token(distribution, self.random)

@@ -26,7 +26,7 @@ from distill.engines.loaded import LoadedPair
 from distill.engines.model import ROOT, Ints, Model
 from distill.engines.torch.model import TorchLogits
 from distill.errors import DataError
-from distill.sampler import Sampler
+from distill.recipe import Sampler
 from distill.vocabulary.vocabulary import Vocabulary
 
 BytesOf = Callable[[int], bytes]

@@ -24,7 +24,8 @@ from distill.decoding.proposals import ROOT, Proposal, best_tokens, children_of
 from distill.decoding.verify import Random, draw_token
 from distill.engines.model import SPARE_NODES, Model
 from distill.engines.torch.model import for_sampler
-from distill.sampler import Logits, Sampler
+from distill.recipe import Sampler
+from distill.sampler import Logits, probabilities_of
 
 # ── Shapes: trees without tokens ──
 
@@ -382,7 +383,7 @@ class TreeDrafter(ModelBackedDrafter):
             return NOTHING
 
         def distributions(logits: Logits) -> Tensor:
-            return self.sampler.probabilities(for_sampler(logits), place=logits.place, empty=True)
+            return probabilities_of(self.sampler, for_sampler(logits), place=logits.place, empty=True)
 
         def expand(tokens: list[int], parents: list[int]) -> Tensor:
             return distributions(self.model.extend(tokens, parents=parents))

@@ -48,10 +48,9 @@ from distill.measuring.speedup_results import (
     StepFigures,
 )
 from distill.progress import Progress
-from distill.recipe import Configuration, SamplerSettings, Speedup
+from distill.recipe import Configuration, Sampler, Speedup
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, names
 from distill.recipe.measuring import fixed_length
-from distill.sampler import Sampler
 from distill.tables import ratio_interval, speed_ratio
 
 # ── Configurations prepared for one pair: the rules under which they decode, and their drafters ──
@@ -62,7 +61,7 @@ class PairSettings(Opening):
     """What is measured of a pair, and how. The pair may belong to a run."""
 
     speedup: Speedup = field(default_factory=Speedup)
-    sampler: SamplerSettings = field(default_factory=partial(SamplerSettings, temperature=0))
+    sampler: Sampler = field(default_factory=partial(Sampler, temperature=0))
     seed: int = 0
     at_once: int = 1  # Texts that are decoded at once.
 

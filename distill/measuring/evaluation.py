@@ -72,9 +72,9 @@ from distill.measuring.evaluation_results import (
 )
 from distill.measuring.identity import files_in_types
 from distill.progress import Progress
-from distill.recipe import Chat, Corpus, Evaluate, Gguf, PyTorch, Recipe, Target, is_path
+from distill.recipe import Chat, Corpus, Evaluate, Gguf, PyTorch, Recipe, Sampler, Target, is_path
 from distill.run import Run
-from distill.sampler import Sampler, place_of, require_finite
+from distill.sampler import distributions_of, place_of, probabilities_of, require_finite
 from distill.tables import Interval, document, paired_ratio_interval, ratio_interval
 from distill.teacher.acceptance import HALF, SMALLEST, match_bounds, sampling_bounds, served_entries
 from distill.teacher.distributions import TeacherChunk, head_logits
@@ -113,14 +113,16 @@ def position_metrics(target_logits: Tensor, draft_logits: Tensor, sampler: Sampl
     target = target_logits[:, :vocabulary].float()
     draft = draft_logits[:, :vocabulary].float()
     log_p, log_q = target.log_softmax(-1), draft.log_softmax(-1)
-    served_p, served_q = sampler.probabilities(target), sampler.probabilities(draft)
+    served_p, served_q = probabilities_of(sampler, target), probabilities_of(sampler, draft)
     absent = torch.isneginf(draft)
     shared_p = log_p.masked_fill(absent, -torch.inf).log_softmax(-1) if bool(absent.any()) else log_p
     accepted = divergences.acceptance_sampling(served_p, served_q)
     drawn = torch.full_like(accepted, torch.nan)
     if sampler.temperature:
         few = divergences.likeliest(draft, DRAWN_AMONG)
-        drawn = divergences.acceptance_sampling(served_p, Sampler(sampler.temperature).probabilities(few))
+        drawn = divergences.acceptance_sampling(
+            served_p, probabilities_of(Sampler(temperature=sampler.temperature), few)
+        )
     return torch.stack(
         [
             divergences.forward_kl(shared_p, log_q),
@@ -455,7 +457,7 @@ def record_rounds(
 
         def read(model: Model, text: list[int] = text, places: range = places) -> Tensor:
             model.rollback([0])
-            return sampler.distributions(model.extend(text[:-1], want=places), empty=True)
+            return distributions_of(sampler, model.extend(text[:-1], want=places), empty=True)
 
         accepted, following = list[bool | None](), text[places.start + 1 :]
         if places:
@@ -711,7 +713,7 @@ def drafts_of(recipe: Recipe, run: Run, device: torch.device) -> Iterator[tuple[
 
 def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
     """Return the report of stage `eval`."""
-    device, sampler = pick_device(recipe.device), Sampler.of(recipe.sampler)
+    device, sampler = pick_device(recipe.device), recipe.sampler
     store, texts = TeacherStore(run, "test"), held_out(recipe, run, "test")
     blocks, stored = texts.blocks, store.packed.take(slice(None))
     if len(blocks) != len(stored) or not torch.equal(stored.ids, blocks.ids):
@@ -817,12 +819,12 @@ def stored_metrics(chunk: TeacherChunk, draft_logits: Tensor, sampler: Sampler) 
     drawn = unknown, unknown
     if sampler.temperature:
         few = divergences.likeliest(draft_logits, DRAWN_AMONG)
-        drawn = sampling_bounds(served, Sampler(sampler.temperature).probabilities(few))
+        drawn = sampling_bounds(served, probabilities_of(Sampler(temperature=sampler.temperature), few))
     agreement = (ids[:, 0] == draft_logits.argmax(-1)).to(tail.dtype)
     bounds = {
         "forward_kl": kl,
         "reverse_kl": (unknown, unknown),
-        "acceptance_sampling": sampling_bounds(served, sampler.probabilities(draft_logits)),
+        "acceptance_sampling": sampling_bounds(served, probabilities_of(sampler, draft_logits)),
         "acceptance_drawn": drawn,
         "acceptance_match": match_bounds(served, draft_logits),
         "acceptance_greedy": (agreement, agreement),
@@ -1000,6 +1002,6 @@ def evaluate_types(
     written = None if run.outdated("export") else run.path("gguf")
     models = recipe.target.model, [str(run.path("draft"))]
     grid = Grid(*models, recipe.corpus.block, types, written, threads, gguf, prompts_are_whole=False)
-    sampler, seed = Sampler.of(recipe.sampler), recipe.seed
+    sampler, seed = recipe.sampler, recipe.seed
     options = EvaluationOptions(sampler, recipe.eval, command, kl, seed=seed, grid=acceptance)
     return evaluate_grid(grid, lambda *_: prompts, options)

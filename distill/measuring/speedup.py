@@ -32,7 +32,6 @@ from distill.measuring.speedup_tables import speedup_blocks
 from distill.measuring.verdict import explain, verdict
 from distill.recipe import Chat, Corpus, Recipe, Target
 from distill.run import Run
-from distill.sampler import Sampler
 from distill.tables import document, shown, speed_ratio
 
 # ── Stage `speedup`: plain against speculative decoding of the run's target and draft, by each backend ──
@@ -79,7 +78,7 @@ def speedup(recipe: Recipe, run: Run) -> list[Path]:
         machine=machine(),
         prompts=len(prompts),
         new_tokens=settings.new_tokens,
-        sampler=Sampler.of(recipe.sampler).describe(),
+        sampler=recipe.sampler.describe(),
         parts=[parts[backend] for backend in settings.backends],
         gguf=recipe.gguf.described() if settings.files else "",
         pytorch="; ".join(part.pytorch for part in parts.values() if part.pytorch),
@@ -245,7 +244,7 @@ def measure_any_pair(
             machine=machine(),
             prompts=len(measured),
             new_tokens=new_tokens,
-            sampler=Sampler.of(settings.sampler).describe(),
+            sampler=settings.sampler.describe(),
             parts=[replace(part, target=names[0], draft=names[1])],
             gguf=settings.gguf.described() if pair.backend != "pytorch" else "",
             pytorch=part.pytorch,

@@ -22,8 +22,7 @@ from distill.folders import present_files
 from distill.gguf.head import open_head
 from distill.measuring.evaluation import EvaluationOptions, Grid, evaluate_grid, prompts_of
 from distill.planning.plan import Case
-from distill.recipe import Corpus, Evaluate, Gguf, is_path
-from distill.sampler import Sampler
+from distill.recipe import Corpus, Evaluate, Gguf, Sampler, is_path
 from distill.tables import Interval
 
 # docs/benchmarks.md, to which a test holds these. Tokens a round and tokens drafted of SmolLM2's lookup and table (the
@@ -57,7 +56,7 @@ def measured_acceptance(
     fit."""
     corpus = Corpus(sources=sources_of(prompts))
     settings = Evaluate(new_tokens=TOKENS)
-    options = EvaluationOptions(Sampler(0.0), settings, "")
+    options = EvaluationOptions(Sampler(temperature=0.0), settings, "")
     grid = Grid(target, [draft], corpus.block, (), threads=threads, gguf=gguf)
     report = evaluate_grid(grid, prompts_of(corpus, PROMPTS), options)
     answers = report.domains["answers"]["draft"]

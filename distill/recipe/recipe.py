@@ -30,16 +30,7 @@ from distill.files import (
 from distill.machine import MOST_THREADS
 from distill.recipe.corpus import Chat, Corpus
 from distill.recipe.measuring import ON_CPU, Evaluate, Export, Gguf, GgufOptions, Speedup
-from distill.recipe.target import (
-    Answers,
-    PyTorch,
-    SamplerSettings,
-    Section,
-    Target,
-    TeacherSettings,
-    parse_section,
-    shown,
-)
+from distill.recipe.target import Answers, PyTorch, Sampler, Section, Target, TeacherSettings, parse_section, shown
 from distill.recipe.training import Cut, Train
 
 QUESTIONS = "questions"  # the stage in which the target writes questions
@@ -65,7 +56,7 @@ class Recipe(Section):
     target: Target
     corpus: Corpus
     chat: Chat = Chat()
-    sampler: SamplerSettings = SamplerSettings()
+    sampler: Sampler = Sampler()
     pytorch: PyTorch = PyTorch()
     answers: Answers = Answers()
     teacher: TeacherSettings = TeacherSettings()

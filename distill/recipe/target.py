@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 import re
 import reprlib
 import types
@@ -14,6 +15,7 @@ from pydantic import (
     BaseModel,
     ConfigDict,
     Field,
+    PrivateAttr,
     SerializerFunctionWrapHandler,
     ValidationError,
     field_validator,
@@ -306,13 +308,33 @@ class PyTorch(Section):
         return "".join(f", {name}" for name, holds in names if holds)
 
 
-class SamplerSettings(Section):
+class Sampler(Section):
     """The sampler of the served target; answers, evaluation and decoding use it."""
 
     temperature: float = Field(1.0, ge=0, le=HOTTEST, description="0: greedy")
     top_k: int = Field(0, ge=0, description="0: off")
     top_p: float = Field(1.0, gt=0, le=1, description="1: off")
     min_p: float = Field(0.0, ge=0, lt=1, description="0: off")
+
+    _repetition_penalty: float = PrivateAttr(1.0)  # In a recipe it is a setting of `answers`.
+
+    @property
+    def repetition_penalty(self) -> float:
+        """The factor that makes tokens of the history less likely. 1 switches it off."""
+        return self._repetition_penalty
+
+    def penalised(self, penalty: float) -> Sampler:
+        """Return the same sampler with this repetition penalty. Raises RecipeError if the penalty is not finite."""
+        if not math.isfinite(penalty):
+            raise RecipeError(f"repetition_penalty is {penalty}", "give a finite number")
+        sampler = self.model_copy()
+        sampler._repetition_penalty = penalty
+        return sampler
+
+    def describe(self) -> dict[str, float]:
+        """Return the settings, for tables and manifests. The penalty is included only if it is not 1."""
+        penalty = {} if self.repetition_penalty == 1 else {"repetition_penalty": self.repetition_penalty}
+        return self.model_dump() | penalty
 
 
 FEWEST_PROMPTS = 256  # where a recipe names no number of prompts and its texts are few

@@ -33,8 +33,7 @@ from distill.engines.tokenizer import open_tokenizer
 from distill.engines.torch.hugging_face import encode_text
 from distill.errors import DataError
 from distill.files import is_gguf
-from distill.recipe import Chat, Configuration
-from distill.sampler import Sampler
+from distill.recipe import Chat, Configuration, Sampler
 
 
 @dataclass(frozen=True)

@@ -39,8 +39,7 @@ from distill.errors import ServingError
 from distill.http import Received, Unanswered, at_once
 from distill.machine import machine
 from distill.progress import Progress, note
-from distill.recipe import SamplerSettings, Target, parse_section
-from distill.sampler import Sampler
+from distill.recipe import Sampler, Target, parse_section
 from distill.serving import results
 from distill.serving.history import digest_of
 from distill.serving.results import (
@@ -68,7 +67,7 @@ LLAMA_PLAIN: dict[str, Any] = {
     "mirostat": 0,
 }
 VLLM_PLAIN: dict[str, Any] = {"repetition_penalty": 1.0, "presence_penalty": 0.0, "frequency_penalty": 0.0}
-GREEDY = SamplerSettings(temperature=0)
+GREEDY = Sampler(temperature=0)
 PLAIN_SERVER, DRAFT_SERVER = "plain", "draft"  # names of the two servers
 SETTLED_SECONDS, PATIENCE_SECONDS = 0.05, 2.0  # Another task of vLLM than that of replies writes its counters.
 WARM_TOKENS = 8
@@ -108,7 +107,7 @@ class Client(ABC):
     kind: str
     prefix: str  # of its metrics
 
-    def __init__(self, http: Http, sampler: SamplerSettings = GREEDY) -> None:
+    def __init__(self, http: Http, sampler: Sampler = GREEDY) -> None:
         self.http, self.url, self.sampler, self.alone = http, http.url, sampler, True
 
     def sampling(self, seed: int) -> dict[str, Any]:
@@ -330,7 +329,7 @@ class VllmClient(Client):
 
     kind, prefix, counts_requests = "vllm", "vllm", False
 
-    def __init__(self, http: Http, sampler: SamplerSettings = GREEDY, model: str | None = None) -> None:
+    def __init__(self, http: Http, sampler: Sampler = GREEDY, model: str | None = None) -> None:
         super().__init__(http, sampler)
         names = [model] if model else [served.id for served in http.read("/v1/models", ServedModels).data]
         if len(names) != 1:
@@ -393,7 +392,7 @@ class VllmClient(Client):
         return self.totals() is not None
 
 
-def client_of(http: Http, sampler: SamplerSettings = GREEDY, model: str | None = None) -> Client:
+def client_of(http: Http, sampler: Sampler = GREEDY, model: str | None = None) -> Client:
     """The client of a running server, of the kind that the server turns out to be."""
     if kind_of_server(http) == "vllm":
         return VllmClient(http, sampler, model)
@@ -431,9 +430,7 @@ class Addresses:
 
 
 @contextmanager
-def opened(
-    server: LlamaServer, seconds: tuple[float, float], sampler: SamplerSettings = GREEDY
-) -> Iterator[LlamaClient]:
+def opened(server: LlamaServer, seconds: tuple[float, float], sampler: Sampler = GREEDY) -> Iterator[LlamaClient]:
     """A client of a llama-server that runs within the block. ServingError if the server does not use its draft."""
     with started(server, seconds[0]) as running:
 
@@ -461,7 +458,7 @@ def _unused(server: LlamaServer, running: Running) -> ServingError:
 
 
 def connected(
-    places: Addresses, seconds: float, stack: ExitStack, sampler: SamplerSettings, prompts: Sequence[Sequence[int]]
+    places: Addresses, seconds: float, stack: ExitStack, sampler: Sampler, prompts: Sequence[Sequence[int]]
 ) -> dict[str, Client]:
     """Clients of running servers. ServingError for exchanged addresses, and if a model lacks an id of the prompts."""
     largest = max(map(max, prompts))
@@ -558,7 +555,7 @@ class ServerRules:
         """The texts of distill's decoder: `samples` after each prompt, from cold caches."""
         place = parse_section(Target, {"model": str(target)})
         room = max(map(len, prompts)) + limit + 2 * self.n_max + 1
-        drawn = Sampler(self.sampler.temperature, 0 if self.vllm else DRAWN_AMONG)
+        drawn = Sampler(temperature=self.sampler.temperature, top_k=0 if self.vllm else DRAWN_AMONG)
         verifier = "token" if self.probabilistic else "match" if self.sampler.temperature else "greedy"
         kind = "drawn drafts" if self.probabilistic else "best tokens drafted" if self.sampler.temperature else "greedy"
         progress = Progress(f"{draft.name}, our decoder, {kind}", len(prompts))
@@ -736,7 +733,7 @@ class CheckSettings:
     prompts: Sequence[Sample]
     limit: int
     repeats: int = 3
-    sampler: SamplerSettings = GREEDY
+    sampler: Sampler = GREEDY
     concurrency: tuple[int, ...] = (1, 4, 16)
     made: tuple[Path, Path] | None = None
     predicted: float = math.nan
@@ -907,7 +904,7 @@ def _decode_ours(check: Check, files: tuple[Path, Path], vllm: bool) -> None:
         report.differences += from_run + in_pair
         report.notes.append("the server does not show its draft length: give --n-max for the figures of our decoder")
         return
-    rules = ServerRules(Sampler.of(settings.sampler), length, check.server.probabilistic, vllm)
+    rules = ServerRules(settings.sampler, length, check.server.probabilistic, vllm)
 
     def refer_to(which: str, pair: tuple[Path, Path]) -> list[Counts]:
         texts = rules.decode_files(*pair, settings.ids, settings.limit, settings.samples, check.server.threads)

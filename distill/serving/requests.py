@@ -9,7 +9,6 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import fields, replace
 from typing import Any
 
 from distill.data.records import EFFORTS, OF_MESSAGE, efforts, normal
@@ -17,7 +16,7 @@ from distill.data.requests import GRAMMARS
 from distill.errors import RecipeError
 from distill.files import kind_of
 from distill.machine import install_extra
-from distill.sampler import Sampler
+from distill.recipe import Sampler
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # Keys of a message that may be empty. No template reads them.
@@ -92,8 +91,11 @@ def template_arguments(asked: Mapping[str, Any], declared: Collection[str]) -> d
 
 def sampler_of(asked: Mapping[str, Any], usual: Sampler) -> Sampler:
     """The sampler of a request: `usual` with the settings of the request. A top-k of -1 means no limit."""
-    given = {setting.name: asked[setting.name] for setting in fields(Sampler) if asked.get(setting.name) is not None}
-    return replace(usual, **given | ({"top_k": 0} if given.get("top_k") == -1 else {}))
+    given = {name: asked[name] for name in Sampler.model_fields if asked.get(name) is not None}
+    # `fault_of_request` checked the values. The recipe's bounds are narrower: a min-p of 1 is legal in a request.
+    sampler = usual.model_copy(update=given | ({"top_k": 0} if given.get("top_k") == -1 else {}))
+    penalty = asked.get("repetition_penalty")
+    return sampler if penalty is None else sampler.penalised(penalty)
 
 
 def limit_of(asked: Mapping[str, Any], room: int) -> int:

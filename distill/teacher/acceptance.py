@@ -17,8 +17,9 @@ import torch
 from torch import Tensor
 
 from distill import divergences
+from distill.recipe import Sampler
 from distill.recipe.training import Protocol
-from distill.sampler import Sampler
+from distill.sampler import probabilities_of
 from distill.teacher.distributions import EMPTY, TeacherChunk
 
 HALF, SMALLEST = 2.0**-11, 2.0**-25  # relative and absolute rounding of a logarithm to fp16
@@ -136,16 +137,16 @@ def acceptance_chances(
         same = (best == draft_logits.argmax(-1)).to(torch.float32)
         return same, same
     if chunk.ids is None:
-        p = sampler.probabilities(chunk.log_probabilities)
+        p = probabilities_of(sampler, chunk.log_probabilities)
         if protocol == "match":
             exact = divergences.acceptance_match(p, draft_logits)
         else:
-            exact = divergences.acceptance_sampling(p, sampler.probabilities(draft_logits))
+            exact = divergences.acceptance_sampling(p, probabilities_of(sampler, draft_logits))
         return exact, exact
     served = served_entries(chunk, sampler, draft_logits.shape[-1])
     if protocol == "match":
         return match_bounds(served, draft_logits)
-    return sampling_bounds(served, sampler.probabilities(draft_logits))
+    return sampling_bounds(served, probabilities_of(sampler, draft_logits))
 
 
 def sampling_bounds(served: ServedEntries, draft: Tensor) -> tuple[Tensor, Tensor]:

@@ -66,7 +66,7 @@ from distill.engines.torch.hugging_face import (
 from distill.errors import DataError, EndpointError, RecipeError, faults_explained, printable
 from distill.files import has_form, parse_object, write_json, write_result, write_text
 from distill.progress import Caution, Progress
-from distill.recipe import Recipe, SamplerSettings, Source, is_path
+from distill.recipe import Recipe, Sampler, Source, is_path
 from distill.run import Run
 from distill.teacher.endpoint import Endpoint
 from distill.teacher.scores import Scores, scores_of, scores_path, write_scores
@@ -704,7 +704,7 @@ class QuestionRequests:
         settings = {"stop": tuple(ends), "repetition_penalty": 1.0}
         return self.recipe.model_copy(
             update={
-                "sampler": SamplerSettings(temperature=self.source.temperature, top_p=self.source.top_p),
+                "sampler": Sampler(temperature=self.source.temperature, top_p=self.source.top_p),
                 "answers": self.recipe.answers.model_copy(update=settings),
             }
         )

@@ -6,7 +6,6 @@ import re
 from collections import deque
 from collections.abc import Generator, Mapping
 from contextlib import closing
-from dataclasses import replace
 from pathlib import Path
 from threading import Lock
 from typing import Any
@@ -27,8 +26,7 @@ from distill.errors import DataError, EndpointError, PairError
 from distill.gguf.head import open_head
 from distill.gguf.library import require_loadable
 from distill.http import Refused, Unanswered
-from distill.recipe import Recipe, SamplerSettings
-from distill.sampler import Sampler
+from distill.recipe import Recipe, Sampler
 from distill.teacher.endpoint import Endpoint, reply_bytes
 from distill.teacher.forms import Choice, Completion, Spellings, form_of
 from distill.teacher.scores import LEAST_DIFFERENCE, NotDistributions, Scores, largest_difference, scores_of
@@ -69,7 +67,7 @@ class _LocalWriter:
         ends = target_ends(recipe.target.model, tokenizer)
         self.ends, self.vocabulary = ends.ids, real_tokens(config, tokenizer)
         self.stop = _stop_of(recipe, ends)
-        self.sampler = replace(Sampler.of(recipe.sampler), repetition_penalty=recipe.answers.repetition_penalty)
+        self.sampler = recipe.sampler.penalised(recipe.answers.repetition_penalty)
         self.notes: list[str] = []
 
     @property
@@ -234,7 +232,7 @@ class ServerWriter:
         Raises EndpointError if there are none.
         """
         request = Request("probe", [0, 1 % self.vocabulary, 0], 0, 1)  # A token that is repeated shows penalties.
-        body = self._body(request) if served else self._body(request, SamplerSettings(), 1.0)
+        body = self._body(request) if served else self._body(request, Sampler(), 1.0)
         try:
             scores = self._scored(body, number)[1]
         except Refused as error:
@@ -307,9 +305,7 @@ class ServerWriter:
             return Reply(request.id, [], False, OTHER_PROMPT, lasting=answer.prompt_ids is None)
         return self._reply(request, answer, scores)
 
-    def _body(
-        self, request: Request, sampler: SamplerSettings | None = None, penalty: float | None = None
-    ) -> dict[str, Any]:
+    def _body(self, request: Request, sampler: Sampler | None = None, penalty: float | None = None) -> dict[str, Any]:
         """A request's body, by default with the recipe's sampler and penalty.
 
         All settings are sent, because the servers' defaults differ and are not off.

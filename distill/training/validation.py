@@ -23,10 +23,9 @@ from distill.devices import agree, as_float64, is_main, memory_explained
 from distill.engines.torch.blocks import scored_states
 from distill.engines.torch.hugging_face import trimmed_head
 from distill.files import from_json
-from distill.recipe import Recipe
+from distill.recipe import Recipe, Sampler
 from distill.recipe.training import Protocol
 from distill.run import Run
-from distill.sampler import Sampler
 from distill.tables import paired_ratio_interval, ratio_interval
 from distill.teacher.acceptance import acceptance_chances
 from distill.teacher.distributions import head_logits
@@ -116,7 +115,7 @@ def measure_acceptance(work: Training) -> Sums:
     with work.draft() as present:
         if is_main():
             with served_form(present, work.kept) as draft, torch.compiler.set_stance("force_eager"):
-                value = stored_acceptance(work.run, draft, Sampler.of(recipe.sampler), protocol)
+                value = stored_acceptance(work.run, draft, recipe.sampler, protocol)
     sums: Sums = agree(value)
     return sums
 

@@ -105,8 +105,7 @@ def our_pair(one: dict[str, Any], given: dict[str, Any]) -> Any:
 
 
 def our_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
-    from distill.recipe import Configuration, parse_section
-    from distill.sampler import Sampler
+    from distill.recipe import Configuration, Sampler, parse_section
     from distill.serving.answering import Continuation, begin
 
     configuration = parse_section(Configuration, one["configuration"])

@@ -28,8 +28,7 @@ from distill.decoding.configured import DrafterInputs, make_drafter
 from distill.decoding.costs import Costs
 from distill.decoding.proposals import ROOT, Proposal
 from distill.engines.torch.model import TorchLogits
-from distill.recipe import Configuration
-from distill.sampler import Sampler
+from distill.recipe import Configuration, Sampler
 
 VOCABULARY, READ = 64, 0.1  # READ: share of a draft step that reading a token of a prompt takes
 COPIED = 0.1, 0.3, 0.6, 0.9  # share of a text that is copied, in stretches of 24 tokens on average

@@ -47,7 +47,7 @@ from distill.files import write_json
 from distill.progress import Progress
 from distill.recipe import Recipe, load_recipe
 from distill.run import Run
-from distill.sampler import Sampler
+from distill.sampler import probabilities_of
 from distill.tables import Cell, Row, Table, document, paired_ratio_interval
 from distill.training.saved import training_steps
 
@@ -66,7 +66,7 @@ class Texts:
     """The target's continuations of some prompts, with its distributions. All drafts are measured on them."""
 
     def __init__(self, target: Any, recipe: Recipe, prompts: list[Sample], options: Any, vocabulary: int) -> None:
-        sampler = Sampler.of(recipe.sampler)
+        sampler = recipe.sampler
         ends = target_ends(recipe.target.model, load_tokenizer(recipe.target.model)).ids
         limit = min(options.new_tokens, target.config.max_position_embeddings - max(len(one.prompt) for one in prompts))
         rows = BatchedTorchModel(target, recipe.answers.batch, vocabulary)
@@ -87,7 +87,7 @@ class Texts:
         found: dict[str, list[tuple[float, int]]] = {name: [] for name in PROTOCOLS}
         for row, target in zip(self.rows, self.distributions, strict=True):
             logits = self._logits(draft, row)
-            p, q = self.sampler.probabilities(target), self.sampler.probabilities(logits)
+            p, q = probabilities_of(self.sampler, target), probabilities_of(self.sampler, logits)
             best = logits.argmax(-1, keepdim=True)
             values = {
                 "sampling": torch.minimum(p, q).sum(),

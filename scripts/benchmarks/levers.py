@@ -31,7 +31,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from distill.engines.torch.blocks import scored_states
 from distill.recipe import load_recipe
 from distill.run import Run
-from distill.sampler import Sampler
+from distill.sampler import probabilities_of
 from distill.tables import Table, document, paired_ratio_interval, ratio_interval
 from distill.training import loop
 from distill.training.optimizer import rate_share
@@ -48,7 +48,7 @@ SEEN = ("acceptance", "agreement", "forward_kl")  # figures of a step's blocks b
 def accepted(work: Training, held: torch.Tensor) -> list[list[float]]:
     """Return sums by held block: acceptance under the recipe's sampler, argmax agreement, forward KL, positions."""
     learner: Any = plain(work.learner).eval()
-    sampler, columns, found = Sampler.of(work.recipe.sampler), learner.columns, []
+    sampler, columns, found = work.recipe.sampler, learner.columns, []
     for block in held.split(1):
         stored = work.source.read(block)
         blocks, teacher = stored.blocks, stored.distributions(CPU)
@@ -66,7 +66,7 @@ def accepted(work: Training, held: torch.Tensor) -> list[list[float]]:
                 if columns.kept is not None:
                     own = torch.full_like(target, -torch.inf).index_copy_(1, columns.kept, own)
                 agree += float((own.argmax(-1) == target.argmax(-1)).sum())
-                shares += float(sampler.probabilities(own).minimum(sampler.probabilities(target)).sum())
+                shares += float(probabilities_of(sampler, own).minimum(probabilities_of(sampler, target)).sum())
         found.append([shares, agree, float(sums["forward_kl"]), float(sums["positions"])])
     learner.train()
     return found

@@ -99,14 +99,13 @@ class World:
     def server(self) -> Any:
         """Return `distill serve` of the target with that template. It decodes nothing."""
         from distill.engines.loaded import Opening
-        from distill.recipe import Configuration, Target
-        from distill.sampler import Sampler
+        from distill.recipe import Configuration, Sampler, Target
         from distill.serving.answering import Continuation, answering
         from distill.serving.completions import Completions
 
         folder = Path(shutil.copytree(self.target, self.place / "served"))
         (folder / "chat_template.jinja").write_text(QWEN_3 + "{{ documents or '' }}")
-        request = Continuation(Configuration(drafter="lookup"), Sampler(0))
+        request = Continuation(Configuration(drafter="lookup"), Sampler(temperature=0))
         opening = Opening(Target(model=str(folder)), None, "cpu", 1)
         self.open.enter_context(contextlib.redirect_stderr(io.StringIO()))
         return Completions(self.open.enter_context(answering(opening, Chat(), request, 512)), request, "m", 1)

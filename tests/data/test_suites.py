@@ -23,8 +23,7 @@ from distill.measuring import evaluation
 from distill.measuring.evaluation_results import EvaluationReport, evaluation_blocks
 from distill.measuring.speedup_results import SpeedupReport
 from distill.measuring.speedup_tables import speedup_blocks
-from distill.recipe import Chat, Evaluate
-from distill.sampler import Sampler
+from distill.recipe import Chat, Evaluate, Sampler
 from distill.tables import document, ratio_interval
 
 SHARED = tiny.TOKENIZERS.parent / "prompts" / "spec-bench.jsonl"

@@ -22,7 +22,7 @@ from distill.engines.loaded import BatchedTorchModel
 from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
 from distill.measuring.identity import top_gap
-from distill.sampler import Sampler
+from distill.recipe import Sampler
 
 torch.set_num_threads(1)
 
@@ -264,9 +264,9 @@ def test_one_target_call_a_round_and_none_for_ended_rows() -> None:
 
 
 SAMPLERS = {
-    "temperature": Sampler(1.0),
-    "truncated": Sampler(1.2, top_k=12, top_p=0.95),
-    "penalty": Sampler(1.0, repetition_penalty=1.2),
+    "temperature": Sampler(temperature=1.0),
+    "truncated": Sampler(temperature=1.2, top_k=12, top_p=0.95),
+    "penalty": Sampler(temperature=1.0).penalised(1.2),
 }
 CASES: dict[str, tuple[str, int | Callable[[], LengthRule], bool]] = {
     "token": ("token", 4, False),
@@ -298,10 +298,10 @@ def test_sampled_is_alone(case: str, sampler: str) -> None:
 
 def test_penalty_and_floors_for_greedy_texts() -> None:
     pair, prompts = (EXACT["llama"], DRAFTS["llama"]), random_prompts(4, V, seed=3)
-    check_batch(pair, prompts, 16, Rules(Sampler(0, repetition_penalty=1.3)), 3)
+    check_batch(pair, prompts, 16, Rules(Sampler(temperature=0).penalised(1.3)), 3)
     check_batch(pair, prompts, 16, Rules(), lambda: ProbabilityFloor(6, 0.4))
     check_batch(pair, prompts, 16, Rules(), lambda: AcceptedRatio(2))
-    check_batch(pair, prompts, 16, Rules(Sampler(0), "match"), 3)
+    check_batch(pair, prompts, 16, Rules(Sampler(temperature=0), "match"), 3)
     assert all(not r.drafted for result in check_batch(pair, prompts, 9, Rules(), 0) for r in result.rounds)
 
 
@@ -309,7 +309,7 @@ def test_prompts_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
     """All end with the last one, at the edge of a chunk too."""
     monkeypatch.setattr("distill.decoding.batch.PROMPT_TOKENS", 4)
     prompts = [random_prompts(1, V, seed=size, shortest=size, longest=size)[0] for size in (9, 1, 4, 5, 8)]
-    for rules in (Rules(), Rules(Sampler(0.8), "block")):
+    for rules in (Rules(), Rules(Sampler(temperature=0.8), "block")):
         check_batch((EXACT["qwen3"], DRAFTS["qwen3"]), prompts, 8, rules, 3)
     target, draft = Counting(EXACT["qwen3"], 5), BatchedTorchModel(EXACT["qwen3"], 5)
     target.calls = []
@@ -318,7 +318,7 @@ def test_prompts_are_read_in_chunks(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_batch_of_one() -> None:
-    check_batch((EXACT["qwen2"], DRAFTS["qwen2"]), [[3]], 12, Rules(Sampler(1.0), "block"), 3)
+    check_batch((EXACT["qwen2"], DRAFTS["qwen2"]), [[3]], 12, Rules(Sampler(temperature=1.0), "block"), 3)
 
 
 # fp32, where batches of other shapes round in another way.

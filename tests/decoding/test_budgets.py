@@ -26,8 +26,7 @@ from distill.decoding.table_drafter import TableDrafter
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.engines.loaded import torch_decoder, with_rows
 from distill.engines.torch.static import StaticTorchModel
-from distill.recipe import PyTorch
-from distill.sampler import Sampler
+from distill.recipe import PyTorch, Sampler
 
 torch.set_num_threads(1)
 
@@ -106,7 +105,11 @@ def rounds_of(case: Case, cache: str, sampler: Sampler, pretend: Any) -> list[tu
 def test_rounds(name: str, pretend: Any) -> None:
     """A growing cache on an accelerator and a static one are asked the same, greedily and sampled."""
     case, lines = CASES[name], set()
-    kinds = [Sampler(0.0), Sampler(0.9)] if case.samples is None else [Sampler(0.9 if case.samples else 0.0)]
+    kinds = (
+        [Sampler(temperature=0.0), Sampler(temperature=0.9)]
+        if case.samples is None
+        else [Sampler(temperature=0.9 if case.samples else 0.0)]
+    )
     for cache, sampler in ((cache, sampler) for cache in ("growing", "static") for sampler in kinds):
         rounds = rounds_of(case, cache, sampler, pretend)
         assert len(rounds) > 2
@@ -127,7 +130,7 @@ def test_rounds(name: str, pretend: Any) -> None:
 def test_rounds_of_trees(name: str, pretend: Any) -> None:
     """They are grown on the host."""
     case, waits = TREES[name], []
-    for sampler in [Sampler(0.9)] if case.samples else [Sampler(0.0), Sampler(0.9)]:
+    for sampler in [Sampler(temperature=0.9)] if case.samples else [Sampler(temperature=0.0), Sampler(temperature=0.9)]:
         found = [one for cache in ("growing", "static") for one in rounds_of(case, cache, sampler, pretend)]
         waits.append(str(max(counts.waits for _, counts in found)))
         assert case.drafted in [drafted for drafted, _ in found]

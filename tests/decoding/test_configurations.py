@@ -20,9 +20,8 @@ from distill.measuring.compare import PairSettings, PairTexts, judge_identity, m
 from distill.measuring.identity import Identity, Rounding
 from distill.measuring.speedup_results import PairMeasured, StepFigures
 from distill.measuring.speedup_tables import measurement_table
-from distill.recipe import Configuration, SamplerSettings, Speedup, Target, dump_recipe, load_recipe
+from distill.recipe import Configuration, Sampler, Speedup, Target, dump_recipe, load_recipe
 from distill.recipe.configuration import PLAIN, PLAIN_SAMPLED, RULES, names
-from distill.sampler import Sampler
 from distill.tables import records
 
 COSTS = Costs(tuple(1.0 + 0.05 * m for m in range(17)), 0.05, 0.07)
@@ -43,7 +42,7 @@ CONFIGURATIONS = [
     Configuration(verifier="match"),
     Configuration(verifier="block"),
 ]
-HOT = SamplerSettings(temperature=0.8, top_k=4)
+HOT = Sampler(temperature=0.8, top_k=4)
 LABEL, NOT_TIMED = PairMeasured("a pair", "pytorch"), StepFigures(1, {}, {})
 
 
@@ -97,7 +96,7 @@ def test_names_are_short_and_differ_and_doubles_are_refused() -> None:
 
 
 def test_lossy_pairs_have_reasons_and_are_refused_unless_asked_for() -> None:
-    hot = Sampler(0.8)
+    hot = Sampler(temperature=0.8)
     after = Configuration(rule="p_min", n_min=2, sampler="recipe")
     assert "no longer follows its distribution" in str(lossy_reason(after, hot))
     assert "best token" in str(lossy_reason(Configuration(sampler="recipe", verifier="greedy"), hot))

@@ -31,7 +31,8 @@ from distill.decoding.trees import TreeDrafter
 from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError
-from distill.sampler import Sampler
+from distill.recipe import Sampler
+from distill.sampler import unchecked_probabilities
 
 torch.set_num_threads(1)
 
@@ -98,14 +99,14 @@ def after_lookups(draft: Any, sampler: Sampler, chance: verify.Random) -> Fallba
     ("make", "verifier", "sampler", "rounds", "vocabulary"),
     [
         (chains("fixed", False), "token", Sampler(), 2, 2),
-        (chains("fixed", False), "block", Sampler(1.3), 2, 2),
-        (chains("fixed", True), "match", Sampler(0.7), 2, 2),
-        (chains("fixed", True), "greedy", Sampler(0.0), 2, 2),
+        (chains("fixed", False), "block", Sampler(temperature=1.3), 2, 2),
+        (chains("fixed", True), "match", Sampler(temperature=0.7), 2, 2),
+        (chains("fixed", True), "greedy", Sampler(temperature=0.0), 2, 2),
         (chains("ratio", False), "token", Sampler(top_p=0.8), 2, 2),
         (chains("p_min", False), "token", Sampler(), 2, 2),
         (chains("p_min", False), "block", Sampler(), 2, 2),
         (chains("expected-value", True), "match", Sampler(), 2, 2),
-        (lambda *_: LookupDrafter(2), "token", Sampler(1.1), 2, 2),
+        (lambda *_: LookupDrafter(2), "token", Sampler(temperature=1.1), 2, 2),
         (after_lookups, "block", Sampler(), 2, 2),
     ],
 )
@@ -129,7 +130,9 @@ def test_pairs_that_are_refused_show() -> None:
 def test_logits_that_are_no_numbers_are_named(role: str, drafts: str, temperature: float) -> None:
     models = {"target": toy(seed=3), "draft": blurred(toy(seed=3), 6, 0.03)}
     target, draft = (StaticTorchModel(model) for model in models.values())
-    rules = Rules(Sampler(temperature), "token" if temperature else "greedy", random=random.Random(1).random)
+    rules = Rules(
+        Sampler(temperature=temperature), "token" if temperature else "greedy", random=random.Random(1).random
+    )
     rule = Fixed(2) if drafts == "chain" else ProbabilityFloor(2, 0.0)
     drafter = ModelDrafter(draft, rule, rules.sampler, rules.random)
     rounds = decode(target, drafter, [1, 2, 3], 16, rules, Decoded())
@@ -163,7 +166,7 @@ def test_a_draft_without_tokens_proposes_what_there_is(rule: LengthRule, verifie
     tables = pair(3, 1)
     tables[1].table[:, 0 if everywhere else 1 :] = -torch.inf
     target, draft = (StaticTable(table) for table in tables)
-    rules = Rules(Sampler(0.0 if verifier == "greedy" else 1.0), verifier, random=random.Random(3).random)
+    rules = Rules(Sampler(temperature=0.0 if verifier == "greedy" else 1.0), verifier, random=random.Random(3).random)
     result = decode_text(target, ModelDrafter(draft, rule, rules.sampler, rules.random), PROMPT, 12, rules)
     assert len(result.tokens) == 12 and max(one.drafted for one in result.rounds) == (0 if everywhere else 2)
 
@@ -182,7 +185,7 @@ def test_what_reads_the_text_stays_on_the_host() -> None:
     rules = Rules()
     on_host = TorchModel(DRAFTS["qwen2"])
     assert on_device(target, drafter(draft, rules), rules) == (True, True)
-    penalised = Rules(Sampler(1.0, repetition_penalty=1.2), "token", random=random.Random(1).random)
+    penalised = Rules(Sampler(temperature=1.0).penalised(1.2), "token", random=random.Random(1).random)
     used = drafter(draft, rules)
     assert on_device(target, used, rules)[1] and on_device(target, used, penalised) == (False, False)
     assert on_device(target, drafter(draft, rules, ProbabilityFloor(4, 0.1, n_min=3)), rules) == (True, False)
@@ -195,7 +198,7 @@ def test_what_reads_the_text_stays_on_the_host() -> None:
         texts.append(summary(decode_text(models[0], drafter(models[1], rules), [1, 2, 3], 12, rules)))
     assert texts[0] == texts[1]
     with pytest.raises(ValueError, match="tokens so far"):
-        penalised.sampler.unchecked(torch.zeros(1, 3))
+        unchecked_probabilities(penalised.sampler, torch.zeros(1, 3))
 
 
 def test_contexts_end() -> None:

@@ -34,9 +34,8 @@ from distill.decoding.rules import Rules
 from distill.decoding.table_drafter import TableDrafter
 from distill.decoding.trees import Shape, TreeDrafter
 from distill.decoding.verify import CHAINS, TREES, Random, refusal
-from distill.recipe import Configuration
+from distill.recipe import Configuration, Sampler
 from distill.recipe.configuration import RULES
-from distill.sampler import Sampler
 
 torch.set_num_threads(1)
 
@@ -44,7 +43,7 @@ PROMPT = [0, 1]
 EXACT, SEEN = 1e-12, 1e-6
 COSTS = Costs((1.0, 1.15, 1.3, 1.4), 0.08, 0.12)
 FLAT = Costs(tuple(1 + m / 100 for m in range(9)), 0.01, 0.01)  # all nodes of a tree are worth verifying
-TRUNCATED, PENALTY = Sampler(0.8, 3, 0.9, 0.05), Sampler(1.1, repetition_penalty=1.6)
+TRUNCATED, PENALTY = Sampler(temperature=0.8, top_k=3, top_p=0.9, min_p=0.05), Sampler(temperature=1.1).penalised(1.6)
 TEXT = 40  # new tokens that a run may bring: more than two rounds and their trees need
 Make = Callable[[Any, Sampler, Random], Drafter]
 
@@ -198,7 +197,7 @@ def test_rules(name: str) -> None:
     ways = (("token", False), ("block", False), ("match", True), ("greedy", True))
     assert (2, 2) in {check_chains(name, argmax, verifier, Sampler(), 2, 2, 2) for verifier, argmax in ways}
     for verifier in CHAINS:
-        check_chains(name, True, verifier, Sampler(0.0), 4, 3, 3)
+        check_chains(name, True, verifier, Sampler(temperature=0.0), 4, 3, 3)
     for verifier, sampler in itertools.product(("token", "block"), (TRUNCATED, PENALTY)):
         check_chains(name, False, verifier, sampler, 3, 3, 1)
 
@@ -206,7 +205,7 @@ def test_rules(name: str) -> None:
 @pytest.mark.parametrize(
     ("name", "verifier", "argmax", "sampler", "rows"),
     [
-        ("fixed", "token", False, Sampler(1.2, repetition_penalty=1.5), 2),
+        ("fixed", "token", False, Sampler(temperature=1.2).penalised(1.5), 2),
         ("ratio", "block", False, Sampler(), 2),
         ("p_min", "match", True, Sampler(), 2),
         ("expected-value", "block", False, Sampler(), 1),
@@ -217,7 +216,11 @@ def test_batches(name: str, verifier: str, argmax: bool, sampler: Sampler, rows:
     assert batched(lambda: short(name), verifier, sampler, argmax, rows) < EXACT
 
 
-@pytest.mark.parametrize("sampler", [Sampler(0.0), Sampler(1.1, 3), Sampler(1.0, repetition_penalty=1.5)], ids=str)
+@pytest.mark.parametrize(
+    "sampler",
+    [Sampler(temperature=0.0), Sampler(temperature=1.1, top_k=3), Sampler(temperature=1.0).penalised(1.5)],
+    ids=str,
+)
 @pytest.mark.parametrize("verifier", ["greedy", "match", "token", "block"])
 def test_lookup_and_lookup_before_a_draft(verifier: str, sampler: Sampler) -> None:
     lookup = LookupDrafter(3)
@@ -269,13 +272,13 @@ FORKS: dict[str, tuple[int, Make]] = {
     ("name", "verifier", "sampler"),
     [
         ("best-first", "match", Sampler()),
-        ("best-first, adaptive", "match", Sampler(0.8, 3, 0.9, 0.05)),
-        ("best-first", "token", Sampler(1.2, min_p=0.1)),
-        ("best-first", "distinct", Sampler(1.3, top_p=0.9)),
-        ("table", "match", Sampler(0.9, top_p=0.95)),
+        ("best-first, adaptive", "match", Sampler(temperature=0.8, top_k=3, top_p=0.9, min_p=0.05)),
+        ("best-first", "token", Sampler(temperature=1.2, min_p=0.1)),
+        ("best-first", "distinct", Sampler(temperature=1.3, top_p=0.9)),
+        ("table", "match", Sampler(temperature=0.9, top_p=0.95)),
         ("table", "token", Sampler()),
         ("best-first", "greedy", Sampler()),
-        *((name, verifier, Sampler(0.0)) for name in BEST for verifier in TREES),
+        *((name, verifier, Sampler(temperature=0.0)) for name in BEST for verifier in TREES),
     ],
     ids=str,
 )

@@ -31,7 +31,8 @@ from distill.decoding.verify import Random
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.tokenizer import FileTokenizer
 from distill.errors import DataError
-from distill.sampler import Sampler
+from distill.recipe import Sampler
+from distill.sampler import probabilities_of
 from distill.vocabulary.vocabulary import Vocabulary
 
 pytest.importorskip("llguidance")
@@ -140,7 +141,7 @@ def test_ends_padding_and_what_is_ruled_out() -> None:
     assert masked[1].tolist() == [0, -torch.inf, 0, *[-torch.inf] * 3]  # a draft that says none of them says all alike
 
 
-@pytest.mark.parametrize("sampler", [Sampler(0), Sampler(1.0)])
+@pytest.mark.parametrize("sampler", [Sampler(temperature=0), Sampler(temperature=1.0)])
 @pytest.mark.parametrize("drafts", [False, True])
 def test_tokens_without_a_row_are_never_written(sampler: Sampler, drafts: bool) -> None:
     """A tokenizer of 12 tokens over a model of 5 rows: other tokens write the text, or an error ends it."""
@@ -236,7 +237,7 @@ def expected_distribution(target: TableModel, sampler: Sampler) -> dict[tuple[in
         logits = target.table[target.place([1, *tokens])].clone()
         may = allowed(language, LETTERS, text(tokens, LETTERS))
         logits[[i for i in range(len(logits)) if i not in may]] = -torch.inf
-        for token, own in enumerate(sampler.probabilities(logits[None], [[1, *tokens]])[0].tolist()):
+        for token, own in enumerate(probabilities_of(sampler, logits[None], [[1, *tokens]])[0].tolist()):
             if own > 0:
                 go((*tokens, token), chance * own)
 
@@ -244,8 +245,8 @@ def expected_distribution(target: TableModel, sampler: Sampler) -> dict[tuple[in
     return found
 
 
-SAMPLER = Sampler(0.8, top_p=0.95, repetition_penalty=1.2)
-FREE = Sampler(0.9)
+SAMPLER = Sampler(temperature=0.8, top_p=0.95).penalised(1.2)
+FREE = Sampler(temperature=0.9)
 Make = Callable[[TableModel, Constraint, Random], Drafter]
 
 
@@ -328,10 +329,10 @@ def check_ways(target: Any, draft: Any, grammar: Constraint, valid: Callable[[li
     ends, greedy = grammar.ends, Rules(ends=grammar.ends, constraint=grammar)
     prompt = random_prompts(1, target.vocabulary_size, seed=seeds)[0]
     expected = plain(target, prompt, 60, rules=greedy).tokens
-    ways = drafters(draft, grammar, Sampler(0), random.Random())
+    ways = drafters(draft, grammar, Sampler(temperature=0), random.Random())
     for name, drafter in ways.items():
         assert decode_text(target, drafter, prompt, 60, greedy).tokens == expected, name
-    whole, sampler = 0, Sampler(1.5)
+    whole, sampler = 0, Sampler(temperature=1.5)
     for seed, name in enumerate([*ways] * seeds):
         draws = random.Random(seed)
         verifier = "token" if name.startswith(("model", "without")) else "match"
@@ -367,7 +368,9 @@ def test_a_rule_learns_of_the_rounds_in_which_it_was_asked(drafts: bool) -> None
     """A round of sure tokens alone says nothing of the draft."""
     grammar = constraint("regex", "((a|b)c{70}){4}", TOKENS)  # more sure tokens than a round takes
     target, rule = TableModel(len(SAID), 3), Noting(drafts)
-    drafter = Forced(ModelDrafter(Constrained(target.near(0.5, 4), grammar), rule, Sampler(0), random.random), grammar)
+    drafter = Forced(
+        ModelDrafter(Constrained(target.near(0.5, 4), grammar), rule, Sampler(temperature=0), random.random), grammar
+    )
     result = decode_text(target, drafter, [1], 300, Rules(ends=grammar.ends, constraint=grammar))
     assert len(rule.told) == rule.asked < len(result.rounds)
     assert all((drafted > 0) == drafts for drafted, _ in rule.told)
@@ -388,7 +391,7 @@ def test_the_end_of_either_context() -> None:
         draft = TableModel(len(SAID), 2, capacity=draft_room)
         told = plain(target, [0, 0, 0], 40, rules=rules).tokens
         assert len(told) == room - 2
-        for name, drafter in drafters(draft, grammar, Sampler(0), random.Random()).items():
+        for name, drafter in drafters(draft, grammar, Sampler(temperature=0), random.Random()).items():
             assert decode_text(target, drafter, [0, 0, 0], 40, rules).tokens == told, name
 
 

@@ -20,7 +20,7 @@ from distill.decoding.lengths import MEMORY, Adaptive, Drafting, Fixed
 from distill.decoding.table_drafter import TableDrafter
 from distill.decoding.text_index import LONGEST, TextIndex
 from distill.engines.torch.model import TorchLogits
-from distill.sampler import Sampler
+from distill.recipe import Sampler
 
 
 def copied(text: list[int], place: int, count: int) -> list[int]:
@@ -157,7 +157,9 @@ def test_a_draft_is_asked_where_it_is_better_than_what_is_found() -> None:
     text[150:170] = text[20:40]  # all that repeats on purpose
     draft: Any = Right()
     rule = Adaptive(costs, 8)
-    joined = FallbackDrafter(LookupDrafter(8, 1, rule), ModelDrafter(draft, rule, Sampler(0), random.random))
+    joined = FallbackDrafter(
+        LookupDrafter(8, 1, rule), ModelDrafter(draft, rule, Sampler(temperature=0), random.random)
+    )
     joined.begin(text[:60])
     place, rounds = 60, list[tuple[int, int]]()
     while place < 250:

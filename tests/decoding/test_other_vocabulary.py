@@ -25,8 +25,7 @@ from distill.decoding.rules import Rules
 from distill.decoding.verify import Random
 from distill.engines.torch.model import TorchModel
 from distill.errors import DataError, PairError
-from distill.recipe import Configuration
-from distill.sampler import Sampler
+from distill.recipe import Configuration, Sampler
 from distill.surgery.vocabulary import transplant
 from distill.vocabulary.encoding import Encoder
 from distill.vocabulary.vocabulary import BYTE_MAP, Vocabulary
@@ -189,7 +188,7 @@ def test_greedy_text_is_the_targets(pair: tuple[str, str], tmp_path: Path) -> No
     both = MAKERS[pair[0]](tmp_path / "ours"), MAKERS[pair[1]](tmp_path / "theirs")
     target, draft = model_for(both[0], 1), model_for(both[1], 2)
     texts = [Encoder(both[0]).text(given) for given in (PROSE.encode()[:31], b"ab re", "日é".encode()[:-1])]
-    drafters: list[Any] = [drafter_for(draft, both, length, Sampler(0)) for length in (3, 5, 2)]
+    drafters: list[Any] = [drafter_for(draft, both, length, Sampler(temperature=0)) for length in (3, 5, 2)]
     drafters[2] = FallbackDrafter(LookupDrafter(), drafters[2])
     drafted = 0
     for prompt, drafter in zip([*texts, *random_prompts(1, both[0].size, 3)], [*drafters, drafters[0]], strict=True):
@@ -207,7 +206,7 @@ def test_every_byte_its_own_token_accepts_all(tmp_path: Path) -> None:
     transplant(ours.folder, theirs.folder, tmp_path / "draft")
     target, other = (TorchModel(AutoModelForCausalLM.from_pretrained(f)) for f in (ours.folder, tmp_path / "draft"))
     both = ours, theirs
-    result = decode_text(target, drafter_for(other, both, 4, Sampler(0)), [5, 65], 60, Rules())
+    result = decode_text(target, drafter_for(other, both, 4, Sampler(temperature=0)), [5, 65], 60, Rules())
     # Characters that a draft leaves unfinished are not proposed; what is, is right.
     assert sum(r.accepted for r in result.rounds) == sum(r.drafted for r in result.rounds) > 0
 
@@ -216,9 +215,9 @@ def test_every_byte_its_own_token_accepts_all(tmp_path: Path) -> None:
 
 TARGET, DRAFT = ["a", "b", "c", "ab"], ["b", "d", "a", "ba"]  # two shared; ab and ba are text of both
 EXACTLY = [
-    ("match", Sampler(0.9, top_k=2), False),
-    ("token", Sampler(1.2, top_k=3, top_p=0.9), True),
-    ("block", Sampler(1.0, top_k=2), False),
+    ("match", Sampler(temperature=0.9, top_k=2), False),
+    ("token", Sampler(temperature=1.2, top_k=3, top_p=0.9), True),
+    ("block", Sampler(temperature=1.0, top_k=2), False),
 ]
 
 
@@ -242,7 +241,7 @@ def test_the_cache_holds_the_text(pair: tuple[str, str], tmp_path: Path) -> None
     """
     both = MAKERS[pair[0]](tmp_path / "ours"), MAKERS[pair[1]](tmp_path / "theirs")
     draft, fresh = model_for(both[1], 2), model_for(both[1], 2)
-    drafter = drafter_for(draft, both, 3, Sampler(0))
+    drafter = drafter_for(draft, both, 3, Sampler(temperature=0))
     append, rewritten = drafter.reader.append, 0
 
     def spied(own: list[int]) -> Any:
@@ -295,7 +294,7 @@ def test_a_text_is_proposed_in_the_targets_tokens(tmp_path: Path) -> None:
 
     def proposed(context: list[int], said: list[int], length: int, ends: Sequence[int] = (), limit: int = 9) -> Any:
         start = len(Translator(ours, theirs).ids(context) or [])
-        drafter = drafter_for(Speaker(said, 258, start), (ours, theirs), length, Sampler(0))
+        drafter = drafter_for(Speaker(said, 258, start), (ours, theirs), length, Sampler(temperature=0))
         drafter.begin(context)
         return drafter.propose(context, limit, ends).tokens
 
@@ -314,7 +313,7 @@ def test_a_text_is_proposed_in_the_targets_tokens(tmp_path: Path) -> None:
     # No more own steps than the limit.
     assert proposed(write(b"x"), spell(b" ab ab ab"), 9, (), 2) == [ours.index["Ġa"]]
     lone = single_bytes(tmp_path / "lone", stop=None)
-    drafter = drafter_for(Speaker([256, 0], 257, 1), (ours, lone), 3, Sampler(0))
+    drafter = drafter_for(Speaker([256, 0], 257, 1), (ours, lone), 3, Sampler(temperature=0))
     assert drafter.propose(write(b"x"), 9, ()).tokens == []
 
 
@@ -324,21 +323,21 @@ def test_contexts_that_do_not_fit(tmp_path: Path) -> None:
     target = model_for(both[0], 1)
     small = model_for(both[1], 2, max_position_embeddings=24)
     prompt = Encoder(both[0]).text(b"ab ab re re")
-    result = decode_text(target, drafter_for(small, both, 4, Sampler(0)), prompt, 40, Rules())
+    result = decode_text(target, drafter_for(small, both, 4, Sampler(temperature=0)), prompt, 40, Rules())
     assert result.tokens == plain(target, prompt, 40).tokens
     assert result.rounds[0].drafted > 0 == result.rounds[-1].drafted
-    assert decode_text(target, drafter_for(small, both, 4, Sampler(0)), prompt * 5, 9, Rules()).tokens == (
+    assert decode_text(target, drafter_for(small, both, 4, Sampler(temperature=0)), prompt * 5, 9, Rules()).tokens == (
         plain(target, prompt * 5, 9).tokens
     )
     poor = letters(tmp_path / "poor", ["a", "b", "ab"])
-    drafter = drafter_for(TableModel(3, 1), (both[0], poor), 3, Sampler(0))
+    drafter = drafter_for(TableModel(3, 1), (both[0], poor), 3, Sampler(temperature=0))
     drafter.begin(Encoder(both[0]).text(b"a\xc3"))
     assert drafter.propose(Encoder(both[0]).text(b"a\xc3"), 4, ()).tokens == []
     assert drafter.propose(Encoder(both[0]).text("aéb".encode()), 4, ()).tokens != []
 
 
 @pytest.mark.parametrize(("theirs", "more"), [("merged", -9), ("shuffled", -1), ("spaces", 7)])
-@pytest.mark.parametrize("sampler", [Sampler(0), Sampler(1.5)])
+@pytest.mark.parametrize("sampler", [Sampler(temperature=0), Sampler(temperature=1.5)])
 def test_rows_are_not_those_of_the_tokenizer(theirs: str, more: int, sampler: Sampler, tmp_path: Path) -> None:
     """Ids of the target's tokenizer without rows are never proposed; padding ids that the target writes are no text."""
     both = merged(tmp_path / "ours"), MAKERS[theirs](tmp_path / "theirs")
@@ -361,13 +360,13 @@ def test_a_lookup_is_measured_beside_a_draft_of_another_vocabulary(tmp_path: Pat
     kinds = {"lookup": LookupDrafter, "string": StringMatchDrafter}
     for name, kind in kinds.items():
         configuration = Configuration(drafter=name, length=2)  # type: ignore[arg-type]
-        assert type(make_drafter(configuration, reader, Sampler(0), random.random)) is kind
+        assert type(make_drafter(configuration, reader, Sampler(temperature=0), random.random)) is kind
 
 
 def test_pairs_that_cannot_be(tmp_path: Path) -> None:
     ours, theirs = letters(tmp_path / "ours", ["a", "b"]), letters(tmp_path / "theirs", ["c", "d"])
     with pytest.raises(PairError, match="2 tokens, the draft 1 rows"):
-        drafter_for(TableModel(1), (ours, theirs), 2, Sampler(0))
+        drafter_for(TableModel(1), (ours, theirs), 2, Sampler(temperature=0))
     (ours.folder / "tokenizer.json").write_text("{")
     with pytest.raises(DataError, match="cannot be loaded"):
         Encoder(ours)

@@ -28,8 +28,7 @@ from distill.engines.loaded import BatchedTorchModel, growing_decoder
 from distill.engines.torch.hugging_face import load_weights
 from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
-from distill.recipe import Configuration
-from distill.sampler import Sampler
+from distill.recipe import Configuration, Sampler
 
 torch.set_num_threads(1)
 
@@ -69,7 +68,8 @@ def table(tmp_path_factory: pytest.TempPathFactory) -> NGramTable:
     """N-grams of texts of the target."""
     path = tmp_path_factory.mktemp("table") / "ngrams.safetensors"
     texts = [
-        text(Configuration(drafter="none"), decoders(False, "cpu", "cpu"), prompt, Sampler(1.0)) for prompt in PROMPTS
+        text(Configuration(drafter="none"), decoders(False, "cpu", "cpu"), prompt, Sampler(temperature=1.0))
+        for prompt in PROMPTS
     ]
     write_table(path, count_ngrams([one.tokens for one in texts]), {"tokenizer": "ours"})
     return NGramTable.open(path, "ours")
@@ -94,11 +94,11 @@ def text(
     return decode_text(target, drafter if grammar is None else Forced(drafter, grammar), prompt, 16, rules)
 
 
-GREEDY = Sampler(0)
+GREEDY = Sampler(temperature=0)
 SAMPLERS = {
-    "temperature": Sampler(0.8),
-    "top-k, top-p, min-p": Sampler(0.9, top_k=12, top_p=0.9, min_p=0.02),
-    "repetition penalty": Sampler(0.7, repetition_penalty=1.3),
+    "temperature": Sampler(temperature=0.8),
+    "top-k, top-p, min-p": Sampler(temperature=0.9, top_k=12, top_p=0.9, min_p=0.02),
+    "repetition penalty": Sampler(temperature=0.7).penalised(1.3),
 }
 SAMPLED = [
     Configuration(drafter="none", sampler="recipe"),
@@ -153,7 +153,7 @@ def test_grammars(pretend: Any, static: bool) -> None:
     letters = [bytes([97 + number % 26]) * (1 + number // 26) for number in range(V)]
     grammar = constraint("regex", "(abc|[d-g]x?)+", tokens_of(letters, ENDS))
     device, cpu = decoders(static, "pretend", "pretend"), decoders(static, "cpu", "cpu")
-    for sampler in (GREEDY, Sampler(1.0)):
+    for sampler in (GREEDY, Sampler(temperature=1.0)):
         configuration = Configuration(length=3, sampler="recipe" if sampler.temperature else "greedy")
         for one in (configuration, Configuration(drafter="none", sampler=configuration.sampler)):
             found, expected = (text(one, models, PROMPTS[0], sampler, grammar=grammar) for models in (device, cpu))
@@ -163,7 +163,7 @@ def test_grammars(pretend: Any, static: bool) -> None:
 @pytest.mark.parametrize("temperature", [0.0, 0.8])
 @pytest.mark.parametrize("make", [BatchedTorchModel, StaticTorchModel])
 def test_batches(pretend: Any, make: Callable[..., Any], temperature: float) -> None:
-    sampler = Sampler(temperature)
+    sampler = Sampler(temperature=temperature)
     rules = Rules(sampler, "token" if temperature else "greedy", ENDS)
     texts = {}
     for device in ("cpu", "pretend"):
@@ -190,7 +190,7 @@ def test_two_devices(pretend: Any, table: NGramTable, places: tuple[str, str], s
     with pretend.available(2):
         device, cpu = decoders(static, *places), decoders(static or places[0] != "cpu", "cpu", "cpu")
     for configuration in (Configuration(length=3), Configuration(drafter="tree", nodes=6, length=4), *SAMPLED, *TREES):
-        sampler = Sampler(0.8) if configuration.sampler == "recipe" else GREEDY
+        sampler = Sampler(temperature=0.8) if configuration.sampler == "recipe" else GREEDY
         found, expected = (text(configuration, models, PROMPTS[2], sampler, table) for models in (device, cpu))
         assert summary(found) == summary(expected), configuration.described
 
@@ -219,7 +219,7 @@ def test_a_device_that_lacks_what_mps_lacks(pretend: Any, table: NGramTable, kin
     cpu = TorchModel(models[0]), TorchModel(models[1])
     device = kind(copy.deepcopy(models[0]).to("pretend")), kind(copy.deepcopy(models[1]).to("pretend"))
     for configuration in [*SAMPLED, *TREES, CONFIGURATIONS[0], Configuration(drafter="tree", nodes=6, length=4)]:
-        sampler = Sampler(0.8, top_k=20, top_p=0.95) if configuration.sampler == "recipe" else GREEDY
+        sampler = Sampler(temperature=0.8, top_k=20, top_p=0.95) if configuration.sampler == "recipe" else GREEDY
         expected = text(configuration, cpu, PROMPTS[2], sampler, table)
         with pretend.without("float64", pretend.SORTS, *pretend.lacking("MPS")):
             found = text(configuration, device, PROMPTS[2], sampler, table)

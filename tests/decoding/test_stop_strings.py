@@ -26,7 +26,7 @@ from distill.decoding.lengths import AcceptedRatio, Fixed, ProbabilityFloor
 from distill.decoding.rules import Rules, Stopped, characters, stop_before, token_bytes
 from distill.decoding.trees import TreeDrafter
 from distill.errors import DataError
-from distill.sampler import Sampler
+from distill.recipe import Sampler
 from distill.serving.answering import pieces
 from distill.serving.terminal import GREEN, RESET, show
 from distill.vocabulary.vocabulary import Vocabulary
@@ -34,7 +34,7 @@ from distill.vocabulary.vocabulary import Vocabulary
 torch.set_num_threads(1)
 ROOT = Path(__file__).resolve().parents[2]
 SHARED = Path(os.environ.get("DISTILL_SHARED", ROOT.parent / "shared")) / "tokenizers"
-GREEDY = Sampler(0)
+GREEDY = Sampler(temperature=0)
 LIMIT = 26
 # Letters alone, letters with empty and long tokens, and bytes of characters that several tokens share.
 PIECES = (

@@ -20,7 +20,7 @@ from distill.decoding.lengths import Adaptive, Drafting, Fixed, LengthRule
 from distill.decoding.proposals import ROOT, Proposal, best_tokens, likeliest
 from distill.decoding.trees import Grown, Shape, TreeDrafter, corrected, draft_tree, sampled_tree
 from distill.decoding.verify import TREES, walk, walk_greedy
-from distill.sampler import Sampler
+from distill.recipe import Sampler
 
 torch.set_num_threads(1)
 
@@ -287,4 +287,4 @@ def test_trees_and_penalties_do_not_meet() -> None:
     """Branches have different histories."""
     for shape in (None, Shape((-1, -1))):
         with pytest.raises(ValueError, match="repetition penalty"):
-            TreeDrafter(Draft(1).model, Sampler(0.9, repetition_penalty=1.5), random.random, 2, shape=shape)
+            TreeDrafter(Draft(1).model, Sampler(temperature=0.9).penalised(1.5), random.random, 2, shape=shape)

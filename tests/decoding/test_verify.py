@@ -8,7 +8,7 @@ a number of l digits in base V; the digits of a draft outcome are its tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 
 import pytest
@@ -38,13 +38,13 @@ from distill.decoding.verify import (
     token,
     walk,
 )
-from distill.sampler import Sampler
+from distill.recipe import Sampler
 
 torch.set_num_threads(1)
 
 PROMPT = [0, 1]
 EXACT, SEEN = 1e-12, 1e-3
-GREEDY = [Sampler(0.0), Sampler(0.0, repetition_penalty=1.6)]
+GREEDY = [Sampler(temperature=0.0), Sampler(temperature=0.0).penalised(1.6)]
 SHAPES = {
     "chain": [-1, 0],
     "fork": [-1, -1],
@@ -67,7 +67,7 @@ class World:
 @cache
 def world(vocabulary: int, depth: int, sampler: Sampler, seed: int, noise: float = 1.5, **draft: float) -> World:
     target = TableModel(vocabulary, seed, sharpness=1.5)
-    both = (target, sampler), (target.near(noise, seed + 1000), replace(sampler, **draft))
+    both = (target, sampler), (target.near(noise, seed + 1000), sampler.model_copy(update=draft))
     return World(*(target_distributions(model, own, PROMPT, depth) for model, own in both), vocabulary)
 
 
@@ -163,11 +163,11 @@ TREE_PAIRS += [("distinct", "deterministic"), ("match", "sampled"), ("match", "d
 def test_trees_follow_the_target(name: str, kind: str, shape: str) -> None:
     binary = max(SHAPES[shape].count(parent) for parent in SHAPES[shape]) < 3
     if shape == "seven" and kind == "distinct":
-        samplers = [Sampler(), Sampler(0.7, repetition_penalty=1.5)]
+        samplers = [Sampler(), Sampler(temperature=0.7).penalised(1.5)]
     elif kind == "distinct":  # siblings can only be distinct where the draft's distribution has room for them
-        samplers = [Sampler(), Sampler(0.7, repetition_penalty=1.5)] + [Sampler(1.2, top_k=2)] * binary
+        samplers = [Sampler(), Sampler(temperature=0.7).penalised(1.5)] + [Sampler(temperature=1.2, top_k=2)] * binary
     else:
-        samplers = [Sampler(0.8, 3, 0.9, 0.05, 1.3), Sampler(top_k=2)]
+        samplers = [Sampler(temperature=0.8, top_k=3, top_p=0.9, min_p=0.05).penalised(1.3), Sampler(top_k=2)]
     for sampler in samplers:
         assert tree_difference(TREES[name], kind, sampler, shape) < EXACT
 

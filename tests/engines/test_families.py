@@ -25,7 +25,7 @@ from distill.engines.loaded import BatchedTorchModel, growing_decoder
 from distill.engines.torch.model import TorchModel
 from distill.engines.torch.static import StaticTorchModel
 from distill.errors import DataError
-from distill.sampler import Sampler
+from distill.recipe import Sampler
 
 torch.set_num_threads(1)
 
@@ -92,9 +92,9 @@ def generated(model: Any) -> list[int]:
 def check_greedy(target: Any, draft: Any, text: Sequence[int]) -> None:
     """Plain, with a chain, and with a tree where the model takes one."""
     assert plain(target, PROMPT, NEW).tokens == text
-    drafters: list[Drafter] = [ModelDrafter(draft, Fixed(3), Sampler(0), lambda: 0.0)]
+    drafters: list[Drafter] = [ModelDrafter(draft, Fixed(3), Sampler(temperature=0), lambda: 0.0)]
     if target.max_leaves:
-        drafters.append(TreeDrafter(draft, Sampler(0), lambda: 0.0, 6, rule=Fixed(3)))
+        drafters.append(TreeDrafter(draft, Sampler(temperature=0), lambda: 0.0, 6, rule=Fixed(3)))
     for drafter in drafters:
         found = decode_text(target, drafter, PROMPT, NEW, Rules())
         assert found.tokens == text and any(one.accepted for one in found.rounds)

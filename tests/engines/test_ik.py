@@ -26,8 +26,7 @@ from distill.errors import DataError, RecipeError
 from distill.files import write_result
 from distill.gguf.library import compiled_with, engine_of
 from distill.gguf.writer import export_gguf
-from distill.recipe import Gguf, GgufOptions, Target
-from distill.sampler import Sampler
+from distill.recipe import Gguf, GgufOptions, Sampler, Target
 
 IK = GgufOptions(library="ik", threads=1)
 PROMPT = list(range(5, 25))
@@ -66,7 +65,7 @@ def test_greedy_texts_are_the_plain_ones(files: dict[str, Path], kind: str) -> N
     with load_pair(Target(model=str(files[kind])), str(files["draft"]), tokens=128, gguf=options) as pair:
         assert pair.backend == "ik"
         expected = plain(pair.target, PROMPT, 64).tokens
-        drafter = ModelDrafter(pair.draft, Fixed(4), Sampler(0), random.Random(0).random)
+        drafter = ModelDrafter(pair.draft, Fixed(4), Sampler(temperature=0), random.Random(0).random)
         found = decode_text(pair.target, drafter, PROMPT, 64, Rules())
     assert found.tokens == expected
     assert any(r.accepted for r in found.rounds)

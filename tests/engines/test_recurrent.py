@@ -29,8 +29,7 @@ from distill.engines.loaded import BatchedTorchModel, growing_decoder, torch_dec
 from distill.engines.model import SNAPSHOTS, resent
 from distill.engines.torch.blocks import hidden_states, packed_logits
 from distill.errors import DataError
-from distill.recipe import PyTorch
-from distill.sampler import Sampler
+from distill.recipe import PyTorch, Sampler
 
 torch.set_num_threads(1)
 
@@ -40,7 +39,7 @@ PROMPT = [5, 7, 9, 5, 7, 11, 5, 7]
 
 def test_sampled_texts_follow_the_target_exactly() -> None:
     """Texts of three tokens, by enumeration of every draw; some rounds begin with tokens that are computed again."""
-    vocabulary, prompt, sampler, again = 3, [0, 1], Sampler(0.8), 0
+    vocabulary, prompt, sampler, again = 3, [0, 1], Sampler(temperature=0.8), 0
     models = [toy("qwen3_5_text", vocabulary, max_position_embeddings=16, initializer_range=0.1)]
     models.append(blurred(models[0], 3, 0.7))
     target, draft = (growing_decoder(model.double()) for model in models)

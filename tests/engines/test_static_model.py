@@ -27,7 +27,7 @@ from distill.engines.torch import static
 from distill.engines.torch.model import TorchModel, count, fetch, packed, send, unpacked
 from distill.engines.torch.static import FIRST_SIZE, StaticTorchModel
 from distill.errors import DataError, RunError
-from distill.sampler import Sampler
+from distill.recipe import Sampler
 
 torch.set_num_threads(1)
 
@@ -258,7 +258,9 @@ def test_rounds_wait_once(compiled: bool, temperature: float, draft_device: str,
     draft: Any = StaticTorchModel(copy.deepcopy(DRAFTS["qwen2"]).to(draft_device), compiled=compiled)
     prompt = random_prompts(1, 61, seed=4)[0]
     for repeat in range(3):  # graphs are compiled, then recorded, then replayed
-        rules = Rules(Sampler(temperature), "token" if temperature else "greedy", random=random.Random(1).random)
+        rules = Rules(
+            Sampler(temperature=temperature), "token" if temperature else "greedy", random=random.Random(1).random
+        )
         result = Decoded()
         drafter = ModelDrafter(draft, Fixed(3), rules.sampler, rules.random)
         rounds = decode(target, drafter, prompt, 24, rules, result)

@@ -36,18 +36,19 @@ from distill.engines.llama_cpp.context import GgufLogits
 from distill.engines.loaded import BatchedTorchModel
 from distill.engines.torch.model import TorchLogits, TorchModel
 from distill.errors import DataError
-from distill.sampler import Sampler
+from distill.recipe import Sampler
+from distill.sampler import probabilities_of
 from distill.training.learner import Learner
 
 INF, NAN = math.inf, math.nan
 WRONG = {"NaN": [0.0, NAN, 1.0], "+inf": [0.0, INF, 1.0], "all -inf": [-INF] * 3}
 SAMPLERS = (
-    Sampler(0),
-    Sampler(1.0),
-    Sampler(0.7, top_k=2),
-    Sampler(1.3, top_p=0.8),
-    Sampler(1.0, min_p=0.1),
-    Sampler(0, repetition_penalty=1.2),
+    Sampler(temperature=0),
+    Sampler(temperature=1.0),
+    Sampler(temperature=0.7, top_k=2),
+    Sampler(temperature=1.3, top_p=0.8),
+    Sampler(temperature=1.0, min_p=0.1),
+    Sampler(temperature=0).penalised(1.2),
 )
 
 pytestmark = pytest.mark.usefixtures("one_thread")
@@ -62,23 +63,27 @@ pytestmark = pytest.mark.usefixtures("one_thread")
 def test_a_sampler_names_the_row(sampler: Sampler, wrong: str, dtype: torch.dtype) -> None:
     values = torch.tensor([[0.0, -INF, 1.0], WRONG[wrong]], dtype=dtype)
     with pytest.raises(DataError, match="place 1"):
-        sampler.probabilities(values, [[], []], lambda row: f"place {row}")
-    assert bool(sampler.probabilities(values[:1], [[]]).sum() > 0.99)
+        probabilities_of(sampler, values, [[], []], lambda row: f"place {row}")
+    assert bool(probabilities_of(sampler, values[:1], [[]]).sum() > 0.99)
 
 
 @pytest.mark.parametrize("sampler", SAMPLERS)
 def test_an_empty_draft_has_no_distribution(sampler: Sampler) -> None:
-    found = sampler.probabilities(torch.tensor([[-INF, 2.0, 1.0], [-INF] * 3]), [[], []], empty=True)
+    found = probabilities_of(sampler, torch.tensor([[-INF, 2.0, 1.0], [-INF] * 3]), [[], []], empty=True)
     assert float(found[0].sum()) == pytest.approx(1) and found[1].tolist() == [0, 0, 0]
     with pytest.raises(DataError, match="nan"):
-        sampler.probabilities(torch.tensor([WRONG["NaN"]]), [[]], empty=True)
+        probabilities_of(sampler, torch.tensor([WRONG["NaN"]]), [[]], empty=True)
 
 
 @pytest.mark.parametrize("temperature", [1e-20, 1e-38, 1e-40, 1e-45, 1e-60, 1e-300, 5e-324])
 def test_a_temperature_too_small_is_greedy(temperature: float) -> None:
     rows = torch.tensor([[3.0, 90.0, -2.0], [-3.0, -90.0, -2.0], [0.0, -INF, -1.0], [1e30, 2e30, 0.0]])
-    for sampler in (Sampler(temperature), Sampler(temperature, top_k=2), Sampler(temperature, top_p=0.5, min_p=0.1)):
-        assert torch.equal(sampler.probabilities(rows), Sampler(0).probabilities(rows))
+    for sampler in (
+        Sampler(temperature=temperature),
+        Sampler(temperature=temperature, top_k=2),
+        Sampler(temperature=temperature, top_p=0.5, min_p=0.1),
+    ):
+        assert torch.equal(probabilities_of(sampler, rows), probabilities_of(Sampler(temperature=0), rows))
 
 
 class Files:
@@ -150,16 +155,28 @@ def damaged(table: TableModel, value: float, row: int | None = None) -> TableMod
 
 TREE = Shape((-1, -1, 0))
 DRAFTERS: dict[str, tuple[Callable[[TableModel, Callable[[], float]], Drafter], Rules]] = {
-    "greedy": (lambda m, r: ModelDrafter(m, Fixed(3), Sampler(0), r), Rules()),
-    "greedy by floor": (lambda m, r: ModelDrafter(m, ProbabilityFloor(3, 0.1), Sampler(0), r), Rules()),
-    "sampled": (lambda m, r: ModelDrafter(m, Fixed(3), Sampler(1), r), Rules(Sampler(1), "token")),
-    "block": (lambda m, r: ModelDrafter(m, Fixed(3), Sampler(1), r), Rules(Sampler(1), "block")),
-    "argmax": (lambda m, r: ModelDrafter(m, Fixed(3), Sampler(1), r, True), Rules(Sampler(1), "match")),
-    "best tree": (lambda m, r: TreeDrafter(m, Sampler(0), r, 4), Rules()),
-    "drawn tree": (lambda m, r: TreeDrafter(m, Sampler(1), r, 3, shape=TREE), Rules(Sampler(1), "token")),
+    "greedy": (lambda m, r: ModelDrafter(m, Fixed(3), Sampler(temperature=0), r), Rules()),
+    "greedy by floor": (lambda m, r: ModelDrafter(m, ProbabilityFloor(3, 0.1), Sampler(temperature=0), r), Rules()),
+    "sampled": (
+        lambda m, r: ModelDrafter(m, Fixed(3), Sampler(temperature=1), r),
+        Rules(Sampler(temperature=1), "token"),
+    ),
+    "block": (
+        lambda m, r: ModelDrafter(m, Fixed(3), Sampler(temperature=1), r),
+        Rules(Sampler(temperature=1), "block"),
+    ),
+    "argmax": (
+        lambda m, r: ModelDrafter(m, Fixed(3), Sampler(temperature=1), r, True),
+        Rules(Sampler(temperature=1), "match"),
+    ),
+    "best tree": (lambda m, r: TreeDrafter(m, Sampler(temperature=0), r, 4), Rules()),
+    "drawn tree": (
+        lambda m, r: TreeDrafter(m, Sampler(temperature=1), r, 3, shape=TREE),
+        Rules(Sampler(temperature=1), "token"),
+    ),
     "distinct tree": (
-        lambda m, r: TreeDrafter(m, Sampler(1), r, 3, shape=TREE, distinct=True),
-        Rules(Sampler(1), "distinct"),
+        lambda m, r: TreeDrafter(m, Sampler(temperature=1), r, 3, shape=TREE, distinct=True),
+        Rules(Sampler(temperature=1), "distinct"),
     ),
 }
 
@@ -196,12 +213,14 @@ def test_an_empty_draft_proposes_nothing(kind: str) -> None:
             assert result.tokens == plain(target, [0, 2], 12).tokens
 
 
-@pytest.mark.parametrize("sampler", [Sampler(0), Sampler(1.0), Sampler(0, repetition_penalty=1.1)])
+@pytest.mark.parametrize(
+    "sampler", [Sampler(temperature=0), Sampler(temperature=1.0), Sampler(temperature=0).penalised(1.1)]
+)
 def test_batches(sampler: Sampler) -> None:
     whole = TableModel(4, 7, memory=1)
     prompts, verifier = [[0, 2], [1], [3, 3]], "token" if sampler.temperature else "match"
     randoms = [random.Random(seed).random for seed in range(3)]
-    rules = Rules(sampler, "greedy" if sampler == Sampler(0) else verifier)
+    rules = Rules(sampler, "greedy" if sampler == Sampler(temperature=0) else verifier)
     for value in (NAN, INF):
         broken = damaged(whole, value)
         for pair in ((broken, whole), (whole, broken)):
@@ -232,7 +251,7 @@ def test_model_and_position_are_named() -> None:
     with pytest.raises(DataError, match="models/mine, row 2, after 2 tokens"):
         rows.extend([5, 6], [0, 0, 2], want=[1]).argmax()
     with pytest.raises(DataError, match="models/mine, row 0, after 3 tokens"):
-        new_ids(rows, [[1, 2, 3], [4]], Sampler(1.0), 4)
+        new_ids(rows, [[1, 2, 3], [4]], Sampler(temperature=1.0), 4)
 
 
 # Commands.

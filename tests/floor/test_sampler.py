@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import Any
 
 import numpy
@@ -21,8 +20,8 @@ from transformers import (
 )
 
 from distill.errors import DataError
-from distill.recipe import SamplerSettings
-from distill.sampler import NUCLEUS, Sampler, _outside, largest
+from distill.recipe import Sampler
+from distill.sampler import NUCLEUS, _outside, largest, probabilities_of, unchecked_probabilities
 
 torch.set_num_threads(1)
 
@@ -45,7 +44,7 @@ samplers = st.builds(
 def test_is_a_distribution_that_keeps_the_best(sampler: Sampler, seed: int, columns: int, scale: float) -> None:
     values = logits(4, columns, seed, scale)
     for dtype in (torch.float64, torch.float32, torch.bfloat16):
-        distribution = sampler.probabilities(values.to(dtype))
+        distribution = probabilities_of(sampler, values.to(dtype))
         assert distribution.dtype == (torch.float64 if dtype == torch.float64 else torch.float32)
         assert distribution.shape == values.shape and bool((distribution >= 0).all())
         torch.testing.assert_close(distribution.sum(-1), torch.ones(4, dtype=distribution.dtype), rtol=1e-5, atol=1e-5)
@@ -69,33 +68,39 @@ def test_equals_transformers(sampler: Sampler, seed: int, columns: int, scale: f
         distribution = expected.softmax(-1)
         assume(float((distribution / distribution.max(-1, keepdim=True).values - sampler.min_p).abs().min()) > 1e-6)
         expected = MinPLogitsWarper(sampler.min_p)(None, expected)
-    torch.testing.assert_close(sampler.probabilities(values), expected.softmax(-1), rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(probabilities_of(sampler, values), expected.softmax(-1), rtol=1e-10, atol=1e-12)
 
 
 def test_greedy_takes_the_first_best_and_ignores_the_rest() -> None:
     values = torch.tensor([[1.0, 3.0, 3.0, 0.0], [-5.0, -1.0, -2.0, -torch.inf]])
-    for sampler in (Sampler(0.0), Sampler(0.0, top_k=1, top_p=0.1, min_p=0.9)):
-        assert sampler.probabilities(values).tolist() == [[0, 1, 0, 0], [0, 1, 0, 0]]
+    for sampler in (Sampler(temperature=0.0), Sampler(temperature=0.0, top_k=1, top_p=0.1, min_p=0.9)):
+        assert probabilities_of(sampler, values).tolist() == [[0, 1, 0, 0], [0, 1, 0, 0]]
 
 
 def test_ties_with_the_last_of_top_k_stay() -> None:
-    distribution = Sampler(top_k=2).probabilities(torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]]))
+    distribution = probabilities_of(Sampler(top_k=2), torch.tensor([[1.0, 2.0, 1.0, 1.0, 0.0]]))
     assert (distribution[0] > 0).tolist() == [True, True, True, True, False]
     assert distribution[0, 0] == distribution[0, 2] == distribution[0, 3]
 
 
 def test_padding_gets_no_mass() -> None:
     values = torch.nn.functional.pad(logits(5, 10, 3), (0, 4), value=-torch.inf)
-    for sampler in (Sampler(), Sampler(0.7, 12, 0.9, 0.01), Sampler(0.0), Sampler(top_k=13)):
-        distribution = sampler.probabilities(values)
+    for sampler in (
+        Sampler(),
+        Sampler(temperature=0.7, top_k=12, top_p=0.9, min_p=0.01),
+        Sampler(temperature=0.0),
+        Sampler(top_k=13),
+    ):
+        distribution = probabilities_of(sampler, values)
         assert bool((distribution[:, 10:] == 0).all())
-        torch.testing.assert_close(distribution[:, :10], sampler.probabilities(values[:, :10]), rtol=1e-12, atol=1e-14)
+        torch.testing.assert_close(
+            distribution[:, :10], probabilities_of(sampler, values[:, :10]), rtol=1e-12, atol=1e-14
+        )
 
 
 def test_settings_of_a_recipe() -> None:
     stated = {"temperature": 0.6, "top_k": 20, "top_p": 0.95, "min_p": 0.05}
-    assert Sampler.of(SamplerSettings(**stated)) == Sampler(**stated) and Sampler(**stated).describe() == stated
-    assert Sampler.of(SamplerSettings()) == Sampler()
+    assert Sampler(**stated).describe() == stated
 
 
 @settings(max_examples=100, deadline=None)
@@ -103,31 +108,33 @@ def test_settings_of_a_recipe() -> None:
 def test_penalty_equals_transformers(sampler: Sampler, penalty: float, seed: int, columns: int, length: int) -> None:
     values = logits(3, columns, seed)
     history = torch.randint(0, columns, (3, length), generator=torch.Generator().manual_seed(seed))
-    expected = sampler.probabilities(RepetitionPenaltyLogitsProcessor(penalty)(history, values))
-    penalised = replace(sampler, repetition_penalty=penalty)
-    torch.testing.assert_close(penalised.probabilities(values, history), expected, rtol=1e-12, atol=1e-14)
-    assert torch.equal(penalised.probabilities(values, history.tolist()), penalised.probabilities(values, history))
+    expected = probabilities_of(sampler, RepetitionPenaltyLogitsProcessor(penalty)(history, values))
+    penalised = sampler.penalised(penalty)
+    torch.testing.assert_close(probabilities_of(penalised, values, history), expected, rtol=1e-12, atol=1e-14)
+    assert torch.equal(
+        probabilities_of(penalised, values, history.tolist()), probabilities_of(penalised, values, history)
+    )
     # Order and number of repetitions have no say.
     again = [row[::-1] + row for row in history.tolist()]
-    assert torch.equal(penalised.probabilities(values, again), penalised.probabilities(values, history))
+    assert torch.equal(probabilities_of(penalised, values, again), probabilities_of(penalised, values, history))
 
 
 def test_penalty_by_hand() -> None:
     values = torch.tensor([[2.0, -1.0, 0.0, 1.5], [2.0, -1.0, 0.0, 1.5], [2.0, -1.0, 0.0, -torch.inf]])
-    penalty = Sampler(repetition_penalty=2.0)
+    penalty = Sampler().penalised(2.0)
     # Rows differ in length; ids without a logit and −1 are nobody's.
-    found = penalty.probabilities(values, [[0, 1, 2, 0], [], [3, 9, -1, 4]])
+    found = probabilities_of(penalty, values, [[0, 1, 2, 0], [], [3, 9, -1, 4]])
     expected = torch.tensor([[1.0, -2.0, 0.0, 1.5], [2.0, -1.0, 0.0, 1.5], [2.0, -1.0, 0.0, -torch.inf]]).softmax(-1)
     assert torch.equal(found, expected)
-    assert torch.equal(penalty.probabilities(values, [[], [], []]), Sampler().probabilities(values))
+    assert torch.equal(probabilities_of(penalty, values, [[], [], []]), probabilities_of(Sampler(), values))
     assert (
-        penalty.probabilities(values[:0], []).shape
-        == penalty.probabilities(values[:0], torch.zeros(0, 3).long()).shape
+        probabilities_of(penalty, values[:0], []).shape
+        == probabilities_of(penalty, values[:0], torch.zeros(0, 3).long()).shape
         == (0, 4)
     )
     # It comes before the temperature, and greedy sees it.
-    assert Sampler(0.0, repetition_penalty=2.0).probabilities(values[:1], [[0]]).tolist() == [[0, 0, 0, 1]]
-    halved = Sampler(0.5, repetition_penalty=2.0).probabilities(values[:1], [[0]])
+    assert probabilities_of(Sampler(temperature=0.0).penalised(2.0), values[:1], [[0]]).tolist() == [[0, 0, 0, 1]]
+    halved = probabilities_of(Sampler(temperature=0.5).penalised(2.0), values[:1], [[0]])
     torch.testing.assert_close(halved, (torch.tensor([[1.0, -1.0, 0.0, 1.5]]) / 0.5).softmax(-1))
 
 
@@ -135,9 +142,9 @@ def test_penalty_needs_histories() -> None:
     values = logits(2, 5, 1)
     for histories in (None, [[1]], [[1], [2], [3]]):
         with pytest.raises(ValueError, match="pass histories"):
-            Sampler(repetition_penalty=1.1).probabilities(values, histories)
-        assert torch.equal(Sampler().probabilities(values, histories), Sampler().probabilities(values))
-    assert Sampler(repetition_penalty=1.1).describe()["repetition_penalty"] == 1.1
+            probabilities_of(Sampler().penalised(1.1), values, histories)
+        assert torch.equal(probabilities_of(Sampler(), values, histories), probabilities_of(Sampler(), values))
+    assert Sampler().penalised(1.1).describe()["repetition_penalty"] == 1.1
 
 
 @settings(max_examples=60, deadline=None)
@@ -159,7 +166,9 @@ def test_top_p_of_the_likeliest_is_that_of_all(seed: int, size: int, spread: flo
     expected = torch.zeros_like(dropped).scatter(-1, order, dropped)
     assert torch.equal(_outside(probabilities, top_p, looks=True), expected)
     assert torch.equal(_outside(probabilities, top_p, looks=False), expected)
-    assert torch.equal(Sampler(top_p=top_p).probabilities(logits), logits.masked_fill(expected, -math.inf).softmax(-1))
+    assert torch.equal(
+        probabilities_of(Sampler(top_p=top_p), logits), logits.masked_fill(expected, -math.inf).softmax(-1)
+    )
 
 
 def test_top_p_sorts_no_vocabulary_that_it_need_not(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -173,7 +182,7 @@ def test_top_p_sorts_no_vocabulary_that_it_need_not(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr("distill.sampler.np.sort", noting)
     monkeypatch.setattr(torch.Tensor, "sort", None)
-    kept = Sampler(top_p=0.9).probabilities(logits) > 0
+    kept = probabilities_of(Sampler(top_p=0.9), logits) > 0
     assert int(kept.sum(-1).max()) > NUCLEUS  # the likeliest that are looked at first do not tell
     assert len(widths) == len(logits) and max(widths) < 150_000 / 4
 
@@ -207,9 +216,16 @@ def test_top_k_alone_is_computed_among_its_tokens(kind):
         logits = (4 * logits).round() / 4
     if kind == "few":
         logits[:, 12:] = -torch.inf
-    for sampler in (Sampler(0.7, 20, 0.8), Sampler(0.7, 20, 1.0, 0.1), Sampler(1.3, 5, 0.5, 0.05), Sampler(1.0, 50)):
-        found, expected = sampler.probabilities(logits), sampler.unchecked(logits)[0]
+    for sampler in (
+        Sampler(temperature=0.7, top_k=20, top_p=0.8),
+        Sampler(temperature=0.7, top_k=20, top_p=1.0, min_p=0.1),
+        Sampler(temperature=1.3, top_k=5, top_p=0.5, min_p=0.05),
+        Sampler(temperature=1.0, top_k=50),
+    ):
+        found, expected = probabilities_of(sampler, logits), unchecked_probabilities(sampler, logits)[0]
         assert torch.equal(found > 0, expected > 0)
         torch.testing.assert_close(found, expected)
     with pytest.raises(DataError, match="not finite"):
-        Sampler(0.7, 20, 0.8).probabilities(logits.index_fill(1, torch.tensor([9]), torch.nan))
+        probabilities_of(
+            Sampler(temperature=0.7, top_k=20, top_p=0.8), logits.index_fill(1, torch.tensor([9]), torch.nan)
+        )

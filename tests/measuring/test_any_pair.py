@@ -37,10 +37,9 @@ from distill.measuring.speedup_results import (
 )
 from distill.measuring.speedup_tables import speedup_blocks
 from distill.measuring.verdict import explain, explanations, next_steps, verdict
-from distill.recipe import Chat, Configuration, Corpus, load_recipe
+from distill.recipe import Chat, Configuration, Corpus, Sampler, load_recipe
 from distill.recipe.configuration import PLAIN, names
 from distill.run import Run
-from distill.sampler import Sampler
 from distill.tables import document
 
 # Steps and rounds by hand.
@@ -49,7 +48,7 @@ CHAIN = Configuration(length=2)
 
 
 def made(configuration: Configuration, *texts: TimedText, base: TimedConfiguration | None = None) -> TimedConfiguration:
-    return TimedConfiguration(configuration, Sampler(0), base=base, texts=[*texts])
+    return TimedConfiguration(configuration, Sampler(temperature=0), base=base, texts=[*texts])
 
 
 def steps_at(depths: Sequence[int], tokens: Sequence[int], seconds: float, gap: float) -> list[Step]:

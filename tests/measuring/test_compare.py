@@ -48,9 +48,8 @@ from distill.measuring.identity import (
 )
 from distill.measuring.speedup_results import PairMeasured, StepFigures
 from distill.measuring.speedup_tables import measurement_table
-from distill.recipe import Configuration, Target
+from distill.recipe import Configuration, Sampler, Target
 from distill.recipe.measuring import fixed_length
-from distill.sampler import Sampler
 from distill.tables import document, speed_ratio
 
 PAIR, NOT_TIMED = PairMeasured("a pair", "pytorch"), StepFigures(1, {}, {})
@@ -62,7 +61,7 @@ def timed(tokens: int, seconds: float, rounds: list[Round] | None = None, prompt
 
 def fixed(length: int, *texts: TimedText, base: TimedConfiguration | None = None) -> TimedConfiguration:
     """A fixed length that wrote these texts, beside plain decoding."""
-    return TimedConfiguration(fixed_length(length), Sampler(0), length=length, base=base, texts=[*texts])
+    return TimedConfiguration(fixed_length(length), Sampler(temperature=0), length=length, base=base, texts=[*texts])
 
 
 def test_measurements_by_hand() -> None:

@@ -20,7 +20,7 @@ from distill.data.packing import pack
 from distill.engines.llama_cpp.model import GgufModel
 from distill.gguf.head import open_head
 from distill.measuring.evaluation import sum_by_document, text_values
-from distill.sampler import Sampler
+from distill.recipe import Sampler
 
 FOLDER = os.environ.get("DISTILL_LLAMA_BIN", "")
 pytestmark = [

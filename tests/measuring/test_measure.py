@@ -22,7 +22,7 @@ from distill.engines.torch.hugging_face import trim_head
 from distill.engines.torch.model import TorchModel
 from distill.measuring import evaluation
 from distill.measuring.evaluation import METRICS, all_metrics, position_metrics
-from distill.sampler import Sampler
+from distill.recipe import Sampler
 from distill.tables import Interval, ratio_interval
 
 torch.set_num_threads(1)
@@ -53,7 +53,7 @@ def by_loops(target: list[float], draft: list[float], sampler: Sampler) -> list[
     ]
 
 
-@pytest.mark.parametrize("sampler", [Sampler(), Sampler(0.6, 5), Sampler(1.7, 3)])
+@pytest.mark.parametrize("sampler", [Sampler(), Sampler(temperature=0.6, top_k=5), Sampler(temperature=1.7, top_k=3)])
 def test_position_metrics(sampler: Sampler) -> None:
     generator = torch.Generator().manual_seed(1)
     target, draft = (3 * torch.randn(40, 22, generator=generator) for _ in range(2))
@@ -69,7 +69,7 @@ def test_position_metrics(sampler: Sampler) -> None:
 def test_greedy_sampler_makes_all_acceptances_one() -> None:
     generator = torch.Generator().manual_seed(2)
     target, draft = torch.randn(200, 5, generator=generator), torch.randn(200, 5, generator=generator)
-    table = dict(zip(METRICS, position_metrics(target, draft, Sampler(0.0), 5).T, strict=True))
+    table = dict(zip(METRICS, position_metrics(target, draft, Sampler(temperature=0.0), 5).T, strict=True))
     for name in ("acceptance_sampling", "acceptance_match"):
         assert torch.equal(table[name], table["acceptance_greedy"])
     assert bool(table["acceptance_drawn"].isnan().all())  # nothing is drawn
@@ -79,7 +79,7 @@ def test_blocks_are_measured_by_document() -> None:
     target, draft = toy(seed=1), toy(seed=2, layers=1)
     prompts = random_prompts(9, 61, seed=3)
     blocks = pack([(p, 2) for p in prompts], 24, split_long=False)
-    sampler = Sampler(0.8, 10)
+    sampler = Sampler(temperature=0.8, top_k=10)
     found = evaluation.sum_by_document(evaluation.block_values(target, {"d": draft}, blocks, sampler, 61, batch=2))["d"]
     sums, counts = found.least, found.counts
     assert found.units == list(range(9)) and numpy.array_equal(sums, found.most)
@@ -113,7 +113,7 @@ def test_a_document_in_several_blocks_is_one_unit() -> None:
 
     def measured(blocks: Packed, batch: int = 2) -> evaluation.Measured:
         return evaluation.sum_by_document(
-            evaluation.block_values(target, {"d": draft}, blocks, Sampler(0.8), 61, batch)
+            evaluation.block_values(target, {"d": draft}, blocks, Sampler(temperature=0.8), 61, batch)
         )["d"]
 
     found = measured(blocks)
@@ -250,7 +250,14 @@ def test_logits_of_a_few_rows_are_the_model_s_own() -> None:
 
 
 @pytest.mark.parametrize(
-    "sampler", [Sampler(), Sampler(0.7), Sampler(0.8, top_p=0.9), Sampler(0.6, top_k=5), Sampler(0)]
+    "sampler",
+    [
+        Sampler(),
+        Sampler(temperature=0.7),
+        Sampler(temperature=0.8, top_p=0.9),
+        Sampler(temperature=0.6, top_k=5),
+        Sampler(temperature=0),
+    ],
 )
 def test_metrics_in_pieces_are_the_same(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
     """In pieces, with ties among the likeliest, equal rows, padding, and logits that are not finite."""

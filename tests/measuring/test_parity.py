@@ -20,8 +20,7 @@ from distill.engines.torch.blocks import Packed, hidden_states
 from distill.engines.torch.hugging_face import load_model, load_target
 from distill.gguf.writer import export_gguf
 from distill.measuring.evaluation import Measured, block_values, sum_by_document, text_values
-from distill.recipe import Target
-from distill.sampler import Sampler
+from distill.recipe import Sampler, Target
 from distill.teacher.distributions import DenseTeacher, Head
 from distill.training.learner import Columns, Learner
 

@@ -12,7 +12,7 @@ import torch
 from distill import api
 from distill.engines.ends import target_ends
 from distill.engines.torch.hugging_face import load_model, load_tokenizer
-from distill.sampler import Sampler
+from distill.recipe import Sampler
 
 TEMPLATE = "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}\n{% endfor %}<|assistant|>"
 QUESTIONS = [f"def {word}(buffer, stream):" for word in tiny.WORDS[:4]]
@@ -44,7 +44,7 @@ def test_answers_stand_behind_the_template(place: Path, capsys: pytest.CaptureFi
         own, drafted = (model(whole).logits[0, here].argmax(-1) for model in (big, small))
         found[("odd", "even")[at % 2]] += (own == drafted).tolist()
     with tiny.one_thread():
-        report = api.evaluate(place / "target", place / "draft", [place / "chat.jsonl"], sampler=Sampler(0))
+        report = api.evaluate(place / "target", place / "draft", [place / "chat.jsonl"], sampler=Sampler(temperature=0))
     assert [*report.domains] == ["answers"]  # no text was given as it is
     whole_result = report.domains["answers"]["draft"]
     classes = {one.label: one for one in report.groups if one.of == "class"}

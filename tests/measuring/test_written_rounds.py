@@ -18,8 +18,7 @@ from distill.decoding.trees import TreeDrafter
 from distill.engines.loaded import with_rows
 from distill.engines.torch.model import TorchModel
 from distill.measuring.evaluation import LENGTH, ROWS, record_rounds, write_texts
-from distill.recipe import Configuration
-from distill.sampler import Sampler
+from distill.recipe import Configuration, Sampler
 
 
 @pytest.fixture(scope="module")
@@ -64,10 +63,10 @@ def test_drawn_trees_are_verified_by_what_their_draws_ask_for() -> None:
         one = Configuration(drafter="tree", widths=(3, 2, 1), verifier=verifier, sampler="recipe")
         assert not one.needs_costs
         assert one.described == f"drafter tree, widths 3×2×1, verifier {verifier or 'token'}, sampler recipe"
-        drafter = make_drafter(one, target, Sampler(0.8), random.Random(0).random)
+        drafter = make_drafter(one, target, Sampler(temperature=0.8), random.Random(0).random)
         assert isinstance(drafter, TreeDrafter) and len(drafter.shape or ()) == 15
         assert drafter.distinct == (kind == "distinct")
-        assert lossy_reason(one, Sampler(0.8)) is None
+        assert lossy_reason(one, Sampler(temperature=0.8)) is None
         drafter.begin([1, 2])
         proposal = drafter.propose([1, 2, 3], 8, ())
         assert len(proposal.tokens) == one.most_nodes == 15 and proposal.children()[ROOT] == [0, 1, 2]

@@ -20,7 +20,7 @@ from distill.engines.torch.hugging_face import text_folder
 from distill.errors import DataError
 from distill.files import reference_digest
 from distill.pipeline.stages import difference, find_stage, key_parts
-from distill.recipe import GgufOptions, PyTorch, SamplerSettings, load_recipe
+from distill.recipe import GgufOptions, PyTorch, Sampler, load_recipe
 from distill.report.card import gather
 from distill.run import Run
 
@@ -166,7 +166,7 @@ BY_PLACE |= {"answers.batch", "teacher.batch"}  # and how much memory it takes
 BY_PLACE |= {f"pytorch.{name}" for name in PyTorch.model_fields}
 BY_PLACE |= {f"gguf.{role}.{name}" for role in ("target", "draft") for name in GgufOptions.model_fields}
 # Questions have a sampler and limits of their own, written over these; blocks without room for one are refused.
-OF_QUESTIONS = {f"sampler.{name}" for name in SamplerSettings.model_fields} | {"corpus.block"}
+OF_QUESTIONS = {f"sampler.{name}" for name in Sampler.model_fields} | {"corpus.block"}
 OF_QUESTIONS |= {f"answers.{name}" for name in ("new_tokens", "stop", "repetition_penalty", "keep_truncated")}
 WHO_RUNS_THE_TARGET = {"answers.writer", "answers.prompts", "teacher.kind", "teacher.gguf", "teacher.server"}
 BY_INPUTS = {  # these change artifacts that the stage reads, and are part of the keys of their stages

@@ -24,9 +24,8 @@ from distill.engines.torch import hugging_face
 from distill.engines.torch.blocks import Packed
 from distill.engines.torch.hugging_face import load_model, load_tokenizer, text_folder
 from distill.measuring.evaluation import METRICS, position_metrics, stored_metrics
-from distill.recipe import Recipe, load_recipe
+from distill.recipe import Recipe, Sampler, load_recipe
 from distill.run import Run
-from distill.sampler import Sampler
 from distill.teacher.acceptance import acceptance_chances, served_entries
 from distill.teacher.distributions import TeacherChunk, compress
 from distill.teacher.store import TeacherStore
@@ -232,7 +231,7 @@ def test_weights_are_chosen_by_the_exact_acceptance(either: Path, place: Path) -
     recipe, run = opened(either)
     own, measure = held_out(recipe, run, "validation").answered, {"file": "sampling", "server": "match"}[either.name]
     line = next(line for line in run.metrics() if line["stage"] == "acceptance" and line["step"] == 0)
-    sampler = Sampler.of(recipe.sampler)
+    sampler = recipe.sampler
     exact = exact_means(reference(loaded(place / "whole"), own), reference(loaded(either / "cut"), own), sampler)
     assert line["positions"] == int(own.mask.sum())
     assert line["acceptance"] - 2e-3 <= exact[f"acceptance_{measure}"] <= line["most"] + 2e-3

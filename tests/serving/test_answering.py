@@ -32,9 +32,8 @@ from distill.errors import DataError, RecipeError
 from distill.gguf.writer import export_gguf
 from distill.measuring.compare import PairSettings, PairTexts, measure_pair
 from distill.measuring.speedup_results import PairMeasured
-from distill.recipe import Configuration, Speedup, Target, load_recipe
+from distill.recipe import Configuration, Sampler, Speedup, Target, load_recipe
 from distill.recipe.configuration import TREES
-from distill.sampler import Sampler
 from distill.serving.answering import Continuation, begin
 from distill.serving.terminal import stream
 
@@ -54,7 +53,7 @@ def asked(
     if settings.get("drafter") in TREES and settings.get("widths") is None:
         settings["nodes"] = 2 * settings["length"]
     configuration = Configuration(sampler="recipe" if temperature else "greedy", **settings)
-    return Continuation(configuration, Sampler(temperature), stop=stop, grammar=grammar)
+    return Continuation(configuration, Sampler(temperature=temperature), stop=stop, grammar=grammar)
 
 
 PLAINLY = asked(drafter="none")
@@ -252,7 +251,7 @@ def test_every_drafter_and_rule_outlives_the_drafts_context() -> None:
     configurations += [Configuration(drafter="tree", nodes=5, length=3)]
     for configuration in configurations:
         for prompt in ([0, 1], [0, 1, 2, 3] * 2, [0, 1, 2, 3] * 3, [0, 1, 2, 3] * 6):
-            drafter = make_drafter(configuration, short, Sampler(0), lambda: 0.0, DrafterInputs(costs))
+            drafter = make_drafter(configuration, short, Sampler(temperature=0), lambda: 0.0, DrafterInputs(costs))
             result = decode_text(target, drafter, prompt, 24, Rules())
             assert result.tokens == plain(target, prompt, 24).tokens
             if configuration.drafter != "lookup+draft":
@@ -295,11 +294,11 @@ def test_a_chain_of_a_tree_drafter_needs_no_trees() -> None:
     """Shapes without siblings, and drafts without room, are verified as chains; greedily they are the text."""
     target, draft = TorchModel(toy("gpt_neo")), TorchModel(toy("mistral"))
     prompt = random_prompts(1, 61, seed=2)[0]
-    chain = TreeDrafter(draft, Sampler(0), random.random, 3, branching=1, rule=Fixed(3))
+    chain = TreeDrafter(draft, Sampler(temperature=0), random.random, 3, branching=1, rule=Fixed(3))
     result = decode_text(target, chain, prompt, 20, Rules())
     assert result.tokens == plain(target, prompt, 20).tokens and any(r.drafted == 3 for r in result.rounds)
     draws = random.Random(0).random
-    distinct = Rules(Sampler(1.0), "distinct", random=draws)
+    distinct = Rules(Sampler(temperature=1.0), "distinct", random=draws)
     full = TorchModel(toy("mistral", max_position_embeddings=2))
     for model, widths in ((draft, [1, 1]), (full, [2, 2])):
         drafter = TreeDrafter(model, distinct.sampler, draws, 2, shape=Shape.of_widths(widths), distinct=True)

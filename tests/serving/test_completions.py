@@ -19,8 +19,7 @@ from distill.data.requests import CHAT, FIELDS, TEXT
 from distill.decoding.decode import Decoded
 from distill.engines.loaded import Opening
 from distill.errors import DataError, RecipeError
-from distill.recipe import Chat, Configuration, Target
-from distill.sampler import Sampler
+from distill.recipe import Chat, Configuration, Sampler, Target
 from distill.serving.answering import Answerer, Continuation, answering
 
 pytest.importorskip("starlette", reason="needs the extra serve")
@@ -35,7 +34,7 @@ TEMPLATE = (
     "{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}# def{{ '' if enable_thinking else '!' }}: {% endif %}"
 )
-DRAFTING = Continuation(Configuration(length=3), Sampler(0))
+DRAFTING = Continuation(Configuration(length=3), Sampler(temperature=0))
 
 
 @pytest.fixture(scope="module")
@@ -273,9 +272,13 @@ def test_what_is_honoured_reaches_the_decoder(answerer: Answerer) -> None:
     more = {"temperature": 0.5, "top_k": -1, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.5, "seed": 5}
     found = job(answerer, **more, stop=["x", "y"], max_completion_tokens=7, max_tokens=7, stream=True, model="any")
     request = found.request
-    assert (request.sampler, request.seed) == (Sampler(0.5, 0, 0.9, 0.1, 1.5), 5)
+    assert (request.sampler, request.seed) == (
+        Sampler(temperature=0.5, top_k=0, top_p=0.9, min_p=0.1).penalised(1.5),
+        5,
+    )
     assert request.configuration == Configuration(length=3, sampler="recipe")
     assert (request.stop, found.limit, found.stream) == (("x", "y"), 7, True)
+    assert job(answerer, min_p=1).request.sampler.min_p == 1  # A recipe allows values below 1 only.
     assert job(answerer, n_predict=-1).limit == answerer.capacity - len(found.ids)
     for form, value in ((CHAT, 3), (TEXT, [[1, 2, 3]])):
         usual = job(answerer, form, seed=3)

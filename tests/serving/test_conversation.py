@@ -22,8 +22,7 @@ from toys import blurred, save_toy, toy, toy_tokenizer
 
 from distill.decoding.decode import Decoded, plain
 from distill.engines.loaded import Opening, load_pair
-from distill.recipe import Chat, Configuration, Corpus, Target
-from distill.sampler import Sampler
+from distill.recipe import Chat, Configuration, Corpus, Sampler, Target
 from distill.serving.answering import Answerer, Continuation, answering, begin
 
 pytest.importorskip("starlette", reason="needs the extra serve")
@@ -32,7 +31,7 @@ TEMPLATE = (
     "{% for m in messages %}# {{ m['role'] }}: {{ m['content'] }}\n{% endfor %}"
     "{% if add_generation_prompt %}# def: {% endif %}"
 )
-DRAFTING = Continuation(Configuration(length=3), Sampler(0))
+DRAFTING = Continuation(Configuration(length=3), Sampler(temperature=0))
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +68,7 @@ def test_what_is_held_changes_no_answer(answerer: Answerer, folders: Path) -> No
         for number, question in enumerate(("a = b", "import os, sys", "def f(self)", "other.value")):
             messages.append({"role": "user", "content": question})
             ids, result = answerer.prompt(messages), Decoded()
-            request = Continuation(Configuration(drafter="none"), Sampler(0)) if number == 2 else DRAFTING
+            request = Continuation(Configuration(drafter="none"), Sampler(temperature=0)) if number == 2 else DRAFTING
             text = "".join(piece for piece, _ in answerer.answer(request, ids, 12, result))
             assert result.tokens == plain(fresh.target, ids, 12, fresh.ends).tokens
             assert text == fresh.text(result.tokens) and (number == 0 or answerer._held[: len(ids)] == ids)
@@ -81,7 +80,7 @@ def test_drawn_answers_keep_what_is_held_and_the_greedy_sessions(
 ) -> None:
     """Each turn reads what is new, under a grammar too, and no drawn one evicts a session that learns."""
     (kept,) = answerer._sessions
-    drawn = Continuation(Configuration(length=3, sampler="recipe"), Sampler(0.9))
+    drawn = Continuation(Configuration(length=3, sampler="recipe"), Sampler(temperature=0.9))
     grammar = ("regex", "[a-z]{9}") if importlib.util.find_spec("llguidance") else None
     read, extend = list[int](), answerer.pair.target.extend
     monkeypatch.setattr(

@@ -36,8 +36,7 @@ from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.server_commands import SAMPLING, llama_server, pair_arguments
 from distill.errors import ServingError
 from distill.gguf.library import GgufFile
-from distill.recipe import SamplerSettings
-from distill.sampler import Sampler
+from distill.recipe import Sampler
 from distill.serving.check import CheckSettings, LlamaClient, ServerRules, check_started, opened
 from distill.serving.results import acceptance, counts_of, sentences, serving_blocks
 from distill.serving.server import Http, LlamaServer, started
@@ -56,7 +55,7 @@ PROGRAMS = [
     ),
 ]
 LIMIT = 32
-SAMPLED = SamplerSettings(temperature=0.8)
+SAMPLED = Sampler(temperature=0.8)
 TEXTS, LEAST = 200, 5  # of one server, and those that a cell of a test expects
 
 
@@ -207,7 +206,7 @@ def test_both_ways_to_draft_are_ours(settings: LlamaServer, pairs: dict[str, Pat
     assert found.texts == 0 and math.isnan(found.predicted) and ("probabilistic" in found.served) == draws
     ways = [(found.acceptance[0], next(one for one in found.acceptance if one.source.startswith("distill")))]
     if draws:
-        rules = ServerRules(Sampler.of(SAMPLED), 4, probabilistic=False)
+        rules = ServerRules(SAMPLED, 4, probabilistic=False)
         texts = rules.decode_files(pairs["target"], pairs["draft"], sampled.ids, LIMIT, 2, 1)
         ways.append((found.acceptance[1], acceptance("best tokens", counts_of(texts))))
         drawn, best = (server.rate.mean for server, _ in ways)

@@ -15,7 +15,7 @@ import served_pairs
 
 from distill.data.samples import Sample
 from distill.engines.server_commands import vllm
-from distill.recipe import SamplerSettings
+from distill.recipe import Sampler
 from distill.serving.check import GREEDY, Addresses, CheckSettings, check_addresses
 
 PROGRAM = os.environ.get("DISTILL_VLLM", "")
@@ -37,14 +37,14 @@ def prompts(pairs: dict[str, Path]) -> list[Sample]:
 
 @pytest.mark.parametrize(
     ("sampler", "probabilistic", "repeats"),
-    [(GREEDY, False, 1), (SamplerSettings(temperature=0.8), False, 4), (SamplerSettings(temperature=0.8), True, 4)],
+    [(GREEDY, False, 1), (Sampler(temperature=0.8), False, 4), (Sampler(temperature=0.8), True, 4)],
     ids=["greedy", "best tokens", "drawn"],
 )
 def test_vllm_accepts_what_our_decoder_accepts(
     pairs: dict[str, Path],
     prompts: list[Sample],
     tmp_path: Path,
-    sampler: SamplerSettings,
+    sampler: Sampler,
     probabilistic: bool,
     repeats: int,
 ) -> None:

@@ -28,7 +28,7 @@ from distill.engines.server_commands import SAMPLING
 from distill.errors import EndpointError, RecipeError, ServingError
 from distill.files import from_json, read_result
 from distill.progress import Interrupted
-from distill.recipe import SamplerSettings
+from distill.recipe import Sampler
 from distill.serving import check
 from distill.serving.check import (
     Addresses,
@@ -325,7 +325,7 @@ def ours(monkeypatch: Patch) -> None:
     monkeypatch.setattr(ServerRules, "decode_files", server_texts)
 
 
-SAMPLED = SamplerSettings(temperature=0.8)
+SAMPLED = Sampler(temperature=0.8)
 
 
 def test_slots_share_a_cache_where_the_build_can(settings: LlamaServer, monkeypatch: Patch) -> None:

@@ -20,7 +20,7 @@ from distill.engines.torch.hugging_face import load_model, trim_head, trimmed_he
 from distill.engines.torch.model import TorchModel
 from distill.errors import RecipeError
 from distill.measuring.evaluation import METRICS, position_metrics
-from distill.sampler import Sampler
+from distill.recipe import Sampler
 from distill.surgery.layers import FAMILIES
 from distill.surgery.vocabulary import (
     always_kept,

@@ -7,8 +7,9 @@ import torch
 from torch import Tensor
 
 from distill import divergences
+from distill.recipe import Sampler
 from distill.recipe.training import Protocol
-from distill.sampler import Sampler
+from distill.sampler import probabilities_of
 from distill.teacher.acceptance import acceptance_chances, served_entries
 from distill.teacher.distributions import CompactTeacher, TeacherChunk, compress
 from distill.teacher.store import compact_distributions, padded_entries
@@ -16,14 +17,14 @@ from distill.teacher.store import compact_distributions, padded_entries
 VOCABULARY = 90
 SAMPLERS = {
     "as it is": Sampler(),
-    "colder": Sampler(0.6),
-    "hotter": Sampler(1.7),
-    "top-k": Sampler(0.8, top_k=5),
-    "top-p": Sampler(0.7, top_p=0.8),
-    "Qwen's": Sampler(0.7, top_k=20, top_p=0.8),
-    "min-p": Sampler(1.2, min_p=0.1),
-    "all": Sampler(0.9, top_k=12, top_p=0.95, min_p=0.02),
-    "greedy": Sampler(0),
+    "colder": Sampler(temperature=0.6),
+    "hotter": Sampler(temperature=1.7),
+    "top-k": Sampler(temperature=0.8, top_k=5),
+    "top-p": Sampler(temperature=0.7, top_p=0.8),
+    "Qwen's": Sampler(temperature=0.7, top_k=20, top_p=0.8),
+    "min-p": Sampler(temperature=1.2, min_p=0.1),
+    "all": Sampler(temperature=0.9, top_k=12, top_p=0.95, min_p=0.02),
+    "greedy": Sampler(temperature=0),
 }
 
 
@@ -49,10 +50,10 @@ def exact(target: Tensor, draft: Tensor, sampler: Sampler, protocol: Protocol) -
     """In fp64, from whole distributions."""
     if protocol == "greedy":
         return divergences.acceptance_greedy(target.double(), draft)
-    p = sampler.probabilities(target.double())
+    p = probabilities_of(sampler, target.double())
     if protocol == "match":
         return divergences.acceptance_match(p, draft)
-    return divergences.acceptance_sampling(p, sampler.probabilities(draft.double()))
+    return divergences.acceptance_sampling(p, probabilities_of(sampler, draft.double()))
 
 
 @pytest.mark.parametrize("protocol", ["sampling", "match", "greedy"])

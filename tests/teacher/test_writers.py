@@ -25,8 +25,8 @@ from distill.engines.torch.model import TorchModel
 from distill.errors import RecipeError
 from distill.files import read_json
 from distill.gguf.writer import export_gguf
-from distill.recipe import parse_recipe
-from distill.sampler import Sampler
+from distill.recipe import Sampler, parse_recipe
+from distill.sampler import probabilities_of
 from distill.teacher.answers import AnswerRules, answers
 from distill.teacher.distributions import EMPTY, compress
 from distill.teacher.writers import GgufWriter, TorchWriter
@@ -34,7 +34,11 @@ from distill.teacher.writers import GgufWriter, TorchWriter
 torch.set_num_threads(1)
 
 V = 61
-SAMPLERS = [Sampler(0.0), Sampler(1.0, 20, 0.95, 0.01), Sampler(0.8, 0, 1.0, 0.0, 1.3)]
+SAMPLERS = [
+    Sampler(temperature=0.0),
+    Sampler(temperature=1.0, top_k=20, top_p=0.95, min_p=0.01),
+    Sampler(temperature=0.8, top_k=0, top_p=1.0, min_p=0.0).penalised(1.3),
+]
 
 
 def requests(count: int, seed: int, longest: int = 12) -> list[Request]:
@@ -90,7 +94,10 @@ def test_a_request_that_the_context_cannot_hold() -> None:
     model = toy()
     with pytest.raises(ValueError, match="do not fit a context of 160"):
         written(TorchModel(model, V), [Request("r", [1] * 150, 0, 12)], Sampler(), [])
-    assert len(written(TorchModel(model, V), [Request("r", [1] * 150, 0, 11)], Sampler(0.0), [])["r"].ids) == 11
+    assert (
+        len(written(TorchModel(model, V), [Request("r", [1] * 150, 0, 11)], Sampler(temperature=0.0), [])["r"].ids)
+        == 11
+    )
 
 
 # ── groups and files ──
@@ -261,22 +268,24 @@ def generated(model: object, prompts: list[list[int]], limit: int, ends: list[in
 def test_greedy_equals_generate(kind: str) -> None:
     model = toy(kind)
     prompts, rows = random_prompts(9, V, seed=1), BatchedTorchModel(model, 4)
-    free = new_ids(rows, prompts, Sampler(0.0), 24)
+    free = new_ids(rows, prompts, Sampler(temperature=0.0), 24)
     assert free == generated(model, prompts, 24, [])
     assert all(len(text) == 24 for text in free)
     ends = [free[0][5], free[1][3]]  # tokens that do come up
-    stopped = new_ids(rows, prompts, Sampler(0.0), 24, ends)
+    stopped = new_ids(rows, prompts, Sampler(temperature=0.0), 24, ends)
     assert stopped == generated(model, prompts, 24, ends)
 
 
 @pytest.mark.parametrize("kind", ["qwen3_5_text", "falcon_h1", "bamba", "lfm2"])
 def test_recurrent_models_write_what_they_generate(kind: str) -> None:
     model, prompts = toy(kind), random_prompts(4, V, seed=1)
-    found = new_ids(growing_decoder(model), prompts, Sampler(0.0), 24)
+    found = new_ids(growing_decoder(model), prompts, Sampler(temperature=0.0), 24)
     assert found == [generated(model, [prompt], 24, [])[0] for prompt in prompts]
 
 
-@pytest.mark.parametrize("sampler", [Sampler(), Sampler(0.7, 12), Sampler(1.2, 0, 0.8, 0.02)])
+@pytest.mark.parametrize(
+    "sampler", [Sampler(), Sampler(temperature=0.7, top_k=12), Sampler(temperature=1.2, top_k=0, top_p=0.8, min_p=0.02)]
+)
 def test_frequencies_follow_the_distribution(sampler: Sampler) -> None:
     model = toy(initializer_range=0.15)
     prompt = [5, 17, 3, 40]
@@ -285,7 +294,7 @@ def test_frequencies_follow_the_distribution(sampler: Sampler) -> None:
     counts = torch.bincount(drawn.flatten(), minlength=V)
     with torch.inference_mode():
         logits = model(torch.tensor([prompt])).logits[:, -1]
-    distribution = sampler.probabilities(logits)[0]
+    distribution = probabilities_of(sampler, logits)[0]
 
     def p_value(one: Tensor) -> float:
         """Of Pearson's χ², cells expected fewer than 8 times pooled."""
@@ -294,7 +303,10 @@ def test_frequencies_follow_the_distribution(sampler: Sampler) -> None:
     assert not bool(counts[distribution == 0].any())
     assert p_value(distribution) > 1e-3
     # The same test rejects a distribution that is a little off.
-    wrong = Sampler(sampler.temperature * 1.2, sampler.top_k, sampler.top_p, sampler.min_p).probabilities(logits)[0]
+    wrong = probabilities_of(
+        Sampler(temperature=sampler.temperature * 1.2, top_k=sampler.top_k, top_p=sampler.top_p, min_p=sampler.min_p),
+        logits,
+    )[0]
     wrong = (wrong + 1e-6) / (wrong + 1e-6).sum()
     assert p_value(wrong) < 1e-3
 

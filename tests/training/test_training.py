@@ -40,9 +40,9 @@ from distill.devices import memory_explained
 from distill.engines.torch.blocks import scored_states
 from distill.engines.torch.hugging_face import load_model, load_tokenizer
 from distill.errors import RunError
-from distill.recipe import Train, load_recipe
+from distill.recipe import Sampler, Train, load_recipe
 from distill.run import BEGIN, Run
-from distill.sampler import Sampler
+from distill.sampler import probabilities_of
 from distill.teacher.distributions import DenseTeacher, Head
 from distill.training import loop, validation
 from distill.training.learner import Columns, Learner
@@ -295,7 +295,7 @@ def test_stored_acceptance_by_hand(protocol: Any, ready: Path, world: Path) -> N
             ids = torch.tensor([[*one.prompt, *one.answer[:at]]])
             with torch.no_grad():
                 own, other = (model(input_ids=ids).logits[:, -1, :size].float() for model in (target, draft))
-            p, q = sampler.probabilities(own)[0], sampler.probabilities(other)[0]
+            p, q = probabilities_of(sampler, own)[0], probabilities_of(sampler, other)[0]
             if protocol == "sampling":
                 total += float(torch.minimum(p, q).sum())
             else:
