@@ -1,4 +1,4 @@
-"""From a configuration's words to its drafter, length rule and verifier, and whether it is lossless."""
+"""Make the drafter, the length rule and the verifier that a configuration names, and decide if it is lossless."""
 
 from __future__ import annotations
 
@@ -24,7 +24,8 @@ from distill.errors import DataError, RecipeError
 from distill.recipe import Configuration, Recipe, Sampler, Speedup
 from distill.recipe.configuration import DETERMINISTIC
 
-LOOKED_UP = 2  # tokens of a match that is followed, unless a rule compares it with what else may be drafted
+# A lookup follows matches of at least this many tokens. If the rule compares a match with the draft, 1 is enough.
+MIN_MATCH = 2
 NO_COSTS = Costs((1.0, 1.0), 0.0, 0.0)
 CHAINS_ONLY = "draft chains: another drafter than tree"
 
@@ -46,12 +47,15 @@ NO_INPUTS = DrafterInputs()
 
 
 def configured_sampler(configuration: Configuration, settings: Sampler) -> Sampler:
-    """The sampler that a configuration decodes under: greedy, or the recipe's."""
+    """Return the sampler of a configuration, which is greedy or the recipe's."""
     return Sampler(temperature=0) if configuration.sampler == "greedy" else settings
 
 
 def make_rule(configuration: Configuration, inputs: DrafterInputs = NO_INPUTS) -> LengthRule:
-    """The length rule in its first state; only the adaptive rule reads `inputs`, if costs are known."""
+    """Return the length rule in its first state.
+
+    Only the adaptive rule reads `inputs`. Without measured costs, a fixed length takes its place.
+    """
     rule, longest, n_min = configuration.length_rule, configuration.longest, configuration.n_min or 0
     if rule == "p_min":
         return ProbabilityFloor(longest, configuration.settings["p_min"], n_min=n_min)
@@ -74,10 +78,11 @@ def make_drafter(
     random: Random,
     inputs: DrafterInputs = NO_INPUTS,
 ) -> Drafter:
-    """The drafter that a configuration names, as at the start of a session; under `match` a draft gives its best token.
+    """Return the drafter that a configuration names, in the state in which a session starts.
 
-    A draft of another vocabulary is given as its `DraftReader`. A table of n-grams makes trees of at most the target's
-    `max_leaves`, chains where it takes none. ValueError for a tree under a repetition penalty.
+    Under verifier `match` a draft proposes its best tokens. A draft of another vocabulary is given as its
+    `DraftReader`. A table of n-grams makes trees with at most the target's `max_leaves`. If the target takes no trees,
+    the table makes chains. Raises ValueError for a tree under a repetition penalty.
     """
     if not configuration.drafts:
         return NoDrafter()
@@ -90,24 +95,25 @@ def make_drafter(
         return LookupDrafter(configuration.longest, rule=rule)
     if configuration.counts_ngrams:
         leaves = max(inputs.max_leaves, 1)
-        own: Drafter = TableDrafter(
+        after_lookup: Drafter = TableDrafter(
             inputs.table, configuration.most_nodes, configuration.longest, rule=rule, max_leaves=leaves
         )
     else:
         assert not isinstance(draft, DraftReader), (
             f"`{configuration.described}` needs a draft of the target's vocabulary"
         )
-        own = _model_drafter(configuration, draft, sampler, random, rule)
+        after_lookup = _model_drafter(configuration, draft, sampler, random, rule)
     if configuration.looks_up:
         compared = isinstance(rule, Adaptive) and not configuration.counts_ngrams
-        return FallbackDrafter(LookupDrafter(configuration.longest, 1 if compared else LOOKED_UP, rule), own)
-    return own
+        lookup = LookupDrafter(configuration.longest, 1 if compared else MIN_MATCH, rule)
+        return FallbackDrafter(lookup, after_lookup)
+    return after_lookup
 
 
 def _model_drafter(
     configuration: Configuration, draft: Model, sampler: Sampler, random: Random, rule: LengthRule
 ) -> TreeDrafter | ModelDrafter:
-    """The part of a drafter that asks a draft."""
+    """Return the part of a drafter that runs a draft model."""
     if configuration.widths is not None:
         shape = Shape.of_widths(configuration.widths)
         distinct = configuration.verified_by == "distinct"
@@ -125,9 +131,10 @@ def pair_costs(pair: LoadedPair, longest: int) -> Costs:
 
 
 def lossy_reason(configuration: Configuration, sampler: Sampler) -> str | None:
-    """Why this configuration would change the target's distribution; None if it is lossless.
+    """Return why this configuration would change the target's distribution, or None if it is lossless.
 
-    Its names decide; nothing is made. ValueError for a drafter, a verifier and a sampler that do not go together.
+    The configuration's names decide, and no model is loaded. Raises ValueError for a drafter, a verifier and a sampler
+    that do not go together.
     """
     if not configuration.drafts:
         return None
@@ -153,16 +160,16 @@ class Session:
     rules: Rules
 
     def stream(self, prompt: Sequence[int], limit: int, result: Decoded, held: int = 0) -> Iterator[list[int]]:
-        """Continue a prompt into `result`, yielding after each round the tokens that became certain; see `decode`."""
+        """Continue a prompt into `result`. Yield the tokens that became certain after each round. See `decode`."""
         return decode(self.target, self.drafter, prompt, limit, self.rules, result, held)
 
     def text(self, prompt: Sequence[int], limit: int) -> Decoded:
-        """The whole text after a prompt."""
+        """Return the whole text after a prompt."""
         return decode_text(self.target, self.drafter, prompt, limit, self.rules)
 
 
 def require_trees(target: Model, draft: Model) -> None:
-    """Raise DataError where one of the models takes no trees: before any text is decoded with a tree."""
+    """Raise DataError if one of the models takes no trees. Callers ask before they decode a text with a tree."""
     for role, model in (("target", target), ("draft", draft)):
         if model.max_leaves < 1:
             raise DataError(
@@ -173,9 +180,9 @@ def require_trees(target: Model, draft: Model) -> None:
 
 
 def check_trees(recipe: Recipe, donor: str) -> None:
-    """Raise RecipeError where a configuration's trees are too much for the target or the donor in PyTorch.
+    """Raise RecipeError if a configuration drafts trees, and the target or the donor takes none in PyTorch.
 
-    Reads the models' configuration files alone; `require_trees` asks the loaded models.
+    The check reads only the models' configuration files. `require_trees` checks the loaded models.
     """
     trees = [configuration for configuration in recipe.speedup.configurations if configuration.branches]
     if not trees or "pytorch" not in recipe.speedup.backends:
@@ -190,9 +197,10 @@ def check_trees(recipe: Recipe, donor: str) -> None:
 
 
 def check_configurations(settings: Speedup, sampler: Sampler, where: str = "speedup.configurations") -> list[str]:
-    """A line for each configuration that is lossy and allowed to be; RecipeError where it is not allowed or impossible.
+    """Return a line for each lossy configuration. Raise RecipeError for an impossible one.
 
-    Loads nothing, so that a recipe is refused before hours are spent on it. `where` is the place that messages name.
+    A lossy configuration that the recipe does not allow raises RecipeError too. No model is loaded, so that a recipe is
+    refused before hours are spent on it. Messages name the place `where`.
     """
     lines = []
     for configuration in settings.configurations:

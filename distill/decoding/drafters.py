@@ -1,6 +1,7 @@
 """Drafters of chains: a model (greedy or sampled), a lookup in the same text, or the lookup before another drafter.
 
-A drafter is asked once a round. Afterwards it learns how much of the context is committed and forgets the rest.
+A drafter proposes tokens once a round. After the round it learns how much of the context is committed, and forgets
+the rest.
 Legend: V vocabulary, n tokens of a chain, m length of a match.
 """
 
@@ -21,8 +22,8 @@ from distill.engines.model import Model
 from distill.recipe import Sampler
 from distill.sampler import distributions_of
 
-NONE = -1  # no token: the draft's logits are −∞ everywhere
-NOTHING = Proposal.chain([])  # shared by all rounds: nobody changes a proposal once it is made
+NONE = -1  # It stands for no token, if all logits of the draft are −∞.
+NOTHING = Proposal.chain([])  # All rounds share this empty proposal, because no code changes a proposal.
 
 
 class Drafter(Protocol):
@@ -33,53 +34,54 @@ class Drafter(Protocol):
         """Whether its proposals branch."""
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start a new context with this prompt; the time of reading it belongs to the prefill."""
+        """Start a new context with this prompt. If a model reads the prompt here, the time belongs to the prefill."""
 
     def room(self, length: int) -> int:
-        """How many tokens can be drafted after a context of `length`; below 1 `propose` is not called."""
+        """Return how many tokens can be drafted after a context of `length`. Below 1, `propose` is not called."""
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """Tokens after `context`, at most `limit` on a path; an end token of a chain is the last one proposed."""
+        """Propose tokens after `context`, at most `limit` on a path. A chain stops after an end token."""
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """End the round: `count` tokens of the proposal were accepted, the committed context is `length` long."""
+        """End the round. `count` tokens of the proposal were accepted. The committed context has `length` tokens."""
 
 
 class NoDrafter:
-    """Plain decoding."""
+    """The drafter of plain decoding, which proposes nothing."""
 
     tree = False
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Nothing is read."""
+        """Read nothing."""
 
     def room(self, length: int) -> int:
-        """None."""
+        """Return 0."""
         return 0
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """Nothing; there is never room for it."""
+        """Return the empty proposal. `decode` never asks, because there is no room."""
         return NOTHING
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """There is nothing to learn."""
+        """Learn nothing."""
 
 
 def distribution_sampler(sampler: Sampler) -> Sampler:
-    """The sampler of a draft's distributions: the served one, or temperature 1 where the served one is greedy."""
+    """Return the sampler of a draft's distributions: the served sampler, or temperature 1 if that is greedy."""
     return sampler if sampler.temperature else Sampler(temperature=1.0).penalised(sampler.repetition_penalty)
 
 
 def largest_logit_decides(argmax: bool, sampler: Sampler, rule: LengthRule) -> bool:
-    """Whether the draft's largest logit alone decides: nothing reads its distribution, which takes longer to make."""
+    """Whether the draft's largest logit alone decides, so that its slower distribution need not be computed."""
     return argmax and sampler.repetition_penalty == 1 and not rule.reads_probability
 
 
 class ChainDraft:
-    """The chain of one text in one round: when it stops, and which tokens it takes.
+    """The chain of one text in one round. It decides when the chain stops and which tokens it takes.
 
-    With `argmax` the best token is taken, else one is drawn. It has at most `limit` tokens and at most as many as the
-    rule allows; a token of `ends` is the last one. `drafting` is the round as the rule sees it.
+    With `argmax` the chain takes the draft's best tokens. Without it, tokens are drawn. The chain has at most `limit`
+    tokens and at most as many as the rule allows. It ends after a token of `ends`. `drafting` is the round as the rule
+    sees it.
     """
 
     def __init__(
@@ -97,9 +99,9 @@ class ChainDraft:
         self.drafting.most = self.limit
         self._stopped = False
         self.tokens: list[int] = []
-        self._distributions: list[Tensor] = []  # [V] each; none if tokens are chosen without chance
-        # The draft's probability of its best token at each position, and the rule's of acceptance; the last position
-        # may have no token. None if the largest logit alone decides.
+        self._distributions: list[Tensor] = []  # [V] each. The list is empty if tokens are chosen without chance.
+        # For each position: the draft's probability of its best token, and the rule's estimate of its acceptance. The
+        # last position may have no token. The list is empty if the largest logit alone decides.
         self._seen: list[tuple[float, float]] = []
 
     def goes_on(self) -> bool:
@@ -110,23 +112,24 @@ class ChainDraft:
         return self._rule.steps(self.drafting) > 0
 
     def reads(self, context: Sequence[int], read: int) -> list[int]:
-        """The tokens that the draft takes in its next step, if it has read the first `read` of the context.
+        """Return the tokens of the draft's next step. The draft has read the first `read` tokens of the context.
 
-        One token, or in a round's first step all that it has not read: two after a round that was accepted whole.
+        The first step of a round takes all unread tokens. These are two if the round before was fully accepted. Later
+        steps take one token.
         """
-        fresh = self.tokens[-1:] or list(context[read:])
-        self.drafting.steps.append(len(fresh))
-        return fresh
+        unread = self.tokens[-1:] or list(context[read:])
+        self.drafting.steps.append(len(unread))
+        return unread
 
     def add(self, token: int) -> None:
-        """Take the token of largest logit, or stop where there is NONE."""
+        """Take the token of the largest logit. NONE stops the chain."""
         if token == NONE:
             self._stopped = True
         else:
             self.tokens.append(token)
 
     def add_from(self, distribution: Tensor) -> None:
-        """Take a token of the draft's distribution [V], or stop before the draw; an empty one stops the chain."""
+        """Take a token from the draft's distribution [V], or stop before the draw. An empty one stops the chain."""
         best, probability = likeliest(distribution)
         if not self.decides(probability):
             return
@@ -137,7 +140,7 @@ class ChainDraft:
             self._distributions.append(distribution)
 
     def decides(self, probability: float) -> bool:
-        """Whether the next position gets a token, given the probability of its best token; if not, stop."""
+        """Whether the next position gets a token, given the probability of its best token. If not, the chain stops."""
         position, drafting = len(self.tokens), self.drafting
         if probability:
             chance = self._rule.chance(position, probability)
@@ -150,7 +153,10 @@ class ChainDraft:
         return False
 
     def proposal(self) -> Proposal:
-        """The tokens, unless they are fewer than the rule's `n_min`: dropping drawn ones is lossy, and refused."""
+        """Return the tokens as a proposal, or NOTHING if they are fewer than the rule's `n_min`.
+
+        Dropping drawn tokens changes the distribution, so `verify.refusal` refuses it.
+        """
         if len(self.tokens) < max(self._rule.n_min, 1):
             return NOTHING
         distributions = torch.stack(self._distributions) if self._distributions else None
@@ -159,8 +165,9 @@ class ChainDraft:
     def judge(self, verified: int, accepted: int) -> None:
         """Note which of the `verified` tokens the target judged.
 
-        A position that was seen and got no token would have been judged, too, if all before it were accepted. It counts
-        with its own chance. Else only good positions would count, and the next rounds would hope for too much.
+        The chain may have stopped at a position that it saw. If all tokens before that position were accepted, the
+        position counts with its estimated chance. Without it, only likely positions would count, and the
+        estimates would rise too high.
         """
         for position, (probability, chance) in enumerate(self._seen[: accepted + 1]):
             if position < verified:
@@ -169,55 +176,57 @@ class ChainDraft:
                 self.drafting.judged.append((position, probability, chance))
 
 
-# Tokens that a draft's first step reads at most. Shapes of steps on a device are fixed.
+# The first step of a draft reads at most this many tokens. On a device, the shapes of steps are fixed.
 TOGETHER, TOGETHER_ON_DEVICE = 48, 2
 
 
 class ModelBackedDrafter:
-    """A drafter that asks a model; here what the model reads of a text.
+    """A drafter that runs a model. This class decides when the model reads the text.
 
-    A rule may weigh what reading a prompt takes. The prompt is then read in the first round that wants the draft, and
-    never if plain decoding or a lookup stays faster. Else it is read at the start.
+    The draft reads a prompt at the start of the text. If the rule weighs the time of this reading, the draft reads the
+    prompt in the first round that uses the draft. It never reads the prompt if plain decoding or a lookup stays faster.
     """
 
     def __init__(self, model: Model, rule: LengthRule) -> None:
         self.model, self.rule = model, rule
-        self._drafting = Drafting()  # of this round
+        self._drafting = Drafting()  # It describes this round.
 
     def start(self, prompt: Sequence[int], drafts: bool = True) -> None:
-        """Begin a text; a draft that `drafts`, has room and whose rule does not weigh it reads the prompt but for its
-        last token, which goes in with the first step."""
+        """Begin a text, and read the prompt without its last token. The first step reads the last token.
+
+        Nothing is read if the draft never `drafts`, if the prompt leaves no room, or if the rule weighs the reading.
+        """
         self.model.rollback([0])
         if not self.rule.weighs_reading and drafts and 1 < len(prompt) < self.model.capacity:
             self.model.extend(prompt[:-1], want=[len(prompt) - 2])
 
     def room(self, length: int) -> int:
-        """The room left in the draft's context, which holds every node that the draft takes; the last token of a chain
-        is never read."""
+        """Return the room in the draft's context. Every drafted token counts, though a chain's last is never read."""
         return self.model.capacity - length
 
     def open(self, context: Sequence[int], limit: int) -> Drafting:
-        """The round after this context as the rule sees it, before the draft's first step."""
+        """Begin the round after this context, and return it as the rule sees it before the draft's first step."""
         self._drafting = Drafting(len(context) - self.model.lengths[0], limit)
         return self._drafting
 
     def catch_up(self, context: Sequence[int], together: int = TOGETHER) -> float:
-        """Read all but the last token of the context, where more than `together` are not read, or nothing is.
+        """Read all but the last token of the context if more than `together` tokens are unread.
 
-        Returns the seconds of a prompt that the rule had weighed; those of other text are this round's.
+        A prompt that the rule weighs is always read here. Returns the seconds of such a prompt. The seconds of other
+        text belong to this round, and 0 is returned.
         """
         read, drafting = self.model.lengths[0], self._drafting
         weighed = self.rule.weighs_reading and not read
         if len(context) - read <= (1 if weighed else together):
             return 0.0
         started = time.perf_counter()
-        self.model.extend(context[read:-1], want=[len(context) - read - 2]).argmax(NONE)  # which a device is waited for
+        self.model.extend(context[read:-1], want=[len(context) - read - 2]).argmax(NONE)  # This waits for a device.
         drafting.reading = time.perf_counter() - started
         drafting.read, drafting.unread = len(context) - read - 1, 1
         return drafting.reading if weighed else 0.0
 
     def observe(self, proposal: Proposal, count: int, seconds: float) -> None:
-        """End the round for the rule, which counts all reading apart; of a prompt it is not among the `seconds`."""
+        """Report the round to the rule without the seconds of reading. `seconds` already excludes a prompt's."""
         drafting, self._drafting = self._drafting, Drafting()
         seconds -= drafting.reading - proposal.reading
         self.rule.observe(drafting, len(proposal.tokens), count, seconds)
@@ -226,8 +235,9 @@ class ModelBackedDrafter:
 class ModelDrafter(ModelBackedDrafter):
     """A model that continues the context for as long as its length rule allows.
 
-    With `sampler` temperature 0, or with `argmax`, its best token is taken; else tokens are drawn from its distribution
-    after the sampler, which the proposal then holds. A repetition penalty reads the context as the target's does.
+    With `argmax`, or if the temperature of `sampler` is 0, the chain takes the model's best tokens. In other cases
+    tokens are drawn from the model's distributions after the sampler, and the proposal holds these distributions. A
+    repetition penalty applies to the context as it does for the target.
     """
 
     tree = False
@@ -236,17 +246,17 @@ class ModelDrafter(ModelBackedDrafter):
         super().__init__(model, rule)
         self.sampler, self.random = sampler, random
         self.argmax = argmax or sampler.temperature == 0
-        self._chain: ChainDraft | None = None  # of this round
+        self._chain: ChainDraft | None = None  # It belongs to this round.
         # Drafts a chain on the model's device. `on_device.device_verifier` sets it for each text.
         self.on_device: Callable[[Sequence[int], ChainDraft], Proposal] | None = None
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Start a text, see `start`."""
+        """Start a text. See `start`."""
         self._chain = None
         self.start(prompt, self.rule.limit() > 0)
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """A chain, one step of the model for each token."""
+        """Draft a chain with one step of the model for each token."""
         drafting = self.open(context, limit)
         chain = self._chain = ChainDraft(self.rule, self.random, self.argmax, limit, ends, drafting)
         if not chain.goes_on():
@@ -257,8 +267,8 @@ class ModelDrafter(ModelBackedDrafter):
         by_argmax = largest_logit_decides(self.argmax, self.sampler, self.rule)
         reading, read = self.catch_up(context), self.model.lengths[0]
         while chain.goes_on():
-            fresh = chain.reads(context, read)
-            logits = self.model.extend(fresh, want=[len(fresh) - 1])
+            unread = chain.reads(context, read)
+            logits = self.model.extend(unread, want=[len(unread) - 1])
             if by_argmax:
                 chain.add(logits.argmax(NONE)[0])
                 continue
@@ -267,8 +277,8 @@ class ModelDrafter(ModelBackedDrafter):
         return chain.proposal().after(reading)
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """Forget the rejected tokens (the last drafted one was never read) and let the rule learn."""
-        if proposal.tokens or self.model.lengths[0] >= length:  # tokens that were read may have been dropped
+        """Forget the rejected tokens and let the rule learn. The draft never read the last drafted token."""
+        if proposal.tokens or self.model.lengths[0] >= length:  # Dropped tokens may have been read.
             self.model.rollback([min(self.model.lengths[0], length - 1)])
         if self._chain is not None:
             self._chain.judge(len(proposal.tokens), count)
@@ -276,20 +286,22 @@ class ModelDrafter(ModelBackedDrafter):
         self.observe(proposal, count, seconds)
 
 
-# ── Prompt lookup: the tokens that followed the context's last ones before in the same text; no model ──
+# ── Prompt lookup: no model, the text's end is searched for in the earlier text ──
 
 
-# How often a looked-up token was right after a match of m tokens, m = 1.. and longer: 583 answers of SmolLM2, sampled.
+# Share of looked-up tokens that were right after a match of m = 1, 2, … tokens, in 583 sampled answers of SmolLM2. The
+# last share counts all longer matches too.
 USUAL = (0.20, 0.45, 0.56, 0.59, 0.65, 0.73, 0.81, 0.88)
 
 
 class LookupDrafter:
     """Draft the tokens that followed the longest earlier match of the text's end (Saxena 2023).
 
-    A match has at least `shortest` tokens, and a draft at most `length`. The rule decides how many are verified.
+    A match has at least `shortest` tokens, and a draft has at most `length` tokens. The rule decides how many tokens
+    are verified.
 
-    The token after a match of m, if it is right, makes a match of m + 1. The acceptance after each length of a match is
-    counted in this session, in every round, beginning with USUAL.
+    If the token after a match of m tokens is right, it makes a match of m + 1. The acceptance after each length of a
+    match starts at USUAL. Every round of the session updates it.
     """
 
     tree = False
@@ -298,7 +310,7 @@ class LookupDrafter:
         self.length, self.shortest, self.rule = length, shortest, rule or Fixed(length)
         self._right = [Mean(usual) for usual in USUAL]
         self._index = TextIndex()
-        self._expected: list[int] = []  # what would follow the last context, if it went on as before
+        self._expected: list[int] = []  # These tokens followed the match of the last context.
         self._drafting = Drafting()
 
     def begin(self, prompt: Sequence[int]) -> None:
@@ -306,13 +318,13 @@ class LookupDrafter:
         self._index.begin()
 
     def room(self, length: int) -> int:
-        """Always the full length: there is no context that could be full."""
+        """Return the full length, because a lookup has no context that could be full."""
         return self.length
 
     def propose(
         self, context: Sequence[int], limit: int, ends: Collection[int], rival: Drafting | None = None
     ) -> Proposal:
-        """The tokens that followed last time, up to an end token; none if a round of the `rival` promises more."""
+        """Propose the tokens that followed last time, up to an end token. Propose none if the `rival` promises more."""
         if self._index.text:
             self._judge(context[len(self._index.text) :])
         self._index.read(context)
@@ -325,26 +337,26 @@ class LookupDrafter:
         return Proposal.chain(tokens[:stop])
 
     def _mean(self, place: int) -> Mean:
-        """Of the expected token at this place: that of its match."""
+        """Return the acceptance of the expected token at this place, which depends on the length of its match."""
         return self._right[min(self._index.match + place, len(USUAL)) - 1]
 
     def _judge(self, new: Sequence[int]) -> None:
-        """Count which of the expected tokens the text went on with, verified or not, up to the first that was wrong."""
+        """Count the expected tokens that the text continued with, verified or not, up to the first wrong token."""
         for place, (token, expected) in enumerate(zip(new, self._expected, strict=False)):
             self._mean(place).add(float(token == expected))
             if token != expected:
                 break
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """Let the rule learn; the index reads accepted tokens with the next proposal."""
+        """Let the rule learn. The index reads accepted tokens with the next proposal."""
         self.rule.observe(self._drafting, len(proposal.tokens), count, seconds)
 
 
 class FallbackDrafter:
-    """A lookup's proposal, or the second drafter's where that is empty.
+    """A lookup before a second drafter, which proposes if the lookup finds nothing.
 
-    Both have one rule. If it compares them, a match is taken if it promises more tokens per second than a round of the
-    second drafter's model.
+    Both drafters share one rule. A rule that compares them takes a match if the match promises more tokens per second
+    than a round of the second drafter's model.
     """
 
     def __init__(self, first: LookupDrafter, second: Drafter) -> None:
@@ -353,16 +365,16 @@ class FallbackDrafter:
         self._last: Drafter = second
 
     def begin(self, prompt: Sequence[int]) -> None:
-        """Both read the prompt."""
+        """Give the prompt to both drafters."""
         self.first.begin(prompt)
         self.second.begin(prompt)
 
     def room(self, length: int) -> int:
-        """The larger of both."""
+        """Return the larger room of the two."""
         return max(self.first.room(length), self.second.room(length))
 
     def propose(self, context: Sequence[int], limit: int, ends: Collection[int]) -> Proposal:
-        """The first one's proposal, or the second one's if that is empty."""
+        """Return the lookup's proposal, or that of the second drafter if the lookup's is empty."""
         left, rival = min(limit, self.second.room(len(context))), None
         if isinstance(self.second, ModelBackedDrafter) and left > 0:
             rival = self.second.open(context, left)
@@ -371,5 +383,5 @@ class FallbackDrafter:
         return proposal if proposal.tokens else self.second.propose(context, left, ends)
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
-        """The drafter that proposed learns; the other reads the new tokens with its next proposal."""
+        """Let the drafter that proposed learn. The other reads the new tokens with its next proposal."""
         self._last.accepted(proposal, count, length, seconds)

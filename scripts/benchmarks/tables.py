@@ -19,7 +19,7 @@ import torch
 
 from distill.cli.shared import numbers
 from distill.data.samples import learnt_answers
-from distill.decoding.configured import LOOKED_UP
+from distill.decoding.configured import MIN_MATCH
 from distill.decoding.costs import Costs
 from distill.decoding.drafters import Drafter, FallbackDrafter, LookupDrafter
 from distill.decoding.lengths import Adaptive
@@ -101,8 +101,8 @@ def main() -> None:
 
         def make(table: NGramTable | None = table) -> Drafter:
             rule = Adaptive(costs, LENGTH)
-            own = TableDrafter(table, TABLE_NODES, LENGTH, rule=rule)
-            return FallbackDrafter(LookupDrafter(LENGTH, LOOKED_UP, rule), own)
+            by_table = TableDrafter(table, TABLE_NODES, LENGTH, rule=rule)
+            return FallbackDrafter(LookupDrafter(LENGTH, MIN_MATCH, rule), by_table)
 
         right = likeliest_right(table, held)
         ngrams = 0 if table is None else sum(len(level.tokens) for level in table.levels)
