@@ -1,5 +1,4 @@
-"""A target and a draft loaded to decode together, Hugging Face folders in PyTorch or GGUF files in llama.cpp; and many
-texts at once.
+"""Load a target and a draft that decode together, in PyTorch or llama.cpp, and decode many texts at once.
 
 Legend: R rows, A of them that take tokens in a call, n tokens of a call, q the most that one row takes, S slots of the
 cache, H heads of keys and values, D their width, V vocabulary.
@@ -79,19 +78,21 @@ from distill.progress import note, warn, warn_once
 from distill.recipe import Gguf, GgufOptions, PyTorch, Recipe, Target
 from distill.vocabulary.vocabulary import Vocabulary, with_opening
 
-GROWING = PyTorch()  # a cache that grows, as transformers makes it
-BATCH = 512  # tokens that llama.cpp takes at once
-MOST_BITS = 0.9  # of a file's weights: with fewer, what is held in bfloat16 takes most of a step
+GROWING = PyTorch()  # These settings decode with a cache that grows, as in transformers.
+BATCH = 512  # llama.cpp takes at most this many tokens in a call.
+# Smallest share of a file's weights with a kernel for their bits. With a smaller share, the weights that are held in
+# bfloat16 take most of a step.
+MIN_KERNEL_SHARE = 0.9
 
 
 @dataclass(frozen=True)
 class LoadedPair(contextlib.AbstractContextManager["LoadedPair"]):
-    """Both models, ready to decode; the draft is the target itself if none was asked for.
+    """Both models, ready to decode. If no draft was asked for, the draft is the target itself.
 
-    `ends` are the ids that end a text, `text_ends` the texts that end it (`target_ends`). `tokenizer` and
-    `hugging_face` (target, draft) are the objects of transformers, None for GGUF files; `pytorch` says how they decode.
-    `options` are what the models were loaded with, None for models that were loaded elsewhere. `costs` keeps what
-    rounds cost, see `configured.pair_costs`. Closes its models when used as a context.
+    `ends` are the ids that end a text, and `text_ends` the texts that end it (`target_ends`). `tokenizer` and
+    `hugging_face` (target, draft) are the objects of transformers, or None for GGUF files. `pytorch` says how they
+    decode. `options` are the settings with which the models were loaded, or None for models that were loaded elsewhere.
+    `costs` keeps the costs of rounds, see `configured.pair_costs`. A pair used as a context closes its models.
     """
 
     backend: Literal["pytorch", "gguf", "ik"]
@@ -108,22 +109,22 @@ class LoadedPair(contextlib.AbstractContextManager["LoadedPair"]):
 
     @cached_property
     def vocabulary(self) -> Vocabulary:
-        """The target's vocabulary, read from its Hugging Face folder."""
+        """Return the target's vocabulary, read from its Hugging Face folder."""
         return Vocabulary.read(text_folder(self.reference))
 
     def token_bytes(self, token: int) -> bytes:
-        """The bytes of a token; none for ids that stand for nothing."""
+        """Return the bytes of a token. Ids without a token have no bytes."""
         if isinstance(self.target, GgufModel):
             return self.target.file.detokenize([token])
         return self.vocabulary.text_bytes([token])
 
     def text(self, tokens: Sequence[int]) -> str:
-        """The text of tokens, without those that end it; bytes that are no UTF-8 become U+FFFD."""
-        kept = b"".join(self.token_bytes(token) for token in tokens if token not in self.ends)
-        return kept.decode("utf-8", errors="replace")
+        """Return the text of tokens without the tokens that end it. Bytes that are not UTF-8 become U+FFFD."""
+        text = b"".join(self.token_bytes(token) for token in tokens if token not in self.ends)
+        return text.decode("utf-8", errors="replace")
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text that the target is to continue; DataError for an empty one."""
+        """Return the ids of a text that the target continues. Raise DataError for an empty text."""
         return encode_prompt(self.reference, text)
 
     def close(self) -> None:
@@ -147,20 +148,24 @@ def load_pair(
     gguf: Gguf | None = None,
     pytorch: PyTorch = GROWING,
 ) -> LoadedPair:
-    """Load two Hugging Face folders (or hub names), or two GGUF files; only the target if `draft` is None.
+    """Load two Hugging Face folders (or hub names), or two GGUF files. If `draft` is None, load only the target.
 
-    If one is a GGUF file and the other a folder, the file is imported and both decode in PyTorch. So do files in their
-    own bits, if `pytorch` says so. The draft of a folder is loaded in the target's type. `tokens` is the context wanted
-    (None: the target's own for GGUF files, unknown for a static cache). No model gets more than it was made for.
-    For GGUF files, `nodes` is the maximum number of nodes of a tree, `gguf` holds llama.cpp's options of each, and
-    `threads` CPU threads if those name none. Raises RecipeError for options that are not possible, DataError for a
-    model that cannot be loaded, or cannot decode as asked.
+    If one model is a GGUF file and the other a folder, the file is imported and both decode in PyTorch. Files decode in
+    PyTorch with their own bits if `pytorch` says so. The draft of a folder is loaded in the target's type.
+
+    `tokens` is the length of the context. None stands for the target's own context with GGUF files, and for an unknown
+    length with a static cache. No model gets a longer context than it was made for. The other options are for GGUF
+    files: `nodes` is the maximum number of nodes of a tree, `gguf` holds llama.cpp's options for each model, and
+    `threads` is the number of CPU threads if `gguf` names none.
+
+    Raises RecipeError for options that are not possible. Raises DataError for a model that cannot be loaded, or that
+    cannot decode in this way.
     """
     target, pytorch = settled_decoding(target, draft, pytorch, device)
     _require_files(target, draft, pytorch)
     if draft is not None:
-        big_reference, draft = one_engine(target.model, draft, pytorch.in_bits)
-        target = target.model_copy(update={"model": big_reference})
+        target_reference, draft = one_engine(target.model, draft, pytorch.in_bits)
+        target = target.model_copy(update={"model": target_reference})
     if is_gguf(target.model) and not pytorch.in_bits:
         if pytorch != GROWING:
             raise RecipeError(
@@ -170,23 +175,26 @@ def load_pair(
         return _load_files(target.model, draft, tokens, nodes, threads, gguf or Gguf())
     options = target.model_dump(mode="json", include={"dtype", "quantise", "shard"}) | pytorch.model_dump(mode="json")
     options |= {"target": target.model, "draft": draft, "device": device}
-    place = pick_device(device)
-    small_place = place if pytorch.draft_device is None else pick_device(pytorch.draft_device)
-    big = load_big(target, place, pytorch)
+    target_device = pick_device(device)
+    draft_device = target_device if pytorch.draft_device is None else pick_device(pytorch.draft_device)
+    target_model = load_big(target, target_device, pytorch)
     if draft is not None and pytorch.draft_weights == "file":
-        small = load_in_bits(draft, small_place)
+        draft_model = load_in_bits(draft, draft_device)
     else:
-        small = None if draft is None else load_model(draft, target.dtype, small_place)
-    pair = replace(
-        pair_of_models(target.model, big, small, load_tokenizer(target.model), pytorch, tokens), options=options
-    )
+        draft_model = None if draft is None else load_model(draft, target.dtype, draft_device)
+    tokenizer = load_tokenizer(target.model)
+    pair = pair_of_models(target.model, target_model, draft_model, tokenizer, pytorch, tokens)
+    pair = replace(pair, options=options)
     return with_best_weights(pair) if draft is not None and pytorch.draft_weights == "auto" else pair
 
 
 @dataclass(frozen=True)
 class Opening:
-    """A pair to be loaded: folders or hub names, decoded in PyTorch as `pytorch` says, or GGUF files, decoded in
-    llama.cpp with the options `gguf`. `draft` may be None if none is used."""
+    """The settings with which a pair is loaded.
+
+    Folders and hub names decode in PyTorch as `pytorch` says. GGUF files decode in llama.cpp with the options `gguf`.
+    `draft` may be None if no draft is used.
+    """
 
     target: Target
     draft: str | None
@@ -196,7 +204,7 @@ class Opening:
     pytorch: PyTorch = GROWING
 
     def load(self, tokens: int | None = None, nodes: int = 0, alone: bool = False) -> LoadedPair:
-        """`load_pair` of it, without its draft if the target is `alone`."""
+        """Load the pair with `load_pair`. If `alone` is true, load only the target."""
         options: dict[str, Any] = {"threads": self.threads, "gguf": self.gguf, "pytorch": self.pytorch}
         draft = None if alone else self.draft
         return load_pair(self.target, draft, device=self.device, tokens=tokens, nodes=nodes, **options)
@@ -205,40 +213,40 @@ class Opening:
 def settled_decoding(
     target: Target, draft: str | None, pytorch: PyTorch, device: str = "auto"
 ) -> tuple[Target, PyTorch]:
-    """Resolve `target_weights: auto` and print the choice to stderr. Return the target with a decoding dtype, and the
-    resolved settings.
+    """Resolve `target_weights: auto` and print the choice to stderr.
 
-    A file of which the other settings ask PyTorch is decoded in its bits where this CPU has kernels for most of its
-    weights: a step takes as long as they take to arrive. Other models keep `auto`, which then means nothing.
+    Return the target with a decoding dtype, and the resolved settings. A GGUF file decodes in its own bits if
+    its draft decodes in PyTorch, and if this CPU has kernels for most of the file's weights. A step then takes as long
+    as reading the weights from memory. Other models keep `auto`, which has no effect on them.
     """
     target = target.model_copy(update={"dtype": settled_type(target.dtype, pick_device(device), target.model)})
-    asked = draft is not None and (not is_gguf(draft) or pytorch.draft_weights == "file")
-    if pytorch.target_weights == "auto" and is_gguf(target.model) and asked:
+    draft_in_pytorch = draft is not None and (not is_gguf(draft) or pytorch.draft_weights == "file")
+    if pytorch.target_weights == "auto" and is_gguf(target.model) and draft_in_pytorch:
         head = open_head(Path(target.model))
         sizes = {name: math.prod(shape) for name, shape in head.shapes.items() if len(shape) > 1}
         if (total := sum(sizes.values())) >= MIN_WEIGHTS:
             packed = sum(size for name, size in sizes.items() if type_name(head.kinds[name]).upper() in FORMS)
-            reason = _no_bits(target, pytorch, device, packed / total)
-            held = f"{target.dtype}: {reason}" if reason else f"its own bits ({packed / total:.0%} have a kernel)"
-            warn_once(f"target_weights auto: {target.model} decodes in {held}")
+            reason = _reason_against_bits(target, pytorch, device, packed / total)
+            kind = f"{target.dtype}: {reason}" if reason else f"its own bits ({packed / total:.0%} have a kernel)"
+            warn_once(f"target_weights auto: {target.model} decodes in {kind}")
             pytorch = pytorch.model_copy(update={} if reason else {"target_weights": "file"})
     dtype = "bfloat16" if pytorch.target_weights == "file" else target.dtype
     return target.model_copy(update={"dtype": dtype}), pytorch
 
 
-def _no_bits(target: Target, pytorch: PyTorch, device: str, share: float) -> str:
-    """Why a file is not decoded in its own bits by itself; empty if it is."""
+def _reason_against_bits(target: Target, pytorch: PyTorch, device: str, share: float) -> str:
+    """Return why `target_weights: auto` does not decode a file in its own bits. Empty if it does."""
     if target.quantise or target.shard or pytorch.compile:
         return "quantise, shard and compile take no file's bits"
-    if share < MOST_BITS:
+    if share < MIN_KERNEL_SHARE:
         return f"{share:.0%} of its weights have a kernel for their bits"
-    if (place := pick_device(device)).type != "cpu":
-        return f"its bits have a kernel for a CPU, and this is {place}"
+    if (target_device := pick_device(device)).type != "cpu":
+        return f"its bits have a kernel for a CPU, and this is {target_device}"
     return kernel_fault()
 
 
 def _require_files(target: Target, draft: str | None, pytorch: PyTorch) -> None:
-    """RecipeError for bits of a file that is none, or a target that is to be held otherwise, too."""
+    """Raise RecipeError if a model in a file's bits is no GGUF file, or if the target is also quantised or sharded."""
     for role, model in (("target", target.model), ("draft", draft)):
         if getattr(pytorch, f"{role}_weights") == "file" and model is not None and not is_gguf(model):
             hint = f"leave {role}_weights out"
@@ -248,7 +256,7 @@ def _require_files(target: Target, draft: str | None, pytorch: PyTorch) -> None:
 
 
 def load_big(target: Target, device: torch.device, pytorch: PyTorch) -> Any:
-    """A target as `pytorch` says: in its file's bits, or as `load_target`."""
+    """Load a target as `pytorch` says, in its file's bits or with `load_target`."""
     _require_files(target, None, pytorch)
     return load_in_bits(target.model, device) if pytorch.target_weights == "file" else load_target(target, device)
 
@@ -260,39 +268,39 @@ def torch_decoder(
     tokens: int | None = None,
     is_draft: bool = False,
 ) -> Model:
-    """A model of transformers ready to decode as `pytorch` says; DataError if it cannot.
+    """Return a model of transformers that decodes as `pytorch` says. Raise DataError if it cannot.
 
-    Ids from `vocabulary` on are padding. `tokens` are those that a text is expected to hold.
+    Ids from `vocabulary` on are padding. `tokens` is the expected number of tokens of a text.
     """
     if is_draft and pytorch.draft_weights in ("int8", "int4"):
         return growing_decoder(pack(model, pytorch.draft_weights), vocabulary, prepack=False)
     if not pytorch.static:
         return growing_decoder(model, vocabulary, pytorch.prepack)
-    own = pack(model) if pytorch.prepack and not pytorch.compile else model  # Compiled steps choose their own layouts.
-    return StaticTorchModel(own, vocabulary, size=tokens, compiled=pytorch.compile)
+    packed = pack(model) if pytorch.prepack and not pytorch.compile else model  # Compiled steps choose their layouts.
+    return StaticTorchModel(packed, vocabulary, size=tokens, compiled=pytorch.compile)
 
 
 def growing_decoder(model: Any, vocabulary: int | None = None, prepack: bool = True) -> TorchModel:
-    """`torch_decoder` with a growing cache, whatever the recipe says: to count or time steps, nothing is compiled."""
-    shown = require_equal_to_transformers(model, "decoding", _decoding_fault)
-    own = pack(model) if prepack else model
+    """Return `torch_decoder` with a growing cache and without compilation, which suits counting or timing steps."""
+    compared = require_equal_to_transformers(model, "decoding", _decoding_fault)
+    packed = pack(model) if prepack else model
     if state_refusal(type(model), model.config) is not None:
-        return RecurrentTorchModel(own, vocabulary)
-    if getattr(own.base_model, "in_one_call", None) is not None:  # which writes to slots
-        return StaticTorchModel(own, vocabulary, on_device=False)
-    decoder = TorchModel(own, vocabulary)
-    if not shown or model.config.model_type not in FAMILIES:  # those that are tested here
+        return RecurrentTorchModel(packed, vocabulary)
+    if getattr(packed.base_model, "in_one_call", None) is not None:  # A step in one call writes to slots.
+        return StaticTorchModel(packed, vocabulary, on_device=False)
+    decoder = TorchModel(packed, vocabulary)
+    if not compared or model.config.model_type not in FAMILIES:  # The tests cover the FAMILIES.
         decoder.require_equal()
     return decoder
 
 
 def _decoding_fault(model: Any) -> str:
-    """Return where a small model decodes a text otherwise than transformers reads it whole; empty if nowhere.
+    """Return where a small model's decoding differs from transformers, which reads the text whole. Empty if nowhere.
 
     The text is decoded with a growing cache, with slots, in prepacked layers, in trees, and in a batch.
     """
     if state_refusal(type(model), model.config) is not None:
-        return ""  # `RecurrentTorchModel` compares the model itself
+        return ""  # `RecurrentTorchModel` compares the model itself.
     ids = random_ids(model, min(LENGTH, context_length(model.config) or LENGTH))
     other, expected = random_ids(model, len(ids), seed=1), own_logits(model, ids)
     decoders = {"with a growing cache": TorchModel(model), "in prepacked layers": TorchModel(pack(model))}
@@ -307,30 +315,32 @@ def _decoding_fault(model: Any) -> str:
     rows = with_rows(decoders["with a growing cache"], 2)
     if rows is None:
         return ""
-    found = []
+    first_logits = []
     for at in range(0, len(ids) - 5, 5):  # The other text is two tokens ahead.
         first, second = ids[at : at + 5], other[at + 2 * (at > 0) : at + 7]
         logits = rows.extend([*first, *second], [len(first), len(second)]).full()
-        found.append(logits[: len(first)])
-    read = torch.cat(found)
-    return difference(read, expected[: len(read)], "in rows of different lengths")
+        first_logits.append(logits[: len(first)])
+    decoded = torch.cat(first_logits)
+    return difference(decoded, expected[: len(decoded)], "in rows of different lengths")
 
 
 def with_rows(model: Model, rows: int) -> Model | None:
-    """A model of `rows` texts with the weights of a PyTorch model of one text, prepacked if those are. None for a model
-    that cannot decode texts of different lengths together."""
+    """Return a model of `rows` texts with the weights of a PyTorch model of one text, prepacked if those are.
+
+    None if the model cannot decode texts of different lengths together.
+    """
     if isinstance(model, StaticTorchModel) and model.steps_on_device:
         return StaticTorchModel(model.model, model.vocabulary_size, rows, model.size)
     if isinstance(model, TorchModel) and model.steps_on_device and refusal(model.model) is None:
         return StaticTorchModel(model.model, model.vocabulary_size, rows)
     try:
         return BatchedTorchModel(model.model, rows, model.vocabulary_size) if isinstance(model, TorchModel) else None
-    except (ValueError, DataError):  # windows, or states that no other text may touch
+    except (ValueError, DataError):  # Windows, and states that belong to a single text, raise these.
         return None
 
 
 def require_rows(model: Model, rows: int) -> Model:
-    """`with_rows`; DataError for a model that decodes one text at a time."""
+    """Return `with_rows`. Raise DataError for a model that decodes one text at a time."""
     if (shared := with_rows(model, rows)) is None:
         raise DataError(
             f"this model decodes one text at a time, and {rows} at once are asked for",
@@ -342,19 +352,21 @@ def require_rows(model: Model, rows: int) -> Model:
 def pair_of_models(
     reference: str, target: Any, draft: Any, tokenizer: Any, pytorch: PyTorch = GROWING, tokens: int | None = None
 ) -> LoadedPair:
-    """The pair of two models of transformers that are loaded already; `reference` names the vocabulary's folder."""
+    """Return the pair of two loaded models of transformers. `reference` names the folder of the vocabulary."""
     vocabulary = real_tokens(target.config, tokenizer)
-    big = torch_decoder(target, vocabulary, pytorch, tokens)
-    small = big if draft is None else torch_decoder(draft, vocabulary, pytorch, tokens, is_draft=True)
+    decoder = torch_decoder(target, vocabulary, pytorch, tokens)
+    drafter = decoder if draft is None else torch_decoder(draft, vocabulary, pytorch, tokens, is_draft=True)
     ends, models = target_ends(reference, tokenizer), (target, target if draft is None else draft)
-    return LoadedPair("pytorch", reference, big, small, ends.ids, tokenizer, models, pytorch, text_ends=ends.texts)
+    return LoadedPair(
+        "pytorch", reference, decoder, drafter, ends.ids, tokenizer, models, pytorch, text_ends=ends.texts
+    )
 
 
 def with_best_weights(pair: LoadedPair) -> LoadedPair:
-    """The loaded pair with the weights of its draft that `draft_weights: auto` stands for.
+    """Return the loaded pair with the draft weights that `draft_weights: auto` chooses.
 
-    The first time, both models are run to measure them, and stderr says so. The choice is kept for later commands with
-    the same models, machine and threads.
+    The first command runs both models to measure them, and says so on stderr. The choice is kept for later commands
+    with the same models, machine and threads.
     """
     assert pair.hugging_face is not None and pair.options is not None
     chosen, model = None, pair.hugging_face[1]
@@ -369,7 +381,7 @@ def with_best_weights(pair: LoadedPair) -> LoadedPair:
 
 
 def _chosen_weights(pair: LoadedPair) -> Bits | None:
-    """The weights of a draft that are worth most, measured once for models, machine and threads."""
+    """Return the fastest weights for a draft, measured once for these models, machine and threads."""
     assert pair.hugging_face is not None and pair.options is not None
     model, options = pair.hugging_face[1], pair.options
     files = [_content(str(options[role])) for role in ("target", "draft")]
@@ -383,9 +395,9 @@ def _chosen_weights(pair: LoadedPair) -> Bits | None:
     note("draft_weights auto: the draft is timed in its own type, in 8 and in 4 bits; once for this pair and machine")
     candidates: dict[Bits | None, Model] = {None: pair.draft}
     for bits in get_args(Bits):
-        with contextlib.suppress(DataError):  # a type, a width or a build without such kernels
+        with contextlib.suppress(DataError):  # Some types, widths and builds have no such kernels.
             candidates[bits] = growing_decoder(pack(model, bits), pair.target.vocabulary_size, prepack=False)
-    room = min(one.capacity for one in (pair.target, *candidates.values())) - MAX_DRAFTED
+    room = min(decoder.capacity for decoder in (pair.target, *candidates.values())) - MAX_DRAFTED
     best = best_weights(pair.target, candidates, encode_text(pair.tokenizer, TEXT)[:room])
     if best.words:
         warn(best.words)
@@ -404,46 +416,52 @@ def _load_files(
         return GgufModel(reference, context=size, batch=batch, threads=threads, max_leaves=nodes, options=options)
 
     for reference, options in ((target, gguf.target), *([] if draft is None else [(draft, gguf.of("draft"))])):
-        require_possible(open_head(Path(reference)), options)  # before the first one's weights
-    big = load(target, gguf.target)
+        require_possible(open_head(Path(reference)), options)  # Both are checked before any weights are read.
+    target_model = load(target, gguf.target)
     try:
-        small = big if draft is None else load(draft, gguf.of("draft"))
+        draft_model = target_model if draft is None else load(draft, gguf.of("draft"))
     except BaseException:
-        big.close()
+        target_model.close()
         raise
     backend: Literal["ik", "gguf"] = "ik" if gguf.target.library == "ik" else "gguf"
-    kept = gguf.model_dump(mode="json") | {"target": target, "draft": draft, "threads": thread_count(threads)}
+    loaded_with = gguf.model_dump(mode="json") | {"target": target, "draft": draft, "threads": thread_count(threads)}
     ends = target_ends(target)
-    return LoadedPair(backend, target, big, small, ends.ids, options=kept, text_ends=ends.texts)
+    return LoadedPair(backend, target, target_model, draft_model, ends.ids, options=loaded_with, text_ends=ends.texts)
 
 
 def _content(reference: str) -> dict[str, str]:
-    """Digests of the files that say what a model computes: a GGUF file's parts, or config.json and weights."""
+    """Return digests of the files that define a model: the parts of a GGUF file, or config.json and the weights."""
     if is_gguf(reference):
         return file_digests(reference) or {}
     files = sorted(Path(local_folder(reference)).iterdir())
-    return digests_of({one.name: one for one in files if one.name == "config.json" or one.suffix == ".safetensors"})
+    defining = [file for file in files if file.name == "config.json" or file.suffix == ".safetensors"]
+    return digests_of({file.name: file for file in defining})
 
 
 def context_of(reference: str) -> int | None:
-    """Tokens that a text of a model may have (`context_length`), read without its weights; None if its file does not
-    say."""
+    """Return the number of tokens that a text of a model may have (`context_length`), without reading its weights.
+
+    None if the model's file does not say.
+    """
     if is_gguf(reference):
         return open_head(Path(reference)).context
     return context_length(load_config(reference))
 
 
-LEAST_PROMPT = 8  # tokens that a context must leave room for
+MIN_PROMPT_TOKENS = 8  # A context must leave room for a prompt of this many tokens.
 
 
 def room_for_prompts(target: str, draft: str | None, further: int) -> int:
-    """The most tokens of a prompt that leave room for `further` ones in the contexts of both models; stderr names a
-    draft whose context is the shorter one. RecipeError if no prompt has room. Reads no weights."""
-    ours, theirs = (None if one is None else context_of(one) for one in (target, draft))
-    shortest = min((one for one in (ours, theirs) if one is not None), default=2**31)
-    of_draft = f" of the draft {draft}" if theirs == shortest != ours else ""
+    """Return the maximum tokens of a prompt if both contexts must have room for `further` tokens.
+
+    If the draft's context is shorter than the target's, stderr says so. Raises RecipeError if no prompt has room. No
+    weights are read.
+    """
+    target_context, draft_context = context_of(target), None if draft is None else context_of(draft)
+    shortest = min((length for length in (target_context, draft_context) if length is not None), default=2**31)
+    of_draft = f" of the draft {draft}" if draft_context == shortest != target_context else ""
     room = shortest - further
-    if room < LEAST_PROMPT:
+    if room < MIN_PROMPT_TOKENS:
         raise RecipeError(
             f"--tokens leave {max(room, 0)} tokens of the context of {shortest}{of_draft} for a prompt", "give fewer"
         )
@@ -453,7 +471,7 @@ def room_for_prompts(target: str, draft: str | None, further: int) -> int:
 
 
 def encode_prompt(reference: str, text: str) -> list[int]:
-    """Token ids of a text, read without the model's weights. Raises DataError for a text without any."""
+    """Return the token ids of a text without reading the model's weights. Raise DataError for an empty text."""
     if is_gguf(reference):
         with contextlib.closing(GgufFile(Path(reference), vocabulary_only=True)) as file:
             ids = with_opening(file.tokenize(text, parse_special=True), file.opening)
@@ -465,25 +483,28 @@ def encode_prompt(reference: str, text: str) -> list[int]:
 
 
 def target_file(recipe: Recipe, place: Path, backend: str = "gguf") -> Path:
-    """The target's GGUF file: its own, or one of the backend's type that is written to `place`."""
-    own = None if ":" in backend else target_gguf(recipe)
+    """Return the target's own GGUF file, or write a file of the backend's type to `place`."""
+    given = None if ":" in backend else target_gguf(recipe)
     kind = recipe.speedup.files.get(backend, recipe.speedup.outtype)
-    return own or export_gguf(local_folder(recipe.target.model), place, kind).path
+    return given or export_gguf(local_folder(recipe.target.model), place, kind).path
 
 
-# ── Many sequences at once: rows of different lengths, each with the logits that it would get alone ──
+# ── Many texts at once: rows of different lengths, and every row gets the logits that it would get alone ──
 
 
 class _RowCache(SlotCache):
-    """Slots of which a step writes those of its tokens alone, so that other rows stay as they are, and no mask ever
-    shows the remains of a failed call."""
+    """Slots for several rows. A step writes only the slots of its tokens.
 
-    active: Tensor | None  # [A], None if all rows take tokens
-    places: tuple[Tensor, Tensor, Tensor, Tensor]  # [n] each: rows of the R, slots, entries of the A, columns of the q
+    Other rows stay as they are. No mask ever shows the remains of a failed call.
+    """
+
+    active: Tensor | None  # [A]. None means that all rows take tokens.
+    # For each of the n tokens: its row among the R, its slot, its entry among the A, and its column among the q.
+    places: tuple[Tensor, Tensor, Tensor, Tensor]
     rows: int
 
     def update(self, keys: Tensor, values: Tensor, layer_idx: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store the step's part of keys and values [A, H, q, D]; returns all of the A rows' [A, H, shown, D] so far."""
+        """Store a step's keys and values [A, H, q, D]. Return all that the A rows hold so far, [A, H, shown, D]."""
         layer = self.layers[layer_idx]
         if not layer.is_initialized:
             layer.lazy_initialization(*(part[:1].expand(self.rows, -1, -1, -1) for part in (keys, values)))
@@ -499,16 +520,16 @@ class _RowCache(SlotCache):
 
 
 class BatchedTorchModel(StaticTorchModel):
-    """R sequences of different lengths decoded together by a Hugging Face model; chains only.
+    """A Hugging Face model that decodes R texts of different lengths together. It takes chains, but no trees.
 
-    A row that takes no token in a call is left out of it, and shapes follow the texts: nothing is compiled. ValueError
-    for a model that takes no mask of ours.
+    A row that takes no token in a call is left out of the call. Nothing is compiled, because shapes follow the texts.
+    Raises ValueError for a model that takes no mask of ours.
     """
 
     cache_kind = _RowCache
 
     def __init__(self, model: Any, rows: int, vocabulary: int | None = None) -> None:
-        super().__init__(model, vocabulary, rows, size=1)  # shapes follow the texts: rows begin short
+        super().__init__(model, vocabulary, rows, size=1)  # The cache grows with the texts.
         self._cache.rows = rows
         self.max_leaves, self.steps_on_device = 0, False
 
@@ -520,9 +541,9 @@ class BatchedTorchModel(StaticTorchModel):
             raise ValueError(f"{model_name(model)} decodes its prompts one by one: {reason}")
 
     def _read(self, texts: Sequence[Sequence[int]], wanted: Sequence[tuple[int, int]]) -> Tensor:
-        """Logits [n, V] after the `wanted` tokens (row, number in its text).
+        """Return logits [n, V] after the `wanted` tokens, each given as a row and the token's number in its text.
 
-        Rows end in the same column, so that the logits after their last tokens are one column of the batch.
+        All rows end in the last column, so that the logits after their last tokens are one column of the batch.
         """
         active, longest = [row for row, text in enumerate(texts) if text], max(map(len, texts))
         entry = {row: place for place, row in enumerate(active)}
@@ -534,23 +555,23 @@ class BatchedTorchModel(StaticTorchModel):
         ids = torch.zeros(len(active), longest, dtype=torch.long, device=self.device)
         ids[entries, columns] = send([token for text in texts for token in text], self.device)
         ends = [self._lengths[row] + len(texts[row]) for row in active]
-        # Columns left of a row's tokens are padding whose output is never read. They attend to slot 0, because a
-        # softmax over no slot at all would give NaN.
+        # Columns left of a row's tokens are padding, and their output is never read. They attend to slot 0, because a
+        # softmax over no slots gives NaN.
         before = torch.arange(longest, device=self.device) - longest
         positions = (send(ends, self.device)[:, None] + before).clamp(min=0)  # [A, q]
         self._reserve(max(ends))
         held = torch.arange(max(ends), device=self.device)
         self._cache.shown, self._cache.places = max(ends), (rows, slots, entries, columns)
         self._cache.active = None if len(active) == self.rows else send(active, self.device)
-        kept = sorted({first[row] + number for row, number in wanted})
+        kept_columns = sorted({first[row] + number for row, number in wanted})
         logits = logits_of(
             self.model,
-            1 if kept == [longest - 1] else send(kept, self.device),
+            1 if kept_columns == [longest - 1] else send(kept_columns, self.device),
             input_ids=ids,
             attention_mask=layer_masks(self.model, held <= positions[..., None], positions, held),
             position_ids=positions,
             past_key_values=self._cache,
         )[..., : self.vocabulary_size]
-        which = {column: index for index, column in enumerate(kept)}
-        found = [(entry[row], which[first[row] + number]) for row, number in wanted]
-        return logits[send([row for row, _ in found], self.device), send([column for _, column in found], self.device)]
+        index_of = {column: index for index, column in enumerate(kept_columns)}
+        entries_wanted = send([entry[row] for row, _ in wanted], self.device)
+        return logits[entries_wanted, send([index_of[first[row] + number] for row, number in wanted], self.device)]
