@@ -1,4 +1,4 @@
-"""A pair opened to continue texts by one request, and a pair that answers one prompt after the other."""
+"""Open a pair to continue texts for a request, or to answer prompts in turn."""
 
 from __future__ import annotations
 
@@ -38,11 +38,11 @@ from distill.recipe import Chat, Configuration, Sampler
 
 @dataclass(frozen=True)
 class Continuation:
-    """A request to continue a text: the configuration, the served sampler, where the text ends, and the seed.
+    """A request to continue a text: the configuration, the served sampler, the seed, and the strings that end the text.
 
-    `lossy` allows a configuration that changes the target's distribution; the summary then says so. `grammar` is its
-    kind and text, see `grammar.constraint`. `table` holds n-grams of the target (a file, or a run that has one), for
-    drafter table.
+    `lossy` allows a configuration that changes the target's distribution. The summary then says so. `grammar` holds the
+    kind and the text of a grammar, see `grammar.constraint`. `table` holds n-grams of the target for drafter `table`.
+    It is a file, or a run with such a file.
     """
 
     configuration: Configuration
@@ -55,7 +55,7 @@ class Continuation:
 
     @property
     def lossy_reason(self) -> str | None:
-        """Why the text would not follow the target's distribution; None if it does. DataError if nothing can draft."""
+        """Return why the text would not follow the target's distribution, or None. DataError if nothing can draft."""
         try:
             return lossy_reason(self.configuration, self.sampler)
         except ValueError as error:
@@ -63,18 +63,19 @@ class Continuation:
             raise DataError(f"this cannot be drafted: {error}", hint) from None
 
     def require_lossless(self) -> None:
-        """Raise DataError for a configuration that is lossy and not allowed to be."""
+        """Raise DataError for a lossy configuration that the request does not allow."""
         if self.lossy_reason is not None and not self.lossy:
             verifier = self.configuration.verified_by
-            what = f"verifier {verifier} would change the target's distribution: {self.lossy_reason}"
-            raise DataError(what, "or allow it as lossy")
+            fault = f"verifier {verifier} would change the target's distribution: {self.lossy_reason}"
+            raise DataError(fault, "or allow it as lossy")
 
 
 @contextlib.contextmanager
 def opened(opening: Opening, request: Continuation, tokens: int) -> Iterator[tuple[LoadedPair, DraftReader | None]]:
-    """The pair with room for texts of this many tokens, and the reader of a draft of another vocabulary.
+    """Open the pair with room for texts of this many tokens. Yield the pair and the reader of its draft.
 
-    After the end of the draft's context, decoding goes on without the draft. A line on stderr says so.
+    The reader is None unless the draft has another vocabulary. If the draft's context is shorter than the text,
+    decoding goes on without the draft after its end. A line on stderr says so.
     """
     request.require_lossless()
     configuration, target = request.configuration, opening.target
@@ -85,8 +86,8 @@ def opened(opening: Opening, request: Continuation, tokens: int) -> Iterator[tup
         if opening.draft is not None and not alone and pair.draft.capacity < tokens:
             looks_up = configuration.drafter.startswith("lookup+")
             rest = "only the lookup drafts" if looks_up else "the target decodes plainly"
-            held = f"the draft {opening.draft} has a context of {pair.draft.capacity}"
-            print(f"{held} tokens. After that, {rest}", file=sys.stderr)
+            shorter = f"the draft {opening.draft} has a context of {pair.draft.capacity}"
+            print(f"{shorter} tokens. After that, {rest}", file=sys.stderr)
         reader = None
         if configuration.other_vocabulary and opening.draft is not None:
             reader = read_with(pair, target, opening.draft, opening.device)
@@ -99,11 +100,11 @@ def begin(
     request: Continuation,
     grammar: Constraint | None = None,
 ) -> Session:
-    """Return what continues prompts; nothing is decoded yet. The order is models, costs, rule, drafter.
+    """Return a session that continues prompts. It is made in this order: models, costs, rule, drafter.
 
-    `grammar` is the request's, if it is made already. `reader` is a draft of another vocabulary, which obeys no
-    grammar. Raises DataError for a configuration that cannot be drafted, such as trees in a model that takes none, or
-    is lossy and not allowed to be.
+    No text is decoded yet. `grammar` is the request's grammar, if it exists already. `reader` is a draft of another
+    vocabulary, which obeys no grammar. Raises DataError for a configuration that cannot be drafted, such as trees in a
+    model that takes none. A lossy configuration that the request does not allow raises DataError too.
     """
     request.require_lossless()
     configuration, draws = request.configuration, random.Random(request.seed).random
@@ -122,29 +123,29 @@ def begin(
     path = request.table if configuration.counts_ngrams else None
     table = None if path is None else open_table(path, pair.reference)
     inputs = DrafterInputs(costs, table, pair.target.max_leaves)
-    # Under a grammar the draft obeys it too, and tokens that the grammar leaves no choice about are drafted for free.
-    asked: Any = reader or (pair.draft if grammar is None else Constrained(pair.draft, grammar))
-    drafter = make_drafter(configuration, asked, rules.sampler, rules.random, inputs)
+    # The draft obeys a grammar too. If the grammar leaves no choice, `Forced` drafts the token without the model.
+    draft: Any = reader or (pair.draft if grammar is None else Constrained(pair.draft, grammar))
+    drafter = make_drafter(configuration, draft, rules.sampler, rules.random, inputs)
     if grammar is not None and reader is None:
         drafter = Forced(drafter, grammar)
     return Session(pair.target, drafter, rules)
 
 
 def shown_bytes(pair: LoadedPair, grammar: Constraint | None) -> BytesOf:
-    """The bytes of tokens. The end tokens of a grammar have no bytes, so that the text obeys the grammar."""
+    """Return a function for the bytes of tokens. The end tokens of a grammar have none, so that the text obeys it."""
     silent = () if grammar is None else grammar.ends
     return lambda token: b"" if token in silent else pair.token_bytes(token)
 
 
 def _tokens(pair: LoadedPair) -> Tokens:
-    """The pair's vocabulary for grammars."""
+    """Return the pair's vocabulary in the form that grammars need."""
     if isinstance(pair.target, GgufModel):
         return Tokens.of_gguf(pair.target, pair.ends)
     return Tokens.of(pair.vocabulary, pair.ends)
 
 
 def pieces(bytes_of: BytesOf, result: Decoded, rounds: Iterable[Sequence[int]]) -> Iterator[tuple[str, bool]]:
-    """The text of each certain token, and whether the token was drafted and accepted.
+    """Yield the text of each certain token, and whether the token was drafted and accepted.
 
     If a stop string cuts a token, the last piece is the rest of that token.
     """
@@ -156,15 +157,15 @@ def pieces(bytes_of: BytesOf, result: Decoded, rounds: Iterable[Sequence[int]]) 
     yield decoder.decode(result.rest, final=True), False
 
 
-MAX_SESSIONS = 8
+MAX_SESSIONS = 8  # An `Answerer` keeps this many sessions, and as many grammars.
 
 
 class Answerer:
     """A pair that answers prompts in turn. A prompt and its answer have at most `context` tokens.
 
-    The target does not read the beginning again that a prompt shares with the last text. Greedy requests that differ
-    only in their prompt share a session, which goes on learning. Each drawn text has a new session, because its draws
-    begin with the seed.
+    If a prompt begins like the last text, the target does not read the shared beginning again. Greedy requests that
+    differ only in their prompt share a session, which goes on learning. Each drawn text has a new session, because its
+    draws begin with the seed.
     """
 
     def __init__(self, pair: LoadedPair, reader: DraftReader | None, template: ChatTemplate, context: int) -> None:
@@ -174,28 +175,31 @@ class Answerer:
         self._constraints: dict[tuple[str, str], Constraint] = {}
         self._making = threading.Lock()
         self._sessions: list[tuple[Continuation, Session]] = []
-        self._held: list[int] = []  # tokens in the target's cache
+        self._held: list[int] = []  # These tokens are in the target's cache.
 
     def session(self, request: Continuation) -> Session:
-        """The session that decodes a request; DataError as `begin`."""
-        found = next((session for one, session in self._sessions if one == request), None)
-        if found is None:
+        """Return the session that decodes a request. Raises DataError like `begin`."""
+        session = next((session for begun, session in self._sessions if begun == request), None)
+        if session is None:
             costs = dict(self.pair.costs)
             grammar = None if request.grammar is None else self.constraint(*request.grammar)
-            found = begin(self.pair, self.reader, request, grammar)
-            if self.pair.costs != costs:  # steps were timed, in the target's cache
+            session = begin(self.pair, self.reader, request, grammar)
+            if self.pair.costs != costs:  # The timed steps have overwritten the target's cache.
                 self._held = []
         if not request.sampler.temperature:
-            others = [one for one in self._sessions if one[0] != request]
-            self._sessions = [(request, found), *others[: MAX_SESSIONS - 1]]
-        return found
+            others = [(begun, other) for begun, other in self._sessions if begun != request]
+            self._sessions = [(request, session), *others[: MAX_SESSIONS - 1]]
+        return session
 
     @cached_property
     def _tokens(self) -> Tokens:
         return _tokens(self.pair)
 
     def constraint(self, kind: str, grammar: str) -> Constraint:
-        """A grammar, which is made once. DataError for an invalid grammar, and if a part would not be obeyed."""
+        """Return the constraint of a grammar, which is made once.
+
+        Raises DataError for an invalid grammar, and for a grammar of which a part would not be obeyed.
+        """
         with self._making:
             made = self._constraints.pop((kind, grammar), None) or constraint(kind, grammar, self._tokens)
             if made.warnings:
@@ -204,19 +208,19 @@ class Answerer:
         return made
 
     def prompt(self, messages: Sequence[dict[str, Any]], arguments: dict[str, Any] | None = None) -> list[int]:
-        """Token ids of messages up to their answer; DataError if the template refuses them or leaves out a part."""
+        """Return the token ids of messages up to the answer. DataError if the template refuses or omits a part."""
         template = self.template.with_arguments(arguments or {})
         try:
             text = template.text(messages)
         except ValueError as error:
             raise DataError(str(error)) from None
-        calls = [call.get("function", call)["name"] for each in messages for call in each.get("tool_calls", ())]
-        if lost := next((name for name in calls if name not in text), None):
-            raise DataError(f"the target's chat template leaves out a call of the tool {lost}")
+        calls = [call.get("function", call)["name"] for message in messages for call in message.get("tool_calls", ())]
+        if missing := next((name for name in calls if name not in text), None):
+            raise DataError(f"the target's chat template leaves out a call of the tool {missing}")
         return encode_text(template.tokenizer, text)
 
     def room(self, ids: Sequence[int]) -> int:
-        """Number of new tokens for which the context has room after a prompt; DataError if there is none."""
+        """Return the number of new tokens that the context has room for after a prompt. DataError if it is 0."""
         room = self.capacity - len(ids)
         if room < 1 or not ids:
             hint = "shorten the prompt" if ids else "send a prompt"
@@ -226,23 +230,23 @@ class Answerer:
     def answer(
         self, request: Continuation, ids: Sequence[int], limit: int, result: Decoded
     ) -> Iterator[tuple[str, bool]]:
-        """The pieces of an answer of at most `limit` tokens, and whether each was drafted and accepted.
+        """Return the pieces of an answer of at most `limit` tokens, and whether each was drafted and accepted.
 
-        Special tokens have no text, as in other servers. DataError as `begin`, before the first piece.
+        Special tokens have no text, as in other servers. Raises DataError like `begin`, before the first piece.
         """
         session, room = self.session(request), min(limit, self.room(ids))
         return self._pieces(session, ids, room, result)
 
     def _pieces(self, session: Session, ids: Sequence[int], limit: int, result: Decoded) -> Iterator[tuple[str, bool]]:
         pairs = enumerate(zip(ids[:-1], self._held, strict=False))
-        shared = next((at for at, (token, held) in pairs if token != held), min(len(ids) - 1, len(self._held)))
+        shared = next((place for place, (token, held) in pairs if token != held), min(len(ids) - 1, len(self._held)))
         self._held = []
         yield from pieces(self._bytes_of, result, session.stream(ids, limit, result, shared))
         self._held = [*ids, *result.tokens][: self.pair.target.lengths[0]]
 
 
 def _visible(pair: LoadedPair) -> BytesOf:
-    """The bytes of tokens. Special tokens and end tokens have no bytes."""
+    """Return a function for the bytes of tokens. Special tokens and end tokens have none."""
     if isinstance(pair.target, GgufModel):
         bytes_of = token_bytes_of(pair.target)
         return lambda token: b"" if token in pair.ends else bytes_of[token]
@@ -252,7 +256,7 @@ def _visible(pair: LoadedPair) -> BytesOf:
 
 @contextlib.contextmanager
 def answering(opening: Opening, chat: Chat, request: Continuation, context: int) -> Iterator[Answerer]:
-    """The loaded pair. DataError for a target without a chat template, and as `begin`."""
+    """Load the pair and yield its `Answerer`. DataError for a target without a chat template, and like `begin`."""
     model = opening.target.model
     with open_tokenizer(model) as tokenizer:
         if not tokenizer.chat_template:
