@@ -1,14 +1,16 @@
-"""The door for model folders: each key of their JSON files is used, harmless, or refused by name.
+"""Check model folders. Each key of their JSON files is used, harmless, or refused by name.
 
 A key of config.json is used if the configuration class of its `model_type` declares or reads it. Its value must have
 the declared type, and be a value that transformers computes. A key in `HARMLESS` changes no logits, for the reason
-given there. A key that is off (null, false, empty) asks for nothing. transformers reads none of the other keys for this
-model_type. A key that another of its language models computes with is refused, because the weights may need it, unless
-`AS_COMPUTED` has its value. A key that hides a part of the class is refused, too. All others are named once on stderr
-and not read, because no model of transformers has them.
+given there. A key that is off (null, false, empty) requests nothing.
+
+transformers reads none of the other keys for this model_type. If another of its language models computes with a key,
+the key is refused, because the weights may need it. If `AS_COMPUTED` has the value of the key, the key is accepted. A
+key that hides a part of the class is refused, too. All other keys are named once on stderr and not read, because no
+model of transformers has them.
 
 generation_config.json and tokenizer_config.json hold settings of requests, and of classes that tokenizer.json replaces.
-Keys that transformers does not know are named. Values of another type are refused.
+Keys that transformers does not know are named on stderr. Values of another type are refused.
 """
 
 from __future__ import annotations
@@ -83,7 +85,7 @@ HARMLESS = {
     ),
 }
 DROPOUT = re.compile(r"dropout|drop_rate|_pdrop$|droprate")  # Only training reads these, under any name.
-# By model_type ("" for all): keys that its class does not read, with the values that the class computes anyway.
+# For each model_type ("" for all): keys that its class does not read, with the values that the class computes anyway.
 AS_COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
     "": {
         **dict.fromkeys(("rotary_pct", "partial_rotary_factor", "rope_percent", "interpolate_factor"), (1, 1.0)),
@@ -103,7 +105,7 @@ AS_COMPUTED: dict[str, dict[str, tuple[Any, ...]]] = {
         "layer_switch": (4,),
     },
     "starcoder2": {
-        "activation_function": ("gelu", "gelu_pytorch_tanh"),  # hidden_act counts
+        "activation_function": ("gelu", "gelu_pytorch_tanh"),  # The class reads hidden_act instead.
         "norm_type": ("layer_norm",),
         "mlp_type": ("default",),
         "layer_norm_epsilon": (1e-5,),
@@ -115,7 +117,7 @@ REFUSED = {
     "per_layer_config": "layers that differ from each other are not decoded here",
     "compression_config": "older compressed-tensors store weights with this key, and they are not read",
 }
-# The keys of a rotary embedding that transformers reads for all kinds (ROTARY_KEYS), and for each kind.
+# transformers reads these keys of a rotary embedding for all kinds (ROTARY_KEYS), and for each kind (BY_KIND).
 ORIGINAL = "original_max_position_embeddings"
 ROTARY_KEYS = {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
 YARN = {"factor", "original_max_position_embeddings", "attention_factor", "beta_fast", "beta_slow"}
@@ -144,13 +146,16 @@ _COMPUTED_WITH = re.compile(r"\bconfig\.(\w+)|attr\(\s*(?:self\.)?config, [\"'](
 
 
 def is_off(value: Any) -> bool:
-    """Whether a value asks for nothing: null, false, or empty."""
+    """Whether a value requests nothing: null, false, or empty."""
     return value is None or value is False or (isinstance(value, str | list | dict) and not value)
 
 
 @functools.cache
 def declared(model_type: str) -> Mapping[str, Any]:
-    """The keys that the configuration class of a model_type declares or reads, with their types (Any if undeclared)."""
+    """Return the keys that the configuration class of a model_type declares or reads, with their types.
+
+    The type of an undeclared key is Any.
+    """
     import torch
     from transformers import CONFIG_MAPPING, PreTrainedConfig
 
@@ -160,9 +165,10 @@ def declared(model_type: str) -> Mapping[str, Any]:
     # The types of the common fields are texts, and their module imports torch only for type checkers.
     common = inspect.get_annotations(PreTrainedConfig, locals={"torch": torch}, eval_str=True)
     types = {
-        each.name: common.get(each.name, Any) if isinstance(each.type, str) else each.type for each in fields(kind)
+        field.name: common.get(field.name, Any) if isinstance(field.type, str) else field.type for field in fields(kind)
     }
-    modules = {inspect.getmodule(each) for each in kind.__mro__ if each.__module__.startswith("transformers.models.")}
+    bases = [base for base in kind.__mro__ if base.__module__.startswith("transformers.models.")]
+    modules = {inspect.getmodule(base) for base in bases}
     read = {name for module in modules if module for name in _READ.findall(inspect.getsource(module))}
     with contextlib.suppress(Exception):  # Some classes have no defaults. The others show the keys that they save.
         read |= kind().to_dict().keys()
@@ -172,7 +178,7 @@ def declared(model_type: str) -> Mapping[str, Any]:
 
 @functools.cache
 def computed_with(model_type: str) -> frozenset[str]:
-    """The keys that the source code of a model_type's layers reads. Empty without its source."""
+    """Return the keys that the source code of a model_type's layers reads. Empty if the source is not available."""
     from transformers import CONFIG_MAPPING
 
     place = CONFIG_MAPPING[model_type].__module__.replace(".configuration_", ".modeling_")
@@ -185,16 +191,19 @@ def computed_with(model_type: str) -> frozenset[str]:
 
 @functools.cache
 def _owners(key: str) -> list[str]:
-    """The language models of transformers whose configuration declares a key, and whose code computes with it."""
+    """Return language models of transformers that declare a key and whose code computes with it.
+
+    Only the first four models that declare the key are looked at.
+    """
     from transformers import CONFIG_MAPPING
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as NAMES
 
-    having = [kind for kind in NAMES if any(each.name == key for each in fields(CONFIG_MAPPING[kind]))]
-    return [kind for kind in having[:4] if key in computed_with(kind)]
+    declaring = [kind for kind in NAMES if any(field.name == key for field in fields(CONFIG_MAPPING[kind]))]
+    return [kind for kind in declaring[:4] if key in computed_with(kind)]
 
 
 def kind_of_key(model_type: str, key: str) -> str:
-    """`used`, `harmless: WHY`, `refused: WHY` or `unknown`: the place of a key of config.json in the tables."""
+    """Return what the tables say of a key of config.json: `used`, `harmless: WHY`, `refused: WHY` or `unknown`."""
     if key in REFUSED and key not in declared(model_type):
         return f"refused: {REFUSED[key]}"
     if key in HARMLESS or DROPOUT.search(key) or key.startswith("_"):
@@ -214,8 +223,10 @@ def _generation_keys() -> frozenset[str]:
 
 
 def check_types(path: Path, config: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise DataError for a value of config.json that is of another type than its key has, or is none that transformers
-    computes. A model_type that transformers does not have is left to transformers."""
+    """Raise DataError for a value of config.json that has a wrong type, or that transformers does not compute.
+
+    A model_type that transformers does not have is left to transformers.
+    """
     from huggingface_hub.dataclasses import type_validator
 
     for key, kind in _known(config).items():
@@ -229,7 +240,8 @@ def check_types(path: Path, config: Mapping[str, Any], prefix: str = "") -> None
         try:
             type_validator(key, value, kind)
         except (TypeError, ValueError):
-            if not (isinstance(value, list) and any(get_origin(one) is tuple for one in _parts(kind))):  # JSON has none
+            # JSON writes a tuple as a list.
+            if not (isinstance(value, list) and any(get_origin(part) is tuple for part in _parts(kind))):
                 _wrong(path, prefix + key, f"be {_words(kind)}", value)
     for key in POSITIVE:
         if isinstance(value := config.get(key), int) and value < 1 and not (key == "sliding_window" and value == 0):
@@ -238,8 +250,8 @@ def check_types(path: Path, config: Mapping[str, Any], prefix: str = "") -> None
         _wrong(path, f"{prefix}return_dict", "be true", False)
     _check_values(path, config, prefix)
     for key in ("rope_parameters", "rope_scaling"):
-        for name, one in _rotary(config.get(key)):
-            _check_rotary(path, f"{prefix}{key}{name}", one, config)
+        for name, settings in _rotary(config.get(key)):
+            _check_rotary(path, f"{prefix}{key}{name}", settings, config)
     if isinstance(config.get("text_config"), dict):
         check_types(path, config["text_config"], f"{prefix}text_config.")
 
@@ -262,8 +274,8 @@ def _words(kind: Any) -> str:
         dict: "an object",
         list: "a list",
     }
-    parts = [one for one in get_args(kind) or (kind,) if one is not type(None)]
-    return " or ".join(dict.fromkeys(names.get(getattr(one, "__origin__", one), str(one)) for one in parts))
+    parts = [part for part in get_args(kind) or (kind,) if part is not type(None)]
+    return " or ".join(dict.fromkeys(names.get(getattr(part, "__origin__", part), str(part)) for part in parts))
 
 
 def _wrong(path: Path, key: str, rule: str, value: Any) -> NoReturn:
@@ -279,8 +291,8 @@ def _check_values(path: Path, config: Mapping[str, Any], prefix: str) -> None:
         if isinstance(value := config.get(key), str) and value not in ACT2FN:
             _wrong(path, prefix + key, "name an activation of transformers", value)
     known = {*ALLOWED_LAYER_TYPES, "attention", "mamba", "recurrent", "mlp", "hybrid"}
-    if strange := [one for one in config.get("layer_types") or () if one not in known]:
-        _wrong(path, f"{prefix}layer_types", "name kinds of layers of transformers", strange[0])
+    if unknown := [layer for layer in config.get("layer_types") or () if layer not in known]:
+        _wrong(path, f"{prefix}layer_types", "name kinds of layers of transformers", unknown[0])
     if isinstance(value := config.get("dtype", config.get("torch_dtype")), str):
         import torch
 
@@ -289,7 +301,7 @@ def _check_values(path: Path, config: Mapping[str, Any], prefix: str) -> None:
 
 
 def _rotary(parameters: Any) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """The settings of the rotary embedding with their names. Nested settings belong to a kind of layers each."""
+    """Yield the settings of the rotary embedding with their names. Each nested group belongs to a kind of layers."""
     if isinstance(parameters, dict):
         nested = {key: value for key, value in parameters.items() if isinstance(value, dict)}
         yield from ((f".{key}", settings) for key, settings in nested.items())
@@ -315,25 +327,24 @@ def _check_rotary(path: Path, place: str, settings: Mapping[str, Any], config: M
             same = key in UNSCALED and value == UNSCALED[key] and not isinstance(value, bool)
             same |= key == "original_max_position_embeddings" and value == config.get("max_position_embeddings")
             if not is_off(value) and not same:
-                what = (
-                    f"{path}: {place}.{key} is {value!r:.60}, which transformers does not read in a rotary embedding "
-                )
+                unread = f"{path}: {place}.{key} is {value!r:.60}, which transformers does not read"
                 raise DataError(
-                    what + f"of the kind {kind}", "name the kind that the model was made with, or delete it"
+                    f"{unread} in a rotary embedding of the kind {kind}",
+                    "name the kind that the model was made with, or delete it",
                 )
         elif value is not None and key not in (*ROTARY_TEXTS, "finetuned"):
             _check_number(path, f"{place}.{key}", key, value)
 
 
 def _check_number(path: Path, place: str, key: str, value: Any) -> None:
-    number = isinstance(value, int | float) and not isinstance(value, bool)
+    is_number = isinstance(value, int | float) and not isinstance(value, bool)
     if key in ROTARY_FLAGS:
         if not isinstance(value, bool):
             _wrong(path, place, "be true or false", value)
     elif key in ROTARY_LISTS:
-        if not isinstance(value, list) or not all(isinstance(each, int | float) for each in value):
+        if not isinstance(value, list) or not all(isinstance(number, int | float) for number in value):
             _wrong(path, place, "be a list of numbers", value)
-    elif not number or not 0 <= value < 2**40 or (value == 0 and key not in ROTARY_MAY_BE_ZERO):
+    elif not is_number or not 0 <= value < 2**40 or (value == 0 and key not in ROTARY_MAY_BE_ZERO):
         _wrong(path, place, "be a positive number", value)
 
 
@@ -345,7 +356,7 @@ def _class_of(config: Mapping[str, Any]) -> Any:
 
 
 def check_keys(path: Path, config: Mapping[str, Any], prefix: str = "") -> None:
-    """Raise DataError for a key of config.json that the rule above refuses. Unknown keys are named on stderr."""
+    """Raise DataError for a key of config.json that this module refuses. Name unknown keys on stderr."""
     kind, unread = str(config.get("model_type")), []
     if _class_of(config) is None:
         return
@@ -382,7 +393,8 @@ def _as_computed(kind: str, key: str, value: Any) -> bool:
 
 # ── quantization_config: applied by transformers, or refused by name ──
 
-QUANTISED_WITH = {  # keys of a method's configuration that are no arguments of its class, and change nothing
+# These keys of a method's configuration are no arguments of its class, and change nothing.
+QUANTISED_WITH = {
     *(
         "quant_method",
         "version",
@@ -399,7 +411,7 @@ QUANTISED_WITH = {  # keys of a method's configuration that are no arguments of 
 
 
 def quantisation_refusal(config: Mapping[str, Any]) -> tuple[str, str] | None:
-    """The reason why the quantised weights of a config.json are not read here, and a remedy. None if they are read."""
+    """Return why the quantised weights of a config.json are not read here, and a remedy. None if they are read."""
     settings = config.get("quantization_config")
     if settings is None:
         return None
@@ -413,8 +425,8 @@ def quantisation_refusal(config: Mapping[str, Any]) -> tuple[str, str] | None:
     if method is None and (settings.get("load_in_8bit") or settings.get("load_in_4bit")):
         method = "bitsandbytes"
     if method is None:
-        by = "MLX, " if {"bits", "group_size"} <= settings.keys() else ""
-        return f"quantization_config names no quant_method ({by}not a method of transformers)", remedy
+        writer = "MLX, " if {"bits", "group_size"} <= settings.keys() else ""
+        return f"quantization_config names no quant_method ({writer}not a method of transformers)", remedy
     known = method if method in METHODS else f"{method}_{8 if settings.get('load_in_8bit') else 4}bit"
     if known not in METHODS:
         return (
@@ -422,8 +434,8 @@ def quantisation_refusal(config: Mapping[str, Any]) -> tuple[str, str] | None:
             remedy,
         )
     taken = {*inspect.signature(METHODS[known].__init__).parameters, *QUANTISED_WITH}
-    if strange := [key for key, value in settings.items() if not (key in taken or key[:1] == "_" or is_off(value))]:
-        return f"quantization_config.{strange[0]} is not read by {method} of transformers", remedy
+    if unread := [key for key, value in settings.items() if not (key in taken or key[:1] == "_" or is_off(value))]:
+        return f"quantization_config.{unread[0]} is not read by {method} of transformers", remedy
     try:
         AutoHfQuantizer.from_config(dict(settings), pre_quantized=True).validate_environment(device_map=None)
     except Exception as error:  # Each library raises other kinds for missing packages and wrong values.
@@ -453,7 +465,7 @@ TOKENIZER_FORMS: dict[str, tuple[Any, str]] = {
     **dict.fromkeys(("padding_side", "truncation_side", "tokenizer_class"), (str, "text")),
     "model_max_length": ((int, float), "a number"),
 }
-# Keys of tokenizer_config.json that are read, that tokenizer.json replaces, or that only other programs read.
+# These keys of tokenizer_config.json are read, or tokenizer.json replaces them, or only other programs read them.
 TOKENIZER_KEYS = {
     *("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens", "chat_template", "auto_map"),
     *("model_input_names", "tokenizer_file", "name_or_path", "special_tokens_map_file", "vocab_file", "merges_file"),
@@ -475,10 +487,12 @@ TOKENIZER_KEYS = {
 
 
 def check_generation(path: Path, content: Mapping[str, Any]) -> None:
-    """Raise DataError for a value of another type in generation_config.json. Unknown keys are named on stderr."""
+    """Raise DataError for a value of a wrong type in generation_config.json. Name unknown keys on stderr."""
     for key, value in content.items():
-        number = isinstance(value, int | float) and not isinstance(value, bool)
-        if value is not None and ((key in NUMBERS and not number) or (key in SWITCHES and not isinstance(value, bool))):
+        is_number = isinstance(value, int | float) and not isinstance(value, bool)
+        if value is not None and (
+            (key in NUMBERS and not is_number) or (key in SWITCHES and not isinstance(value, bool))
+        ):
             rule = "be a number" if key in NUMBERS else "be true or false"
             shown = kind_of(value) if isinstance(value, list | dict) else f"{value!r:.60}"
             raise DataError(f"{path}: {key} must {rule}, got {shown}", "correct it, or copy the file again")
@@ -493,7 +507,7 @@ def check_generation(path: Path, content: Mapping[str, Any]) -> None:
 
 
 def check_tokenizer(path: Path, settings: Mapping[str, Any]) -> None:
-    """The same for tokenizer_config.json."""
+    """Raise DataError for a value of a wrong type in tokenizer_config.json. Name unknown keys on stderr."""
     for key, (form, words) in TOKENIZER_FORMS.items():
         key = f"{key}_token" if key in ("bos", "eos", "unk", "pad", "sep", "cls", "mask") else key
         value = settings.get(key)
