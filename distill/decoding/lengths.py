@@ -1,13 +1,13 @@
 """Length rules: how many tokens a round drafts.
 
-A drafter asks its rule through five calls. Four of them decide and change nothing, so that they may be asked in any
-order and again: `limit`, `chance`, `steps` and `size`. The fifth, `observe`, ends the round, and the rule learns from
-it. What a round has drafted so far is a `Drafting`, which the drafter keeps and gives to every call.
+A drafter asks its rule through five calls. Four of them decide and change nothing: `limit`, `chance`, `steps` and
+`size`. They may be called in any order and repeatedly. The fifth call, `observe`, ends the round, and the rule learns
+from the round. A `Drafting` holds what a round has drafted so far. The drafter keeps it and gives it to every call.
 
-Whether a position is verified is decided before its token is drawn, or the output would not follow the target's
-distribution: a rule sees the draft's probabilities, never a drawn token, and it reads no clock. `n_min` drops drafts
-after their draw, as llama.cpp does; a draft that samples under it is refused wherever that would change the output
-(`verify.refusal`).
+A rule decides whether a position is verified before the position's token is drawn. Otherwise the output would not
+follow the target's distribution. A rule sees the draft's probabilities, never a drawn token, and it reads no clock.
+`n_min` drops drafts after their draw, as llama.cpp does. `verify.refusal` refuses a sampled draft under `n_min` if that
+would change the output.
 
 Legend: n drafted tokens of a round, T(m) seconds of a target's step of m tokens, D seconds of a draft's step.
 """
@@ -27,16 +27,16 @@ from distill.decoding.costs import Costs
 class Drafting:
     """A round while it is drafted.
 
-    - `unread` tokens of the context go into the draft's first step. At most `left` tokens will be decoded in this text,
-      and at most `most` drafted tokens are verified.
+    - The draft's first step reads `unread` tokens of the context. At most `left` tokens will be decoded in this text.
+      At most `most` drafted tokens are verified.
     - `steps` are the tokens that each of the draft's steps has read. It is empty if no model drafts.
-    - `chances` are the probabilities that each token found, with all tokens before it on its path, is accepted. They
-      fall along a chain; a tree has its best nodes first.
-    - The first `kept` tokens of a chain are drawn already, so they must be verified. A tree has none.
+    - `chances` has a probability for each token found: that this token and all before it on its path are accepted. The
+      probabilities fall along a chain. A tree has its best nodes first.
+    - The first `kept` tokens of a chain are drawn already, so they must be verified. A tree has no such tokens.
     - `leaves` are the tokens below which the draft can continue, the likeliest first. The first is `depth` tokens deep.
-    - `judged` are positions that the target has judged: (position, probability that the drafter gave to its best token,
-      1 if that token was right, else 0).
-    - `read` tokens of text were read by the draft before the round, in `reading` seconds.
+    - `judged` are positions that the target has judged. Each has the position, the probability that the drafter gave to
+      its best token, and 1 if that token was right or 0 if it was wrong.
+    - The draft read `read` tokens of text before the round, in `reading` seconds.
     """
 
     unread: int = 1
@@ -60,10 +60,11 @@ class Drafting:
 
 @dataclass(kw_only=True)
 class LengthRule:
-    """The five calls, for a rule that verifies everything found and learns nothing.
+    """The five calls of a rule. This base class verifies everything found and learns nothing.
 
-    `n_min`: a draft of fewer tokens is dropped whole. `reads_probability`: the rule reads the draft's probabilities,
-    whose distribution takes time to make. `weighs_reading`: the rule decides whether the draft reads a prompt at all.
+    A draft of fewer than `n_min` tokens is dropped. `reads_probability` says that the rule reads the draft's
+    probabilities, whose distribution takes time to compute. `weighs_reading` says that the rule decides whether the
+    draft reads a prompt at all.
     """
 
     n_min: int = 0
@@ -71,13 +72,13 @@ class LengthRule:
     weighs_reading: ClassVar[bool] = False
 
     def limit(self) -> int:
-        """The most tokens of a chain, or of a path of a tree. 0 decodes plainly."""
+        """Return the maximum tokens of a chain, or of a path of a tree. 0 means plain decoding."""
         raise NotImplementedError
 
     def chance(self, position: int, probability: float) -> float:
-        """The probability that the token at `position` (from 0) is accepted if all before it are.
+        """Return the probability that the token at `position` (from 0) is accepted if all tokens before it are.
 
-        `probability` is what the draft gives to its best token there.
+        `probability` is the draft's probability of its best token there.
         """
         return probability
 
@@ -94,26 +95,27 @@ class LengthRule:
         return len(drafting.chances)
 
     def observe(self, drafting: Drafting, nodes: int, accepted: int, seconds: float) -> None:
-        """End the round: `nodes` tokens were verified and `accepted` accepted; it took `seconds` beyond `reading`."""
+        """End the round: `nodes` tokens were verified, and `accepted` accepted, in `seconds` without `reading`."""
 
 
 @dataclass
 class Fixed(LengthRule):
-    """Always the same length; 0 is plain decoding."""
+    """Always draft the same length. 0 means plain decoding."""
 
     length: int
     reads_probability = False
 
     def limit(self) -> int:
-        """The length."""
+        """Return the length."""
         return self.length
 
 
 @dataclass
 class ProbabilityFloor(Fixed):
-    """Draft while the draft's largest probability is at least a floor, read before the draw: lossless for every draft.
+    """Draft while the draft's largest probability is at least a floor.
 
-    `later` is the floor after the first position, if it is another than `p_min`.
+    The probability is read before the draw, so that the rule is lossless for every draft. `later` is the floor after
+    the first position. None stands for `p_min`.
     """
 
     p_min: float
@@ -121,20 +123,20 @@ class ProbabilityFloor(Fixed):
     reads_probability = True
 
     def chance(self, position: int, probability: float) -> float:
-        """1 if the probability reaches the position's floor, else 0."""
+        """Return 1 if the probability reaches the position's floor, and 0 if not."""
         return float(probability >= (self.p_min if not position or self.later is None else self.later))
 
     def size(self, drafting: Drafting, rival: Drafting | None = None) -> int:
-        """All tokens up to the first below the floor."""
+        """Return the number of tokens before the first one below the floor."""
         return sum(chance > 0 for chance in drafting.chances)
 
 
 @dataclass
 class AcceptedRatio(Fixed):
-    """One longer while accepted ÷ drafted is at least a floor that rises with the length, else one shorter.
+    """Draft one token more after each round if accepted ÷ drafted is at least a floor, and one token fewer if not.
 
-    The ratio is over the last rounds: each new round multiplies the weight of those before by `keep`. The floor is
-    `base + rise·length`, at most 0.95.
+    The ratio covers the last rounds, because each new round multiplies the weight of the rounds before by `keep`. The
+    floor is `base + rise·length`, at most 0.95.
     """
 
     length: int = 4
@@ -159,9 +161,9 @@ class AcceptedRatio(Fixed):
 
 @dataclass
 class BetaFilter(Fixed):
-    """Acceptance counted per (position, confidence bin); draft while the product of its means is at least `floor`.
+    """Count acceptance per (position, confidence bin), and draft while the product of its means is at least `floor`.
 
-    Drafting begins if the first position's mean is at least `start`; None means `floor`.
+    Drafting begins if the first position's mean is at least `start`. None stands for `floor`.
 
     A cell starts as a Beta prior worth `weight` observations at the bin's middle. Each judged token multiplies the
     cell's older counts by `keep`. Position j is judged only if it was drafted and reached.
@@ -173,20 +175,20 @@ class BetaFilter(Fixed):
     keep: float = 0.98
     start: float | None = None
     reads_probability = True
-    counts: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, init=False)  # accepted, judged
+    counts: dict[tuple[int, int], tuple[float, float]] = field(default_factory=dict, init=False)  # (accepted, judged)
 
     def cell(self, position: int, probability: float) -> tuple[int, int]:
-        """Where a position of this probability is counted."""
+        """Return the cell that counts a position with this probability."""
         return position, min(int(probability * self.bins), self.bins - 1)
 
     def chance(self, position: int, probability: float) -> float:
-        """The cell's posterior mean."""
+        """Return the cell's posterior mean."""
         cell = self.cell(position, probability)
         accepted, judged = self.counts.get(cell, (0.0, 0.0))
         return (accepted + self.weight * (cell[1] + 0.5) / self.bins) / (judged + self.weight)
 
     def size(self, drafting: Drafting, rival: Drafting | None = None) -> int:
-        """All tokens whose probability of acceptance, with all before them, reaches the position's threshold."""
+        """Return the number of tokens that reach their position's threshold with all tokens before them accepted."""
         first = self.floor if self.start is None else self.start
         return sum(chance >= (self.floor if at else first) for at, chance in enumerate(drafting.chances))
 
@@ -201,41 +203,43 @@ class BetaFilter(Fixed):
 
 # ── The adaptive length ──
 
-# `scripts/benchmarks/rules.py --constants` halves and doubles each. If a constant ends below 1, what it lacks of 1 is
-# halved and doubled. The figures are mean speeds after 64 (400) rounds, the best fixed length's being 1. As they are,
-# it is 1.003 (1.009). The simulated seconds are those that were timed, so that the last two constants change nothing.
+# `scripts/benchmarks/rules.py --constants` halves and doubles each constant. For constants that must stay below 1, it
+# halves and doubles the distance to 1. The figures are mean speeds after 64 (400) rounds, relative to the best fixed
+# length. With the values below the mean speed is 1.003 (1.009). The simulated rounds take exactly the timed seconds, so
+# that the last two constants have no effect there.
 
-# Assumed of an unknown draft, so that it is tried. 0.9 gives 0.997 (1.012), 0.6 gives 0.990 (1.006).
+# The rule assumes this acceptance of an unknown draft, so that the draft is tried. 0.9 gives 0.997 (1.012), 0.6 gives
+# 0.990 (1.006).
 START_ACCEPTANCE = 0.8
-# Judged tokens that an assumption counts for. 2 gives 0.999 (1.011), 8 gives 1.001 (1.012).
+# The assumption counts as much as this many judged tokens. 2 gives 0.999 (1.011), 8 gives 1.001 (1.012).
 START_TOKENS = 4.0
-# Weight that each judged token leaves to the tokens before it: some 50 count. 0.99 gives 1.003 (1.012). 0.96 gives
-# 1.001 (1.008), and 0.875 instead of 0.957 in the worst of 56 cells.
+# Each judged token multiplies the weight of the tokens before it by this factor, so that some 50 tokens count. 0.99
+# gives 1.003 (1.012). 0.96 gives 1.001 (1.008), and 0.875 instead of 0.957 in the worst of 56 cells.
 MEMORY = 0.98
-# Logits of the draft's probability are rounded to −5, …, 5. 2 gives 1.001 (1.012), 10 gives 1.003 (1.009).
+# The logit of the draft's probability is rounded to −5, …, 5. 2 gives 1.001 (1.012), 10 gives 1.003 (1.009).
 CONFIDENCES = 5
-# Share of all decoded tokens' time that trials may cost. 0.0025 gives 1.002 (1.011), 0.01 gives 0.997 (1.007).
+# Trials may cost this share of the time of all decoded tokens. 0.0025 gives 1.002 (1.011), 0.01 gives 0.997 (1.007).
 SHARE = 0.005
-# Tokens' time that a kind of round may lose to plain decoding, besides its SHARE. 2 gives 1.000 (1.009), and 0.884 in
-# the worst cell. 8 changes nothing, because the estimates are good by then.
+# A kind of round may lose the time of this many tokens to plain decoding, in addition to its SHARE. 2 gives 1.000
+# (1.009), and 0.884 in the worst cell. 8 changes nothing, because the estimates are good by then.
 BUDGET = 4.0
-# Latest rounds of a kind that correct its timed seconds.
+# The latest rounds of a kind, up to this number, correct its timed seconds.
 RATIO_ROUNDS = 16
-# A round that takes more than this many times its expected seconds was held up by another program.
+# If a round takes more than this many times its expected seconds, another program delayed the round.
 MOST_DELAY = 2.0
 
 PLAIN, DRAFT, TEXT, READING = "plain", "draft", "text", "reading"  # kinds of rounds, and the draft's reading of prompts
 
 
 class Mean:
-    """A mean that starts as START_TOKENS values of `start`; each new value multiplies the old weight by MEMORY."""
+    """A mean that starts as START_TOKENS values of `start`. Each new value multiplies the old weight by MEMORY."""
 
     def __init__(self, start: float) -> None:
         self._sum, self._weight = START_TOKENS * start, START_TOKENS
 
     @property
     def value(self) -> float:
-        """The mean."""
+        """Return the mean."""
         return self._sum / self._weight
 
     def add(self, value: float) -> None:
@@ -248,16 +252,18 @@ class Mean:
 class Adaptive(LengthRule):
     """Draft the number of tokens with the most expected tokens per second.
 
-    The rule estimates the acceptance of each position and of each confidence of the draft (its probability of its best
-    token), as means over the latest judged tokens. It knows the seconds of a round, T(n + 1) + n·D, from a few timed
-    steps. A ratio of measured to expected seconds corrects them for each kind of round: plain, of a draft, of text
-    (lookups and tables). Before a round the rule compares all lengths by their positions' acceptance. After each of the
-    draft's steps it compares again what is found, by its confidence, with all longer rounds, and ends drafting if none
-    of them promises more tokens per second. A kind that is slower is tried again when its expected loss is at most
-    SHARE of the tokens decoded since its last round. A kind that has lost more than BUDGET tokens' time and SHARE of
-    all tokens to plain decoding drafts no more until that share has grown.
+    The rule estimates the acceptance of each position and of each confidence of the draft, as means over the latest
+    judged tokens. The confidence is the draft's probability of its best token. A few timed steps give the seconds of a
+    round, T(n + 1) + n·D. A ratio of measured to expected seconds corrects them for each kind of round: plain, of a
+    draft, and of text (lookups and tables).
 
-    So a session falls behind plain decoding by little more than BUDGET and SHARE of its tokens for each kind.
+    Before a round the rule compares all lengths by the acceptance of their positions. After each step of the draft it
+    compares the tokens found, by their confidence, with all longer rounds. It ends drafting if no longer round promises
+    more tokens per second.
+
+    A slower kind is tried again when its expected loss is at most SHARE of the tokens decoded since its last round. If
+    a kind has lost more to plain decoding than the time of BUDGET tokens plus SHARE of all tokens, it stops until that
+    share has grown. A session therefore loses little more than BUDGET and SHARE of its tokens for each kind.
     """
 
     costs: Costs
@@ -274,7 +280,7 @@ class Adaptive(LengthRule):
         self._unpaid, self._instalment = 0.0, 0.0  # of a prompt that was read: tokens' time, in all and for each token
 
     def limit(self) -> int:
-        """`longest`, as far as the cost curve reaches."""
+        """Return `longest`, or the last length that the cost curve covers."""
         return min(self.longest, len(self.costs.target) - 1)
 
     # What is expected.
@@ -286,24 +292,24 @@ class Adaptive(LengthRule):
         return self._confidences[max(-CONFIDENCES, min(logit, CONFIDENCES)) + CONFIDENCES]
 
     def chance(self, position: int, probability: float) -> float:
-        """The mean acceptance at this confidence."""
+        """Return the mean acceptance at this confidence."""
         return self._confidence(probability).value
 
     def _seconds(self, kind: str, nodes: int, steps: float = 0.0, again: float = 0.0) -> float:
-        """Expected seconds of a round: the draft's steps, the target's step, and what the target computes again."""
+        """Return the expected seconds of the draft's steps, the target's step, and what the target recomputes."""
         return self._ratios[kind][0] * (steps + self.costs.target[nodes] + again)
 
     def _plain_rate(self) -> float:
         return 1 / self._seconds(PLAIN, 0, again=self.costs.again(0, 1.0, 1.0))
 
     def _reading(self, drafting: Drafting) -> float:
-        """Expected seconds in which the draft reads a prompt before its first step; a short text goes into the step."""
+        """Return the expected seconds of reading a prompt before the draft's first step, which reads a short text."""
         if drafting.steps or drafting.unread < len(self.costs.target):
             return 0.0
         return self._ratios[READING][0] * self.costs.draft_prompt * drafting.unread
 
     def _found(self, drafting: Drafting, least: int = 0) -> tuple[int, float, float]:
-        """Of verifying `least` or more of the tokens found: the best number, expected tokens and seconds."""
+        """Return the best number, at least `least`, of found tokens to verify, with expected tokens and seconds."""
         kind = DRAFT if drafting.steps else TEXT
         costs, steps = self.costs, sum(map(self.costs.draft_step, drafting.steps))
         best, expected, whole = (0, 1.0, math.inf), 1.0, 1.0
@@ -318,11 +324,11 @@ class Adaptive(LengthRule):
         return best
 
     def _ahead(self, drafting: Drafting) -> tuple[int, float, float]:
-        """Of going on with one or more steps: the best number of leaves, and expected tokens and seconds of the round.
+        """Return the best number of leaves for one or more further steps, with the round's expected tokens and seconds.
 
-        Below each of the leaves every step finds one more token, accepted with its position's mean. They take the place
-        of the last tokens found if more than `most` would be verified. A prompt that is not read yet is paid by all
-        tokens left in the text that lookups are not expected to find.
+        Every step finds one more token below each of the leaves. The token is accepted with its position's mean. The
+        new tokens replace the last tokens found if more than `most` would be verified. The time of reading an unread
+        prompt is spread over all tokens left in the text, except those that lookups are expected to find.
         """
         costs, chances = self.costs, drafting.chances
         most = min(drafting.most, len(costs.target) - 1)
@@ -353,7 +359,7 @@ class Adaptive(LengthRule):
     # What is decided.
 
     def _chosen(self, kind: str, expected: float, seconds: float, reading: float = 0.0) -> bool:
-        """Whether a round of this kind, not a plain one, is made: it is faster, or it is due to be tried again."""
+        """Whether this kind of round, which is faster or due for a trial, takes the place of a plain round."""
         if self._lost[kind] > BUDGET + SHARE * self._tokens:
             return False
         plain, rate = self._plain_rate(), expected / seconds
@@ -362,7 +368,7 @@ class Adaptive(LengthRule):
         return (seconds + reading) * plain - expected <= SHARE * self._since[kind]
 
     def steps(self, drafting: Drafting) -> int:
-        """The number of leaves to go on below, if that promises more than verifying what is found."""
+        """Return the number of leaves to extend, or 0 if verifying the tokens found promises more."""
         width, expected, seconds = self._ahead(drafting)
         if not width:
             return 0
@@ -372,7 +378,7 @@ class Adaptive(LengthRule):
         return width if expected / seconds > now / now_seconds else 0
 
     def size(self, drafting: Drafting, rival: Drafting | None = None) -> int:
-        """The number of tokens with the most expected tokens per second."""
+        """Return the number of tokens with the most expected tokens per second."""
         if drafting.steps:
             return self._found(drafting, drafting.kept or self._least(drafting))[0]
         nodes, expected, seconds = self._found(drafting, 1)
@@ -383,7 +389,7 @@ class Adaptive(LengthRule):
         return nodes if nodes and self._chosen(TEXT, expected, seconds) else 0
 
     def _least(self, drafting: Drafting) -> int:
-        """Return 1 in a trial, else 0. A trial verifies at least one token, because otherwise it teaches nothing."""
+        """Return 1 in a trial, and 0 in other rounds. A trial teaches nothing unless it verifies a token."""
         _, expected, seconds = self._ahead(Drafting(left=drafting.left, most=drafting.most))
         return int(bool(drafting.chances) and expected / seconds <= self._plain_rate())
 
@@ -416,7 +422,7 @@ class Adaptive(LengthRule):
         self._lost[DRAFT] += paid
 
     def _correct(self, kind: str, seconds: float, expected: float) -> float:
-        """Count the measured seconds of a round in its kind's ratio; returns them as far as they count."""
+        """Count the seconds of a round in its kind's ratio. Return them within MOST_DELAY times the expected ones."""
         seconds = min(max(seconds, expected / MOST_DELAY), expected * MOST_DELAY)
         ratio, rounds = self._ratios[kind]
         rounds = min(rounds + 1, RATIO_ROUNDS)
