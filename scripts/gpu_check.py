@@ -9,14 +9,16 @@ No network is needed. A missing package is named: torch, transformers, accelerat
 and typer are needed for SmolLM2's own file, but not for a folder that `distill import-gguf` made of it. `pipeline`
 needs every package that distill needs.
 
-Pairs: `smollm2` (scripts/smollm2.txt, or --smollm2) and `7b`, the demo target grown to a real model's cost
-(scripts/grow_target.py keeps its text). Its head is padded to 151,936 rows, and its draft is grown to 0.5B. Without
---smollm2-draft and --draft, the target's outer layers draft without training. Acceptance is then low, and only the
-costs are meaningful. Parts of a pair: its name (growing and static cache, and transformers' generation, plain and
-assisted), `-compiled`, `-batches`, `-batches-compiled`. Rounds of one text stay on the device. The host takes part in
-each step of a batch. `bits` times products with the 4 bits of a GGUF file, `training` is the output of
-benchmarks/steps.py, and `pipeline` is `distill train` over the pair `7b`, with the time of each stage. It has no time
-limit. Measurements that failed or had no time are named, and the next call repeats them.
+There are two pairs. `smollm2` comes from scripts/smollm2.txt or --smollm2. `7b` is the demo target, grown to a real
+model's cost without changing its text (scripts/grow_target.py). Its head is padded to 151,936 rows, and its draft is
+grown to 0.5B. Without --smollm2-draft and --draft, the target's outer layers draft without training. Acceptance is then
+low, and only the costs are meaningful.
+
+The part with a pair's name measures the growing cache, the static cache, and transformers' generation, plain and
+assisted. The other parts of a pair are `-compiled`, `-batches` and `-batches-compiled`. Rounds of one text stay on the
+device. The host takes part in each step of a batch. Part `bits` times products with the 4 bits of a GGUF file. Part
+`training` is the output of benchmarks/steps.py. Part `pipeline` is `distill train` over the pair `7b`, with the time of
+each stage and without a time limit. Measurements that failed or had no time are named, and the next call repeats them.
 
 Legend: T(m) seconds of the target's step of m tokens, D(m) of the draft's, τ tokens a round.
 """
@@ -152,17 +154,17 @@ def timed(device: torch.device, decode_all: Callable[[], list[Decoded]]) -> Meas
     take_peaks()
     decode_all()
     started = now()
-    found = decode_all()
+    texts = decode_all()
     seconds = now() - started
-    rounds = [r for one in found for r in one.rounds]
+    rounds = [r for text in texts for r in text.rounds]
     drafted = sum(r.drafted for r in rounds)
-    tokens = sum(len(one.tokens) for one in found)
+    tokens = sum(len(text.tokens) for text in texts)
     return {
-        "tokens_per_second": (tokens - len(found)) / max(seconds - sum(one.prefill_seconds for one in found), 1e-9),
+        "tokens_per_second": (tokens - len(texts)) / max(seconds - sum(text.prefill_seconds for text in texts), 1e-9),
         "tokens_per_round": sum(r.accepted + 1 for r in rounds) / len(rounds) if rounds else None,
         "acceptance": sum(r.accepted for r in rounds) / drafted if drafted else None,
         "peak_bytes": peak_memory_bytes(device) if accelerators() else None,
-        "texts": [one.tokens for one in found],
+        "texts": [text.tokens for text in texts],
     }
 
 
@@ -268,10 +270,10 @@ def together(big: Any, small: Any, prompts: list[list[int]], tokens: int, rules:
     for row, prompt in enumerate(prompts):
         drafter = ModelDrafter(OneRow(small, row), Fixed(length), GREEDY, rules.random)
         texts.append(partial(decode_text, OneRow(big, row), drafter, prompt, tokens, rules))
-    found = at_once(texts, (small, big))
-    for one in found[1:]:
-        one.prefill_seconds = 0.0
-    return found
+    decoded = at_once(texts, (small, big))
+    for later in decoded[1:]:
+        later.prefill_seconds = 0.0
+    return decoded
 
 
 def measure_transformers(part: Part, pair: Pair) -> None:
@@ -330,7 +332,7 @@ SMALL = ["answers.prompts=16", "answers.new_tokens=32", "train.steps=2", "eval.p
 
 
 def pipeline(name: str, part: Part) -> None:
-    """Run `distill train` on a pair, and record the seconds of each stage and what the report says of the speed."""
+    """Run `distill train` on a pair, and record the seconds of each stage and the report's table of speeds."""
     with tempfile.TemporaryDirectory() as scratch:
         folder = Path(scratch)
         pair = Pair(name, part.options)
@@ -343,8 +345,8 @@ def pipeline(name: str, part: Part) -> None:
         asked = [*PIPELINE, *toy, *models]
         command = [sys.executable, "-m", "distill", "train", str(ROOT / "recipes" / "demo.yaml"), *asked]
         log = part.path.with_suffix(".log")
-        with open(log, "w", encoding="utf-8") as said:
-            run = partial(subprocess.run, stdout=said, stderr=subprocess.STDOUT, cwd=ROOT, check=False)
+        with open(log, "w", encoding="utf-8") as output:
+            run = partial(subprocess.run, stdout=output, stderr=subprocess.STDOUT, cwd=ROOT, check=False)
             status = run([*command, "--runs", scratch]).returncode
         if status:
             raise RunError(f"distill train ended with status {status}", f"read {log}")
@@ -395,7 +397,7 @@ def bits(part: Part) -> None:
 
 
 def median_seconds(device: torch.device, call: Callable[[], Any], repeats: int = 20) -> float:
-    """Return the seconds of one of ten calls in a row, so that launching them takes no time of its own."""
+    """Return the median seconds of a call. Ten calls in a row are timed, so that launching them takes no extra time."""
     taken = []
     for _ in range(repeats):
         synchronise(device)
@@ -415,7 +417,7 @@ def parts_of(options: Any) -> dict[str, Callable[[Part], None]]:
 
 
 def free(device: torch.device) -> None:
-    """Give unused memory of a device back."""
+    """Free the unused memory of a device."""
     gc.collect()
     if device.type != CPU:
         torch.accelerator.empty_cache()
@@ -440,35 +442,37 @@ def tables(folder: Path) -> str:
     """Return the results in the folders of all devices, as Markdown."""
     blocks: list[Block] = []
     for place in sorted({path.parent for path in folder.glob("*/*.json")}):
-        found = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(place.glob("*.json"))}
-        blocks += device_blocks(found)
+        parts = {path.stem: json.loads(path.read_text(encoding="utf-8")) for path in sorted(place.glob("*.json"))}
+        blocks += device_blocks(parts)
     return document(blocks)
 
 
-def device_blocks(found: dict[str, Measured]) -> list[Block]:
-    """Return the tables of one device."""
-    one = next(iter(found.values()))
-    told = [f"{name} {one['machine'][name]}" for name in ("python", "torch", "transformers") if name in one["machine"]]
-    made = f", driver {one['driver']}" if one["driver"] else ""
-    blocks: list[Block] = [f"## {one['device']}", f"{one['date']}{made}, {', '.join(told)}, {one['machine']['cpu']}."]
-    for pair in dict.fromkeys(one["pair"] for one in found.values() if "pair" in one):
-        blocks += pair_tables([one for one in found.values() if one.get("pair") == pair])
-    if "printed" in found.get("bits", {}):
-        blocks += ["**Products in a file's 4 bits**", found["bits"]["printed"].rstrip()]
-    if "training" in found and "printed" in found["training"]:
-        blocks += [f"**training**: `{found['training']['command']}`", found["training"]["printed"].rstrip()]
-    if "printed" in found.get("pipeline", {}):
-        sizes = " and ".join(f"{found['pipeline'][role] / 1e9:.2f}B" for role in ("target", "draft"))
-        blocks += [f"**`distill train`**, target and draft of {sizes} weights", found["pipeline"]["printed"].rstrip()]
-    left = [f"{name}: {what}" for name, one in found.items() for what in one["left_out"]]
-    return [*blocks, f"Not measured: {'; '.join(left)}. Call again."] if left else blocks
+def device_blocks(parts: dict[str, Measured]) -> list[Block]:
+    """Return the tables of one device from its parts by name."""
+    first = next(iter(parts.values()))
+    computer, packages = first["machine"], ("python", "torch", "transformers")
+    versions = [f"{package} {computer[package]}" for package in packages if package in computer]
+    driver_version = f", driver {first['driver']}" if first["driver"] else ""
+    made_with = f"{first['date']}{driver_version}, {', '.join(versions)}, {computer['cpu']}."
+    blocks: list[Block] = [f"## {first['device']}", made_with]
+    for pair in dict.fromkeys(part["pair"] for part in parts.values() if "pair" in part):
+        blocks += pair_tables([part for part in parts.values() if part.get("pair") == pair])
+    if "printed" in parts.get("bits", {}):
+        blocks += ["**Products in a file's 4 bits**", parts["bits"]["printed"].rstrip()]
+    if "training" in parts and "printed" in parts["training"]:
+        blocks += [f"**training**: `{parts['training']['command']}`", parts["training"]["printed"].rstrip()]
+    if "printed" in parts.get("pipeline", {}):
+        sizes = " and ".join(f"{parts['pipeline'][role] / 1e9:.2f}B" for role in ("target", "draft"))
+        blocks += [f"**`distill train`**, target and draft of {sizes} weights", parts["pipeline"]["printed"].rstrip()]
+    left_out = [f"{name}: {reason}" for name, part in parts.items() for reason in part["left_out"]]
+    return [*blocks, f"Not measured: {'; '.join(left_out)}. Call again."] if left_out else blocks
 
 
 def pair_tables(parts: list[Measured]) -> list[Block]:
     """Return the tables of a pair, from all its parts: its decoders, and the steps of both models."""
-    one, rows = parts[0], sorted((row for part in parts for row in part["rows"]), key=lambda row: row["at_once"])
-    sizes = {role: f"{count / 1e9:.2f}B" for role, count in one["parameters"].items()}
-    trained = "trained" if one["trained_draft"] else "untrained"
+    first, rows = parts[0], sorted((row for part in parts for row in part["rows"]), key=lambda row: row["at_once"])
+    sizes = {role: f"{count / 1e9:.2f}B" for role, count in first["parameters"].items()}
+    trained = "trained" if first["trained_draft"] else "untrained"
     plains = [row for row in rows if row["configuration"] == "plain"]
 
     decoders: list[Row] = []
@@ -486,7 +490,7 @@ def pair_tables(parts: list[Measured]) -> list[Block]:
         if "steps" in row
     ]
     return [
-        f"**{one['pair']}**: target {sizes['target']}, {trained} draft {sizes['draft']}",
+        f"**{first['pair']}**: target {sizes['target']}, {trained} draft {sizes['draft']}",
         Table([*heads, "same text", "peak memory, GiB"], decoders),
         Table(["steps, ms", "engine", *(f"m = {m}" for m in COUNTS)], steps),
     ]
