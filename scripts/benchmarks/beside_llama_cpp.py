@@ -72,15 +72,15 @@ def with_texts(target: Path, prompts: list[list[int]]) -> list[tuple[list[int], 
     """Return the prompts whose text gives the same ids again."""
     file = GgufFile(target, vocabulary_only=True)
     try:
-        found = []
+        usable = []
         for ids in prompts:
             with contextlib.suppress(UnicodeDecodeError):
                 text = file.detokenize(ids).decode()
                 if "\0" not in text and file.tokenize(text, parse_special=True) == ids:
-                    found.append((ids, text))
+                    usable.append((ids, text))
     finally:
         file.close()
-    return found
+    return usable
 
 
 def plainly(target: Model, ends: list[int], prompt: list[int], limit: int) -> tuple[float, float, Counts]:
@@ -122,14 +122,14 @@ def simple(command: list[str], text: str) -> tuple[float, float, Counts]:
     return tokens, float(decoded[2]), Counts.of_text(tokens + 1, int(counted["drafted"]), accepted)
 
 
-def row_of(one: Program, base: Program) -> Row:
+def row_of(program: Program, base: Program) -> Row:
     """Return a program's speed with its ratio to our decoder's, acceptance, and tokens per round."""
-    ratio = None if one is base else speed_ratio(one.tokens, one.seconds, base.tokens, base.seconds)
-    row: Row = [one.name, Cell(sum(one.tokens) / sum(one.seconds), ",.0f"), ratio]
-    if not any(count.drafted for count in one.counts):
+    ratio = None if program is base else speed_ratio(program.tokens, program.seconds, base.tokens, base.seconds)
+    row: Row = [program.name, Cell(sum(program.tokens) / sum(program.seconds), ",.0f"), ratio]
+    if not any(count.drafted for count in program.counts):
         return [*row, None, None, None]
-    found = acceptance(one.name, one.counts)
-    return [*row, f"{found.accepted} ÷ {found.drafted}", Cell(found.rate, "%"), found.tokens_per_round]
+    total = acceptance(program.name, program.counts)
+    return [*row, f"{total.accepted} ÷ {total.drafted}", Cell(total.rate, "%"), total.tokens_per_round]
 
 
 def measure(arguments: argparse.Namespace) -> str:
@@ -137,11 +137,12 @@ def measure(arguments: argparse.Namespace) -> str:
     speculative_simple = None if arguments.simple is None else require_binary(arguments.simple)
     threads = thread_count(arguments.threads)
     target, draft, tokens = arguments.target, arguments.draft, arguments.tokens
-    context = min(one for one in (context_of(str(target)), context_of(str(draft)), arguments.context) if one)
+    contexts = context_of(str(target)), context_of(str(draft)), arguments.context
+    context = min(length for length in contexts if length)
     room = context - tokens - arguments.n_max - 2
     corpus = Corpus(sources=sources_of([arguments.prompts]))
     read = read_user_prompts(str(target), corpus, Chat(), arguments.count, arguments.prompt_tokens, room)
-    asked = [one.prompt for one in read.measured]
+    asked = [sample.prompt for sample in read.measured]
     prompts = with_texts(target, asked)
     if len(prompts) < 2:
         raise DataError(f"{arguments.prompts}: {len(prompts)} of {len(asked)} prompts can be used", "give others")
@@ -151,8 +152,8 @@ def measure(arguments: argparse.Namespace) -> str:
     place = parse_section(Target, {"model": str(target)})
     with contextlib.ExitStack() as stack:
         clients = {}
-        for name, one in {"plain": settings.plain, "draft-simple": settings, **others}.items():
-            running = stack.enter_context(started(one, START_SECONDS))
+        for name, server_settings in {"plain": settings.plain, "draft-simple": settings, **others}.items():
+            running = stack.enter_context(started(server_settings, START_SECONDS))
             http = stack.enter_context(contextlib.closing(Http(running.url, REPLY_SECONDS, death=running.death)))
             clients[name] = LlamaClient(http)
 
@@ -166,20 +167,20 @@ def measure(arguments: argparse.Namespace) -> str:
         if speculative_simple is not None:
             command = simple_command(speculative_simple, (target, draft), arguments.n_max, tokens, context, threads)
             programs.append(Program("llama-speculative-simple", lambda place: simple(command, prompts[place][1])))
-        for one in programs:
-            one.run(0)  # an untimed text each
+        for program in programs:
+            program.run(0)  # Each program's first text is not timed.
         for repeat in range(arguments.repeats):
             for number in range(len(prompts)):
                 turn = (repeat + number) % len(programs)
-                for one in programs[turn:] + programs[:turn]:
-                    one.measure(number)
+                for program in programs[turn:] + programs[:turn]:
+                    program.measure(number)
     heads = ["program", "tokens/s", "÷ distill's", "accepted ÷ drafted", "acceptance rate", "tokens per round"]
     note = (
         f"{datetime.date.today()}; {machine()['cpu']}, {threads} threads; {len(prompts)} prompts × {tokens} tokens × "
         f"{arguments.repeats} repeats; {len(asked) - len(prompts)} prompts left out: their text gives other ids."
     )
     called = f"python scripts/benchmarks/{Path(__file__).name} {shlex.join(sys.argv[1:])}"
-    return document([Table(heads, [row_of(one, drafts) for one in programs], command=called, note=note)])
+    return document([Table(heads, [row_of(program, drafts) for program in programs], command=called, note=note)])
 
 
 def main() -> None:

@@ -24,7 +24,7 @@ from types import SimpleNamespace
 from typing import Any
 
 ROOT = Path(__file__).resolve().parent.parent.parent
-# Everything in a recipe that a training reads, in words that both versions know. A side omits what it does not have.
+# A training reads these keys of a recipe. Both versions know them.
 SECTIONS = {
     "target": ("model", "dtype"),
     "corpus": ("block",),
@@ -43,7 +43,7 @@ from distill.run import Run
 folder = Path(sys.argv[1])
 recipe = load_recipe(folder / "recipe.yaml")
 run = Run(folder, recipe)
-if sys.argv[2] == "teacher":  # which reads given text and held-out prompts, too: none
+if sys.argv[2] == "teacher":  # The stage also reads given text and held-out prompts. There are none.
     run.path("corpus").mkdir()
     for split in ("train", "validation", "test"):
         pack([], recipe.corpus.block, False).save(run.path("corpus", f"text-{split}.safetensors"))
@@ -60,12 +60,12 @@ def recipe_of(run: Path, steps: int) -> dict[str, Any]:
     import yaml
 
     given = yaml.safe_load((run / "config.yaml").read_text())
-    found: dict[str, Any] = {"name": "beside", "seed": given["seed"], "threads": given["threads"]}
-    found |= {section: {name: given[section][name] for name in names} for section, names in SECTIONS.items()}
-    found["corpus"] |= {"sources": [{"kind": "text", "path": str(run / "recipe.yaml")}], "tokens": 0}
-    found["teacher"] = {"kind": "exact"}
-    found["train"] |= {"steps": steps, "acceptance": None, "save_every": 10**6}
-    return found
+    recipe: dict[str, Any] = {"name": "beside", "seed": given["seed"], "threads": given["threads"]}
+    recipe |= {section: {name: given[section][name] for name in names} for section, names in SECTIONS.items()}
+    recipe["corpus"] |= {"sources": [{"kind": "text", "path": str(run / "recipe.yaml")}], "tokens": 0}
+    recipe["teacher"] = {"kind": "exact"}
+    recipe["train"] |= {"steps": steps, "acceptance": None, "save_every": 10**6}
+    return recipe
 
 
 def make(side: str, run: Path, folder: Path, answers: int | None, steps: int) -> None:
@@ -78,12 +78,12 @@ def make(side: str, run: Path, folder: Path, answers: int | None, steps: int) ->
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "recipe.yaml", recipe_of(run, steps))  # JSON is YAML, too.
     (folder / "cut").symlink_to((run / "cut").resolve(), target_is_directory=True)
-    own = read_answers(Run(run, load_recipe(run / "config.yaml")), "train")
-    kept = [one for one in own if not one.dropped][:answers]
+    written = read_answers(Run(run, load_recipe(run / "config.yaml")), "train")
+    kept = [sample for sample in written if not sample.dropped][:answers]
     for name in ("train-00000.arrow", "train/00000.arrow"):
         write_samples(folder / "answers" / name, kept)
     shutil.copy(run / "answers/manifest.json", folder / "answers")
-    print(f"{side}: {len(kept)} answers of {sum(len(one.answer) for one in kept)} tokens", flush=True)
+    print(f"{side}: {len(kept)} answers of {sum(len(sample.answer) for sample in kept)} tokens", flush=True)
 
 
 def stage(name: str, tree: Path, folder: Path) -> None:
@@ -95,10 +95,10 @@ def stage(name: str, tree: Path, folder: Path) -> None:
 def trained(folder: Path) -> tuple[list[int], float, float]:
     """Return tokens of each step, tokens/s from the second step on, and peak memory in bytes."""
     lines = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    own = [line for line in lines if line["stage"] == "train"]
-    timed = own[1:] or own
+    steps = [line for line in lines if line["stage"] == "train"]
+    timed = steps[1:] or steps
     rate = sum(line["tokens"] for line in timed) / sum(line["seconds"] for line in timed)
-    return [line["tokens"] for line in own], rate, own[-1]["memory_bytes"]
+    return [line["tokens"] for line in steps], rate, steps[-1]["memory_bytes"]
 
 
 def acceptances(run: Path, drafts: dict[str, Path], prompts: int, new_tokens: int) -> dict[str, Any]:
@@ -120,9 +120,9 @@ def acceptances(run: Path, drafts: dict[str, Path], prompts: int, new_tokens: in
     return {name: texts.accepted(load_model(str(path), "float32", cpu))["sampling"] for name, path in drafts.items()}
 
 
-def shown(found: Any) -> str:
+def shown(estimate: Any) -> str:
     """Return a mean with its interval."""
-    return f"{found.mean:.4f} [{found.low:.4f}, {found.high:.4f}]"
+    return f"{estimate.mean:.4f} [{estimate.low:.4f}, {estimate.high:.4f}]"
 
 
 def main() -> None:
@@ -145,7 +145,7 @@ def main() -> None:
         for side, tree in trees.items():
             make(side, given.run.resolve(), place / side, given.answers, given.steps)
             stage("teacher", tree, place / side)
-        found: dict[str, list[Any]] = {side: [] for side in trees}
+        trainings: dict[str, list[Any]] = {side: [] for side in trees}
         for turn in range(given.repeat):
             for side in list(trees)[:: -1 if turn % 2 else 1]:
                 folder = place / side
@@ -154,10 +154,10 @@ def main() -> None:
                 shutil.rmtree(folder / "draft", ignore_errors=True)
                 stage("train", trees[side], folder)
                 shutil.rmtree(folder / "checkpoints")
-                found[side].append(trained(folder))
-                tokens, rate, memory = found[side][-1]
+                trainings[side].append(trained(folder))
+                tokens, rate, memory = trainings[side][-1]
                 print(f"{side}: {rate:.1f} tokens/s, {sum(tokens)} tokens, {memory / 2**30:.1f} GiB", flush=True)
-        before, after = (found[side] for side in trees)
+        before, after = (trainings[side] for side in trees)
         assert before[0][0] == after[0][0], f"the steps have other tokens: {before[0][0]}, {after[0][0]}"
         ratios = [new[1] / old[1] for old, new in zip(before, after, strict=True)]
         print("today / old, tokens/s:", ", ".join(f"{ratio:.2f}" for ratio in ratios), flush=True)

@@ -37,39 +37,39 @@ Continued = tuple[list[int], list[int]]  # a prompt, and its text
 # ── In a process of its own. OpenVINO's environment has no distill, so nothing above may need it. ──
 
 
-def openvino_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
+def openvino_texts(way: dict[str, Any], given: dict[str, Any]) -> list[Text]:
     import openvino
     import openvino_genai
 
     threads = {"INFERENCE_NUM_THREADS": given["threads"]}
-    drafting: dict[str, Any] = {"prompt_lookup": True} if one["drafter"] == "lookup" else {}
-    if one["drafter"] == "draft":
-        drafting = {"draft_model": openvino_genai.draft_model(one["draft"], "CPU", **threads)}
-    pipeline = openvino_genai.LLMPipeline(one["model"], "CPU", **threads, **drafting)
+    drafting: dict[str, Any] = {"prompt_lookup": True} if way["drafter"] == "lookup" else {}
+    if way["drafter"] == "draft":
+        drafting = {"draft_model": openvino_genai.draft_model(way["draft"], "CPU", **threads)}
+    pipeline = openvino_genai.LLMPipeline(way["model"], "CPU", **threads, **drafting)
     config = pipeline.get_generation_config()
     config.max_new_tokens, config.do_sample, config.apply_chat_template = given["tokens"], False, False
     config.set_eos_token_id(given["ends"][0])
     config.stop_token_ids = set(given["ends"])
     if drafting:
-        config.num_assistant_tokens = one["length"]
-    if one["drafter"] == "lookup":
+        config.num_assistant_tokens = way["length"]
+    if way["drafter"] == "lookup":
         config.max_ngram_size = 3
-    found = []
+    texts = []
     for ids in [given["prompts"][0], *given["prompts"]]:
         inputs = [openvino.Tensor(numpy.array([row], numpy.int64)) for row in (ids, [1] * len(ids))]
         started = time.perf_counter()
         result = pipeline.generate(openvino_genai.TokenizedInputs(*inputs), config)
         seconds = time.perf_counter() - started
-        found.append((list(result.tokens[0]), result.perf_metrics.get_ttft().mean / 1e3, seconds))
-    return found[1:]
+        texts.append((list(result.tokens[0]), result.perf_metrics.get_ttft().mean / 1e3, seconds))
+    return texts[1:]
 
 
-def openvino_logits(one: dict[str, Any], given: dict[str, Any], texts: Sequence[Continued]) -> Iterable[Any]:
+def openvino_logits(way: dict[str, Any], given: dict[str, Any], texts: Sequence[Continued]) -> Iterable[Any]:
     """Yield logits of every position after the prompts, as in decoding: prompts at once, then token by token."""
     import openvino
 
     core = openvino.Core()
-    model = core.read_model(f"{one['model']}/openvino_model.xml")
+    model = core.read_model(f"{way['model']}/openvino_model.xml")
     request = core.compile_model(model, "CPU", {"INFERENCE_NUM_THREADS": given["threads"]}).create_infer_request()
     names = {name for port in request.model_inputs for name in port.names}
     for prompt, text in texts:
@@ -87,41 +87,41 @@ def openvino_logits(one: dict[str, Any], given: dict[str, Any], texts: Sequence[
             yield request.get_tensor("logits").data[0, -1]
 
 
-def our_pair(one: dict[str, Any], given: dict[str, Any]) -> Any:
+def our_pair(way: dict[str, Any], given: dict[str, Any]) -> Any:
     import torch
 
     from distill.engines.loaded import load_pair
     from distill.recipe import Configuration, Gguf, PyTorch, Target, parse_section
 
     torch.set_num_threads(given["threads"])
-    configuration = parse_section(Configuration, one["configuration"])
-    target = parse_section(Target, {"model": one["model"], "dtype": one["dtype"]})
-    options = {"target": {"library": "ik"}} if one["engine"] == "ik" else {}
-    draft = one["draft"] if configuration.asks_the_draft else None
+    configuration = parse_section(Configuration, way["configuration"])
+    target = parse_section(Target, {"model": way["model"], "dtype": way["dtype"]})
+    options = {"target": {"library": "ik"}} if way["engine"] == "ik" else {}
+    draft = way["draft"] if configuration.asks_the_draft else None
     nodes = configuration.most_nodes if target.model.endswith(".gguf") and configuration.counts_ngrams else 0
     gguf = parse_section(Gguf, options)
-    pytorch = parse_section(PyTorch, one.get("pytorch", {}))
+    pytorch = parse_section(PyTorch, way.get("pytorch", {}))
     return load_pair(target, draft, tokens=CONTEXT, nodes=nodes, threads=given["threads"], gguf=gguf, pytorch=pytorch)
 
 
-def our_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
+def our_texts(way: dict[str, Any], given: dict[str, Any]) -> list[Text]:
     from distill.recipe import Configuration, Sampler, parse_section
     from distill.serving.answering import Continuation, begin
 
-    configuration = parse_section(Configuration, one["configuration"])
+    configuration = parse_section(Configuration, way["configuration"])
     table = Path(given["run"]) if "run" in given and configuration.counts_ngrams else None
     request = Continuation(configuration, Sampler(temperature=0), table=table)
-    found = []
-    with our_pair(one, given) as pair:
+    texts = []
+    with our_pair(way, given) as pair:
         for ids in [given["prompts"][0], *given["prompts"]]:
             result = begin(pair, None, request).text(ids, given["tokens"])
-            found.append((result.tokens, result.prefill_seconds, result.prefill_seconds + result.seconds))
-    return found[1:]
+            texts.append((result.tokens, result.prefill_seconds, result.prefill_seconds + result.seconds))
+    return texts[1:]
 
 
-def our_logits(one: dict[str, Any], given: dict[str, Any], texts: Sequence[Continued]) -> Iterable[Any]:
+def our_logits(way: dict[str, Any], given: dict[str, Any], texts: Sequence[Continued]) -> Iterable[Any]:
     """See `openvino_logits`."""
-    with our_pair(one, given) as pair:
+    with our_pair(way, given) as pair:
         for prompt, text in texts:
             pair.target.rollback([0])
             for step in [prompt, *([token] for token in text[:-1])]:
@@ -133,25 +133,25 @@ def logprobs(logits: Any) -> Any:
     return shifted - numpy.log(numpy.exp(shifted).sum())
 
 
-def divergence(one: dict[str, Any], given: dict[str, Any]) -> float:
+def divergence(way: dict[str, Any], given: dict[str, Any]) -> float:
     """Return the mean KL(float32 ‖ model) in nats over the positions of float32's greedy texts."""
     folder = Path(given["folder"])
     texts = json.loads((folder / "texts.json").read_text())
     exact = numpy.load(folder / "logprobs.npy", mmap_mode="r")
-    logits = openvino_logits if one["engine"] == "openvino" else our_logits
-    found = []
-    for p, row in zip(exact, logits(one, given, texts), strict=True):
+    logits = openvino_logits if way["engine"] == "openvino" else our_logits
+    divergences = []
+    for p, row in zip(exact, logits(way, given, texts), strict=True):
         p = p.astype(numpy.float64)
         q = logprobs(row[: len(p)])
-        found.append(float((numpy.exp(p) * (p - q)).sum()))
-    return statistics.fmean(found)
+        divergences.append(float((numpy.exp(p) * (p - q)).sum()))
+    return statistics.fmean(divergences)
 
 
-def write_exact(one: dict[str, Any], given: dict[str, Any]) -> None:
+def write_exact(way: dict[str, Any], given: dict[str, Any]) -> None:
     """Write the greedy texts of float32, and its distributions at their positions."""
     folder = Path(given["folder"])
-    texts = [(ids, new) for ids, (new, *_) in zip(given["prompts"], our_texts(one, given), strict=True)]
-    rows = [logprobs(row) for row in our_logits(one, given, texts)]
+    texts = [(ids, new) for ids, (new, *_) in zip(given["prompts"], our_texts(way, given), strict=True)]
+    rows = [logprobs(row) for row in our_logits(way, given, texts)]
     numpy.save(folder / "logprobs.npy", numpy.array(rows, numpy.float32))
     (folder / "texts.json").write_text(json.dumps(texts))
 
@@ -159,26 +159,26 @@ def write_exact(one: dict[str, Any], given: dict[str, Any]) -> None:
 WORK: dict[str, Callable[[dict[str, Any], dict[str, Any]], Any]] = {
     "exact": write_exact,
     "kl": divergence,
-    "texts": lambda one, given: (openvino_texts if one["engine"] == "openvino" else our_texts)(one, given),
+    "texts": lambda way, given: (openvino_texts if way["engine"] == "openvino" else our_texts)(way, given),
 }
 
 
 # ── The benchmark ──
 
 
-def ask(work: str, one: dict[str, Any], given: dict[str, Any], openvino: str, script: str) -> Any:
+def ask(work: str, way: dict[str, Any], given: dict[str, Any], openvino: str, script: str) -> Any:
     """Return the result of a script's `--worker` in a fresh process."""
-    python = openvino if one["engine"] == "openvino" else sys.executable
+    python = openvino if way["engine"] == "openvino" else sys.executable
     environment = os.environ | {"OMP_NUM_THREADS": str(given["threads"])}
-    command, asked = [python, script, "--worker", work], json.dumps([one, given])
-    return json.loads(finished(command, f"{one['name']}: {work}", input=asked, env=environment).splitlines()[-1])
+    command, asked = [python, script, "--worker", work], json.dumps([way, given])
+    return json.loads(finished(command, f"{way['name']}: {work}", input=asked, env=environment).splitlines()[-1])
 
 
-def finished(command: list[str], what: str, **settings: Any) -> str:
+def finished(command: list[str], label: str, **settings: Any) -> str:
     """Return the output of a command. If it fails, end the script with its last words."""
     done = subprocess.run(command, capture_output=True, text=True, check=False, **settings)
     if done.returncode:
-        sys.exit(f"{what} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
+        sys.exit(f"{label} ended with status {done.returncode}:\n{done.stderr[-2000:]}")
     return done.stdout
 
 
@@ -235,7 +235,7 @@ def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
             add("openvino", model, dtype=kind, drafter="lookup", length=length)
         small = convert(options.openvino, Path(draft), kind, folder / f"draft-{kind}")
         add("openvino", model, dtype=kind, drafter="draft", length=1, draft=str(small))
-    prompts = [one.prompt for one in read_prompts(run, "test")][: options.count]
+    prompts = [sample.prompt for sample in read_prompts(run, "test")][: options.count]
     ends = target_ends(str(source), load_tokenizer(str(source))).ids
     given = {"run": str(run.folder), "folder": str(folder), "prompts": prompts, "tokens": options.tokens}
     given |= {"threads": thread_count(options.threads), "ends": ends}
@@ -250,29 +250,29 @@ def table(
 
     def columns(name: str) -> tuple[list[int], list[float], list[float]]:
         """Return, by prompt: tokens, median seconds after the first token, median seconds in all."""
-        prompts = [*zip(*(one["texts"] for one in rounds if one["name"] == name), strict=True)]
-        behind = [statistics.median(whole - first for _, first, whole in texts) for texts in prompts]
+        prompts = [*zip(*(record["texts"] for record in rounds if record["name"] == name), strict=True)]
+        later_seconds = [statistics.median(whole - first for _, first, whole in texts) for texts in prompts]
         seconds = [statistics.median(whole for *_, whole in texts) for texts in prompts]
-        return [len(texts[0][0]) for texts in prompts], behind, seconds
+        return [len(texts[0][0]) for texts in prompts], later_seconds, seconds
 
     rows: list[tuple[float, Row]] = []
-    for one in ways:
+    for way in ways:
         plain = next(
-            two["name"]
-            for two in ways
-            if (two["engine"], two["model"], two["drafter"]) == (one["engine"], one["model"], PLAIN)
+            other["name"]
+            for other in ways
+            if (other["engine"], other["model"], other["drafter"]) == (way["engine"], way["model"], PLAIN)
         )
-        tokens, behind, seconds = columns(one["name"])
+        tokens, later_seconds, seconds = columns(way["name"])
         base_tokens, _, base = columns(plain)
         rate = sum(tokens) / sum(seconds)
-        first = statistics.median(whole - rest for whole, rest in zip(seconds, behind, strict=True)) * 1e3
+        first = statistics.median(whole - later for whole, later in zip(seconds, later_seconds, strict=True)) * 1e3
         cells: Row = [
-            one["name"],
-            Cell(kl[reading(one)], ".4f"),
+            way["name"],
+            Cell(kl[reading(way)], ".4f"),
             Cell(first, ".0f"),
-            Cell((sum(tokens) - len(tokens)) / sum(behind), ".1f"),
+            Cell((sum(tokens) - len(tokens)) / sum(later_seconds), ".1f"),
             Cell(rate, ".1f"),
-            None if one["drafter"] == PLAIN else speed_ratio(tokens, seconds, base_tokens, base),
+            None if way["drafter"] == PLAIN else speed_ratio(tokens, seconds, base_tokens, base),
         ]
         rows.append((-rate, cells))
     heads = ["decoder", "KL", "first token, ms", "tokens/s after it", "tokens/s with the prompt", "÷ its plain"]
@@ -280,9 +280,9 @@ def table(
     return document([Table(heads, ordered, command=command, note=note)])
 
 
-def reading(one: dict[str, Any]) -> str:
+def reading(way: dict[str, Any]) -> str:
     """Name what decides on a target's distributions: its weights, and the engine that computes with them."""
-    return f"{one['model']} in {one.get('read_by', one['engine'])}"
+    return f"{way['model']} in {way.get('read_by', way['engine'])}"
 
 
 def read_rounds(path: Path) -> list[dict[str, Any]]:
@@ -308,25 +308,25 @@ def benchmark(
         sys.exit(f"{Path(script).stem}: {error}")
     folder, openvino = Path(given["folder"]), options.openvino or ""
     if not (folder / "texts.json").exists():
-        one = next(one for one in ways if one["engine"] == "pytorch")
-        ask("exact", one | {"dtype": "float32"}, given, openvino, script)
+        in_pytorch = next(way for way in ways if way["engine"] == "pytorch")
+        ask("exact", in_pytorch | {"dtype": "float32"}, given, openvino, script)
     kept = folder / "kl.json"
     kl: dict[str, float] = json.loads(kept.read_text()) if kept.exists() else {}
-    for one in ways:
-        if reading(one) not in kl:
-            kl[reading(one)] = ask("kl", one, given, openvino, script)
+    for way in ways:
+        if reading(way) not in kl:
+            kl[reading(way)] = ask("kl", way, given, openvino, script)
             kept.write_text(json.dumps(kl))
     path = folder / "rounds.jsonl"
-    done = Counter(one["name"] for one in read_rounds(path))
+    done = Counter(record["name"] for record in read_rounds(path))
     for number in range(options.rounds):
         for place in range(len(ways)):
-            one = ways[(place + number * 5) % len(ways)]
-            if done[one["name"]] > number:
+            way = ways[(place + number * 5) % len(ways)]
+            if done[way["name"]] > number:
                 continue
-            print(f"round {number + 1}: {one['name']}", file=sys.stderr)
-            texts = ask("texts", one, given, openvino, script)
+            print(f"round {number + 1}: {way['name']}", file=sys.stderr)
+            texts = ask("texts", way, given, openvino, script)
             with path.open("a") as file:
-                file.write(json.dumps({"name": one["name"], "texts": texts}) + "\n")
+                file.write(json.dumps({"name": way["name"], "texts": texts}) + "\n")
     rounds = read_rounds(path)
     command = f"python scripts/benchmarks/{Path(script).name} {shlex.join(sys.argv[1:])}"
     note = (

@@ -32,7 +32,7 @@ SERVER_SECONDS = 300.0
 TYPES = {PLAIN: (), "draft": ("--spec-type", "draft-simple"), "lookup": ("--spec-type", "ngram-mod")}
 
 
-def server_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
+def server_texts(way: dict[str, Any], given: dict[str, Any]) -> list[Text]:
     """Return texts of a llama-server, by the clock of its client."""
     from distill.serving.check import LlamaClient
     from distill.serving.server import Http, LlamaServer, started
@@ -45,30 +45,30 @@ def server_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
             import wheel_server
 
             binary = wheel_server.program(Path(stack.enter_context(tempfile.TemporaryDirectory())))
-        draft = Path(one["draft"]) if one["drafter"] == "draft" else None
+        draft = Path(way["draft"]) if way["drafter"] == "draft" else None
         settings = LlamaServer(
-            *(binary, Path(one["model"]), draft, one.get("length", 4)),
+            *(binary, Path(way["model"]), draft, way.get("length", 4)),
             threads=given["threads"],
             context=base.CONTEXT,
-            further=TYPES[one["drafter"]],
+            further=TYPES[way["drafter"]],
         )
         running = stack.enter_context(started(settings, SERVER_SECONDS))
         client = LlamaClient(stack.enter_context(contextlib.closing(Http(running.url, SERVER_SECONDS))))
         replies = [client.complete(ids, given["tokens"]) for ids in [given["prompts"][0], *given["prompts"]]]
-    return [(list(one.tokens), one.first_seconds, one.seconds) for one in replies[1:]]
+    return [(list(reply.tokens), reply.first_seconds, reply.seconds) for reply in replies[1:]]
 
 
-def transformers_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
+def transformers_texts(way: dict[str, Any], given: dict[str, Any]) -> list[Text]:
     """Return texts of transformers' generate, with its own assistant or prompt lookup."""
     import torch
     from transformers import AutoModelForCausalLM
 
     torch.set_num_threads(given["threads"])
-    target = AutoModelForCausalLM.from_pretrained(one["model"], dtype=torch.bfloat16)
-    drafting: dict[str, Any] = {"prompt_lookup_num_tokens": 10} if one["drafter"] == "lookup" else {}
-    if one["drafter"] == "draft":
-        drafting = {"assistant_model": AutoModelForCausalLM.from_pretrained(one["draft"], dtype=torch.bfloat16)}
-    found = []
+    target = AutoModelForCausalLM.from_pretrained(way["model"], dtype=torch.bfloat16)
+    drafting: dict[str, Any] = {"prompt_lookup_num_tokens": 10} if way["drafter"] == "lookup" else {}
+    if way["drafter"] == "draft":
+        drafting = {"assistant_model": AutoModelForCausalLM.from_pretrained(way["draft"], dtype=torch.bfloat16)}
+    continued = []
     for ids in [given["prompts"][0], *given["prompts"]]:
         asked = torch.tensor([ids])
         settings = {"do_sample": False, "max_new_tokens": given["tokens"], "eos_token_id": given["ends"]}
@@ -77,13 +77,14 @@ def transformers_texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]
         started = time.perf_counter()
         with torch.inference_mode():
             made = target.generate(asked, attention_mask=torch.ones_like(asked), **settings, **drafting)
-        found.append((made[0, len(ids) :].tolist(), 0.0, time.perf_counter() - started))
-    return found[1:]
+        continued.append((made[0, len(ids) :].tolist(), 0.0, time.perf_counter() - started))
+    return continued[1:]
 
 
-def texts(one: dict[str, Any], given: dict[str, Any]) -> list[Text]:
-    own = {"llama-server": server_texts, "transformers": transformers_texts, "openvino": base.openvino_texts}
-    return own.get(one["engine"], base.our_texts)(one, given)
+def texts(way: dict[str, Any], given: dict[str, Any]) -> list[Text]:
+    """Return the texts of a way to decode, with their seconds."""
+    peers = {"llama-server": server_texts, "transformers": transformers_texts, "openvino": base.openvino_texts}
+    return peers.get(way["engine"], base.our_texts)(way, given)
 
 
 def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[str, Any]]:
@@ -108,8 +109,8 @@ def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
 
     def add(engine: str, model: str, drafter: str, draft: Any = None, which: str = "", **settings: Any) -> None:
         name = f"{engine}, {which or drafter}"
-        one = {"name": name, "engine": engine, "model": model, "drafter": drafter, "draft": str(draft)}
-        ways.append({"dtype": "auto", **one, **settings})
+        way = {"name": name, "engine": engine, "model": model, "drafter": drafter, "draft": str(draft)}
+        ways.append({"dtype": "auto", **way, **settings})
 
     rule = {"rule": "expected-value", "length": 8}
     bits = {"pytorch": {"target_weights": "file"}}
@@ -135,7 +136,8 @@ def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
         add("transformers", whole, drafter, folders["sibling"], which, read_by="pytorch")
     if options.openvino:
         converted = {
-            name: base.convert(options.openvino, one, "int8", folder / f"{name}-int8") for name, one in folders.items()
+            name: base.convert(options.openvino, place, "int8", folder / f"{name}-int8")
+            for name, place in folders.items()
         }
         for drafter, length in ((PLAIN, 0), ("lookup", 5), ("draft", 4)):
             which = f"int8, {'sibling' if drafter == 'draft' else drafter}"
@@ -143,23 +145,23 @@ def prepared(options: argparse.Namespace) -> tuple[list[dict[str, Any]], dict[st
     corpus = Corpus(sources=sources_of(options.prompts))
     read = read_user_prompts(target, corpus, Chat(), options.count, 64, base.CONTEXT - options.tokens - 16)
     ends = target_ends(whole, load_tokenizer(whole)).ids
-    given = {"folder": str(folder), "prompts": [one.prompt for one in read.measured], "tokens": options.tokens}
+    given = {"folder": str(folder), "prompts": [sample.prompt for sample in read.measured], "tokens": options.tokens}
     return ways, given | {"threads": thread_count(options.threads), "ends": ends, "server": options.server}
 
 
 def same_texts(ways: Sequence[dict[str, Any]], rounds: Sequence[dict[str, Any]]) -> str:
     """Count, for each way, the texts that equal those of the same engine's plain decoding."""
     first: dict[str, list[list[int]]] = {}
-    for one in rounds:
-        first.setdefault(one["name"], [ids for ids, *_ in one["texts"]])
-    found = []
-    for one in ways:
-        own = first[one["name"]]
-        plain = next(two["name"] for two in ways if (two["engine"], two["drafter"]) == (one["engine"], PLAIN))
-        if one["name"] != plain:
-            same = sum(a == b for a, b in zip(own, first[plain], strict=True))
-            found.append(f"{one['name']} {same}")
-    return f"Texts equal to the engine's plain ones, of {len(own)}: {'; '.join(found)}."
+    for record in rounds:
+        first.setdefault(record["name"], [ids for ids, *_ in record["texts"]])
+    counts = []
+    for way in ways:
+        decoded = first[way["name"]]
+        plain = next(other["name"] for other in ways if (other["engine"], other["drafter"]) == (way["engine"], PLAIN))
+        if way["name"] != plain:
+            same = sum(a == b for a, b in zip(decoded, first[plain], strict=True))
+            counts.append(f"{way['name']} {same}")
+    return f"Texts equal to the engine's plain ones, of {len(decoded)}: {'; '.join(counts)}."
 
 
 def main() -> None:

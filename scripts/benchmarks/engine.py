@@ -4,14 +4,15 @@
     python scripts/benchmarks/engine.py runs/demo --to engine.json --llama-bin DIR     # beside llama-speculative-simple
     python scripts/benchmarks/engine.py runs/demo --to engine.json --case gguf-145M-demo --lengths 2,4
 
-A case is an engine, the target's size (the run's own, or grown without changing its text) and a pair: `demo`, the run's
-draft, or `same`, the target drafting for itself, which is always accepted. Decoding is greedy and continues after end
-tokens. T(n + 1) and D come from bare rounds: the same calls of both models in the same order and at the same depth,
-with nothing read or decided between them. They are timed directly after each text, with n one-token draft steps.
+A case is an engine, the target's size and a pair. The size is the run's own, or it is grown without changing the
+target's text. The pair `demo` has the run's draft. In the pair `same` the target drafts for itself, and every token is
+accepted. Decoding is greedy and continues after end tokens. T(n + 1) and D come from bare rounds, which make the same
+calls of both models in the same order and at the same depth. Nothing is read or decided between these calls. Bare
+rounds are timed directly after each text, with n one-token draft steps.
 
-`peer` is our tokens/s, prompt included, over transformers' assisted generation (PyTorch), or over the decoding of
-llama-speculative-simple with the same files, prompt and length (GGUF, without the prompt), in turns. All figures are
-medians over texts.
+`peer` divides our tokens/s by those of another decoder, which takes turns with ours. For PyTorch it is transformers'
+assisted generation, and the prompt counts. For GGUF it is llama-speculative-simple with the same files, prompt and
+length, and the prompt does not count. All figures are medians over texts.
 """
 
 from __future__ import annotations
@@ -106,7 +107,7 @@ def opened(run: Run, name: str, scratch: Path, threads: int) -> Iterator[Case]:
 def bare_round(target: Model, draft: Model, context: Sequence[int], length: int) -> float:
     """Return the mean seconds of the calls of a round, and of nothing else, on the last tokens of `context`.
 
-    The mean is used because the texts' own seconds are sums: a busy moment counts in both.
+    A mean is compared because the seconds of texts are sums, so that a busy moment counts in both.
     """
     depth = len(context) - length - 1
     tokens = list(context[depth:])
@@ -154,11 +155,11 @@ def assisted(models: tuple[Any, Any], prompt: Sequence[int], length: int, tokens
     return time.perf_counter() - started
 
 
-def over_peer(case: Case, prompt: Sequence[int], own: Decoded, length: int, options: Any) -> float | None:
+def over_peer(case: Case, prompt: Sequence[int], decoded: Decoded, length: int, options: Any) -> float | None:
     """Return our speed on a prompt over that of the other decoder, or None if there is none."""
     if case.hugging_face is not None:
         seconds = assisted(case.hugging_face, prompt, length, options.tokens)
-        return len(own.tokens) / (own.prefill_seconds + own.seconds) * seconds / options.tokens
+        return len(decoded.tokens) / (decoded.prefill_seconds + decoded.seconds) * seconds / options.tokens
     if options.llama_bin is None:
         return None
     assert case.files is not None and isinstance(case.target, GgufModel)
@@ -166,7 +167,7 @@ def over_peer(case: Case, prompt: Sequence[int], own: Decoded, length: int, opti
     command = simple_command(binary, case.files, length, options.tokens, CAPACITY, options.threads)
     text = case.target.file.detokenize(prompt).decode("utf-8", "replace")
     tokens, seconds, _ = simple([*command, "-fa", "off", "--ignore-eos"], text)
-    return (len(own.tokens) - 1) / own.seconds * seconds / tokens
+    return (len(decoded.tokens) - 1) / decoded.seconds * seconds / tokens
 
 
 def share_of_bound(result: Decoded, bare_seconds: float, length: int) -> tuple[float, float]:
@@ -179,20 +180,20 @@ def share_of_bound(result: Decoded, bare_seconds: float, length: int) -> tuple[f
 def measure(case: Case, prompts: Sequence[list[int]], options: Any) -> dict[str, Any]:
     """Return medians over texts, by length. The lengths are measured in mixed order."""
     lengths = options.lengths
-    found: dict[int, list[tuple[float, float, float | None]]] = {length: [] for length in lengths}
+    figures: dict[int, list[tuple[float, float, float | None]]] = {length: [] for length in lengths}
     for repeat in range(options.repeats + 1):  # The first one warms up.
         prompt, turn = prompts[repeat % len(prompts)], repeat % len(lengths)
         for length in [*lengths[turn:], *lengths[:turn]]:
-            own = speculate(case.target, case.draft, prompt, length, options.tokens)
-            half = [*prompt, *own.tokens][: len(prompt) + options.tokens // 2 + length]
+            decoded = speculate(case.target, case.draft, prompt, length, options.tokens)
+            half = [*prompt, *decoded.tokens][: len(prompt) + options.tokens // 2 + length]
             bare = bare_round(case.target, case.draft, half, length)
-            peer = over_peer(case, prompt, own, length, options)
+            peer = over_peer(case, prompt, decoded, length, options)
             if repeat:
-                found[length].append((*share_of_bound(own, bare, length), peer))
+                figures[length].append((*share_of_bound(decoded, bare, length), peer))
         print(f"  {repeat} of {options.repeats}", file=sys.stderr, flush=True)
     return {
         str(length): [None if None in column else statistics.median(column) for column in zip(*texts, strict=True)]
-        for length, texts in found.items()
+        for length, texts in figures.items()
     }
 
 
@@ -201,7 +202,9 @@ def main() -> None:
     parser.add_argument("run", type=Path)
     parser.add_argument("--to", type=Path, required=True, help="JSON file of the results; finished cases are kept")
     parser.add_argument("--case", action="append", help="such as gguf-145M-demo; repeatable (default: all)")
-    parser.add_argument("--lengths", default="1,2,3,4,5,6,7,8", type=lambda text: [int(one) for one in text.split(",")])
+    parser.add_argument(
+        "--lengths", default="1,2,3,4,5,6,7,8", type=lambda text: [int(length) for length in text.split(",")]
+    )
     parser.add_argument("--tokens", type=int, default=96)
     parser.add_argument("--prompt-tokens", type=int, default=64)
     parser.add_argument("--repeats", type=int, default=15)
@@ -211,19 +214,19 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     folder = options.run.resolve()
     run = Run(folder, load_recipe(folder / "config.yaml"))
-    prompts = [one.prompt[: options.prompt_tokens] for one in read_prompts(run, "test")]
-    prompts = [one for one in prompts if len(one) == options.prompt_tokens]
+    prompts = [sample.prompt[: options.prompt_tokens] for sample in read_prompts(run, "test")]
+    prompts = [prompt for prompt in prompts if len(prompt) == options.prompt_tokens]
     names = options.case or [f"{e}-{s}-{p}" for e in ENGINES for s in SIZES for p in PAIRS]
-    found = read_json(options.to, {"cases": dict}) if options.to.exists() else {"cases": {}}
+    results = read_json(options.to, {"cases": dict}) if options.to.exists() else {"cases": {}}
     with tempfile.TemporaryDirectory() as scratch:
-        for name in (name for name in names if name not in found["cases"]):
+        for name in (name for name in names if name not in results["cases"]):
             print(name, file=sys.stderr, flush=True)
             with opened(run, name, Path(scratch), options.threads) as case:
-                found["cases"][name] = measure(case, prompts, options)
-            write_json(options.to, found | {"machine": machine(), "command": sys.argv})
+                results["cases"][name] = measure(case, prompts, options)
+            write_json(options.to, results | {"machine": machine(), "command": sys.argv})
     rows: list[Row] = [
         [*name.split("-"), length, Cell(tau), Cell(share, ".3f"), Cell(peer)]
-        for name, case in found["cases"].items()
+        for name, case in results["cases"].items()
         for length, (tau, share, peer) in case.items()
     ]
     print(document([Table(["engine", "target", "pair", "n", "τ", "share of the bound", "peer"], rows)]))

@@ -34,23 +34,23 @@ def intervals(columns: list[numpy.ndarray], random: numpy.random.Generator) -> d
     units = len(columns[0])
     stacked = numpy.stack(columns)
     resampled = ratio(stacked @ random.multinomial(units, numpy.full(units, 1 / units), 2000).T)
-    own = float(ratio(stacked.sum(1)))
+    estimate = float(ratio(stacked.sum(1)))
     jackknife = ratio(stacked.sum(1, keepdims=True) - stacked)
     apart = jackknife.mean() - jackknife
     acceleration = float((apart**3).sum() / (6 * (apart**2).sum() ** 1.5))
-    bias = stats.norm.ppf((resampled < own).mean())
+    bias = stats.norm.ppf((resampled < estimate).mean())
     adjusted = [bias + (bias + z) / (1 - acceleration * (bias + z)) for z in stats.norm.ppf([0.025, 0.975])]
     t = stats.t.ppf(0.975, units - 1)
     logs = numpy.log(jackknife)
     error = t * math.sqrt((units - 1) / units * ((logs - logs.mean()) ** 2).sum())
     edge = tables.edge_of(units)
-    found = {
+    bounds = {
         "percentiles of 95 %": numpy.quantile(resampled, [0.025, 0.975]),
         "percentiles widened to t": numpy.quantile(resampled, [edge, 1 - edge]),
         "BCa": numpy.quantile(resampled, stats.norm.cdf(adjusted)),
-        "t on the logarithm": own * numpy.exp([-error, error]),
+        "t on the logarithm": estimate * numpy.exp([-error, error]),
     }
-    return {name: (float(low), float(high)) for name, (low, high) in found.items()}
+    return {name: (float(low), float(high)) for name, (low, high) in bounds.items()}
 
 
 def main() -> None:

@@ -5,9 +5,10 @@ Texts are simulated, and costs are measured.
 python scripts/benchmarks/joined.py [--tokens 64,400] [--prompt 200] [--seeds 4] [--sessions 1] [--every 1]
 
 A text consists of new tokens and copies of earlier stretches. At each place the draft's best token is right with a
-probability that the draft knows, and each next token with half of the rest. Drafters and rule are the real ones. Time
-is simulated and includes the draft's reading of prompts. All ways decode the same texts, in sessions of several texts.
-The output is a way's speed over the fastest of the others in each cell. `--every` takes every n-th cell.
+probability that the draft knows. Its second token is right with half of the rest, and its third with half of what
+remains. Drafters and rule are the real ones. Time is simulated and includes the draft's reading of prompts. All ways
+decode the same texts, in sessions of several texts. The output is a way's speed in each cell, divided by that of the
+fastest other way. `--every` takes every n-th cell.
 """
 
 from __future__ import annotations
@@ -69,9 +70,9 @@ class Text:
         """Return the chances of the draft's three best tokens, and of all others together."""
         return [chance, (1 - chance) / 2, (1 - chance) / 4, (1 - chance) / 4]
 
-    def logits(self, place: int, on_it: bool) -> torch.Tensor:
-        """Return the draft's logits [V] at a place if all earlier tokens are this text's, and others otherwise."""
-        right = self.tokens[place] + (0 if on_it else 7)
+    def logits(self, place: int, on_text: bool) -> torch.Tensor:
+        """Return the draft's logits [V] at a place. They favour wrong tokens if an earlier token is not the text's."""
+        right = self.tokens[place] + (0 if on_text else 7)
         order = [(right + other) % VOCABULARY for other in (1, 2, 3)]
         if self.ranks[place] < 3:
             order[self.ranks[place]] = right % VOCABULARY
@@ -94,7 +95,7 @@ class Draft:
     def __init__(self, step: float, curve: Sequence[float]) -> None:
         self.step, self.curve = step, curve
         self.lengths, self.seconds = [0], 0.0
-        self._nodes: list[tuple[int, bool]] = []  # depth, and whether the text continues so
+        self._nodes: list[tuple[int, bool]] = []  # (depth, whether the text has all tokens down to the node)
 
     def rollback(self, lengths: Sequence[int]) -> None:
         """Forget the tokens beyond `lengths`."""
@@ -113,13 +114,13 @@ class Draft:
         if parents is None:
             self.lengths = [self.lengths[0] + count]
             return TorchLogits(self.text.logits(self.lengths[0], True)[None])
-        found = []
+        logits = []
         for token, parent in zip(tokens, parents, strict=True):
             depth, right = self._nodes[parent] if parent >= 0 else (0, True)
             place = self.lengths[0] + depth
             self._nodes.append((depth + 1, right and token == self.text.tokens[place]))
-            found.append(self.text.logits(place + 1, self._nodes[-1][1]))
-        return TorchLogits(torch.stack(found))
+            logits.append(self.text.logits(place + 1, self._nodes[-1][1]))
+        return TorchLogits(torch.stack(logits))
 
 
 def accepted(proposal: Proposal, text: Sequence[int]) -> int:
@@ -198,10 +199,11 @@ def simulate(
             costs = Costs(target, 0.1 * draft, 0.1 * draft * curve[1], draft_prompt=0.1 * draft * READ)
             inputs, plain = DrafterInputs(costs), 0.1 * tokens * len(texts)
             taken = {
-                way: sum(seconds_of(one, part, inputs, curve, prompt, tokens) for part in parts)
-                for way, one in WAYS.items()
+                way: sum(seconds_of(configuration, part, inputs, curve, prompt, tokens) for part in parts)
+                for way, configuration in WAYS.items()
             }
-            cells.append(Cell((name, share, mean, draft), tokens, {way: plain / own for way, own in taken.items()}))
+            speeds = {way: plain / seconds for way, seconds in taken.items()}
+            cells.append(Cell((name, share, mean, draft), tokens, speeds))
     return cells
 
 
@@ -215,18 +217,18 @@ def main() -> None:
     parser.add_argument("--every", type=int, default=1, help="only every n-th cell")
     parser.add_argument("--worst", type=int, default=8, help="cells printed")
     asked = parser.parse_args()
-    found = [
+    simulated = [
         simulate(int(tokens), asked.seeds, COPIED, asked.prompt, asked.sessions, asked.every)
         for tokens in asked.tokens.split(",")
     ]
     print("| tokens | way | cells | least | median | mean | most | below .98 |")
     print("|--:|---|--:|--:|--:|--:|--:|--:|")
-    for cells, way in itertools.product(found, COMPARED):
+    for cells, way in itertools.product(simulated, COMPARED):
         ratios = sorted(cell.ratio(way) for cell in cells)
         figures = ratios[0], statistics.median(ratios), statistics.fmean(ratios), ratios[-1]
         low = sum(ratio < 0.98 for ratio in ratios)
         print(f"| {cells[0].tokens} | {way} | {len(cells)} | {' | '.join(f'{f:.3f}' for f in figures)} | {low} |")
-    for cells, way in itertools.product(found, COMPARED):
+    for cells, way in itertools.product(simulated, COMPARED):
         for cell in sorted(cells, key=lambda cell: cell.ratio(way))[: asked.worst]:
             name, share, mean, draft = cell.where
             speeds = ", ".join(f"{other} {speed:.3f}" for other, speed in cell.speeds.items())

@@ -7,14 +7,16 @@
     python scripts/benchmarks/learning.py runs/demo --to learning/ --table --base adamw
 
 RUN has cut/ (`distill train recipes/demo.yaml --until cut`). Its corpus, answers, teacher and cut are used. A
-configuration that names a key of `cut` makes a cut of its own. A configuration is a name and overrides. @X means X
-times the rate of the training. Without other overrides it uses AdamW, a cosine, and otherwise the run's recipe. With
---of-recipe it uses only the recipe. Each is trained by stage `train` itself, for the same steps on the same blocks in
-the same order, in a process of its own. The last weights are used. A stopped training continues from its checkpoint.
+configuration is a name and overrides. @X means X times the rate of the training. Overrides start from AdamW, a cosine
+and the other settings of the run's recipe. With --of-recipe they start from the recipe alone. A configuration that
+names a key of `cut` makes a cut of its own.
 
-The rate of each configuration is chosen on validation prompts, from the same grid, with the first seed, by acceptance
-under sampling. The other seeds use only that rate. Figures are for test prompts, averaged over seeds: acceptance on
-texts that the target writes, with the interval of the difference to --base, paired by prompt.
+Stage `train` itself trains each configuration in a process of its own, for the same steps on the same blocks in the
+same order. The last weights are used. A stopped training continues from its checkpoint.
+
+The first seed trains every rate of the grid, and the rate with the most acceptance under sampling on validation prompts
+is chosen. The other seeds use only that rate. Figures are acceptances on texts that the target writes to test prompts,
+averaged over seeds. The interval is that of the difference to --base, paired by prompt.
 
 Legend: U prompts.
 """
@@ -68,11 +70,13 @@ class Texts:
     def __init__(self, target: Any, recipe: Recipe, prompts: list[Sample], options: Any, vocabulary: int) -> None:
         sampler = recipe.sampler
         ends = target_ends(recipe.target.model, load_tokenizer(recipe.target.model)).ids
-        limit = min(options.new_tokens, target.config.max_position_embeddings - max(len(one.prompt) for one in prompts))
+        longest = max(len(sample.prompt) for sample in prompts)
+        limit = min(options.new_tokens, target.config.max_position_embeddings - longest)
         rows = BatchedTorchModel(target, recipe.answers.batch, vocabulary)
-        asked = deque(Request(one.id, one.prompt, prompt_seed(recipe.seed, one.id), limit) for one in prompts)
-        answers = {reply.id: reply.ids for reply in refill(rows, asked, sampler, ends)}
-        self.rows = [(one.prompt, answers[one.id]) for one in prompts if len(answers[one.id]) > 1]
+        seeds = {sample.id: prompt_seed(recipe.seed, sample.id) for sample in prompts}
+        requests = deque(Request(sample.id, sample.prompt, seeds[sample.id], limit) for sample in prompts)
+        answers = {reply.id: reply.ids for reply in refill(rows, requests, sampler, ends)}
+        self.rows = [(sample.prompt, answers[sample.id]) for sample in prompts if len(answers[sample.id]) > 1]
         self.sampler, self.vocabulary = sampler, vocabulary
         self.distributions = [self._logits(target, row) for row in self.rows]
 
@@ -84,7 +88,7 @@ class Texts:
 
     def accepted(self, draft: Any) -> dict[str, list[tuple[float, int]]]:
         """Return, by protocol, the sum of acceptances and the number of positions of each prompt [U]."""
-        found: dict[str, list[tuple[float, int]]] = {name: [] for name in PROTOCOLS}
+        sums: dict[str, list[tuple[float, int]]] = {name: [] for name in PROTOCOLS}
         for row, target in zip(self.rows, self.distributions, strict=True):
             logits = self._logits(draft, row)
             p, q = probabilities_of(self.sampler, target), probabilities_of(self.sampler, logits)
@@ -95,8 +99,8 @@ class Texts:
                 "greedy": (target.argmax(-1, keepdim=True) == best).sum(),
             }
             for name, value in values.items():
-                found[name].append((float(value), len(p)))
-        return found
+                sums[name].append((float(value), len(p)))
+        return sums
 
 
 def texts_of(options: Any) -> dict[str, Texts]:
@@ -111,7 +115,7 @@ def texts_of(options: Any) -> dict[str, Texts]:
 def overrides_of(text: str, rate: float) -> list[str]:
     """Return the overrides of a configuration at a rate: parts that begin with `a.b=`, with @X as X · rate."""
     parts = re.split(r"\s+(?=[a-z_]+(?:\.[a-z_]+)+=)", text.strip()) if text.strip() else []
-    return [re.sub(r"@([0-9.e+-]+)", lambda found: f"{float(found[1]) * rate:.6g}", part) for part in parts]
+    return [re.sub(r"@([0-9.e+-]+)", lambda multiple: f"{float(multiple[1]) * rate:.6g}", part) for part in parts]
 
 
 def recipe_of(options: Any, text: str, rate: float, seed: int) -> Recipe:
@@ -179,27 +183,28 @@ class Trainings:
             "run": str(options.run.resolve().name),
         }
         if path.exists():
-            found = dict(json.loads(path.read_text()))
-            other = {key: found.get(key) for key, value in same.items() if found.get(key) != value}
+            saved = dict(json.loads(path.read_text()))
+            other = {key: saved.get(key) for key, value in same.items() if saved.get(key) != value}
             if other:
                 sys.exit(f"{path} holds {name} with {other}; give another --to, or delete it")
-            return found
+            return saved
         folder = options.to / "work" / path.stem
         draft, figures = self.trained(folder, text, rate, seed)
         accepted = {split: texts.accepted(draft) for split, texts in self.texts.items()}
-        found = {"method": name, "rate": rate, "seed": seed, **same, **figures, **accepted}
-        write_json(path, found)
+        result = {"method": name, "rate": rate, "seed": seed, **same, **figures, **accepted}
+        write_json(path, result)
         shutil.rmtree(folder, ignore_errors=True)
-        return found
+        return result
 
     def work_through(self, name: str, text: str, progress: Progress) -> None:
         """Train every rate with the first seed, then the other seeds at the best rate."""
         first, *others = self.options.seeds
-        own = []
+        trainings = []
         for rate in self.options.rates:
-            own.append(self.made(name, text, rate, first))
-            progress.step(note=f"{name}, rate {rate:g}: {mean([own[-1]['validation']['sampling']]):.4f}")
-        rate = at_best_rate(own)[0]["rate"]
+            trainings.append(self.made(name, text, rate, first))
+            score = mean([trainings[-1]["validation"]["sampling"]])
+            progress.step(note=f"{name}, rate {rate:g}: {score:.4f}")
+        rate = at_best_rate(trainings)[0]["rate"]
         for seed in others:
             self.made(name, text, rate, seed)
             progress.step()
@@ -210,47 +215,48 @@ def mean(rows: list[list[Any]]) -> float:
     return sum(v for row in rows for v, _ in row) / sum(n for row in rows for _, n in row)
 
 
-def at_best_rate(own: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def at_best_rate(trainings: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return one configuration's trainings at the rate with the most acceptance on validation prompts, by seed.
 
     Rates are compared on the seeds that all of them have.
     """
-    rates = {one["rate"] for one in own}
-    common = set.intersection(*({one["seed"] for one in own if one["rate"] == rate} for rate in rates))
-    scores = {
-        rate: mean([one["validation"]["sampling"] for one in own if one["rate"] == rate and one["seed"] in common])
-        for rate in rates
-    }
-    best = max(scores, key=lambda rate: scores[rate])
-    return sorted((one for one in own if one["rate"] == best), key=lambda one: one["seed"])
+    rates = {training["rate"] for training in trainings}
+    by_rate = {rate: [training for training in trainings if training["rate"] == rate] for rate in rates}
+    common = set.intersection(*({training["seed"] for training in group} for group in by_rate.values()))
+
+    def score(rate: float) -> float:
+        return mean([training["validation"]["sampling"] for training in by_rate[rate] if training["seed"] in common])
+
+    return sorted(by_rate[max(by_rate, key=score)], key=lambda training: training["seed"])
 
 
 def _totals(rows: list[list[Any]]) -> tuple[Any, Any]:
     """Return, by prompt, the sum of acceptances and of positions over seeds [U]."""
-    values, counts = (numpy.array([[one[part] for one in row] for row in rows]).sum(0) for part in (0, 1))
+    values, counts = (numpy.array([[pair[part] for pair in row] for row in rows]).sum(0) for part in (0, 1))
     return values, counts
 
 
 def table(folder: Path, base: str) -> str:
     """Return every configuration on every protocol at its best rate, compared with `base`, which comes first."""
-    found = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
-    names = {one["method"] for one in found}
+    trainings = [json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))]
+    names = {training["method"] for training in trainings}
     if base not in names:
         sys.exit(f"{folder} has no training of {base}, with which the others are compared")
     order = [base, *sorted(names - {base})]
-    taken = {name: at_best_rate([one for one in found if one["method"] == name]) for name in order}
-    compared = {one["seed"]: one for one in taken[base]}
-    base_seconds = numpy.median([one["seconds_per_step"] for one in taken[base]])
+    taken = {name: at_best_rate([training for training in trainings if training["method"] == name]) for name in order}
+    compared = {training["seed"]: training for training in taken[base]}
+    base_seconds = numpy.median([training["seconds_per_step"] for training in taken[base]])
     rows: list[Row] = []
-    for name, own in taken.items():
-        seconds = float(numpy.median([one["seconds_per_step"] for one in own]))
-        cells: list[Any] = [name, f"{own[0]['rate']:g}", len(own), Cell(seconds, ".3f"), float(seconds / base_seconds)]
-        shared = [one for one in own if one["seed"] in compared]  # Both sides have these seeds.
+    for name, of_method in taken.items():
+        seconds = float(numpy.median([training["seconds_per_step"] for training in of_method]))
+        rate = f"{of_method[0]['rate']:g}"
+        cells: list[Any] = [name, rate, len(of_method), Cell(seconds, ".3f"), float(seconds / base_seconds)]
+        shared = [training for training in of_method if training["seed"] in compared]  # Both sides have these seeds.
         for protocol in PROTOCOLS:
-            old = _totals([compared[one["seed"]]["test"][protocol] for one in shared])
-            new = _totals([one["test"][protocol] for one in shared])
+            old = _totals([compared[training["seed"]]["test"][protocol] for training in shared])
+            new = _totals([training["test"][protocol] for training in shared])
             gap = None if name == base else Cell(paired_ratio_interval(*old, *new), "+.4f")
-            cells += [Cell(mean([one["test"][protocol] for one in own]), ".4f"), gap]
+            cells += [Cell(mean([training["test"][protocol] for training in of_method]), ".4f"), gap]
         rows.append(cells)
     heads = ["method", "rate", "seeds", "s per step", "of the base's"]
     heads += [head for protocol in PROTOCOLS for head in (protocol, f"{protocol}, difference")]
@@ -259,12 +265,12 @@ def table(folder: Path, base: str) -> str:
 
 
 def chosen(options: Any) -> dict[str, str]:
-    """Return the requested configurations by name. RecipeError if one is not readable at every rate."""
+    """Return the requested configurations by name. RecipeError if a configuration has impossible overrides."""
     known = dict(CONFIGURATIONS)
-    for one in options.add or []:
-        name, colon, text = one.partition(": ")
+    for added in options.add or []:
+        name, colon, text = added.partition(": ")
         if not colon or not name.strip():
-            sys.exit(f"--add {one!r}: write `NAME: a.b=c d.e=f`")
+            sys.exit(f"--add {added!r}: write `NAME: a.b=c d.e=f`")
         known[name.strip()] = text
     names = options.only or [*known]
     unknown = [name for name in names if name not in known]

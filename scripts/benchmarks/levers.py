@@ -5,12 +5,14 @@
     python scripts/benchmarks/levers.py RUN --to FOLDER --table --base muon
     python scripts/benchmarks/levers.py RUN --to FOLDER --table --seen --base zero         # zero: train.rate=1e-9
 
-RUN has answers/, teacher/ (kind exact) and cut/ (`distill train RECIPE --until cut`). Nothing in it is changed. A
-configuration is a name, a colon and overrides of the run's recipe. Each trains the run's cut by the steps of stage
-`train`, in a process of its own, one after another, for so many seconds of steps. With --blocks it trains one epoch of
-so many blocks of answers (0: all). --held blocks, the same for all, are never trained on. At each of their positions,
-the measure is the chance that rejection sampling accepts the draft's token under the recipe's sampler. A configuration
-with a result in FOLDER is not trained again. --save keeps the last weights as FOLDER/NAME.
+RUN has answers/, teacher/ (kind exact) and cut/ (`distill train RECIPE --until cut`). The script changes nothing in it.
+A configuration is a name, a colon and overrides of the run's recipe. Each configuration trains the run's cut with the
+steps of stage `train`, in a process of its own. Steps go on for --seconds. With --blocks, a training is instead one
+epoch of that many blocks of answers (0: all). --held blocks, the same for all configurations, are never trained on.
+
+The measure is the chance that rejection sampling accepts the draft's token under the recipe's sampler, at each position
+of the held blocks. A configuration with a result in FOLDER is not trained again. --save keeps the last weights as
+FOLDER/NAME.
 """
 
 from __future__ import annotations
@@ -48,7 +50,7 @@ SEEN = ("acceptance", "agreement", "forward_kl")  # figures of a step's blocks b
 def accepted(work: Training, held: torch.Tensor) -> list[list[float]]:
     """Return sums by held block: acceptance under the recipe's sampler, argmax agreement, forward KL, positions."""
     learner: Any = plain(work.learner).eval()
-    sampler, columns, found = work.recipe.sampler, learner.columns, []
+    sampler, columns, by_block = work.recipe.sampler, learner.columns, []
     for block in held.split(1):
         stored = work.source.read(block)
         blocks, teacher = stored.blocks, stored.distributions(CPU)
@@ -61,15 +63,15 @@ def accepted(work: Training, held: torch.Tensor) -> list[list[float]]:
             shares = agree = 0.0
             for start in range(0, len(hidden), PART):
                 part = slice(start, min(start + PART, len(hidden)))
-                own = (hidden[part].to(torch.bfloat16) @ head.T.to(torch.bfloat16)).float()
+                logits = (hidden[part].to(torch.bfloat16) @ head.T.to(torch.bfloat16)).float()
                 target = teacher.chunk(part, 1.0).log_probabilities.float()
                 if columns.kept is not None:
-                    own = torch.full_like(target, -torch.inf).index_copy_(1, columns.kept, own)
-                agree += float((own.argmax(-1) == target.argmax(-1)).sum())
-                shares += float(probabilities_of(sampler, own).minimum(probabilities_of(sampler, target)).sum())
-        found.append([shares, agree, float(sums["forward_kl"]), float(sums["positions"])])
+                    logits = torch.full_like(target, -torch.inf).index_copy_(1, columns.kept, logits)
+                agree += float((logits.argmax(-1) == target.argmax(-1)).sum())
+                shares += float(probabilities_of(sampler, logits).minimum(probabilities_of(sampler, target)).sum())
+        by_block.append([shares, agree, float(sums["forward_kl"]), float(sums["positions"])])
     learner.train()
-    return found
+    return by_block
 
 
 def train(given: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
@@ -78,20 +80,20 @@ def train(given: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
     torch.set_num_threads(given.threads)
     work = set_up(recipe, Run(given.run, recipe))
     order = torch.randperm(len(work.source.packed), generator=torch.Generator().manual_seed(7))
-    held, own = order[: given.held], order[given.held :]
-    own = own[: given.count or None]
+    held, learnt = order[: given.held], order[given.held :]
+    learnt = learnt[: given.count or None]
     batch = recipe.train.batch
-    steps = -(-len(own) // batch)
+    steps = -(-len(learnt) // batch)
     before, spent, step, tokens, shown = accepted(work, held), 0.0, 0, 0, time.monotonic()
     seen: list[list[float]] = []
-    work.blocks = lambda step: own[batch_blocks(step, batch, len(own), recipe.seed)]  # type: ignore[method-assign]
+    work.blocks = lambda step: learnt[batch_blocks(step, batch, len(learnt), recipe.seed)]  # type: ignore[method-assign]
     while spent < given.seconds if given.seconds else step < steps:
         share = rate_share(int(spent / given.seconds * PARTS), PARTS) if given.seconds else rate_share(step, steps)
         began = time.monotonic()
         taken = loop.Pending(step, share, loop.one_step(work, step, work.rate * share), {})
         (figures,) = loop.fetched(work, [taken])
         spent, step, tokens = spent + time.monotonic() - began, step + 1, tokens + figures["tokens"]
-        seen.append([figures[one] for one in SEEN])
+        seen.append([figures[name] for name in SEEN])
         if time.monotonic() - shown > 20:
             shown = time.monotonic()
             pace = f"step {step}, {spent:.0f} s: {tokens / spent:.0f} tokens/s"
@@ -100,7 +102,7 @@ def train(given: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
         with work.draft() as final:
             final.config.use_cache = True
             final.save_pretrained(given.to / given.name)
-    epochs = step * batch / len(own)
+    epochs = step * batch / len(learnt)
     after = accepted(work, held)
     made = {"steps": step, "tokens": tokens, "seconds": spent, "epochs": epochs}
     return made | {"before": before, "after": after, "seen": seen}
@@ -108,17 +110,17 @@ def train(given: argparse.Namespace, overrides: list[str]) -> dict[str, Any]:
 
 def table(folder: Path, base: str | None) -> Table:
     """Return all results, with differences to `base` or to the untrained cut, paired by block."""
-    found = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
+    results = {path.stem: json.loads(path.read_text()) for path in sorted(folder.glob("*.json"))}
     rows = []
-    for name, one in found.items():
-        first, last = (list(zip(*one[when], strict=True)) for when in ("before", "after"))
-        other = first if base is None else list(zip(*found[base]["after"], strict=True))
+    for name, result in results.items():
+        first, last = (list(zip(*result[when], strict=True)) for when in ("before", "after"))
+        other = first if base is None else list(zip(*results[base]["after"], strict=True))
         mean, gain = ratio_interval(last[0], last[3]), paired_ratio_interval(other[0], other[3], last[0], last[3])
         positions = sum(last[3])
         accepted, rise = f"{mean.mean:.4f}", f"{gain.mean:+.4f} [{gain.low:+.4f}, {gain.high:+.4f}]"
-        pace, epochs = one["tokens"] / max(one["seconds"], 1), f"{one['epochs']:.1f}"
+        pace, epochs = result["tokens"] / max(result["seconds"], 1), f"{result['epochs']:.1f}"
         agreed, kl = f"{sum(last[1]) / positions:.3f}", f"{sum(last[2]) / positions:.3f}"
-        rows.append([name, f"{one['tokens']:,}", epochs, f"{pace:.0f}", accepted, rise, agreed, kl])
+        rows.append([name, f"{result['tokens']:,}", epochs, f"{pace:.0f}", accepted, rise, agreed, kl])
     heads = ["configuration", "tokens", "epochs", "tokens/s", "acceptance"]
     return Table([*heads, f"difference to {base or 'the untrained cut'}", "argmaxes agree", "KL"], rows)
 
@@ -129,13 +131,13 @@ def seen_table(folder: Path, base: str) -> Table:
     Figures are means over the steps from the fifth on that both made. A training at a rate of almost 0 stands for the
     cut.
     """
-    found = {path.stem: json.loads(path.read_text())["seen"] for path in sorted(folder.glob("*.json"))}
+    by_name = {path.stem: json.loads(path.read_text())["seen"] for path in sorted(folder.glob("*.json"))}
     rows: list[list[Any]] = []
-    for name, steps in found.items():
-        pairs = list(zip(steps, found[base], strict=False))[4:]
-        rises = [sum(one[i] - other[i] for one, other in pairs) / len(pairs) for i in range(len(SEEN))]
+    for name, steps in by_name.items():
+        pairs = list(zip(steps, by_name[base], strict=False))[4:]
+        rises = [sum(step[i] - other[i] for step, other in pairs) / len(pairs) for i in range(len(SEEN))]
         rows.append([name, len(steps), *(f"{rise:+.3f}" for rise in rises)])
-    return Table(["configuration", "steps", *(f"{one}, difference to {base}" for one in SEEN)], rows)
+    return Table(["configuration", "steps", *(f"{figure}, difference to {base}" for figure in SEEN)], rows)
 
 
 def main() -> None:
@@ -162,14 +164,14 @@ def main() -> None:
         (given.to / f"{given.name}.json").write_text(json.dumps(result))
         return
     given.to.mkdir(parents=True, exist_ok=True)
-    counts = [int(one) for one in given.blocks.split(",")]
+    counts = [int(count) for count in given.blocks.split(",")]
     for configuration in given.configurations:
         name, _, overrides = configuration.partition(":")
         for count in counts:
-            own = name if len(counts) == 1 else f"{name}-{count or 'all'}"
-            if (given.to / f"{own}.json").exists():
+            label = name if len(counts) == 1 else f"{name}-{count or 'all'}"
+            if (given.to / f"{label}.json").exists():
                 continue
-            print(own, flush=True)
+            print(label, flush=True)
             options = ["--to", given.to, "--held", given.held, "--threads", given.threads, "--seconds", given.seconds]
             command = [
                 sys.executable,
@@ -178,7 +180,7 @@ def main() -> None:
                 *overrides.split(),
                 *options,
                 "--name",
-                own,
+                label,
                 "--count",
                 count,
             ]

@@ -4,12 +4,14 @@ python scripts/benchmarks/rules.py [--rounds 64,400] [--seeds 8] [--prompt 0] [-
     [--others | --mistimed | --constants]
 
 A text is a sequence of places. At each place the target accepts the draft's token with a probability that only the
-simulation knows, and the draft gives its best token a probability. All rules decode the same texts, as many tokens as
-the best fixed length (0 to 8, including plain decoding) makes of them in the given rounds. The output is the rule's
-tokens/s over the fixed length's. With `--prompt`, a draft that is used first reads that many tokens, each in READ of
-its step, and the texts of a cell are one session. `--every` takes every n-th cell. `--others` replays the rules without
-costs on the same texts instead, `--mistimed` the adaptive rule with wrongly timed costs, and `--constants` the rule
-with each of its constants halved and doubled.
+simulation knows, and the draft gives its best token a probability. All rules decode the same texts. The best fixed
+length (0 to 8, where 0 is plain decoding) decodes each text for the given rounds. The other rules decode as many tokens
+of the text. The output is the rule's tokens/s divided by those of the fixed length.
+
+With `--prompt`, a draft reads that many tokens before its first step, each in READ of a step. The texts of a cell are
+then one session. `--every` takes every n-th cell. Three options replace the comparison: `--others` replays the rules
+without costs on the same texts, `--mistimed` replays the adaptive rule with wrongly timed costs, and `--constants`
+halves and doubles each constant of the adaptive rule.
 """
 
 from __future__ import annotations
@@ -54,9 +56,12 @@ OTHERS: dict[str, Callable[[], LengthRule]] = {
 def places(kind: str, mean: float, draw: random.Random) -> Iterator[tuple[float, float]]:
     """Yield the acceptance at each place of a text, and the draft's largest probability there.
 
-    constant, blind: always `mean`, which the draft knows, or 0.6. told: spread around `mean`, and known to the draft.
-    overconfident: the draft says more. changing: stretches of 60 places on average with more and with less, and the
-    draft knows half of the places.
+    The kinds of texts are:
+
+    - constant, blind: The acceptance is always `mean`. The draft knows `mean` (constant), or gives 0.6 (blind).
+    - told: The acceptance is spread around `mean`, and the draft knows it.
+    - overconfident: The acceptance is spread in the same way, and the draft gives higher probabilities.
+    - changing: Stretches of 60 places on average have more or less acceptance. The draft knows half of the places.
     """
     good, left = draw.random() < 0.5, 0.0
     while True:
@@ -79,11 +84,11 @@ class Text:
 
     def __init__(self, kind: str, mean: float, seed: int, length: int) -> None:
         draw = random.Random(f"{kind}/{mean}/{seed}")
-        found = [*itertools.islice(places(kind, mean, draw), length)]
-        self.shown = [top for _, top in found]
+        drawn = [*itertools.islice(places(kind, mean, draw), length)]
+        self.shown = [top for _, top in drawn]
         self.run = [0] * (length + 1)
         for place in range(length - 1, -1, -1):
-            self.run[place] = self.run[place + 1] + 1 if draw.random() < found[place][0] else 0
+            self.run[place] = self.run[place + 1] + 1 if draw.random() < drawn[place][0] else 0
 
 
 def decode(rule: LengthRule, costs: Costs, text: Text, tokens: int, prompt: int = 0) -> float:
@@ -158,25 +163,25 @@ def simulate(
 def priced() -> Iterator[tuple[tuple[str, float], Costs]]:
     """Yield the costs of every curve and draft."""
     for (curve, relative), draft in itertools.product(CURVES.items(), DRAFTS):
-        step = 0.1 * draft
-        yield (curve, draft), Costs(tuple(0.1 * one for one in relative), step, 1.05 * step, draft_prompt=READ * step)
+        step, target = 0.1 * draft, tuple(0.1 * ratio for ratio in relative)
+        yield (curve, draft), Costs(target, step, 1.05 * step, draft_prompt=READ * step)
 
 
 def best_fixed(costs: Costs, texts: Sequence[Text], rounds: int, prompt: int = 0) -> tuple[float, list[int], int]:
     """Return tokens/s of the best fixed length in hindsight, the tokens it makes of each text, and the length."""
     best, tokens, length = 0.0, list[int](), 0
     for fixed in range(LONGEST + 1):
-        found = [decode_fixed(fixed, costs, text, rounds) for text in texts]
+        decoded = [decode_fixed(fixed, costs, text, rounds) for text in texts]
         reading = prompt * costs.draft_prompt * (fixed > 0)
-        rate = sum(made for made, _ in found) / sum(taken + reading for _, taken in found)
+        rate = sum(made for made, _ in decoded) / sum(taken + reading for _, taken in decoded)
         if rate > best:
-            best, tokens, length = rate, [made for made, _ in found], fixed
+            best, tokens, length = rate, [made for made, _ in decoded], fixed
     return best, tokens, length
 
 
 def replay(rounds: int) -> dict[str, list[float]]:
     """Return, for each rule, its speed over the best fixed length's in every cell."""
-    found: dict[str, list[float]] = {}
+    by_rule: dict[str, list[float]] = {}
     for kind, mean in itertools.product(KINDS, ACCEPTED):
         texts = [Text(kind, mean, seed, (LONGEST + 1) * (rounds + 1)) for seed in range(SEEDS)]
         for _, costs in priced():
@@ -184,18 +189,18 @@ def replay(rounds: int) -> dict[str, list[float]]:
             makers = OTHERS | {ADAPTIVE: lambda costs=costs: Adaptive(costs, LONGEST)}
             for name, make in makers.items():
                 seconds = sum(decode(make(), costs, text, made) for text, made in zip(texts, tokens, strict=True))
-                found.setdefault(name, []).append(sum(tokens) / seconds / best)
-    return found
+                by_rule.setdefault(name, []).append(sum(tokens) / seconds / best)
+    return by_rule
 
 
 def print_others(rounds: int) -> None:
     """Print every rule's figures, and in how many cells it is faster than the adaptive rule."""
-    found = replay(rounds)
+    by_rule = replay(rounds)
     print(f"| {rounds} rounds | least | median | mean | most | faster than {ADAPTIVE} by .01 |")
     print("|---|--:|--:|--:|--:|--:|")
-    for name, ratios in found.items():
+    for name, ratios in by_rule.items():
         figures = min(ratios), statistics.median(ratios), statistics.fmean(ratios), max(ratios)
-        ahead = sum(own > other + 0.01 for own, other in zip(ratios, found[ADAPTIVE], strict=True))
+        ahead = sum(ratio > adaptive + 0.01 for ratio, adaptive in zip(ratios, by_rule[ADAPTIVE], strict=True))
         print(f"| {name} | {' | '.join(f'{f:.2f}' for f in figures)} | {ahead} of {len(ratios)} |")
 
 
@@ -213,7 +218,7 @@ def mistimed(
     rounds: int, seeds: int = 4, kinds: Sequence[str] = ("constant", "told", "changing")
 ) -> dict[str, list[float]]:
     """Return, for each wrong timing, the rule's speed over the best fixed length's in every cell."""
-    found: dict[str, list[float]] = {}
+    by_timing: dict[str, list[float]] = {}
     for kind, mean in itertools.product(kinds, (0.3, 0.6, 0.8, 0.95)):
         texts = [Text(kind, mean, seed, (LONGEST + 1) * (rounds + 1)) for seed in range(seeds)]
         for _, costs in priced():
@@ -221,12 +226,13 @@ def mistimed(
             for name, (plain, drafted) in MISTIMED.items():
                 first, *others = costs.target
                 curve = (first * plain, *[drafted * other for other in others])
-                told = replace(costs, target=curve, draft=costs.draft * drafted, draft_two=costs.draft_two * drafted)
+                timed = replace(costs, target=curve, draft=costs.draft * drafted, draft_two=costs.draft_two * drafted)
                 seconds = sum(
-                    decode(Adaptive(told, LONGEST), costs, text, made) for text, made in zip(texts, tokens, strict=True)
+                    decode(Adaptive(timed, LONGEST), costs, text, made)
+                    for text, made in zip(texts, tokens, strict=True)
                 )
-                found.setdefault(name, []).append(sum(tokens) / seconds / best)
-    return found
+                by_timing.setdefault(name, []).append(sum(tokens) / seconds / best)
+    return by_timing
 
 
 def print_mistimed(rounds: int) -> None:
@@ -239,16 +245,16 @@ def print_mistimed(rounds: int) -> None:
 
 
 CONSTANTS = "START_ACCEPTANCE", "START_TOKENS", "MEMORY", "CONFIDENCES", "SHARE", "BUDGET", "RATIO_ROUNDS", "MOST_DELAY"
-OF_ONE = "START_ACCEPTANCE", "MEMORY"  # what these lack of 1 is halved and doubled
+OF_ONE = "START_ACCEPTANCE", "MEMORY"  # For these constants, the distance to 1 is halved and doubled.
 
 
 def print_constants(rounds: Sequence[int], seeds: int, every: int) -> None:
     """Print the least and the mean cell with each constant as it is, halved and doubled."""
 
     def figures() -> str:
-        found = [[one.ratio for one in simulate(count, seeds=seeds, every=every)] for count in rounds]
+        right = [[cell.ratio for cell in simulate(count, seeds=seeds, every=every)] for count in rounds]
         wrong = [*itertools.chain.from_iterable(mistimed(min(rounds), 1, ("told",)).values())]
-        return " | ".join(f"{min(ratios):.3f} | {statistics.fmean(ratios):.4f}" for ratios in [*found, wrong])
+        return " | ".join(f"{min(ratios):.3f} | {statistics.fmean(ratios):.4f}" for ratios in [*right, wrong])
 
     heads = [*(f"{count} rounds" for count in rounds), f"{min(rounds)} rounds, mistimed"]
     print("| constant | value |", " | ".join(f"{head}: least | mean" for head in heads), "|")

@@ -4,12 +4,15 @@
 
 A made-up server that replies like vLLM stands for the target. Its answers, and the top-k at each of their tokens, are
 functions of the requested ids. It therefore answers at once, and everything that is stored can be checked.
-`distill train --until teacher` reads the questions, requests answers, packs and stores. It is killed (SIGKILL)
-`--kills` times and started again. Then one epoch of the loader reads all blocks with their distributions. The checks:
-each prompt is answered once, with the server's ids; each scored position is read once, with the server's entries; and
-no request is sent twice except those under way at a kill. The largest memory is that of any process: what it holds
-(RssAnon), and with the pages of mapped files, which the system can take back (VmHWM). With `--small`, a part of that
-size goes first, and slopes between the two predict the needs of ten times as many tokens.
+`distill train --until teacher` reads the questions, requests answers, packs and stores. The script kills it (SIGKILL)
+`--kills` times and starts it again. Then one epoch of the loader reads all blocks with their distributions.
+
+The script checks that each prompt is answered once with the server's ids, and that each scored position is read once
+with the server's entries. Only requests that were under way at a kill may be sent twice. The figures count them.
+
+Memory is the largest of any process. RssAnon is the memory that the process holds. VmHWM adds the pages of mapped
+files, which the system can take back. With `--small`, the script first measures a part of that size. The slopes between
+the two sizes predict the needs of ten times as many tokens.
 """
 
 from __future__ import annotations
@@ -78,8 +81,8 @@ class Server(BaseHTTPRequestHandler):
     def do_GET(self) -> None:
         """Return the model, or the counts."""
         if self.path == "/counts":
-            own = [*self.asked.values()]
-            self.reply(json.dumps({"asked": sum(own), "of": len(own)}))
+            counts = [*self.asked.values()]
+            self.reply(json.dumps({"asked": sum(counts), "of": len(counts)}))
         else:
             self.reply(json.dumps({"data": [{"id": MODEL, "owned_by": "vllm", "max_model_len": 4 * BLOCK}]}))
 
@@ -90,7 +93,7 @@ class Server(BaseHTTPRequestHandler):
         new = answer_of(ids)[: body["max_tokens"]]
         if body["max_tokens"] > 1:  # Tests of the server ask for one token.
             self.asked[numpy.asarray(ids, "<i4").tobytes()] += 1
-        tokens, tops = (", ".join(map(one, new)) for one in ('"token_id:{}"'.format, self.place))
+        tokens, tops = (", ".join(map(text_of, new)) for text_of in ('"token_id:{}"'.format, self.place))
         self.reply(
             f'{{"model": "{MODEL}", "choices": [{{"text": "", "finish_reason": "stop", "stop_reason": null, '
             f'"logprobs": {{"tokens": [{tokens}], "top_logprobs": [{tops}]}}, '
@@ -101,7 +104,7 @@ class Server(BaseHTTPRequestHandler):
         """Return the entries at one token, as text."""
         if token not in self.places:
             entries = zip(entries_of([token])[0].tolist(), LOGS.tolist(), strict=True)
-            self.places[token] = json.dumps({f"token_id:{one}": log for one, log in entries})
+            self.places[token] = json.dumps({f"token_id:{entry}": log for entry, log in entries})
         return self.places[token]
 
     def reply(self, text: str) -> None:
@@ -139,9 +142,9 @@ def counts_of(port: int) -> dict[str, int]:
     """Return the number of requests so far."""
     connection = HTTPConnection("127.0.0.1", port)
     connection.request("GET", "/counts")
-    found: dict[str, int] = json.loads(connection.getresponse().read())
+    counts: dict[str, int] = json.loads(connection.getresponse().read())
     connection.close()
-    return found
+    return counts
 
 
 # ── The run ──
@@ -162,7 +165,7 @@ def build(folder: Path, tokens: int, port: int) -> Path:
     (target / "model.safetensors").unlink()
     count = round(2 * tokens / (SHORTEST + LONGEST + 1))  # An answer also has its end.
     for split, number in (("train", count), ("validation", 16), ("test", 16)):
-        lines = (json.dumps({"prompt": question(split, one)}) + "\n" for one in range(number))
+        lines = (json.dumps({"prompt": question(split, index)}) + "\n" for index in range(number))
         (folder / f"{split}.jsonl").write_text("".join(lines))
     server = {"urls": [f"http://127.0.0.1:{port}/v1"], "model": MODEL}
     recipe = {
@@ -259,10 +262,10 @@ def read_once(recipe: Path) -> dict[str, Any]:
     """Run one epoch of the loader in a process of its own: seconds, memory, scored positions, and wrong readings."""
     command = [sys.executable, __file__, "--load", str(recipe)]
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
-    found: dict[str, Any] = json.loads(
+    figures: dict[str, Any] = json.loads(
         subprocess.run(command, capture_output=True, text=True, check=True, env=environment).stdout
     )
-    return found
+    return figures
 
 
 def load(path: Path) -> None:
@@ -289,8 +292,8 @@ def load(path: Path) -> None:
         wrong += int((chunk.ids.numpy() != entries_of(labels)).any(1).sum())
         positions += len(labels)
     held, memory = memory_of("self")
-    found = {"opened": opened, "seconds": time.monotonic() - started, "positions": positions, "wrong": wrong}
-    print(json.dumps(found | {"held": held, "memory": memory}))
+    figures = {"opened": opened, "seconds": time.monotonic() - started, "positions": positions, "wrong": wrong}
+    print(json.dumps(figures | {"held": held, "memory": memory}))
 
 
 def check_answers(recipe: Path) -> tuple[int, int]:
@@ -301,7 +304,8 @@ def check_answers(recipe: Path) -> tuple[int, int]:
 
     run = Run(recipe.parent / "runs/scale", load_recipe(recipe))
     prompts, answers = read_prompts(run, "train"), read_answers(run, "train")
-    assert [one.id for one in answers] == [one.id for one in prompts], "an answer is missing, or there twice"
+    ids = [prompt.id for prompt in prompts]
+    assert [answer.id for answer in answers] == ids, "an answer is missing, or there twice"
     tokens = 0
     for prompt, answer in zip(prompts, answers, strict=True):
         expected = answer_of(list(prompt.prompt))[:LONGEST]
@@ -317,8 +321,8 @@ def measure(tokens: int, kills: int, folder: Path) -> dict[str, Any]:
         spent = run(recipe, kills, tokens, tokens)
         asked = counts_of(port)
     answers, written_tokens = check_answers(recipe)
-    found = read_once(recipe)
-    assert found["positions"] == written_tokens and not found["wrong"], found
+    loaded = read_once(recipe)
+    assert loaded["positions"] == written_tokens and not loaded["wrong"], loaded
     store = sum(path.stat().st_size for path in (folder / "runs/scale").rglob("*") if path.is_file())
     return {
         "tokens": written_tokens,
@@ -326,11 +330,11 @@ def measure(tokens: int, kills: int, folder: Path) -> dict[str, Any]:
         "kills": spent.kills,
         "asked twice": asked["asked"] - asked["of"],
         "seconds": round(spent.seconds),
-        "loader": round(found["seconds"], 1),
-        "opened": round(found["opened"], 2),
-        "MiB": round(max(spent.held, found["held"]) / 2**20),
-        "MiB with mapped files": round(max(spent.memory, found["memory"]) / 2**20),
-        "MiB of the loader": round(found["held"] / 2**20),
+        "loader": round(loaded["seconds"], 1),
+        "opened": round(loaded["opened"], 2),
+        "MiB": round(max(spent.held, loaded["held"]) / 2**20),
+        "MiB with mapped files": round(max(spent.memory, loaded["memory"]) / 2**20),
+        "MiB of the loader": round(loaded["held"] / 2**20),
         "MB on disk": round(store / 1e6),
     }
 
@@ -351,16 +355,16 @@ def main() -> None:
     elif given.load:
         load(given.load)
     else:
-        found = []
+        measured = []
         for tokens in filter(None, (given.small, given.tokens)):
             with contextlib.ExitStack() as stack:
                 folder = given.folder or Path(stack.enter_context(tempfile.TemporaryDirectory()))
-                own = folder / f"{tokens:.0f}"
-                own.mkdir(parents=True)
-                found.append(measure(int(tokens), given.kills, own))
-                print(json.dumps(found[-1]), flush=True)
-        if len(found) > 1:
-            small, large = found
+                place = folder / f"{tokens:.0f}"
+                place.mkdir(parents=True)
+                measured.append(measure(int(tokens), given.kills, place))
+                print(json.dumps(measured[-1]), flush=True)
+        if len(measured) > 1:
+            small, large = measured
             many = 10 * large["tokens"]
             share = (many - large["tokens"]) / (large["tokens"] - small["tokens"])
             names = ("seconds", "loader", "MiB", "MiB with mapped files", "MB on disk")

@@ -2,10 +2,10 @@
 
     python scripts/benchmarks/tables.py runs/smollm2-demo --costs 1,1.13,1.04,1.03,1.05,1.1,1.15,1.2,1.21
 
-RUN has answers/ and teacher/ (`distill train RECIPE --until teacher`). Every fifth answer is held out and followed as
-if the target wrote it, at most `--tokens` of each, in sessions of `--texts`. No model runs, so everything except the
-milliseconds is the same on every machine. `--costs` are T(1), T(2), … in plain steps. A longer step costs as much as
-the last one.
+RUN has answers/ and teacher/ (`distill train RECIPE --until teacher`). Every fifth answer is held out and replayed as
+if the target wrote it. At most `--tokens` tokens of each answer count, and a session has `--texts` answers. No model
+runs, so everything except the milliseconds is the same on every machine. `--costs` are T(1), T(2), … in plain steps. A
+longer step costs as much as the last step of the list.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ def replay(make: Callable[[], Drafter], texts: list[Text], costs: Costs, session
 
 
 def likeliest_right(table: NGramTable | None, texts: list[Text]) -> float:
-    """The share of tokens that the counts of the table and of the text before found likeliest."""
+    """Return the share of tokens that were likeliest by the counts of the table and of the text before them."""
     right, mixture = 0, Mixture(table)
     for prompt, new in texts:
         mixture.begin()
@@ -90,11 +90,11 @@ def main() -> None:
     stored = packed_order(answers, run.recipe)
     expected = expected_tokens(TeacherStore(run), stored, torch.device("cpu"))
     likely = dict(zip(stored.column("id"), expected, strict=True))
-    held: list[Text] = [(one.prompt, one.answer[: given.tokens]) for one in answers[::5]]
-    counted = [[*one.prompt[-ORDER:], *one.answer] for place, one in enumerate(answers) if place % 5]
+    held: list[Text] = [(sample.prompt, sample.answer[: given.tokens]) for sample in answers[::5]]
+    counted = [[*sample.prompt[-ORDER:], *sample.answer] for place, sample in enumerate(answers) if place % 5]
     looked_up = replay(lambda: LookupDrafter(LENGTH, rule=Adaptive(costs, LENGTH)), held, costs, given.texts)
     rows: list[Row] = [["lookup", *map(Cell, [None] * 2), *looked_up]]
-    expected = [likely[one.id] for place, one in enumerate(answers) if place % 5]
+    expected = [likely[sample.id] for place, sample in enumerate(answers) if place % 5]
     for count, by_store in ((0, False), (50, False), (100, False), (len(counted), False), (len(counted), True)):
         levels = count_ngrams(counted[:count], expected=expected[:count] if by_store else None)
         table = NGramTable(levels, {}) if count else None

@@ -39,16 +39,18 @@ class Traffic(TorchDispatchMode):
     def __torch_dispatch__(self, operation: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = operation(*args, **(kwargs or {}))
         name = operation._schema.name.removeprefix("aten::")
-        is_view = any(one.alias_info is not None and not one.alias_info.is_write for one in operation._schema.returns)
+        is_view = any(
+            part.alias_info is not None and not part.alias_info.is_write for part in operation._schema.returns
+        )
         if not is_view and name not in FREE:
-            read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, torch.Tensor)]
-            written = [one for one in tree_leaves(result) if isinstance(one, torch.Tensor)]
-            self.bytes[name] += sum(one.nelement() * one.element_size() for one in (*read, *written))
+            read = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+            written = [leaf for leaf in tree_leaves(result) if isinstance(leaf, torch.Tensor)]
+            self.bytes[name] += sum(tensor.nelement() * tensor.element_size() for tensor in (*read, *written))
         return result
 
     @property
     def gigabytes(self) -> float:
-        """The sum in gigabytes."""
+        """Return the sum in gigabytes."""
         return sum(self.bytes.values()) / 1e9
 
 

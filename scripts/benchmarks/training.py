@@ -2,10 +2,11 @@
 
     python scripts/benchmarks/training.py --threads 2
 
-Every variant runs in a process of its own, `--repeats` times after one warm-up. Figures are the median of the seconds,
-and the peak memory above the inputs (weights, hidden states, the target's distributions in the variant's form) without
-the gradients of weights and hidden states. The processes of the variants take turns (`--rounds`). Values are random.
-The target's distribution is meaningless, but costs the same. trl takes part if it can be imported.
+Every variant runs in a process of its own, `--repeats` times after one warm-up. The seconds are medians. The memory is
+the peak above the inputs, which are the weights, the hidden states, and the target's distributions in the variant's
+form. The gradients of weights and hidden states do not count. The processes of the variants take turns (`--rounds`).
+All values are random. Random distributions of the target have no meaning, but they cost the same as real ones. trl
+takes part if it can be imported.
 """
 
 from __future__ import annotations
@@ -90,8 +91,8 @@ def ours(inputs: Inputs, teacher: CompactTeacher | DenseTeacher) -> Step:
 def compact(inputs: Inputs) -> Step:
     a = inputs.arguments
     head = inputs.target_head()
-    found = [compress(inputs.target[part] @ head.T, a.k, a.vocabulary) for part in inputs.parts()]
-    ids, logs, tail = (torch.cat([getattr(x, n) for x in found]) for n in ("ids", "log_probabilities", "log_tail"))
+    compressed = [compress(inputs.target[part] @ head.T, a.k, a.vocabulary) for part in inputs.parts()]
+    ids, logs, tail = (torch.cat([getattr(x, n) for x in compressed]) for n in ("ids", "log_probabilities", "log_tail"))
     return ours(inputs, CompactTeacher(ids, logs.half(), tail, a.vocabulary))
 
 
@@ -176,11 +177,11 @@ def main() -> None:
     if arguments.variant:
         print(json.dumps(measure(arguments)))
         return
-    found: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only}
+    results: dict[str, list[dict[str, Any]]] = {name: [] for name in arguments.only}
     for _ in range(arguments.rounds):
         for name in arguments.only:
-            found[name].append(in_own_process(name))
-            print(f"{name}: {found[name][-1]}", file=sys.stderr, flush=True)
+            results[name].append(in_own_process(name))
+            print(f"{name}: {results[name][-1]}", file=sys.stderr, flush=True)
     note = (
         f"V = {arguments.vocabulary:,}, H = {arguments.hidden}, {arguments.tokens:,} tokens, K = {arguments.k}, "
         f"chunks of {arguments.chunk}, {arguments.threads} threads, "
@@ -188,19 +189,19 @@ def main() -> None:
         f"target's forward pass."
     )
     heads = ["loss and backward", "seconds", "GiB above weights and gradients", "time of plain", "memory of plain"]
-    print(document([Table(heads, rows_of(found), note=note)]))
+    print(document([Table(heads, rows_of(results), note=note)]))
 
 
-def rows_of(found: dict[str, list[dict[str, Any]]]) -> list[Row]:
+def rows_of(results: dict[str, list[dict[str, Any]]]) -> list[Row]:
     """Return seconds, memory and their ratios. A variant that could not run has the reason in its row."""
     measured = {}
-    for name, runs in found.items():
+    for name, runs in results.items():
         if all("seconds" in run for run in runs):
             seconds = statistics.median(second for run in runs for second in run["seconds"])
             measured[name] = seconds, max(run["bytes"] for run in runs)
     base = measured.get("plain", (math.nan, math.nan))
     rows: list[Row] = []
-    for name, runs in found.items():
+    for name, runs in results.items():
         if name in measured:
             seconds, size = measured[name]
             figures = [Cell(seconds, "significant"), Cell(size / 2**30, ".3f"), seconds / base[0], size / base[1]]

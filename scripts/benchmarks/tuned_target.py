@@ -1,4 +1,4 @@
-"""Measure a tuned target's sibling, as it is and adapted on more and more of the target's answers: a table per rule.
+"""Measure a tuned target's sibling as it is and adapted on more and more of the target's answers, by rule.
 
     F=build/qwen-coder/qwen2.5-coder
     python scripts/benchmarks/tuned_target.py $F-1.5b-instruct-q4_k_m.gguf $F-0.5b-instruct-q4_k_m.gguf --to tuned/
@@ -6,14 +6,16 @@
     python scripts/benchmarks/tuned_target.py TARGET SIBLING --to tuned/ --own sql=FOLDER    # a rule of your own
     python scripts/benchmarks/tuned_target.py TARGET SIBLING --to tuned/ --table             # what is measured so far
 
-Each part is a command of distill or a script. It is made once, and resumed after a kill: `tune`
-(scripts/tuned_examples.py and tune_target.py), `distance` (the stock target measured as the tuned one's draft: KL and
-agreement), and a run of recipes/adapt.yaml for each draft and each number of answer tokens. --skip leaves a part out.
+Each part is a command of distill or a script. A part is made once, and it continues after a kill. Part `tune` runs
+scripts/tuned_examples.py and tune_target.py. Part `distance` measures the stock target as the tuned target's draft (KL
+and agreement). The other parts are a run of recipes/adapt.yaml for each draft and each number of answer tokens. --skip
+leaves a part out.
+
 The drafts are: the sibling as it is (`stock`), all weights, LoRA of the draft, and the half-width cut. All are measured
-on the same held-out prompts, of the tuned kind and of the general kind (data/questions.jsonl). --speed also times the
-runs, with lookup and both together, which needs a quiet machine. --share is the share of general questions among the
-prompts that are learnt. 0 shows what the draft keeps. A rule of your own is a folder with examples.jsonl, prompts.jsonl
-and held.jsonl.
+on the same held-out prompts, of the tuned kind and of the general kind (data/questions.jsonl). --speed also times each
+draft, a lookup, and both together, which needs a quiet machine. --share is the share of general questions among the
+prompts that are learnt. A share of 0 shows what the draft keeps without them. A rule of your own is a folder with
+examples.jsonl, prompts.jsonl and held.jsonl.
 """
 
 from __future__ import annotations
@@ -57,9 +59,10 @@ def lines_of(path: Path, count: int) -> list[str]:
 
 
 def general_prompts(path: Path) -> None:
-    """Write every fourth first question of data/questions.jsonl, which nothing is trained on."""
-    asked = [json.loads(line) for line in (ROOT / "data" / "questions.jsonl").read_text(encoding="utf-8").splitlines()]
-    first = [one["prompt"] for one in asked if "prompt" in one]  # The other records are dialogues.
+    """Write GENERAL questions of data/questions.jsonl, on which no draft is trained, at equal distances."""
+    lines = (ROOT / "data" / "questions.jsonl").read_text(encoding="utf-8").splitlines()
+    records = [json.loads(line) for line in lines]
+    first = [record["prompt"] for record in records if "prompt" in record]  # The other records are dialogues.
     chosen = first[:: max(1, len(first) // GENERAL)][:GENERAL]
     content = "".join(json.dumps({"prompt": text}, ensure_ascii=False) + "\n" for text in chosen)
     path.write_text(content, encoding="utf-8")
@@ -68,17 +71,17 @@ def general_prompts(path: Path) -> None:
 class Bench:
     """A rule's folder, and what is made in it."""
 
-    def __init__(self, asked: argparse.Namespace, rule: str, own: Path | None) -> None:
+    def __init__(self, asked: argparse.Namespace, rule: str, given: Path | None) -> None:
         self.asked, self.rule = asked, rule
         self.folder = asked.to.resolve() / rule
-        self.texts = self.folder if own is None else own.resolve()
+        self.texts = self.folder if given is None else given.resolve()
         self.adapter = self.folder / "adapter"
-        self.own = own
+        self.given = given  # The texts of a rule with --own.
 
     def tune(self) -> None:
         """Write the texts and train the adapter."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        if self.own is None:
+        if self.given is None:
             most = 1 + max(self.asked.tokens) // PER_ANSWER
             sizes = ("--prompts", most, "--held", HELD)
             called(sys.executable, ROOT / "scripts" / "tuned_examples.py", self.rule, self.folder, *sizes)
@@ -93,8 +96,8 @@ class Bench:
             pair = (self.asked.target, self.asked.target, "--adapter", self.adapter)
             options = ("--prompts", self.texts / "held.jsonl", "--count", HELD, "--kl", "-o", "json")
             settings = ("--threads", self.asked.threads, "--temperature", self.asked.temperature)
-            found = called(sys.executable, "-m", "distill", "eval", *pair, *options, *settings)
-            write_atomically(place, lambda temporary: temporary.write_text(found, encoding="utf-8"))
+            printed = called(sys.executable, "-m", "distill", "eval", *pair, *options, *settings)
+            write_atomically(place, lambda temporary: temporary.write_text(printed, encoding="utf-8"))
 
     def run(self, draft: str, tokens: int) -> Path:
         """Return the folder of a run."""
@@ -137,18 +140,18 @@ class Bench:
     def rows(self) -> list[Row]:
         """Return the table's rows so far."""
         rows: list[Row] = []
-        for draft, tokens in [("stock", 0), *((one, size) for one in DRAFTS for size in self.asked.tokens)]:
+        for draft, tokens in [("stock", 0), *((name, size) for name in DRAFTS for size in self.asked.tokens)]:
             run = self.run(draft, tokens)
             if not (run / "eval.json").exists():
                 continue
             report = read_result(run / "eval.json", EvaluationReport)
-            found = {one.label: one.acceptance["after"] for one in report.groups if one.of == "class"}
+            accepted = {group.label: group.acceptance["after"] for group in report.groups if group.of == "class"}
             answered = read_json(run / "answers" / "manifest.json", {"answer_tokens": int})["answer_tokens"]
             gain = report.differences.get("after") if draft != "stock" else None
             rows.append(
                 [
-                    *(draft, answered if draft != "stock" else 0, Cell(found.get("tuned"), "%")),
-                    *(Cell(found.get("general"), "%"), Cell(gain, "+.4f"), Cell(self.minutes(run), ".1f")),
+                    *(draft, answered if draft != "stock" else 0, Cell(accepted.get("tuned"), "%")),
+                    *(Cell(accepted.get("general"), "%"), Cell(gain, "+.4f"), Cell(self.minutes(run), ".1f")),
                 ]
             )
         return rows
@@ -161,14 +164,16 @@ class Bench:
 
     def table(self, command: str) -> list[Any]:
         """Return the rule's distance in a sentence, and its table."""
-        place, said = self.folder / "distance.json", f"{self.rule}: "
+        place, sentence = self.folder / "distance.json", f"{self.rule}: "
         if place.exists():
             answers = read_json(place)["domains"]["answers"]["draft"]
             kl, agreement = (answers[name]["mean"] for name in ("forward_kl", "acceptance_greedy"))
-            said += f"the stock target's KL is {kl:.3f} nats, and it agrees with {agreement:.1%} of the tuned tokens."
+            sentence += (
+                f"the stock target's KL is {kl:.3f} nats, and it agrees with {agreement:.1%} of the tuned tokens."
+            )
         heads = ["draft", "answer tokens", "tuned kind", "general kind", "gain, by prompt", "minutes"]
         return [
-            said,
+            sentence,
             Table(
                 heads,
                 self.rows(),
@@ -204,11 +209,11 @@ def main() -> None:
     skipped = {*filter(None, asked.skip.split(","))} | (
         {"tune", "distance", "stock", "adapt"} if asked.table else set()
     )
-    own = dict(one.split("=", 1) for one in asked.own)
-    rules = [*filter(None, asked.rules.split(",")), *own]
+    folders = dict(pair.split("=", 1) for pair in asked.own)
+    rules = [*filter(None, asked.rules.split(",")), *folders]
     blocks: list[Any] = []
     for rule in dict.fromkeys(rules):
-        bench = Bench(asked, rule, Path(own[rule]) if rule in own else None)
+        bench = Bench(asked, rule, Path(folders[rule]) if rule in folders else None)
         if "tune" not in skipped:
             bench.tune()
         if "distance" not in skipped:

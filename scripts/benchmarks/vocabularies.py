@@ -28,18 +28,18 @@ from distill.vocabulary.vocabulary import Vocabulary
 BLOCK = 256  # tokens of a block
 
 
-# Rule -> mixtures of the input embedding and of the head.
+# Each rule returns the mixtures of the input embedding and of the head.
 RULES = {
-    "mean of subtokens": lambda found: (found.mean(), found.mean()),
-    "last subtoken": lambda found: (found.last(), found.last()),
-    "ours: last, mean": lambda found: (found.last(), found.mean()),
+    "mean of subtokens": lambda mapped: (mapped.mean(), mapped.mean()),
+    "last subtoken": lambda mapped: (mapped.last(), mapped.last()),
+    "ours: last, mean": lambda mapped: (mapped.last(), mapped.mean()),
 }
 
 
 def with_vocabulary(donor: Any, mixtures: tuple[Mixture, Mixture]) -> Any:
     """Return a copy of the donor with other rows. The head is no longer tied to the embedding."""
     model = copy.deepcopy(donor)
-    matrices = [one.weight.data for one in (donor.get_input_embeddings(), donor.get_output_embeddings())]
+    matrices = [layer.weight.data for layer in (donor.get_input_embeddings(), donor.get_output_embeddings())]
     size = len(mixtures[0].offsets) - 1
     rows, head = (mixed_rows(*both, 0, size, torch.float32) for both in zip(matrices, mixtures, strict=True))
     model.config.tie_word_embeddings = False
@@ -101,22 +101,22 @@ def main() -> None:
     done = {(row["vocabulary"], row["rule"]) for row in (records_of(options.out) if options.out.exists() else ())}
 
     def record(vocabulary: str, rule: str, model: Any, tokenizer: Any) -> None:
-        found = {
+        measured = {
             name: bits_per_byte(model, *blocks_of(tokenizer, texts, options.blocks)) for name, texts in held.items()
         }
-        row = {"vocabulary": vocabulary, "rule": rule, **found}
+        row = {"vocabulary": vocabulary, "rule": rule, **measured}
         with options.out.open("a", encoding="utf-8") as file:
             file.write(json.dumps(row) + "\n")
         print(row, flush=True)
 
     if ("donor's own", "") not in done:
         record("donor's own", "", donor, load_tokenizer(options.donor))
-    own = Vocabulary.read(local_folder(options.donor))
+    donor_vocabulary = Vocabulary.read(local_folder(options.donor))
     for name in options.names.split(","):
         place = options.tokenizers / name
-        found = map_subtokens(own, Vocabulary.read(place))
+        mapped = map_subtokens(donor_vocabulary, Vocabulary.read(place))
         for rule in (rule for rule in RULES if (name, rule) not in done):
-            record(name, rule, with_vocabulary(donor, RULES[rule](found)), _tokenizer(place))
+            record(name, rule, with_vocabulary(donor, RULES[rule](mapped)), _tokenizer(place))
 
 
 def _tokenizer(place: Path) -> Any:
