@@ -263,7 +263,7 @@ class Adaptive(LengthRule):
 
     A slower kind is tried again when its expected loss is at most SHARE of the tokens decoded since its last round. If
     a kind has lost more to plain decoding than the time of BUDGET tokens plus SHARE of all tokens, it stops until that
-    share has grown. A session therefore loses little more than BUDGET and SHARE of its tokens for each kind.
+    share has grown. For each kind, a session loses to plain decoding little more than BUDGET and SHARE of its tokens.
     """
 
     costs: Costs
