@@ -85,7 +85,7 @@ def draw(path: Path) -> None:
     measured.axvline(1.0, color="#444444", linewidth=1, linestyle=(0, (3, 2)))
     measured.set_yticks([place for place, _ in ticks], [title for _, title in ticks])
     measured.invert_yaxis()
-    measured.set_xlim(0, 4.2)
+    measured.set_xlim(0, 4.6)
     measured.set_title("Measured: Qwen2.5-Coder-1.5B, 2 CPU cores", loc="left", fontsize=11)
     measured.set_xlabel("tokens per second, plain decoding = 1")
 
@@ -96,7 +96,7 @@ def draw(path: Path) -> None:
         predicted.annotate(column, (0.03, speedups[-1]), (0, 7), textcoords="offset points", ha="right", fontsize=9)
     predicted.invert_xaxis()
     predicted.set_ylim(1, 2.8)
-    predicted.set_title("Predicted, larger targets", loc="left", fontsize=11)
+    predicted.set_title("Predicted for\nlarger targets", loc="left", fontsize=11)
     predicted.set_xlabel("a draft step's share\nof a target step")
     measured.xaxis.set_major_formatter("{x:.1f}×")
     predicted.yaxis.set_major_formatter("{x:.1f}×")
