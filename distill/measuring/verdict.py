@@ -121,17 +121,30 @@ EXPENSIVE_STEP = 0.3  # plain steps of the target. A more expensive draft step s
 
 
 def explanations(report: SpeedupReport) -> list[str]:
-    """Explain each pair and backend in a sentence. If a draft's GGUF file is slow, say how to find a faster type."""
+    """Explain each pair and backend in a sentence. If a draft's steps are expensive, say how to make them cheaper."""
     many = len(report.parts) > 1
     sentences = [(f"{part.pair}, {part.backend}: " if many else "") + explain(part) for part in report.parts]
-    for steps in (part.steps for part in report.parts):
-        share = steps.draft.get(1, 0.0) / steps.target.get(1, math.inf)
-        if share > EXPENSIVE_STEP and (report.draft or "").endswith(".gguf"):
+    for part in report.parts:
+        share = part.steps.draft.get(1, 0.0) / part.steps.target.get(1, math.inf)
+        if share <= EXPENSIVE_STEP:
+            continue
+        if (report.draft or "").endswith(".gguf"):
             sentences.append(
                 f"A draft step takes {share:.2f} target steps. `distill profile {report.draft} --types q8_0,q4_0` "
                 "measures the file in other types, and what they change."
             )
+        if _on_device(part) and "compiled" not in part.pytorch:
+            sentences.append(
+                f"A draft step takes {share:.2f} target steps. On an accelerator, steps that are not compiled mostly "
+                "wait for the processor. `distill serve-check` measures the pair on a server, and `--pytorch "
+                "static=true,compile=true` compiles the steps here."
+            )
     return sentences
+
+
+def _on_device(part: SpeedupPart) -> bool:
+    """Return whether an accelerator decoded: its steps have no seconds of their own."""
+    return any(row.rounds.target_seconds is None for row in part.measurements if row.rounds.seconds)
 
 
 def explain(part: SpeedupPart) -> str:

@@ -156,6 +156,20 @@ def test_a_draft_whose_file_is_slow_has_other_types_proposed() -> None:
         assert any("0.40 target steps. `distill profile d.gguf --types q8_0,q4_0`" in line for line in told) is said
 
 
+def test_expensive_steps_on_an_accelerator_may_wait_for_the_processor() -> None:
+    on_device = replace(PLAINLY, target_seconds=None, draft_seconds=None)
+    for rounds, seconds, settings, said in (
+        (on_device, 0.4, "", True),
+        (on_device, 0.4, "static cache, compiled", False),
+        (on_device, 0.1, "", False),
+        (PLAINLY, 0.4, "", False),
+    ):
+        rows, steps = [measured(PLAIN, 1, 1, None, rounds)], StepFigures(100, {1: 0.5}, {1: seconds})
+        part = SpeedupPart("p", "pytorch", rows, steps, pytorch=settings)
+        sentences = explanations(SpeedupReport("c", {}, 8, 16, {}, [part], target="big", draft="small"))
+        assert any("0.80 target steps. On an accelerator" in line for line in sentences) is said
+
+
 def test_one_sentence_says_what_to_use() -> None:
     """In tokens per second over all engines; a gain over a slow engine's plain decoding is none. The commands are of
     the same way."""
