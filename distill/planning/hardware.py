@@ -1,4 +1,4 @@
-"""Hours of a run on GPUs that are named, from their data sheets: no GPU was at hand, so nothing here was measured.
+"""Hours of a run on GPUs that are named, from their data sheets. None of these hours was measured on a GPU.
 
 Writing reads all weights, and the keys and values of every open text, once for each token of each text. Training makes
 six products and sums for each weight and position. Real programs reach only a share of what a data sheet says.

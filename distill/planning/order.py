@@ -34,8 +34,10 @@ TRIMMED = 8192  # tokens of a smaller head
 POSITIONS, REACHED, DOUBLING = 1.15e6, 0.39, 0.049
 
 
-# Greedy acceptance probability of the same sibling, adapted to a tuned target by the demo (docs/tuned-target.md).
-ADAPTED = 0.98
+# Greedy acceptance probability of the same sibling by a tuned target: as it is, and adapted (docs/tuned-target.md). A
+# stock target's gained STOCK_GAIN by training on as many tokens.
+TUNED, ADAPTED, STOCK_GAIN = 0.80, 0.98, 0.005
+ENOUGH = 0.95  # a sibling that is accepted as often gains little
 PROMPTS, TOKENS = 8, 64  # answers on which a sibling's acceptance is measured
 
 
@@ -71,14 +73,14 @@ def advice(target: str, draft: str, measured: MeasuredAcceptance) -> str:
         f"The sibling is accepted {mean.mean:.2f} [{mean.low:.2f}, {mean.high:.2f}] on the target's answers to "
         f"{measured.prompts} prompts ({measured.tokens} tokens)"
     )
-    if mean.low >= SIBLING:
-        return f"{found}: adapting it gains little, because siblings of stock targets have {SIBLING}."
+    if mean.low >= ENOUGH:
+        return f"{found}: adapting it would gain little."
     base, adapter = parts_of(target)
     named = f"target.model={base}" + ("" if adapter is None else f" target.adapter={adapter}")
     command = f"distill train adapt.yaml {named} cut.donor={draft}"
     return (
-        f"{found}. Adapting a sibling to a tuned target took it to {ADAPTED} (docs/tuned-target.md): "
-        f"`distill recipes adapt`, then `{command}`."
+        f"{found}. Adapting took a sibling of a tuned target from {TUNED:.2f} to {ADAPTED:.2f}. For a stock target it "
+        f"gained {STOCK_GAIN}. If yours is tuned: `distill recipes adapt`, then `{command}`."
     )
 
 

@@ -105,10 +105,10 @@ def test_a_plan_says_whether_to_adapt(
     noisy = {name: value + 0.1 * torch.randn_like(value) for name, value in tensors.items()}
     save_file(noisy, blurred / "model.safetensors", {"format": "pt"})
     said = tiny.shown(capsys, "plan", base, blurred, "--adapter", adapter, *prompts)
-    assert f"target.model={base} target.adapter={adapter} cut.donor={blurred}" in said and "took it to 0.98" in said
+    assert f"target.model={base} target.adapter={adapter} cut.donor={blurred}" in said and "from 0.80 to 0.98" in said
     assert "answers to 8 prompts (96 tokens)" in said and "measured" in said
-    fine = order.MeasuredAcceptance(Interval(0.9, 0.8, 0.95), 8, 96, [0.9])
-    assert "gains little" in order.advice(str(merged), str(base), fine)
+    fine = order.MeasuredAcceptance(Interval(0.97, 0.95, 0.99), 8, 96, [0.9])
+    assert "would gain little" in order.advice(str(merged), str(base), fine)
     assert "--prompts: without effect without a second model" in tiny.refused(capsys, "plan", merged, *prompts[:2])
     assert "leave one out" in tiny.refused(capsys, "plan", merged, base, *prompts[:2], "--acceptance", "0.5")
 
