@@ -8,6 +8,7 @@ import re
 import reprlib
 import types
 import typing
+from collections.abc import Iterator
 from typing import Any, Literal
 from urllib.parse import urlsplit
 
@@ -322,6 +323,12 @@ class Sampler(Section):
     def repetition_penalty(self) -> float:
         """The factor that makes tokens of the history less likely. 1 switches it off."""
         return self._repetition_penalty
+
+    def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
+        """Yield the penalty too. pydantic leaves it out, because it is no field of the section."""
+        yield from super().__repr_args__()
+        if self.repetition_penalty != 1:
+            yield "repetition_penalty", self.repetition_penalty
 
     def penalised(self, penalty: float) -> Sampler:
         """Return the same sampler with this repetition penalty. Raises RecipeError if the penalty is not finite."""
