@@ -9,7 +9,8 @@ import reprlib
 import types
 import typing
 from collections.abc import Iterator
-from typing import Any, Literal
+from operator import attrgetter
+from typing import Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 from pydantic import (
@@ -260,7 +261,7 @@ class PyTorch(Section):
     )
     compile: bool = Field(
         False,
-        description="static: compile a step for each number of tokens on first use (10 to 60 s each)",
+        description="static: compile a step for each number of tokens on first use (10 to 30 s each)",
     )
     draft_device: str | None = Field(None, description="the draft's device; null: the target's")
     target_weights: Literal["auto", "file"] | None = Field(
@@ -319,10 +320,9 @@ class Sampler(Section):
 
     _repetition_penalty: float = PrivateAttr(1.0)  # In a recipe it is a setting of `answers`.
 
-    @property
-    def repetition_penalty(self) -> float:
-        """The factor that makes tokens of the history less likely. 1 switches it off."""
-        return self._repetition_penalty
+    # The factor that makes tokens of the history less likely. 1 switches it off. Every step reads it, so it is a getter
+    # without a call of Python.
+    repetition_penalty: ClassVar[Any] = property(attrgetter("_repetition_penalty"))
 
     def __repr_args__(self) -> Iterator[tuple[str | None, Any]]:
         """Yield the penalty too. pydantic leaves it out, because it is no field of the section."""

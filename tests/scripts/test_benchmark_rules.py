@@ -28,16 +28,16 @@ def test_the_rule_loses_little_to_the_best_length_and_to_plain_decoding(monkeypa
 
 def test_the_sessions_rounds_correct_costs_that_were_timed_wrongly(monkeypatch: pytest.MonkeyPatch) -> None:
     """As wrong by a factor as they may be, the rule is about as fast as with the right ones; it was .92 and .97."""
-    found = script("rules", monkeypatch).mistimed(200, seeds=1, kinds=("constant", "told"))
+    found = script("rules", monkeypatch).mistimed(300, seeds=1, kinds=("constant", "told"))
     right, long, short = (statistics.fmean(ratios) for ratios in list(found.values())[:3])
     assert right > 1.0 and long > right - 0.02 and short > right - 0.02
 
 
 def test_a_lookup_before_a_draft_and_a_tree_lose_little_to_their_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft's prompts are a part of the time; where the lookup gains most, they were a fifth of it."""
-    cells = script("joined", monkeypatch).simulate(64, 3, copied=(0.9,), sessions=3)  # Others lose less.
-    assert len(cells) == 3 * 9
-    for way, least, mean in (("joined", 0.87, 0.98), ("tree", 0.92, 1.05)):
+    cells = script("joined", monkeypatch).simulate(64, 3, copied=(0.3, 0.9), sessions=3)
+    assert len(cells) == 2 * 3 * 9
+    for way, least, mean in (("joined", 0.87, 1.03), ("tree", 0.92, 1.05)):
         worst = min(cells, key=lambda cell: cell.ratio(way))
         assert worst.ratio(way) > least, (way, worst)
         assert statistics.fmean(cell.ratio(way) for cell in cells) > mean
