@@ -34,10 +34,10 @@ TRIMMED = 8192  # tokens of a smaller head
 POSITIONS, REACHED, DOUBLING = 1.15e6, 0.39, 0.049
 
 
-# Greedy acceptance probability of the same sibling by a tuned target: as it is, and adapted (docs/tuned-target.md). A
-# stock target's gained STOCK_GAIN by training on as many tokens.
+# Greedy acceptance probability of the same sibling by a tuned target: as it is, and adapted (docs/tuned-target.md).
+# Training on 74,656 tokens of a stock target gained STOCK_GAIN, by rejection sampling (docs/benchmarks.md).
 TUNED, ADAPTED, STOCK_GAIN = 0.80, 0.98, 0.005
-ENOUGH = 0.95  # a sibling that is accepted as often gains little
+ENOUGH = 0.95  # Nearly ADAPTED: a sibling that is accepted this often has little to gain.
 PROMPTS, TOKENS = 8, 64  # answers on which a sibling's acceptance is measured
 
 
