@@ -341,8 +341,7 @@ def pipeline(name: str, part: Part) -> None:
         del pair
         free(part.options.device)  # The other process needs the memory.
         models = [f"target.model={folder / 'target'}", f"cut.donor={folder / 'draft'}"]
-        toy = [*SMALL, "device=cpu"] if part.options.toy else []
-        asked = [*PIPELINE, *toy, *models]
+        asked = [*PIPELINE, *(SMALL if part.options.toy else ()), *models]
         command = [sys.executable, "-m", "distill", "train", str(ROOT / "recipes" / "demo.yaml"), *asked]
         log = part.path.with_suffix(".log")
         with open(log, "w", encoding="utf-8") as output:

@@ -168,7 +168,7 @@ def planned_hours(recipe: Recipe, prompts: int, speed: float) -> list[StageEstim
     per_product = 1 / rate + OVERHEAD / (SHARE * MEASURED_SPEED / 2)
 
     def training(steps: int) -> float:
-        """Seconds of so many steps, with the evaluations between them."""
+        """Return the seconds of this many steps and of the evaluations between them."""
         evaluations = 1 + math.ceil(steps / judged.every) if judged and steps else 0
         return steps * batch * (3 * learnt + head / 2) * per_product + evaluations * judging
 

@@ -198,7 +198,7 @@ class Answerer:
     def constraint(self, kind: str, grammar: str) -> Constraint:
         """Return the constraint of a grammar, which is made once.
 
-        Raises DataError for an invalid grammar, and for a grammar of which a part would not be obeyed.
+        Raises DataError for an invalid grammar, and for a grammar with a part that would have no effect.
         """
         with self._making:
             made = self._constraints.pop((kind, grammar), None) or constraint(kind, grammar, self._tokens)

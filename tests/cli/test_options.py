@@ -154,7 +154,7 @@ def described(value: Any) -> str:
 
 @pytest.fixture(name="place")
 def _place(world: Path, gguf_toys: tuple[Path, Path], tmp_path: Path, monkeypatch: Patch) -> dict[str, Path]:
-    """What the words of the modes stand for. The run has nothing but a recipe."""
+    """Return the files that the words of the modes name. The run holds only a recipe."""
     recipe = load_recipe(world / "recipe.yaml")
     found = {
         "TARGET": world / "target",
@@ -179,7 +179,7 @@ def _place(world: Path, gguf_toys: tuple[Path, Path], tmp_path: Path, monkeypatc
 
 @pytest.fixture(name="notes")
 def _notes(place: dict[str, Path], monkeypatch: Patch) -> Notes:
-    """How the functions that do the work were called. None of them does any."""
+    """Return the calls of the functions that do the work. Stand-ins take these calls."""
     notes: Notes = []
     run = Run(place["RUN"], load_recipe(place["RECIPE"]))
     file = place["FILE"]
@@ -264,7 +264,7 @@ def test_every_option_has_an_effect_or_is_refused(
     command = COMMANDS[mode.split()[0]]
 
     def outcome(option: Any = None) -> tuple[str, ...]:
-        """What the command asked for and printed, with an option or without."""
+        """Return what the command requested and printed, with or without an option."""
         for path in (place["FOLDER"], place["RUN"] / "lookup"):
             shutil.rmtree(path, ignore_errors=True)
         Path("demo.yaml").unlink(missing_ok=True)  # which `distill recipes demo` writes
