@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatch
+from functools import cache
 from pathlib import Path
 from typing import IO, Any
 
@@ -54,6 +55,13 @@ def _git_revision() -> str | None:
     except (OSError, subprocess.TimeoutExpired):
         return None
     return result.stdout.strip() or None
+
+
+def _artifacts_digest(record: dict[str, Any] | None, pattern: str) -> str | None:
+    """Return the digest of a stage's artifacts that match `pattern`, by its record. None without a record."""
+    if record is None:
+        return None
+    return digest({file: entry["sha256"] for file, entry in record["artifacts"].items() if fnmatch(file, pattern)})
 
 
 def now() -> str:
@@ -230,24 +238,26 @@ class Run:
 
     def artifacts_digest(self, stage: str, pattern: str) -> str | None:
         """Return the digest of a finished stage's artifacts that match `pattern`. None for an unfinished stage."""
-        record = self.done(stage)
-        if record is None:
-            return None
-        return digest({file: entry["sha256"] for file, entry in record["artifacts"].items() if fnmatch(file, pattern)})
+        return _artifacts_digest(self.done(stage), pattern)
 
     def outdated(self, stage: str) -> bool:
         """Whether a stage's artifacts are missing, or were made from artifacts that have been replaced since.
 
         A stage is outdated if training was redone and the stage was not.
         """
-        record = self.done(stage)
-        if record is None:
-            return True
-        read = [(*name.split(": ", 1), value) for name, value in record["inputs"].items() if ": " in name]
-        return any(
-            value != self.artifacts_digest(source, pattern) or (value is not None and self.outdated(source))
-            for source, pattern, value in read
-        )
+        done = cache(self.done)  # Many stages read the same ones. Each record is read once.
+
+        @cache
+        def is_old(stage: str) -> bool:
+            if (record := done(stage)) is None:
+                return True
+            read = [(*name.split(": ", 1), value) for name, value in record["inputs"].items() if ": " in name]
+            return any(
+                value != _artifacts_digest(done(source), pattern) or (value is not None and is_old(source))
+                for source, pattern, value in read
+            )
+
+        return is_old(stage)
 
     def damaged_artifacts(self, record: dict[str, Any], pattern: str = "*", read: bool = False) -> dict[str, str]:
         """Return the faults of a record's artifacts that match `pattern`, by name: missing, or of another size.

@@ -99,6 +99,9 @@ def _ends(target: str) -> str:
 
 
 def _check_recipe(path: Path, overrides: list[str], offline: bool, on: str | None) -> None:
+    recipe = shared.read_recipe(path, overrides)
+    print(f"recipe {recipe.name}: keys and values are valid", flush=True)
+    # These load torch, and a recipe that cannot be read is refused without it.
     from distill.pipeline.preflight import expected_lines, expected_stages, preflight
 
     with contextlib.ExitStack() as connections:
@@ -106,8 +109,6 @@ def _check_recipe(path: Path, overrides: list[str], offline: bool, on: str | Non
             from distill.engines.torch.hugging_face import offline as without_network
 
             connections.enter_context(without_network())
-        recipe = shared.read_recipe(path, overrides)
-        print(f"recipe {recipe.name}: keys and values are valid")
         found = preflight(recipe, offline=offline)
     print(*found.lines, sep="\n")
     if on is not None and found.prompts:

@@ -69,8 +69,6 @@ def train(
 
     Finished stages are skipped. After an interruption the same command resumes.
     """
-    from distill.pipeline import running
-
     whole_runs = ("redo", "fresh", "refresh", "verify")
     if sweep:
         shared.refuse(invocation, "with --sweep, which makes whole runs", *whole_runs, "rehearsal")
@@ -87,6 +85,8 @@ def train(
 
         found = shortened(whole, runs)
     _require_reached(until, redo or ())
+    from distill.pipeline import running  # It loads torch, and a recipe that cannot be read is refused without it.
+
     folder = runs / found.name
     if not is_main():
         return None if dry_run else _make(Run(folder, found, silent=True), "", until)

@@ -64,6 +64,7 @@ class Text:
         chances = [draw.betavariate(2 * mean, 2 * (1 - mean)) for _ in range(length)]
         self.chances = [min(max(chance, 0.02), 0.98) for chance in chances]
         self.ranks = [draw.choices(range(4), self.spread(chance))[0] for chance in self.chances]
+        self._logits: dict[tuple[int, bool], torch.Tensor] = {}  # All ways and all costs decode the same text.
 
     @staticmethod
     def spread(chance: float) -> list[float]:
@@ -72,14 +73,16 @@ class Text:
 
     def logits(self, place: int, on_text: bool) -> torch.Tensor:
         """Return the draft's logits [V] at a place. They favour wrong tokens if an earlier token is not the text's."""
-        right = self.tokens[place] + (0 if on_text else 7)
-        order = [(right + other) % VOCABULARY for other in (1, 2, 3)]
-        if self.ranks[place] < 3:
-            order[self.ranks[place]] = right % VOCABULARY
-        *best, rest = self.spread(self.chances[place])
-        chances = torch.full((VOCABULARY,), rest / (VOCABULARY - 3))
-        chances[order] = torch.tensor(best)
-        return chances.log()
+        if (place, on_text) not in self._logits:
+            right = self.tokens[place] + (0 if on_text else 7)
+            order = [(right + other) % VOCABULARY for other in (1, 2, 3)]
+            if self.ranks[place] < 3:
+                order[self.ranks[place]] = right % VOCABULARY
+            *best, rest = self.spread(self.chances[place])
+            chances = torch.full((VOCABULARY,), rest / (VOCABULARY - 3))
+            chances[order] = torch.tensor(best)
+            self._logits[place, on_text] = chances.log()
+        return self._logits[place, on_text]
 
 
 class Draft:
