@@ -128,25 +128,22 @@ class HttpClient:
         # such a connection would break.
         limits = httpx2.Limits(max_connections=connections, max_keepalive_connections=0)
         timeout = httpx2.Timeout(seconds, connect=min(CONNECT_SECONDS, seconds))
-        open_client = partial(httpx2.Client, headers=sent, timeout=timeout, limits=limits)
-        self._near = open_client(trust_env=False)
-        self._far, self._proxy_fault = None, ""
-        try:
-            self._far = open_client(trust_env=True)
-        except (ImportError, ValueError, httpx2.InvalidURL) as error:  # Only requests through the proxy are refused.
-            self._proxy_fault = str(error).partition(". ")[0]
+        self._open = partial(httpx2.Client, headers=sent, timeout=timeout, limits=limits)
+        self._clients: dict[bool, httpx2.Client] = {}  # by whether a client uses the environment's proxies
 
     def _client_of(self, url: str) -> httpx2.Client:
         """The client with or without proxies; EndpointError if the environment's proxy cannot be used."""
-        if is_here(url):
-            return self._near
-        if self._far is None:
-            raise EndpointError(
-                f"the proxy of the environment ({proxy_of(url) or 'HTTP_PROXY, ALL_PROXY'}) cannot be used: "
-                f"{self._proxy_fault}",
-                "correct the variable, or unset it. A socks5 proxy needs `pip install socksio`",
-            )
-        return self._far
+        proxied = not is_here(url)
+        if proxied not in self._clients:
+            try:
+                self._clients.setdefault(proxied, self._open(trust_env=proxied))
+            except (ImportError, ValueError, httpx2.InvalidURL) as error:
+                raise EndpointError(
+                    f"the proxy of the environment ({proxy_of(url) or 'HTTP_PROXY, ALL_PROXY'}) cannot be used: "
+                    f"{str(error).partition('. ')[0]}",
+                    "correct the variable, or unset it. A socks5 proxy needs `pip install socksio`",
+                ) from error
+        return self._clients[proxied]
 
     def send(self, url: str, body: dict[str, Any] | None = None, most_bytes: int = SMALL_REPLY) -> Received:
         """Return the reply to a GET, or to a POST of a body. Raise Unanswered without a whole reply of `most_bytes`."""
@@ -211,9 +208,8 @@ class HttpClient:
 
     def close(self) -> None:
         """Free the connections; safe to call twice."""
-        self._near.close()
-        if self._far is not None:
-            self._far.close()
+        for client in self._clients.values():
+            client.close()
 
 
 def is_here(url: str) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import os
 import shutil
 import signal
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import tiny
+import typer.main
 
 # A shell starts what it puts in the background (`&`) with SIGINT ignored, and processes inherit that: the tests that
 # press Ctrl-C would wait for ever.
@@ -31,8 +33,18 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["DISTILL_CACHE"] = str(cache)
 
 
+# Waits and repeated work that no test is about. A kill of a process loses nothing that was written, so the disk need
+# not be waited for; the command line is the same at each of some thousand calls.
+os.fsync = lambda descriptor: None
+typer.main.get_command = functools.cache(typer.main.get_command)
+
+
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Compile and load the pretend device before the first test, where one asks for it; see tests/pretend."""
+    """Compile and load the pretend device before the first test, where one asks for it; see tests/pretend.
+
+    What was imported stays, and distill's own collections of garbage need not look at it again."""
+    gc.collect()
+    gc.freeze()
     if any("pretend" in getattr(item, "fixturenames", ()) for item in session.items):
         import pretend
 
