@@ -13,13 +13,14 @@ import ipaddress
 import json
 import os
 import socket
+import ssl
 import threading
 import time
 import urllib.request
 from collections import deque
 from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from queue import SimpleQueue
 from typing import Any, TypeVar, cast
 from urllib.parse import urlsplit
@@ -136,7 +137,8 @@ class HttpClient:
         proxied = not is_here(url)
         if proxied not in self._clients:
             try:
-                self._clients.setdefault(proxied, self._open(trust_env=proxied))
+                client = self._open(trust_env=proxied, verify=_certificates(proxied))
+                self._clients.setdefault(proxied, client)
             except (ImportError, ValueError, httpx2.InvalidURL) as error:
                 raise EndpointError(
                     f"the proxy of the environment ({proxy_of(url) or 'HTTP_PROXY, ALL_PROXY'}) cannot be used: "
@@ -210,6 +212,12 @@ class HttpClient:
         """Free the connections; safe to call twice."""
         for client in self._clients.values():
             client.close()
+
+
+@cache
+def _certificates(from_environment: bool) -> ssl.SSLContext:
+    """The certificates that servers are checked by. Reading them takes 25 ms, so all clients share them."""
+    return httpx2.create_ssl_context(trust_env=from_environment)
 
 
 def is_here(url: str) -> bool:

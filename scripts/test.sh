@@ -10,10 +10,13 @@ if ! .venv/bin/python -c 'import importlib.util, sys; sys.exit(importlib.util.fi
 fi
 .venv/bin/ruff format --check .
 .venv/bin/ruff check .
+# Tests start some hundred processes. With this variable set, each would compile the package again.
+unset PYTHONDONTWRITEBYTECODE
+# The checks of types need one core. Meanwhile the other compiles the tests, which each process would else do again.
+.venv/bin/pytest --collect-only -q >/dev/null 2>&1 &
 .venv/bin/mypy distill
+wait
 # Each core gets one process with one thread, because torch threads of several processes slow each other down.
 processes="${TEST_PROCESSES:-$(nproc 2>/dev/null || echo 2)}"
 export OMP_NUM_THREADS=1  # It is set after nproc, which reads it too.
-# Tests start some hundred processes. With this variable set, each would compile the package again.
-unset PYTHONDONTWRITEBYTECODE
 .venv/bin/pytest -n "$processes" --dist loadfile --no-loadscope-reorder "$@"

@@ -61,6 +61,20 @@ class _Cursor:
         self.at += size
         return self.data[self.at - size : self.at]
 
+    def strings(self, count: int) -> list[bytes]:
+        """Read strings in a loop without calls, because a vocabulary has some 100,000."""
+        data, at, end, size_at = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
+        found = []
+        for _ in range(count):
+            start = at + 8
+            at = start + size_at(data, at)[0] if start <= end else end + 1
+            if at > end:
+                self.at = at
+                self.require(0)
+            found.append(data[start:at])
+        self.at = at
+        return found
+
     def name(self) -> str:
         return self.string().decode("utf-8", "replace")
 
@@ -76,7 +90,7 @@ class _Cursor:
             if kind in SCALARS:
                 return list(self.numbers(SCALARS[kind], count))
             if kind == STRING:
-                return [self.string() for _ in range(count)]
+                return self.strings(count)
         raise ValueError(f"value type {kind} at byte {self.at} is unknown")
 
 
