@@ -10,14 +10,17 @@ from typing import Any
 import pytest
 import tiny
 import torch
-from toys import disturb, toy
+from toys import disturb, save_toy, toy, toy_tokenizer
 from transformers import AutoModelForCausalLM
 
+from distill.engines.torch.hugging_face import load_model
 from distill.errors import DataError
+from distill.gguf.importing import folder_of
+from distill.gguf.writer import export_gguf
 
 sys.path.insert(0, str(tiny.ROOT / "scripts"))
 
-from grow_target import grow
+from grow_target import grow, grow_file
 
 torch.set_num_threads(1)
 
@@ -63,3 +66,22 @@ def test_growth_that_is_refused() -> None:
     for other in (toy("llama"), toy("qwen3"), toy("qwen2", tie_word_embeddings=False)):
         with pytest.raises(DataError, match="only qwen2"):
             grow(other, 2, 2)
+
+
+@pytest.mark.parametrize("outtype", ["f32", "f16", "q8_0"])
+@pytest.mark.parametrize("tied", [True, False])
+@pytest.mark.parametrize(("tile", "layers"), [(2, 2), (4, 5)])
+def test_a_grown_file_says_the_same(outtype: str, tied: bool, tile: int, layers: int, tmp_path: Path) -> None:
+    """Its weights, read back to a folder, compute the logits of the small file's; q8_0 has blocks of 32 values."""
+    tokenizer = toy_tokenizer()
+    model = toy("qwen2", len(tokenizer), layers=2, seed=7, tie_word_embeddings=tied, intermediate_size=64)
+    disturb(model, 99, 0.3)
+    small, large = tmp_path / "small.gguf", tmp_path / "large.gguf"
+    export_gguf(save_toy(model, tokenizer, tmp_path / "small"), small, outtype)
+    grow_file(small, large, tile, layers)
+    ids = torch.randint(0, len(tokenizer), (3, 40), generator=torch.Generator().manual_seed(0))
+    with torch.inference_mode():
+        expected, found = (
+            load_model(str(folder_of(str(path))), "float32", torch.device("cpu"))(ids).logits for path in (small, large)
+        )
+    assert float((expected - found).abs().max()) <= 1e-5 * max(1.0, float(expected.abs().max()))
