@@ -11,11 +11,12 @@ scripts/tuned_examples.py and tune_target.py. Part `distance` measures the stock
 and agreement). The other parts are a run of recipes/adapt.yaml for each draft and each number of answer tokens. --skip
 leaves a part out.
 
-The drafts are: the sibling as it is (`stock`), all weights, LoRA of the draft, and the half-width cut. All are measured
-on the same held-out prompts, of the tuned kind and of the general kind (data/questions.jsonl). --speed also times each
-draft, a lookup, and both together, which needs a quiet machine. --share is the share of general questions among the
-prompts that are learnt. A share of 0 shows what the draft keeps without them. A rule of your own is a folder with
-examples.jsonl, prompts.jsonl and held.jsonl.
+The drafts are: all weights, LoRA of the draft, and the half-width cut. The sibling as it is (`stock`) is what the run
+of all weights begins with, and with --speed it also has a run of its own. All are measured on the same held-out prompts,
+of the tuned kind and of the general kind (data/questions.jsonl). --speed also times each draft, a lookup, and both
+together, which needs a quiet machine. --share is the share of general questions among the prompts that are learnt. A share of 0
+shows what the draft keeps without them. A rule of your own is a folder with examples.jsonl, prompts.jsonl and
+held.jsonl.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 
 from distill.files import read_json, read_result, write_atomically
 from distill.measuring.evaluation_results import EvaluationReport
-from distill.tables import Cell, Row, Table, document
+from distill.tables import Cell, Interval, Row, Table, document
 
 ROOT = Path(__file__).resolve().parents[2]
 RULES = ("envelope", "house", "german")
@@ -140,21 +141,30 @@ class Bench:
     def rows(self) -> list[Row]:
         """Return the table's rows so far."""
         rows: list[Row] = []
-        for draft, tokens in [("stock", 0), *((name, size) for name in DRAFTS for size in self.asked.tokens)]:
+        begun = [run for size in self.asked.tokens if ((run := self.run("all", size)) / "eval.json").exists()]
+        for run in begun[:1]:
+            accepted = self.accepted(run, "before")
+            rows.append(["stock", 0, *(Cell(accepted.get(kind), "%") for kind in ("tuned", "general")), None, None])
+        for draft, tokens in ((name, size) for name in DRAFTS for size in self.asked.tokens):
             run = self.run(draft, tokens)
             if not (run / "eval.json").exists():
                 continue
-            report = read_result(run / "eval.json", EvaluationReport)
-            accepted = {group.label: group.acceptance["after"] for group in report.groups if group.of == "class"}
+            accepted = self.accepted(run, "after")
+            gain = read_result(run / "eval.json", EvaluationReport).differences.get("after")
             answered = read_json(run / "answers" / "manifest.json", {"answer_tokens": int})["answer_tokens"]
-            gain = report.differences.get("after") if draft != "stock" else None
             rows.append(
                 [
-                    *(draft, answered if draft != "stock" else 0, Cell(accepted.get("tuned"), "%")),
-                    *(Cell(accepted.get("general"), "%"), Cell(gain, "+.4f"), Cell(self.minutes(run), ".1f")),
+                    *(draft, answered, Cell(accepted.get("tuned"), "%"), Cell(accepted.get("general"), "%")),
+                    *(Cell(gain, "+.4f"), Cell(self.minutes(run), ".1f")),
                 ]
             )
         return rows
+
+    @staticmethod
+    def accepted(run: Path, which: str) -> dict[str, Interval]:
+        """Return a run's acceptance by kind of prompt, `before` or `after` its training."""
+        report = read_result(run / "eval.json", EvaluationReport)
+        return {group.label: group.acceptance[which] for group in report.groups if group.of == "class"}
 
     @staticmethod
     def minutes(run: Path) -> float:
@@ -218,7 +228,7 @@ def main() -> None:
             bench.tune()
         if "distance" not in skipped:
             bench.distance()
-        if "stock" not in skipped:
+        if asked.speed and "stock" not in skipped:
             bench.adapt("stock", 0)
         for tokens in () if "adapt" in skipped else asked.tokens:
             for draft in asked.only.split(","):
