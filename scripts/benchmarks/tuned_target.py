@@ -12,11 +12,11 @@ and agreement). The other parts are a run of recipes/adapt.yaml for each draft a
 leaves a part out.
 
 The drafts are: all weights, LoRA of the draft, and the half-width cut. The sibling as it is (`stock`) is what the run
-of all weights begins with, and with --speed it also has a run of its own. All are measured on the same held-out prompts,
-of the tuned kind and of the general kind (data/questions.jsonl). --speed also times each draft, a lookup, and both
-together, which needs a quiet machine. --share is the share of general questions among the prompts that are learnt. A share of 0
-shows what the draft keeps without them. A rule of your own is a folder with examples.jsonl, prompts.jsonl and
-held.jsonl.
+of all weights begins with. With --speed it also has a run of its own. All are measured on the same held-out prompts, of
+the tuned kind and of the general kind (data/questions.jsonl). --speed also times each draft, a lookup, and both
+together, which needs a quiet machine. --share is the share of general questions among the prompts that are learnt. A
+share of 0 shows what the draft keeps without them. A rule of your own is a folder with examples.jsonl, prompts.jsonl
+and held.jsonl.
 """
 
 from __future__ import annotations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shutil
 from argparse import Namespace
 from pathlib import Path
 from typing import Any
@@ -82,7 +83,9 @@ def test_the_sentence_of_the_demo(finished: Path) -> None:
     assert found[0] == found[2] and int(found[1]) == answered > 0
 
 
-def test_the_benchmark_asks_for_runs_that_can_be_read(tmp_path: Path, monkeypatch: Patch, capsys: Capture) -> None:
+def test_the_benchmark_asks_for_runs_that_can_be_read(
+    finished: Path, tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
     script = test_scripts.script("benchmarks/tuned_target", monkeypatch)
     asked: list[list[str]] = []
     figures = {"forward_kl": {"mean": 0.25}, "acceptance_greedy": {"mean": 0.5}}
@@ -95,9 +98,14 @@ def test_the_benchmark_asks_for_runs_that_can_be_read(tmp_path: Path, monkeypatc
     monkeypatch.setattr("sys.argv", ["tuned_target.py", *map(str, words), "--tokens", "900,1800"])
     (tmp_path / "to" / "house").mkdir(parents=True)
     (tmp_path / "to" / "house" / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 100)
+    run = tmp_path / "to" / "house" / "runs" / "all-900"
+    shutil.copytree(finished, run)
+    report = json.loads((run / "eval.json").read_text())
+    report["groups"] = [report["groups"][0] | {"of": "class", "label": "tuned"}]
+    (run / "eval.json").write_text(json.dumps(report))
     script.main()
     kinds = ["train" if "train" in one else "eval" if "eval" in one else Path(one[1]).stem for one in asked]
-    part = ["tune_target", "eval", *["train"] * 7]
+    part = ["tune_target", "eval", *["train"] * 6]
     assert kinds == ["tuned_examples", *part, *part]
     for one in asked:
         if "train" in one:
@@ -114,3 +122,7 @@ def test_the_benchmark_asks_for_runs_that_can_be_read(tmp_path: Path, monkeypatc
             assert len(prompts) + (recipe.corpus.sources[1].questions or 0) in (10, 20)
     said = capsys.readouterr().out
     assert "acceptance probability, temperature 0: sql" in said and "KL is 0.250 nats, and it agrees with 50.0%" in said
+    # The sibling as it is has the figures that the run of all weights began with.
+    rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if "| stock |" in line]
+    before = report["groups"][0]["acceptance"]["before"]["mean"]
+    assert len(rows) == 1 and rows[0][1] == "0" and rows[0][2].startswith(f"{100 * before:.1f} %")
