@@ -19,6 +19,7 @@ from torch import Tensor
 from distill.data.samples import first_difference
 from distill.divergences import forward_kl
 from distill.engines.llama_cpp.model import GgufModel
+from distill.engines.torch.adapters import WRITTEN as MERGED
 from distill.engines.torch.hugging_face import (
     encode_text,
     is_quantised,
@@ -31,10 +32,11 @@ from distill.engines.torch.hugging_face import (
 from distill.engines.torch.model import model_name
 from distill.errors import DataError, DistillError
 from distill.files import is_gguf, parts_of, read_json, read_utf8, write_result
-from distill.folders import Floats, weight_files
-from distill.gguf.fields import Origin, Shape, read_shape
+from distill.folders import Floats, stored_tensors, to_floats, weight_files
+from distill.gguf.fields import Origin, Shape, configuration, read_shape
 from distill.gguf.head import open_head, type_name
-from distill.gguf.importing import file_type
+from distill.gguf.importing import file_type, rotary_factors
+from distill.gguf.importing import sources as file_tensors
 from distill.gguf.tokenizer import PROBE, as_llama_reads
 from distill.gguf.writer import export_files, target_gguf
 from distill.recipe import Recipe
@@ -55,6 +57,7 @@ class Parity:
     Log-probabilities are in nats, for the token that really follows at least two others. `tokenizer_mismatches` holds
     (index of the text, first differing position). Texts that the Hugging Face normaliser changes are compared after
     it, because llama.cpp never normalises. `kl` is the mean KL in nats from Hugging Face's distributions to the file's.
+    `adapter_left` is the result of the function of this name.
     """
 
     positions: int
@@ -64,14 +67,16 @@ class Parity:
     tokenizer_texts: int
     tokenizer_mismatches: list[tuple[int, int]]
     kl: float
+    adapter_left: float | None = None
 
     @property
     def words(self) -> str:
         """The figures in one line."""
+        left = "" if self.adapter_left is None else f", {self.adapter_left:.0%} of the adapter's change left"
         return (
             f"top-1 {self.top1_agreement:.1%}, KL {self.kl:.2g}, mean |d log p| {self.mean_abs_dlogprob:.5f} over "
             f"{self.positions} positions after at least two tokens, {len(self.tokenizer_mismatches)} of "
-            f"{self.tokenizer_texts} texts with other ids"
+            f"{self.tokenizer_texts} texts with other ids{left}"
         )
 
 
@@ -132,6 +137,7 @@ MAX_SPECIAL = 1024  # added tokens that are tried. Larger vocabularies contain n
 # order or scale gives far larger differences.
 LIMITS: dict[int, tuple[float, float]] = {32: (1e-3, 0.97), 16: (0.01, 0.95), 8: (0.05, 0.9), 6: (0.15, 0.8)}
 LIMITS |= {5: (0.4, 0.7), 4: (1.0, 0.5), 3: (3.0, 0.1), 2: (6.0, 0.0)}
+MIN_LEFT = 0.5  # of an adapter's change. Rounding leaves about all of it, or about nothing.
 
 
 @dataclass(frozen=True)
@@ -235,7 +241,40 @@ def compare(source: Original, gguf: Path, texts: list[str], positions: int) -> P
         tokenizer_texts=len(texts),
         tokenizer_mismatches=mismatches,
         kl=sum(divergences) / len(divergences),
+        adapter_left=adapter_left(source.folder, gguf),
     )
+
+
+def adapter_left(folder: Path, gguf: Path) -> float | None:
+    """Return the share of an adapter's change that a file of the merged folder has: about 1, or 0 if rounding undid it.
+
+    The weights of a base that was quantised are levels of its type. If the merged weights are rounded to the same type,
+    a small change goes back to the level that it came from, and the file is the base without the adapter. Texts that
+    the adapter hardly changes do not show this. So the file's weights less the base's are projected on the change, over
+    the matrices of the first, the middle and the last layer. None for a folder that no adapter was merged into, and if
+    these layers or the base's weights are missing.
+    """
+    if not (folder / MERGED).is_file():
+        return None
+    base = Path(read_json(folder / MERGED, {"base": str})["base"])
+    if not all(path.is_file() for path in weight_files(base)):
+        return None
+    before, after = (stored_tensors(place, tied=False) for place in (base, folder))
+    head = open_head(gguf)
+    tensors = file_tensors(head, configuration(head, rotary_factors(head)))
+    layers = {
+        name: int(name.split(".")[2]) for name, one in tensors.items() if ".layers." in name and len(one.shape) == 2
+    }
+    last = max(layers.values(), default=0)
+    product = square = 0.0
+    for name in (name for name, layer in layers.items() if layer in (0, last // 2, last)):
+        first = 0
+        for part in tensors[name].parts():
+            own, merged = (to_floats(of[name].rows(first, len(part)), of[name].dtype) for of in (before, after))
+            first, change = first + len(part), merged - own
+            product += float(np.sum((part - own) * change, dtype=np.float64))
+            square += float(np.sum(change * change, dtype=np.float64))
+    return product / square if square else None
 
 
 def faults_of(parity: Parity, outtype: str) -> list[str]:
@@ -254,6 +293,11 @@ def faults_of(parity: Parity, outtype: str) -> list[str]:
     # Flat distributions change their likeliest token at a KL near 0.
     if parity.top1_agreement < min_agreement and parity.kl > max_kl / 10:
         faults.append(f"{parity.top1_agreement:.1%} of the argmaxes agree, less than {min_agreement:.0%} for {outtype}")
+    if parity.adapter_left is not None and parity.adapter_left < MIN_LEFT:
+        faults.append(
+            f"{max(parity.adapter_left, 0):.0%} of the adapter's change is left, because the base was quantised and "
+            f"{outtype} rounds its weights back: take q8_0 or f16, or a base in 16 bits"
+        )
     return faults
 
 

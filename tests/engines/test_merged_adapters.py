@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -260,3 +261,21 @@ def test_a_file_is_a_base(gguf_toys: tuple[Path, Path], tmp_path: Path) -> None:
     expected = tune(folder, tmp_path / "adapter", target_modules=["q_proj"]).state_dict()
     found = load_model(over(str(file), str(tmp_path / "adapter")), "float32", torch.device("cpu")).state_dict()
     assert all(torch.equal(found[name], value) for name, value in expected.items())
+
+
+def test_a_file_that_rounds_the_adapter_away_is_a_fault(world: Path, tmp_path: Path, capsys: Capture) -> None:
+    """The base was rounded to 4 bits. Rounded to the same 4 bits, its weights go back to where they were."""
+    tiny.shown(capsys, "export-gguf", world / "target", "--outtype", "q4_0", "--to", tmp_path, "--no-check")
+    (file,), adapter = tmp_path.glob("*.gguf"), tmp_path / "adapter"
+    tune(local_folder(str(file)), adapter)
+    small = {name: 0.16 * value for name, value in load_file(adapter / TENSORS).items()}
+    save_file(small, adapter / TENSORS, {"format": "pt"})
+    types = ("--outtype", "q4_0", "--outtype", "q8_0", "--outtype", "f16")
+    capsys.readouterr()
+    assert tiny.call("export-gguf", file, "--adapter", adapter, *types, "--to", tmp_path / "out") == 2
+    shown = capsys.readouterr()
+    left = dict(re.findall(r"adapter-(\w+)\.gguf .* (\d+)% of the adapter's change left", shown.out))
+    assert left.keys() == {"q4_0", "q8_0", "f16"} and int(left["q4_0"]) < 10
+    assert all(90 <= int(left[kind]) <= 110 for kind in ("q8_0", "f16")), left
+    (fault,) = (line for line in shown.err.splitlines() if line.startswith("distill: "))
+    assert "adapter-q4_0.gguf: " in fault and "a base in 16 bits" in fault and fault.count(".gguf") == 1
