@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from grow_target import grow_file
+from grow_file import grow_file
 
 from distill.files import read_result, write_atomically
 from distill.measuring.speedup_results import Measurement, SpeedupReport

@@ -20,7 +20,8 @@ from distill.gguf.writer import export_gguf
 
 sys.path.insert(0, str(tiny.ROOT / "scripts"))
 
-from grow_target import grow, grow_file
+from grow_file import grow_file
+from grow_target import grow
 
 torch.set_num_threads(1)
 
