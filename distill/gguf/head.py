@@ -43,7 +43,10 @@ class _Cursor:
         self.data, self.at = data, 0
 
     def require(self, count: int) -> None:
-        if self.at + count > len(self.data):
+        self.require_end(self.at + count)
+
+    def require_end(self, end: int) -> None:
+        if end > len(self.data):
             raise ValueError(f"it ends inside its header, after {len(self.data)} bytes")
 
     def numbers(self, code: str, count: int) -> tuple[Any, ...]:
@@ -62,15 +65,16 @@ class _Cursor:
         return self.data[self.at - size : self.at]
 
     def strings(self, count: int) -> list[bytes]:
-        """Read strings in a loop without calls, because a vocabulary has some 100,000."""
-        data, at, end, size_at = self.data, self.at, len(self.data), struct.Struct("<Q").unpack_from
+        """Read strings one after another, as `string` does. A vocabulary has some 100,000, so few calls are made."""
+        data, at, size_at = self.data, self.at, struct.Struct("<Q").unpack_from
         found = []
         for _ in range(count):
             start = at + 8
-            at = start + size_at(data, at)[0] if start <= end else end + 1
-            if at > end:
-                self.at = at
-                self.require(0)
+            if start > len(data):
+                self.require_end(start)
+            at = start + size_at(data, at)[0]
+            if at > len(data):
+                self.require_end(at)
             found.append(data[start:at])
         self.at = at
         return found
