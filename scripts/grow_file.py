@@ -10,17 +10,21 @@ Legend: r tile.
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Iterator
 from pathlib import Path
 
 import gguf
 import numpy as np
+from grow_target import places_of
 
 from distill.errors import DataError
+from distill.files import written_atomically
 
-# Where the blocks of a type hold their factors, counted in numbers of two bytes. F32 and F16 are factors throughout.
+# Where the blocks of a type hold their factors, counted in numbers of two bytes.
 FACTORS = {"Q4_0": [0], "Q5_0": [0], "Q8_0": [0], "Q4_K": [0, 1], "Q5_K": [0, 1], "Q6_K": [104]}
+FLOATS = "F32", "F16"
 ARCHITECTURE = "qwen2"
 TABLES = "token_embd", "output"  # one row for each token
 TILED = "embedding_length", "feed_forward_length", "attention.head_count", "attention.head_count_kv"
@@ -28,12 +32,10 @@ EPSILON = "attention.layer_norm_rms_epsilon"
 
 
 def scaled(tensor: gguf.ReaderTensor, factor: int) -> np.ndarray:
-    """Return a tensor's rows with all values multiplied. Raises DataError for a type whose factors are unknown."""
+    """Return a tensor's rows with all values multiplied."""
     kind = tensor.tensor_type
-    if kind.name in ("F32", "F16"):
+    if kind.name in FLOATS:
         return np.asarray(tensor.data * tensor.data.dtype.type(factor))
-    if kind.name not in FACTORS:
-        raise DataError(f"{tensor.name} has the type {kind.name}", f"give a file with one of {', '.join(FACTORS)}")
     blocks = np.array(tensor.data).view(np.float16).reshape(-1, gguf.GGML_QUANT_SIZES[kind][1] // 2)
     blocks[:, FACTORS[kind.name]] *= np.float16(factor)
     return np.asarray(blocks.view(np.uint8).reshape(tensor.data.shape))
@@ -42,7 +44,7 @@ def scaled(tensor: gguf.ReaderTensor, factor: int) -> np.ndarray:
 class GrownFile:
     """A GGUF file of a Qwen2 model, and what `tile` and `layers` make of it, as in `grow`.
 
-    Raises DataError for another architecture, fewer layers, or rows that are no whole number of blocks.
+    Raises DataError for another architecture, fewer layers, or an embedding of a type whose factors are unknown.
     """
 
     def __init__(self, source: Path, tile: int, layers: int) -> None:
@@ -51,12 +53,9 @@ class GrownFile:
         fields = {name: field.contents() for name, field in self.reader.fields.items()}
         if (kind := fields["general.architecture"]) != ARCHITECTURE:
             raise DataError(f"{source} is a {kind}: only {ARCHITECTURE} files can be grown", "give such a file")
-        if layers < (own := fields[f"{ARCHITECTURE}.block_count"]):
-            raise DataError(f"{layers} layers were requested, but the model already has {own}", "request more")
-        for name, tensor in self.tensors.items():
-            if tensor.shape[0] % gguf.GGML_QUANT_SIZES[tensor.tensor_type][0]:
-                raise DataError(f"{name}: a row of {tensor.shape[0]} values is no whole number of blocks", "give F16")
-        self.places = {i * layers // own: i for i in range(own)}
+        if (embedding := self.tensors["token_embd.weight"].tensor_type.name) not in (known := (*FACTORS, *FLOATS)):
+            raise DataError(f"the embedding has the type {embedding}", f"give a file with one of {', '.join(known)}")
+        self.places = places_of(fields[f"{ARCHITECTURE}.block_count"], layers)
         changed = {name: fields[f"{ARCHITECTURE}.{name}"] * tile for name in TILED}
         changed |= {"block_count": layers, EPSILON: fields[f"{ARCHITECTURE}.{EPSILON}"] * tile**2}
         self.fields = fields | {f"{ARCHITECTURE}.{name}": value for name, value in changed.items()}
@@ -97,7 +96,13 @@ def part_of(name: str) -> str:
 def grow_file(source: Path, output: Path, tile: int, layers: int) -> None:
     """Write a larger GGUF file with the same logits and types. One tensor at a time is in memory. See `GrownFile`."""
     grown = GrownFile(source, tile, layers)
-    writer = gguf.GGUFWriter(output, ARCHITECTURE)
+    with written_atomically(output) as temporary:
+        write(grown, temporary)
+
+
+def write(grown: GrownFile, path: Path) -> None:
+    """Write the fields and the tensors of a grown file."""
+    writer = gguf.GGUFWriter(path, ARCHITECTURE)
     for name, field in grown.reader.fields.items():
         if name != "general.architecture" and not name.startswith("GGUF."):
             inner = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
@@ -110,6 +115,6 @@ def grow_file(source: Path, output: Path, tile: int, layers: int) -> None:
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_ti_data_to_file()
-    for name, tensor, added in grown.sources():
-        writer.write_tensor_data(grown.content(name, tensor, added))
-    writer.close()
+    with contextlib.closing(writer):
+        for name, tensor, added in grown.sources():
+            writer.write_tensor_data(grown.content(name, tensor, added))

@@ -27,6 +27,16 @@ from distill.engines.torch.hugging_face import describe_model, load_model, load_
 from distill.errors import DataError
 
 
+def places_of(own: int, layers: int) -> dict[int, int]:
+    """Return the original layer at each place that has one, in order. The other places are spread evenly.
+
+    Raises DataError if there are fewer places than original layers.
+    """
+    if layers < own:
+        raise DataError(f"{layers} layers were requested, but the model already has {own}", "request more")
+    return {layer * layers // own: layer for layer in range(own)}
+
+
 def grow(model: Any, tile: int, layers: int) -> Any:
     """Return a larger fp32 Qwen2 model with the same logits up to rounding (exact if `tile` is a power of two).
 
@@ -36,17 +46,12 @@ def grow(model: Any, tile: int, layers: int) -> Any:
     config = model.config
     if config.model_type != "qwen2" or not config.tie_word_embeddings:
         raise DataError("only qwen2 models with a tied head can be grown", "give such a model")
-    if layers < config.num_hidden_layers:
-        raise DataError(
-            f"{layers} layers were requested, but the model already has {config.num_hidden_layers}", "request more"
-        )
+    places = places_of(config.num_hidden_layers, layers)
     larger = copy.deepcopy(config)
     for name in ("hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"):
         setattr(larger, name, getattr(config, name) * tile)
     larger.num_hidden_layers = layers
     old = {name: value.detach().float() for name, value in model.state_dict().items()}
-    # Original layer i goes to a place that keeps the order and spreads the zero layers evenly.
-    places = {i * layers // config.num_hidden_layers: i for i in range(config.num_hidden_layers)}
     # The kind of an added layer does not matter.
     larger.layer_types = [config.layer_types[places.get(place, 0)] for place in range(layers)]
     new: dict[str, Tensor] = {"model.embed_tokens.weight": old["model.embed_tokens.weight"].repeat(1, tile)}

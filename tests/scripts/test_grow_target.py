@@ -69,6 +69,18 @@ def test_growth_that_is_refused() -> None:
             grow(other, 2, 2)
 
 
+def test_files_that_are_refused(tmp_path: Path) -> None:
+    tokenizer, small, large = toy_tokenizer(), tmp_path / "small.gguf", tmp_path / "large.gguf"
+    for family, tile, layers, words in (("llama", 2, 2, "only qwen2"), ("qwen2", 2, 1, "already has 2")):
+        export_gguf(save_toy(toy(family, len(tokenizer), layers=2), tokenizer, tmp_path / family), small, "f32")
+        with pytest.raises(DataError, match=words):
+            grow_file(small, large, tile, layers)
+    export_gguf(tmp_path / "qwen2", small, "bf16")  # The factors of bf16 are not known.
+    with pytest.raises(DataError, match="the embedding has the type BF16"):
+        grow_file(small, large, 2, 2)
+    assert not large.exists()
+
+
 @pytest.mark.parametrize(
     ("outtype", "tied", "tile", "layers"),
     [("f32", True, 2, 2), ("f16", False, 4, 5), ("q8_0", True, 4, 5), ("q8_0", False, 2, 2)],
