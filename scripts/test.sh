@@ -13,9 +13,9 @@ fi
 # Tests start some hundred processes. With this variable set, each would compile the package again.
 unset PYTHONDONTWRITEBYTECODE
 # The checks of types need one core. Meanwhile the other compiles the tests, which each process would else do again.
-.venv/bin/pytest --collect-only -q >/dev/null 2>&1 &
+PYTEST_ADDOPTS="" .venv/bin/pytest --collect-only -q >/dev/null 2>&1 &
 .venv/bin/mypy distill
-wait
+wait  # for the compilation, whose errors the tests show again
 # Each core gets one process with one thread, because torch threads of several processes slow each other down.
 processes="${TEST_PROCESSES:-$(nproc 2>/dev/null || echo 2)}"
 export OMP_NUM_THREADS=1  # It is set after nproc, which reads it too.

@@ -33,16 +33,20 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> None:
     os.environ["DISTILL_CACHE"] = str(cache)
 
 
-# Waits and repeated work that no test is about. A kill of a process loses nothing that was written, so the disk need
-# not be waited for; the command line is the same at each of some thousand calls.
-os.fsync = lambda descriptor: None
+def _fsync(descriptor: int) -> None:
+    """Do not wait for the disk, because a killed process loses nothing that was written. Check the descriptor."""
+    os.fstat(descriptor)
+
+
+os.fsync = _fsync
+# The command line is the same at each of some thousand calls.
 typer.main.get_command = functools.cache(typer.main.get_command)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
     """Compile and load the pretend device before the first test, where one asks for it; see tests/pretend.
 
-    What was imported stays, and distill's own collections of garbage need not look at it again."""
+    What was imported is never garbage, so no collection of garbage need look at it again."""
     gc.collect()
     gc.freeze()
     if any("pretend" in getattr(item, "fixturenames", ()) for item in session.items):
