@@ -16,6 +16,7 @@ import tiny
 from safetensors.torch import load_file
 from tiny import Capture, Patch
 
+from distill.gguf.head import open_head
 from distill.recipe import load_recipe
 
 
@@ -126,3 +127,39 @@ def test_the_benchmark_asks_for_runs_that_can_be_read(
     rows = [[cell.strip() for cell in line.split("|")[1:-1]] for line in said.splitlines() if "| stock |" in line]
     before = report["groups"][0]["acceptance"]["before"]["mean"]
     assert len(rows) == 1 and rows[0][1] == "0" and rows[0][2].startswith(f"{100 * before:.1f} %")
+
+
+def test_the_grown_targets_are_measured_once(
+    finished: Path, gguf_toys: tuple[Path, Path], tmp_path: Path, monkeypatch: Patch, capsys: Capture
+) -> None:
+    """Each size, engine, text and draft by one command on a file that is really grown; figures of a finished run."""
+    script = test_scripts.script("benchmarks/grown", monkeypatch)
+    report = json.loads((finished / "speedup.json").read_text())
+    (part, *_) = (part for part in report["parts"] if part["backend"] == "pytorch")
+    plain = next(row for row in part["measurements"] if row["drafter"] is None)
+    drafted = next(row for row in part["measurements"] if row["length"])
+    report["parts"] = [part | {"measurements": [plain, drafted | {"configuration": "draft 4"}]}]
+    asked: list[list[str]] = []
+
+    def run(command: list[str], **_: Any) -> Namespace:
+        asked.append(command)
+        assert open_head(Path(command[4])).values["qwen2.block_count"] == (2 if "small" in command[4] else 5)
+        return Namespace(returncode=0, stdout=json.dumps(report))
+
+    monkeypatch.setattr(script.subprocess, "run", run)
+    texts = ("--texts", f"code={tmp_path / 'c'}", "--texts", f"chat={tmp_path / 'd'}")
+    drafts = ("--draft", "stock=a.gguf", "--draft", "adapted=b.gguf")
+    words = [gguf_toys[0], "--to", tmp_path / "to", *drafts, *texts, "--sizes", "small=1x2,large=2x5"]
+    for _ in range(2):
+        monkeypatch.setattr("sys.argv", ["grown.py", *map(str, words)])
+        script.main()
+    assert len(asked) == 2 * 2 * 2 * 2 and not list((tmp_path / "to").glob("*.gguf"))
+    assert sum("drafter=lookup,rule=expected-value" in one for one in asked) == 8  # with the last draft
+    assert sum("target_weights=file" in one for one in asked) == 8
+    first, second = capsys.readouterr().out.split("| cost of |")[1:]
+    rows = [line for line in first.splitlines() if line.startswith(("| small", "| large"))]
+    assert len(rows) == 16 and rows == [line for line in second.splitlines() if line.startswith(("| small", "| large"))]
+    cells = [cell.strip() for cell in rows[0].split("|")[1:-1]]
+    assert cells[:5] == ["small", "PyTorch", "code", "stock", f"{plain['tokens_per_second']:.2f}"]
+    share = 100 * (1 - plain["rounds"]["seconds"] * plain["tokens_per_second"])
+    assert cells[5].startswith(f"{drafted['speedup']:.2f} [") and cells[-1] == f"{share:.1f} %"
