@@ -333,6 +333,7 @@ def measurement(
         by_class=by_class(timed, given.classes, given.units),
         stopped=len(timed.texts) if len(timed.texts) < len(prompts) else None,
         positions=_positions(timed, prompts) if configuration.drafter == "draft" else {},
+        prompt_share=math.nan if at_once > 1 else prompt_share(timed),
     )
 
 
@@ -346,6 +347,12 @@ def _positions(timed: TimedConfiguration, prompts: Sequence[Sequence[int]]) -> B
 def prompt_seconds(timed: TimedConfiguration) -> float:
     """Return the mean seconds of a prompt and its first token."""
     return statistics.fmean(text.decoded.prefill_seconds for text in timed.texts)
+
+
+def prompt_share(timed: TimedConfiguration) -> float:
+    """Return the prompts' share of all seconds, first tokens included. NaN if no time passed."""
+    seconds = sum(text.seconds for text in timed.texts)
+    return sum(text.decoded.prefill_seconds for text in timed.texts) / seconds if seconds else math.nan
 
 
 def predicted_speedup(timed: TimedConfiguration, steps: StepFigures) -> float | None:

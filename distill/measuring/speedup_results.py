@@ -92,7 +92,8 @@ class Measurement(PairMeasured):
     decoding. They are None for sampled texts. `lossy` is the reason why the text does not follow the target's
     distribution, or None. `predicted` is the speedup expected from the costs of steps and the conditional acceptance.
     `repeated` is the share of tokens that end three tokens which occurred before in the prompt or the text. Lookups
-    profit from these, and degenerate text is full of them. `prompt_seconds` is the mean time to the first token.
+    profit from these, and degenerate text is full of them. `prompt_seconds` is the mean time to the first token, and
+    `prompt_share` is its share of all seconds. The share is NaN for texts decoded at once, and in older results.
     `stopped` is the number of prompts after which the configuration was clearly slower than the fastest and was
     stopped. Its figures then compare these prompts. `positions` has the conditional acceptance of a draft's chains by
     drafted position.
@@ -122,6 +123,7 @@ class Measurement(PairMeasured):
     settings: dict[str, Any] = field(default_factory=dict)
     stopped: int | None = None
     positions: ByText = field(default_factory=dict)
+    prompt_share: Figure = math.nan
 
     @property
     def is_plain(self) -> bool:

@@ -63,13 +63,11 @@ class Part:
         """Return the table's row."""
         rows = {row.configuration: row for row in read_result(self.result, SpeedupReport).measurements}
         plain, fixed = rows["plain"], rows["draft 4"]
-        # A text's time is that of its prompt and of its plain rounds, which give a token each.
-        share = 1 - plain.rounds.seconds * plain.tokens_per_second
         ways = [rows.get(name) for name in ("draft 4", "draft adaptive", "lookup", "lookup + draft")]
         return [
             *(self.size, self.engine, self.text, self.draft, Cell(plain.tokens_per_second, ".2f")),
             *(None if way is None else Cell(speedup_of(way), ".2f") for way in ways),
-            *(Cell(fixed.predicted, ".2f"), Cell(fixed.acceptance, "%"), Cell(share, "%")),
+            *(Cell(fixed.predicted, ".2f"), Cell(fixed.acceptance, "%"), Cell(plain.prompt_share, "%")),
         ]
 
 

@@ -256,6 +256,14 @@ def test_every_configuration_decodes_every_prompt() -> None:
         found = [four.positions[kind][position] for kind in ("new", "repeated")]
         assert sum(one.accepted for one in found) == sum(drafted > position for drafted in rounds)
     assert not measurement(prepared[0], None, NOT_TIMED, PAIR, PairTexts(prompts)).positions
+    prepared[0].texts[:] = [
+        replace(text, seconds=seconds, decoded=replace(text.decoded, prefill_seconds=first))
+        for text, (seconds, first) in zip(prepared[0].texts, ((2.0, 1.0), (4.0, 1.0), (10.0, 2.0)), strict=True)
+    ]
+    row = measurement(prepared[0], None, NOT_TIMED, PAIR, PairTexts(prompts))
+    assert row.prompt_share == 0.25  # of all seconds; the mean of the texts' shares is 0.317
+    assert "Prompts, of the whole time: 25 % (plain, PyTorch)." in measurement_table([row], "command").note
+    assert math.isnan(measurement(prepared[0], None, NOT_TIMED, PAIR, PairTexts(prompts), at_once=3).prompt_share)
 
 
 @pytest.mark.parametrize("sampler", ["greedy", "recipe"])
