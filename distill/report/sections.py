@@ -172,7 +172,7 @@ def _outcome(training: TrainingSummary) -> list[str]:
     """The training in sentences, and the weights that were taken."""
     loss = " + ".join(f"{weight:g} {name}" for name, weight in training.loss.items())
     sentences = [f"{number(training.steps)} steps at a peak rate of {training.rate:g}; loss: {loss}."]
-    sentences += [f"{training.text}."] * known(training.epochs)
+    sentences += [f"{training.words()}."] * known(training.epochs)
     if best := training.best:
         sentences.append(f"The weights of step {number(best.step)} were taken: {best.words}.")
     if training.warning:

@@ -99,10 +99,15 @@ REMEDY = (  # for `TrainingSummary.warning`
 FRESH_EPOCHS, MOST_EPOCHS = 3, 10
 
 
-def freshness(epochs: float) -> str:
-    """Advice about the number of epochs, after a colon; empty for few epochs."""
+def freshness(epochs: float, patience: int | None = None) -> str:
+    """Advice about the number of epochs, after a colon; empty for few epochs.
+
+    Planned epochs under a `patience` (train.acceptance.patience) are an upper bound, so nothing is advised.
+    """
     if not epochs > FRESH_EPOCHS:
         return ""
+    if patience:
+        return f"; fewer if acceptance stops rising (train.acceptance.patience {patience})"
     heart = f"more than {MOST_EPOCHS} epochs memorise it; " if epochs > MOST_EPOCHS else ""
     gain = "acceptance rose by 0.03 to 0.04 with twice the answers"
     return f": {heart}{gain}: ask for more (answers.prompts, more questions or documents), or lower train.steps"
@@ -125,11 +130,10 @@ class TrainingSummary:
     epochs: Figure = math.nan
     answers: float = 1.0
 
-    @property
-    def text(self) -> str:
-        """The epochs, and the shares of answers and given text, in words."""
+    def words(self, patience: int | None = None) -> str:
+        """Describe the epochs, and the shares of answers and given text. `patience` is that of planned epochs."""
         given = f", {1 - self.answers:.0%} of it given text, the rest the target's answers" if self.answers < 1 else ""
-        return f"{self.epochs:.1f} epochs of the training text{given}{freshness(self.epochs)}"
+        return f"{self.epochs:.1f} epochs of the training text{given}{freshness(self.epochs, patience)}"
 
     @property
     def warning(self) -> str | None:

@@ -163,6 +163,10 @@ def test_how_often_the_text_is_seen(world: Path, finished: Path, capsys: Capture
     few = "epochs: about 1.1 over the answers to 12 prompts and given text"  # 8·4·64 ÷ (1500 + 12·32)
     assert f"\n{few}\n" in tiny.shown(*check)
     assert "\nwarning: epochs: about 108.7 over" in tiny.shown(*check, "train.steps=800")
+    bounded = tiny.shown(*check, "train.steps=800", "train.acceptance={every: 10, patience: 2}")
+    assert (
+        f"\n{few.replace('1.1', '108.7')}; fewer if acceptance stops rising (train.acceptance.patience 2)\n" in bounded
+    )
     trained, store = (
         json.loads((finished / name).read_text()) for name in ("training.json", "teacher/train/manifest.json")
     )

@@ -252,11 +252,14 @@ def test_the_weights_named_best_are_those_that_were_kept(train: Trainer, monkeyp
 def test_a_training_ends_when_patience_has_run_out(train: Trainer, monkeypatch: Patch) -> None:
     tell(monkeypatch, 0.5, 0.6, 0.2, 0.1)
     patience = ("train.acceptance.every=1", "train.acceptance.patience=2")
-    run = train(*patience, "train.steps=20")
+    run = train(*patience, "train.steps=40")
     assert [line["step"] for line in metrics(run)] == [1, 2, 3]
     summary = json.loads((run / "training.json").read_text())
     assert summary["best"]["step"] == 1
     assert summary["steps"] == 3
+    log = (run / "log.txt").read_text()
+    assert "; fewer if acceptance stops rising (train.acceptance.patience 2)" in log
+    assert "warning" not in log and "tok/s" in log and ", at most " in log
 
 
 def test_a_training_that_begins_again_leaves_no_figures_behind(tmp_path: Path, world: Path) -> None:
