@@ -639,7 +639,7 @@ def speedup(
         suite=suite,
         lengths=swept,
         configurations=configurations,
-        sampler=shared.sampler_of(sampler) if sampler or suite is None else None,
+        sampler=shared.sampler_of(sampler, greedy=suite is not None) if sampler or suite is None else None,
         count=count,
         max_new_tokens=96 if tokens is None else tokens,
         prompt_tokens=64 if prompt_tokens is None else prompt_tokens,

@@ -394,11 +394,14 @@ def keys_of(
     return found
 
 
-def sampler_of(text: str | None, temperature: float | None = None) -> Sampler:
-    """Return the sampler of --sampler and --temperature. Without both it is greedy."""
+def sampler_of(text: str | None, temperature: float | None = None, greedy: bool = False) -> Sampler:
+    """Return the sampler of --sampler and --temperature. Without both it is greedy.
+
+    `greedy` allows a --sampler of temperature 0. It has a meaning where sampling is the default.
+    """
     own = {"temperature": 0.0 if temperature is None else temperature}
     sampler = parse_section(Sampler, own | keys_of(Sampler, text, "--sampler"), "--sampler")
-    if text and not sampler.temperature:
+    if text and not sampler.temperature and not greedy:
         raise RecipeError(f"--sampler {text} draws nothing", "give it a temperature, or leave it out for greedy")
     return sampler
 

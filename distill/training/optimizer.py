@@ -165,7 +165,7 @@ def set_rates(optimizer: Any, rate: float, body_rate: float) -> None:
 # The share of the donor's layers that a draft keeps, and the best peak rate, as measured (docs/training.md#the-rate).
 RATES = (1 / 6, 1.5e-3), (1.0, 1.5e-5)
 # Adapters learn best at ten times the rate of whole weights (Schulman et al. 2025, LoRA Without Regret). Higher rates
-# than MAX_ADAPTER_RATE were not measured (docs/benchmarks.md#optimizers).
+# than MAX_ADAPTER_RATE were not measured (docs/benchmarks.md#losses-on-every-protocol-at-equal-tokens).
 ADAPTER_RATE_RATIO, MAX_ADAPTER_RATE = 10, {"adamw": 2e-3, "muon": 8e-3}
 WARMUP_SHARE, DECAY_SHARE = 0.03, 0.2  # shares of the steps
 

@@ -167,6 +167,8 @@ def test_a_suite_as_papers_report_it(world: Path, capsys: Capture) -> None:
     assert "3 of 9 questions, 1 of each of 3 categories, seed 0, 4 turns, up to 8 new tokens a turn" in text
     assert "temperature 0: verifier greedy" in text and "temperature 1: verifier token (rejection sampling)" in text
     assert "| category | configuration | questions |" in text and "Intervals resample questions" in text
+    alone = json.loads(tiny.shown(capsys, "speedup", *pair, "--lengths", 2, "--sampler", "temperature=0", "-o", "json"))
+    assert [one["configuration"] for one in alone["parts"][0]["measurements"]] == ["plain", "draft 2"]
     for option in (("--prompts", world / "made.jsonl"), ("--prompt-tokens", 8)):
         assert "without effect with --suite, which has its own prompts" in tiny.refused(
             capsys, "speedup", *pair, *option
