@@ -137,9 +137,8 @@ MAX_SPECIAL = 1024  # added tokens that are tried. Larger vocabularies contain n
 # order or scale gives far larger differences.
 LIMITS: dict[int, tuple[float, float]] = {32: (1e-3, 0.97), 16: (0.01, 0.95), 8: (0.05, 0.9), 6: (0.15, 0.8)}
 LIMITS |= {5: (0.4, 0.7), 4: (1.0, 0.5), 3: (3.0, 0.1), 2: (6.0, 0.0)}
-MIN_LEFT = (
-    0.5  # of an adapter's change. Rounding leaves nearly all of it (0.85 was measured), or nearly nothing (0.04).
-)
+# The least share of an adapter's change in a file. Rounding leaves most of it (0.85 was measured) or hardly any (0.04).
+MIN_LEFT = 0.5
 
 
 @dataclass(frozen=True)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from distill.data.samples import REPEATED
 from distill.measuring.speedup_results import (
@@ -43,19 +43,17 @@ def measurement_table(rows: Sequence[Measurement], command: str, best: Iterable[
     }
     fastest = {id(row) for row in best}
     classes = ["best" if id(row) in fastest else "plain" if row.is_plain else "" for row in rows]
-    plain = [row for row in rows if row.is_plain]
-    repeated = {f"{100 * row.repeated:.0f} % ({row.configuration}, {engine_name(row.backend)})" for row in plain}
-    prompts = {
-        f"{100 * row.prompt_share:.0f} % ({row.configuration}, {engine_name(row.backend)})"
-        for row in plain
-        if not math.isnan(row.prompt_share)
-    }
+
+    def shares(value: Callable[[Measurement], float]) -> str:
+        plain = [row for row in rows if row.is_plain and not math.isnan(value(row))]
+        found = {f"{100 * value(row):.0f} % ({row.configuration}, {engine_name(row.backend)})" for row in plain}
+        return ", ".join(sorted(found))
+
     note = ""
-    if repeated:
-        note = f"Repeated text (tokens that end {REPEATED} tokens which occurred earlier, prompt included): "
-        note += f"{', '.join(sorted(repeated))}."
-    if prompts:
-        note += f" Prompts, of the whole time: {', '.join(sorted(prompts))}."
+    if repeated := shares(lambda row: row.repeated):
+        note = f"Repeated text (tokens that end {REPEATED} tokens which occurred earlier, prompt included): {repeated}."
+    if prompts := shares(lambda row: row.prompt_share):
+        note += f" Prompts, of the whole time: {prompts}."
     if stopped := [f"{row.configuration} after {row.stopped} prompts" for row in rows if row.stopped]:
         note += f" Stopped, clearly slower than the fastest: {', '.join(stopped)}."
     return table_of(rows, columns, command, "configurations", note.strip(), classes=classes)

@@ -323,9 +323,8 @@ def check_epochs(recipe: Recipe, documents: list[Document], prompts: int) -> lis
     epochs = recipe.train.steps * recipe.train.batch * recipe.corpus.block / max(1, positions)
     of = f"{prompts} prompts" + (f", {served} served lines" if served else "") + (" and given text" if given else "")
     line = f"epochs: about {epochs:.1f} over the answers to {of}"
-    patience = None if recipe.train.acceptance is None else recipe.train.acceptance.patience
-    line += freshness(epochs, patience)
-    return [Caution(f"warning: {line}")] if epochs > MOST_EPOCHS and patience is None else [line]
+    line += freshness(epochs, recipe.train.patience)
+    return [Caution(f"warning: {line}")] if epochs > MOST_EPOCHS and recipe.train.patience is None else [line]
 
 
 BYTES_OF_PROCESS, BYTES_PER_PROMPT = 0.55e9, 3400  # measured by scripts/benchmarks/scale.py

@@ -109,9 +109,14 @@ class Train(Section):
     def _settings_fit(self) -> Train:
         if self.adapter is not None and self.sparsity is not None:
             raise ValueError("sparsity changes the draft's own weights, which adapters freeze; leave one out")
-        if self.sparsity is not None and self.acceptance is not None and self.acceptance.patience is not None:
+        if self.sparsity is not None and self.patience is not None:
             raise ValueError("sparsity needs all steps; leave acceptance.patience out")
         return self
+
+    @property
+    def patience(self) -> int | None:
+        """The evaluations without improvement after which training stops. None: it makes all steps."""
+        return None if self.acceptance is None else self.acceptance.patience
 
 
 # ── The donor and its cuts ──

@@ -60,9 +60,8 @@ def train(recipe: Recipe, run: Run) -> list[Path]:
         run.record(BEGIN)
     settings, state = work.settings, work.state
     planned = summary_of(work)
-    patience = None if settings.acceptance is None else settings.acceptance.patience
-    many = planned.epochs > MOST_EPOCHS and patience is None
-    run.say(f"  {'warning: ' if many else ''}{planned.words(patience)}", warning=many)
+    many = planned.epochs > MOST_EPOCHS and settings.patience is None
+    run.say(f"  {'warning: ' if many else ''}{planned.words(settings.patience)}", warning=many)
     if words := beyond_blocks(recipe):
         run.say(f"  {words}")
     if not resumed and settings.acceptance is not None:
@@ -245,7 +244,7 @@ def report_steps(work: Training, pending: list[Pending], clock: Clock, began: fl
 def report_step(work: Training, step: int, rate: float, figures: dict[str, Any], clock: Clock, memory: int) -> None:
     """Write a step's line of metrics.jsonl, and a line on the screen every 5 seconds."""
     pace, left = clock.count(step, work.settings.steps, figures["tokens"])
-    early = work.settings.acceptance is not None and work.settings.acceptance.patience is not None
+    most = "" if work.settings.patience is None else "at most "
     timing = {"tokens_per_second": pace, "memory_bytes": memory, "eta_seconds": left}
     work.run.record("train", step=step, rate=rate, **figures, **timing)
     if time.monotonic() - clock.shown > 5 or step == work.settings.steps:
@@ -254,7 +253,7 @@ def report_step(work: Training, step: int, rate: float, figures: dict[str, Any],
             f"  step {step}/{work.settings.steps} loss {figures['loss']:.4f} kl {figures['forward_kl']:.4f} "
             f"acceptance probability {figures['acceptance']:.3f} "
             + (f"zero {figures['zero_share']:.2f} " if "zero_share" in figures else "")
-            + f"{pace:.0f} tok/s {memory / 2**30:.2f} GiB, {'at most ' if early else ''}{duration(left)} left"
+            + f"{pace:.0f} tok/s {memory / 2**30:.2f} GiB, {most}{duration(left)} left"
         )
 
 
