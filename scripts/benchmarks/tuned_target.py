@@ -4,15 +4,17 @@
     python scripts/benchmarks/tuned_target.py $F-1.5b-instruct-q4_k_m.gguf $F-0.5b-instruct-q4_k_m.gguf --to tuned/
     python scripts/benchmarks/tuned_target.py TARGET SIBLING --to tuned/ --rules envelope --tokens 1000,3000 --only all
     python scripts/benchmarks/tuned_target.py TARGET SIBLING --to tuned/ --own sql=FOLDER    # a rule of your own
+    python scripts/benchmarks/tuned_target.py TARGET SIBLING --to tuned/ --tokens 3000 --variant fast=train.rate=6e-5
     python scripts/benchmarks/tuned_target.py TARGET SIBLING --to tuned/ --table             # what is measured so far
 
 Each part is a command of distill or a script. A part is made once, and it continues after a kill. Part `tune` runs
 scripts/tuned_examples.py and tune_target.py. Part `distance` measures the stock target as the tuned target's draft (KL
-and agreement). The other parts are a run of recipes/adapt.yaml for each draft and each number of answer tokens. --skip
-leaves a part out.
+and agreement). The other parts are a run of recipes/adapt.yaml for each draft and each number of answer tokens. Runs on
+equal tokens share the target's answers and distributions. --skip leaves a part out.
 
-The drafts are: all weights, LoRA of the draft, and the half-width cut. The sibling as it is (`stock`) is what the run
-of all weights begins with. With --speed it also has a run of its own. All are measured on the same held-out prompts, of
+The drafts are: all weights, LoRA of the draft, and the half-width cut. --variant adds one: NAME=KEY=VALUE trains all
+weights with another value of a key of the recipe. The sibling as it is (`stock`) is what the run of all weights begins
+with. With --speed it also has a run of its own. All are measured on the same held-out prompts, of
 the tuned kind and of the general kind (data/questions.jsonl). --speed also times each draft, a lookup, and both
 together, which needs a quiet machine. --share is the share of general questions among the prompts that are learnt. A
 share of 0 shows what the draft keeps without them. A rule of your own is a folder with examples.jsonl, prompts.jsonl
@@ -101,9 +103,9 @@ class Bench:
             write_atomically(place, lambda temporary: temporary.write_text(printed, encoding="utf-8"))
 
     def run(self, draft: str, tokens: int) -> Path:
-        """Return the folder of a run."""
+        """Return the folder of a run. A name with `=` lets the run take over finished stages of the other runs."""
         share = "" if self.asked.share == SHARE else f"-share{self.asked.share:g}"
-        return self.folder / "runs" / f"{draft}-{tokens}{share}"
+        return self.folder / "runs" / f"draft={draft}-{tokens}{share}"
 
     def adapt(self, draft: str, tokens: int) -> None:
         """Train a draft on about so many tokens of answers (0 for `stock`)."""
@@ -132,7 +134,7 @@ class Bench:
             *(f"corpus.sources=[{', '.join(sources)}]", f"eval.prompts={HELD + GENERAL}", "eval.new_tokens=64"),
             *("export.outtypes=[]", "speedup.backends=[pytorch]", "speedup.lengths=[4]", "speedup.new_tokens=256"),
             f"speedup.configurations={json.dumps(WAYS)}",
-            *(word.replace("HALF", str(self.asked.half)) for word in DRAFTS.get(draft, ["train.steps=0"])),
+            *(word.replace("HALF", str(self.asked.half)) for word in self.asked.drafts.get(draft, ["train.steps=0"])),
         ]
         until = () if self.asked.speed else ("--until", "eval")
         recipe = ROOT / "recipes" / "adapt.yaml"
@@ -145,7 +147,7 @@ class Bench:
         for run in begun[:1]:
             accepted = self.accepted(run, "before")
             rows.append(["stock", 0, *(Cell(accepted.get(kind), "%") for kind in ("tuned", "general")), None, None])
-        for draft, tokens in ((name, size) for name in DRAFTS for size in self.asked.tokens):
+        for draft, tokens in ((name, size) for name in self.asked.drafts for size in self.asked.tokens):
             run = self.run(draft, tokens)
             if not (run / "eval.json").exists():
                 continue
@@ -205,7 +207,8 @@ def main() -> None:
     parser.add_argument("--rules", default=",".join(RULES))
     parser.add_argument("--own", action="append", default=[], metavar="NAME=FOLDER")
     parser.add_argument("--tokens", default="1000,3000,10000,30000,100000")
-    parser.add_argument("--only", default=",".join(DRAFTS), help="drafts that are adapted")
+    parser.add_argument("--variant", action="append", default=[], metavar="NAME=KEY=VALUE")
+    parser.add_argument("--only", help="drafts that are adapted, such as all,lora (default: every one)")
     parser.add_argument("--skip", default="", help="parts to skip: tune, distance, stock, adapt")
     parser.add_argument("--share", type=float, default=SHARE)
     parser.add_argument("--temperature", type=float, default=0.0, help="of answers and measurements (0: greedy)")
@@ -220,6 +223,9 @@ def main() -> None:
         {"tune", "distance", "stock", "adapt"} if asked.table else set()
     )
     folders = dict(pair.split("=", 1) for pair in asked.own)
+    variants = (word.partition("=") for word in asked.variant)
+    asked.drafts = DRAFTS | {name: [setting] for name, _, setting in variants}
+    only = [*asked.drafts] if asked.only is None else asked.only.split(",")
     rules = [*filter(None, asked.rules.split(",")), *folders]
     blocks: list[Any] = []
     for rule in dict.fromkeys(rules):
@@ -231,7 +237,7 @@ def main() -> None:
         if asked.speed and "stock" not in skipped:
             bench.adapt("stock", 0)
         for tokens in () if "adapt" in skipped else asked.tokens:
-            for draft in asked.only.split(","):
+            for draft in only:
                 bench.adapt(draft, tokens)
         blocks += bench.table(" ".join(["python", "scripts/benchmarks/tuned_target.py", *sys.argv[1:]]))
     print(document(blocks))

@@ -96,17 +96,19 @@ def test_the_benchmark_asks_for_runs_that_can_be_read(
     own.mkdir()
     (own / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 100)
     words = ["big.gguf", "small.gguf", "--to", tmp_path / "to", "--rules", "house", "--own", f"sql={own}"]
-    monkeypatch.setattr("sys.argv", ["tuned_target.py", *map(str, words), "--tokens", "900,1800"])
+    monkeypatch.setattr(
+        "sys.argv", ["tuned_target.py", *map(str, words), "--tokens", "900,1800", "--variant", "fast=train.rate=6e-5"]
+    )
     (tmp_path / "to" / "house").mkdir(parents=True)
     (tmp_path / "to" / "house" / "prompts.jsonl").write_text('{"prompt": "a"}\n' * 100)
-    run = tmp_path / "to" / "house" / "runs" / "all-900"
+    run = tmp_path / "to" / "house" / "runs" / "draft=all-900"
     shutil.copytree(finished, run)
     report = json.loads((run / "eval.json").read_text())
     report["groups"] = [report["groups"][0] | {"of": "class", "label": "tuned"}]
     (run / "eval.json").write_text(json.dumps(report))
     script.main()
     kinds = ["train" if "train" in one else "eval" if "eval" in one else Path(one[1]).stem for one in asked]
-    part = ["tune_target", "eval", *["train"] * 6]
+    part = ["tune_target", "eval", *["train"] * 8]
     assert kinds == ["tuned_examples", *part, *part]
     for one in asked:
         if "train" in one:
@@ -119,6 +121,7 @@ def test_the_benchmark_asks_for_runs_that_can_be_read(
             assert (
                 sum((recipe.train.steps == 0, recipe.train.adapter is not None, recipe.cut.mlp_width is not None)) <= 1
             )
+            assert recipe.train.rate == (6e-5 if "fast" in recipe.name else None)
             prompts = Path(recipe.corpus.sources[0].path).read_text().splitlines()
             assert len(prompts) + (recipe.corpus.sources[1].questions or 0) in (10, 20)
     said = capsys.readouterr().out
