@@ -42,12 +42,20 @@ MIN_PROMPTS = 2
 
 @dataclass(frozen=True)
 class PairFiles:
-    """The files that are served. `made` are a run's own files."""
+    """The files that are served. `made` are a run's own files. A run whose target only servers hold has no `target`."""
 
     target: Path | None
     draft: Path | None
     made: tuple[Path, Path] | None = None
     run: Run | None = None
+
+    @property
+    def model(self) -> str:
+        """The target whose tokenizer, template and context are read: its file, or the model that the run names."""
+        if self.target is not None:
+            return str(self.target)
+        assert self.run is not None
+        return self.run.recipe.target.model
 
 
 def pair_files(
@@ -94,14 +102,12 @@ def _gguf(reference: str) -> Path:
     return Path(reference)
 
 
-def template_of(target: Path | None, stack: ExitStack) -> ChatTemplate | None:
+def template_of(target: str, stack: ExitStack) -> ChatTemplate | None:
     """Return the target's chat template, or None."""
-    if target is None:
-        return None
     from distill.data.chat_template import ChatTemplate
     from distill.engines.tokenizer import open_tokenizer
 
-    tokenizer = stack.enter_context(open_tokenizer(str(target)))
+    tokenizer = stack.enter_context(open_tokenizer(target))
     return ChatTemplate(tokenizer, Chat()) if tokenizer.chat_template else None
 
 
@@ -109,7 +115,7 @@ def room_of(files: PairFiles, behind: int) -> int:
     """Return the maximum tokens of a prompt that leave room for `behind` more in the context of both models."""
     from distill.engines.loaded import room_for_prompts
 
-    return room_for_prompts(str(files.target), None if files.draft is None else str(files.draft), behind)
+    return room_for_prompts(files.model, None if files.draft is None else str(files.draft), behind)
 
 
 Prompts = tuple["list[Sample]", dict[str, int]]  # and those left out, by reason
@@ -119,9 +125,7 @@ def prompts_of_files(files: PairFiles, paths: list[Path], count: int, sizes: Seq
     """Return up to `count` prompts of files. Texts are cut into equal numbers of prompts of these `sizes` in tokens."""
     from distill.data.prompts import read_user_prompts, sources_of
 
-    if files.target is None:
-        raise RecipeError("--prompts are encoded with the target's tokenizer", "give its GGUF file: TARGET DRAFT")
-    read = read_user_prompts(str(files.target), Corpus(sources=sources_of(paths)), Chat(), count, sizes, room)
+    read = read_user_prompts(files.model, Corpus(sources=sources_of(paths)), Chat(), count, sizes, room)
     note(f"prompts: {read.asked}")
     return read.measured, read.dropped
 
@@ -260,7 +264,7 @@ def serve_check(
             concurrency=tuple(counts),
             made=files.made,
             predicted=predicted_acceptance(files.run, n_max if url is not None else length),
-            template=template_of(files.target, stack),
+            template=template_of(files.model, stack),
             seconds=(wait, wait),
             left_out=left_out,
             command=command_line(sys.argv),

@@ -204,6 +204,9 @@ def plan(
         hint = f"change the recipe: distill plan {first} target.adapter=FOLDER"
         shared.refuse(invocation, "with a recipe", *of_pairs, *of_measured, "swap", "depth", hint=hint)
         recipe = shared.read_recipe(Path(first), others)
+        if not recipe.speedup.backends:
+            hint = f"measure one: distill plan {first} 'speedup.backends=[pytorch]'"
+            raise RecipeError("speedup.backends is empty, so the recipe names no decoder to plan for", hint)
         request = replace(PlanRequest.of(recipe), lengths=drafted)
         threads = recipe.threads
     elif _is_model(first):

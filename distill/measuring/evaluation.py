@@ -721,11 +721,12 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
     if not len(blocks):
         hint = "raise eval.prompts, or give documents for the test split (corpus.sources)"
         raise DataError("there is neither an answer nor text of the test split to measure", hint)
-    blocks = replace(blocks, mask=stored.mask)  # The mask leaves out documents that a server could not read as text.
+    # The mask leaves out documents that a server could not read as text, and tokens without a distribution.
+    blocks = replace(blocks, mask=stored.mask)
     answer_blocks = len(texts.answered)
     domains = {"answers": range(answer_blocks), "files": range(answer_blocks, len(blocks))}
     measured: dict[str, dict[str, Measured]] = {domain: {} for domain, index in domains.items() if index}
-    sliced = SlicedValues.of(texts.answered)
+    sliced = SlicedValues.of(blocks.take(slice(0, answer_blocks)))
     written: list[Text] = [
         (prompt.tolist(), answer.tolist()) for prompt, answer in map(texts.answers.ids, range(len(texts.answers)))
     ]
@@ -741,7 +742,7 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
     left_out = {f"answers ({reason})": count for reason, count in texts.dropped.items()}
     unscored = texts.blocks.mask.sum() - blocks.mask.sum()
     if int(unscored):
-        left_out["positions of documents that are read as other tokens when sent as text"] = int(unscored)
+        left_out["positions of which a server gave no distribution"] = int(unscored)
     about = StoredMeasures(
         source=_source(store.manifest),
         exact=store.exact,

@@ -355,7 +355,7 @@ def _resolve_paths(raw: dict[str, Any], base: Path) -> None:
 
 def _ask_the_file(raw: dict[str, Any]) -> None:
     """A target that is a large GGUF file writes its answers and distributions itself, through llama.cpp, unless the
-    recipe names another writer or teacher."""
+    recipe names another writer or teacher. Servers that write the answers are also the teacher."""
     model = _section(raw, "target").get("model")
     if not isinstance(model, str) or not is_gguf(model) or not Path(model).exists():
         return
@@ -364,6 +364,9 @@ def _ask_the_file(raw: dict[str, Any]) -> None:
     answers = raw.setdefault("answers", {})
     if isinstance(answers, dict) and answers.get("writer") is None:
         answers["writer"] = {"gguf": model}
+    writer = answers.get("writer") if isinstance(answers, dict) else None
+    if isinstance(writer, dict) and writer.get("urls") and answers.get("prompts") != 0:
+        return
     teacher = raw.setdefault("teacher", {})
     if isinstance(teacher, dict) and teacher.get("gguf") is None and teacher.get("server") is None:
         teacher["gguf"] = model

@@ -387,6 +387,16 @@ def test_a_large_file_answers_itself(world: Path, tmp_path: Path) -> None:
     file = str(tmp_path / "served.gguf")
     assert recipe.answers.writer is not None and recipe.answers.writer.gguf == file == recipe.teacher.gguf
     assert not recipe.target_runs_here
+    # Servers that run the file and write the answers give the distributions, too, if they write any.
+    values["corpus"]["tokens"] = 0
+    for written, teaches in ((12, True), (0, False)):
+        values["answers"] |= {"prompts": written, "writer": {"urls": ["http://localhost:1"]}, "traffic": None}
+        if not written:
+            values["answers"]["traffic"] = "./served.gguf"
+        served = load_recipe(tiny.write_recipe(tmp_path / "recipe.yaml", values))
+        assert served.writer_teaches is teaches and (served.teacher.gguf is None) is teaches
+        assert not served.target_runs_here
+    del values["answers"]["writer"], values["answers"]["prompts"]
     values["teacher"]["gguf"] = "./other.gguf"
     recipe = load_recipe(tiny.write_recipe(tmp_path / "recipe.yaml", values))
     assert recipe.teacher.gguf == str(tmp_path / "other.gguf")

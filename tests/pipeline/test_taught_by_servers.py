@@ -17,7 +17,7 @@ import unloaded_worlds
 import wheel_server
 from killed_runs import run_jobs
 from served_pairs import served
-from tiny import Capture
+from tiny import Capture, Patch
 
 from distill.data.samples import SPLITS, read_answers, read_prompts, read_samples
 from distill.engines.torch.blocks import packed_logits
@@ -27,6 +27,8 @@ from distill.recipe import load_recipe
 from distill.run import Run
 from distill.serving.server import LlamaServer, started
 from distill.teacher.distributions import compress
+from distill.teacher.readers import AnswerReader
+from distill.teacher.scores import Scores
 from distill.teacher.store import TeacherStore
 
 CPU = torch.device("cpu")
@@ -149,6 +151,30 @@ def test_its_distributions_are_the_targets(taught: tuple[Path, Watched], place: 
                 assert used == 12 or used == 13 or float(mass[-1]) >= 0.949
                 assert used < 2 or float(mass[-2]) <= 0.951
             assert best.ids is not None and {*ids.tolist()[:12]} <= {*best.ids[row].tolist(), int(ids[-1])}
+
+
+def test_tokens_without_a_distribution_are_not_measured(
+    taught: tuple[Path, Watched], tmp_path: Path, monkeypatch: Patch
+) -> None:
+    """A server of OpenAI's form gives none at the last token. The sums and the slices of `eval` leave it out."""
+    whole = AnswerReader._answer
+
+    def without_the_last(self: AnswerReader, split: Any, number: int) -> tuple[Scores, Any]:
+        scores, ids = whole(self, split, number)
+        return scores.fitted(len(ids) - 1).fitted(len(ids)), ids
+
+    monkeypatch.setattr(AnswerReader, "_answer", without_the_last)
+    run = tmp_path / "taught"
+    shutil.copytree(taught[0], run)
+    command = ("train", run / "config.yaml", "--runs", tmp_path, "--redo", "teacher", "--until", "eval")
+    assert tiny.call(*command) == 0
+    before, after = (json.loads((place / "eval.json").read_text()) for place in (taught[0], run))
+    answers = len(read_answers(Run(run, load_recipe(run / "config.yaml")), "test"))
+    counts = [report["domains"]["answers"]["after"]["tokens"] for report in (before, after)]
+    assert counts[0] - counts[1] == answers > 0
+    assert after["stored"]["left_out"]["positions of which a server gave no distribution"] == answers
+    for kind in ("depth", "repetition"):
+        assert sum(group["tokens"] for group in after["groups"] if group["of"] == kind) == counts[1]
 
 
 @pytest.mark.slow
