@@ -57,6 +57,7 @@ from distill.recipe import (
     Recipe,
     Sampler,
     Speedup,
+    Target,
     dump_recipe,
     load_recipe,
     parse_section,
@@ -380,7 +381,7 @@ def _files(texts: Texts, scratch: Path) -> list[Path]:
 
 
 def measure_speedup(
-    target: str | Path,
+    target: str | Path | Target,
     draft: str | Path | None,
     prompts: Paths = (),
     *,
@@ -405,6 +406,7 @@ def measure_speedup(
 ) -> SpeedupReport:
     """Measure speculative against plain decoding, end to end, on the prompts in files, as `distill speedup` does.
 
+    A section `target` of a recipe keeps its number type, quantisation and devices; `dtype` is that of other targets.
     The draft's fixed `lengths` and the other `configurations` take turns with plain decoding on every prompt. With a
     `sampler`, all of them are sampled. `count` prompts are measured, by default 12. A `suite` (a file in Spec-Bench's
     form) replaces `prompts`: `count` questions of each category, by default all, with all turns, are decoded both
@@ -440,20 +442,24 @@ def measure_speedup(
         raise RecipeError(f"`{unasked.described}` is sampled", "give a sampler (--sampler temperature=1)")
     if at_once < 1:
         raise RecipeError(f"{at_once} texts at once are requested", "request at least one")
+    if at_once > 1 and suite is not None:
+        what = "--at-once decodes questions of several categories together, so no category has a time of its own"
+        raise RecipeError(what, "leave it out, or give the questions as --prompts")
     alone = next((one for one in every if one.branches or one.other_vocabulary), None)
     if at_once > 1 and alone is not None:
         what = f"`{alone.described}` decodes one text at a time, and {at_once} at once are asked for"
         raise RecipeError(what, "leave --at-once out, or choose drafters draft, lookup, lookup+draft or table")
     for line in check_configurations(speedup, drawn, "the options"):
         warn(line)
-    own, other = resolve_model(str(target)), None if draft is None else resolve_model(str(draft))
-    place, pytorch = loaded.settled_decoding(settled_target(own, dtype, device), other, pytorch, device)
+    section = target if isinstance(target, Target) else settled_target(resolve_model(str(target)), dtype, device)
+    own, other = section.model, None if draft is None else resolve_model(str(draft))
+    place, pytorch = loaded.settled_decoding(section, other, pytorch, device)
     big, small = pair_references(own, other, every, pytorch.in_bits)
     if table is None and any(one.counts_ngrams for one in every):
         note("no table of n-grams (--table): drafter table knows those of the text so far alone")
     place = place.model_copy(update={"model": big})
     settings = PairSettings(place, small, device, threads, gguf or Gguf(), pytorch, speedup, drawn, seed, at_once)
-    names = str(target), None if draft is None else str(draft)
+    names = own if isinstance(target, Target) else str(target), None if draft is None else str(draft)
     more: dict[str, Any] = {"chat": chat, "table": table, "command": command}
     more |= {} if suite is None else {"suite": Path(suite), "count": count}
     return measure_any_pair(settings, names, prompts, prompt_tokens=prompt_tokens, **more)

@@ -37,9 +37,11 @@ LARGEST_SIZES = {
     **dict.fromkeys(("hidden_size", "intermediate_size"), 2**20),
     "max_position_embeddings": 2**40,
 }
+TEMPLATE_FILES = "chat_template.jinja", "chat_template.json"
+MORE_TEMPLATES = "additional_chat_templates"  # a folder
 TOKENIZER_FILES = (
     *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("chat_template.jinja", "chat_template.json", "vocab.json", "merges.txt", "tokenizer.model"),
+    *(*TEMPLATE_FILES, "vocab.json", "merges.txt", "tokenizer.model"),
 )
 PLAIN_CLASSES = ("PreTrainedTokenizerFast", "TokenizersBackend")  # They read tokenizer.json, and add nothing.
 PLAIN_MODULE = "plain_tokenizer"
@@ -120,8 +122,8 @@ def copy_tokenizer(source: Path, destination: Path) -> None:
     for name in (*TOKENIZER_FILES, f"{PLAIN_MODULE}.py"):
         if (source / name).is_file():
             copy_file(source / name, destination / name)
-    if (source / "additional_chat_templates").is_dir():
-        shutil.copytree(source / "additional_chat_templates", destination / "additional_chat_templates")
+    if (source / MORE_TEMPLATES).is_dir():
+        shutil.copytree(source / MORE_TEMPLATES, destination / MORE_TEMPLATES, dirs_exist_ok=True)
     pin_tokenizer(destination)
 
 

@@ -50,6 +50,11 @@ class PairFiles:
     run: Run | None = None
 
     @property
+    def chat(self) -> Chat:
+        """How prompts become conversations: as in the run's recipe."""
+        return Chat() if self.run is None else self.run.recipe.chat
+
+    @property
     def model(self) -> str:
         """The target whose tokenizer, template and context are read: its file, or the model that the run names."""
         if self.target is not None:
@@ -102,13 +107,13 @@ def _gguf(reference: str) -> Path:
     return Path(reference)
 
 
-def template_of(target: str, stack: ExitStack) -> ChatTemplate | None:
+def template_of(files: PairFiles, stack: ExitStack) -> ChatTemplate | None:
     """Return the target's chat template, or None."""
     from distill.data.chat_template import ChatTemplate
     from distill.engines.tokenizer import open_tokenizer
 
-    tokenizer = stack.enter_context(open_tokenizer(target))
-    return ChatTemplate(tokenizer, Chat()) if tokenizer.chat_template else None
+    tokenizer = stack.enter_context(open_tokenizer(files.model))
+    return ChatTemplate(tokenizer, files.chat) if tokenizer.chat_template else None
 
 
 def room_of(files: PairFiles, behind: int) -> int:
@@ -125,7 +130,7 @@ def prompts_of_files(files: PairFiles, paths: list[Path], count: int, sizes: Seq
     """Return up to `count` prompts of files. Texts are cut into equal numbers of prompts of these `sizes` in tokens."""
     from distill.data.prompts import read_user_prompts, sources_of
 
-    read = read_user_prompts(files.model, Corpus(sources=sources_of(paths)), Chat(), count, sizes, room)
+    read = read_user_prompts(files.model, Corpus(sources=sources_of(paths)), files.chat, count, sizes, room)
     note(f"prompts: {read.asked}")
     return read.measured, read.dropped
 
@@ -146,7 +151,7 @@ def prompts_of_run(files: PairFiles, count: int, room: int) -> Prompts:
 
 def predicted_acceptance(run: Run | None, length: int | None) -> float:
     """Return the acceptance rate that the run measured at this draft length; NaN without a measurement."""
-    if run is None or length is None or not run.path("speedup.json").exists():
+    if run is None or length is None or run.outdated("speedup"):
         return math.nan
     from distill.measuring.speedup_results import SpeedupReport
 
@@ -216,7 +221,7 @@ def serve_check(
         Path | None, typer.Option(help="File that keeps the results. The default is serve-checks.json of the run.")
     ] = None,
     fail_if_worse: Annotated[
-        bool, typer.Option("--fail-if-worse", help="Exit with 3 if acceptance fell since the last result.")
+        bool, typer.Option("--fail-if-worse", help="Exit with 3 if acceptance fell, or if no result is comparable.")
     ] = False,
     threads: shared.ThreadsOption = None,
     runs: shared.RunsOption = shared.DEFAULT_RUNS,
@@ -246,7 +251,7 @@ def serve_check(
     from distill.engines.loaded import context_of
     from distill.engines.server_commands import SAMPLING
     from distill.serving.check import Addresses, CheckSettings, check_addresses, check_started
-    from distill.serving.history import History, compared, keep, read_history
+    from distill.serving.history import History, compared, keep, not_compared, read_history
     from distill.serving.server import LlamaServer, require_binary
 
     earlier = History() if kept_in is None else read_history(kept_in)
@@ -264,7 +269,7 @@ def serve_check(
             concurrency=tuple(counts),
             made=files.made,
             predicted=predicted_acceptance(files.run, n_max if url is not None else length),
-            template=template_of(files.model, stack),
+            template=template_of(files, stack),
             seconds=(wait, wait),
             left_out=left_out,
             command=command_line(sys.argv),
@@ -300,7 +305,9 @@ def serve_check(
             if history is not None:
                 raise
             warn(f"the result is not kept: {error.what}")
-    if fail_if_worse and report.change is not None and report.change.fell:
+    if other := not_compared(report, earlier):
+        warn(f"nothing was compared, because the last kept result has other {other}. This result is kept for the next")
+    if fail_if_worse and (other or (report.change is not None and report.change.fell)):
         raise typer.Exit(WORSE)
 
 
@@ -620,7 +627,7 @@ def speedup(
     swept = sorted(
         {n for n in shared.numbers(lengths or ("1,2,4,8" if suite is None else "4"), "--lengths", int, "1,2,4") if n}
     )
-    device, chat, own = "auto", None, PyTorch()
+    device, chat, own, section = "auto", None, PyTorch(), None
     if models:
         gguf = shared.gguf_of(invocation, models, llama, llama_draft)
     else:
@@ -628,8 +635,10 @@ def speedup(
         folders = any(value is not None for value in (dtype, pytorch))
         recipe, found, pair, type_of_run = _pair_of(name, runs, asked, folders)
         models, dtype, device, chat = list(pair), dtype or type_of_run, recipe.device, recipe.chat
-        gguf = shared.merged(recipe.gguf, asked) if is_gguf(pair[0]) else None
-        threads, own = threads or recipe.threads, PyTorch() if is_gguf(pair[0]) else recipe.pytorch
+        in_files = is_gguf(pair[1])
+        gguf = shared.merged(recipe.gguf, asked) if in_files else None
+        threads, own = threads or recipe.threads, PyTorch() if in_files else recipe.pytorch
+        section = None if in_files else recipe.target.model_copy(update={"dtype": dtype})
         table = table or (found.folder if found.path("table").is_dir() else None)
     shared.require_folders(invocation, models)
     shared.prepare(threads)
@@ -637,7 +646,7 @@ def speedup(
     from distill.measuring.speedup_tables import speedup_blocks
 
     report = api.measure_speedup(
-        models[0],
+        section or models[0],
         models[1] if len(models) > 1 else None,
         prompts or (),
         suite=suite,

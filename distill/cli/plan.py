@@ -224,7 +224,9 @@ def plan(
     if from_recipe or pair:
         shared.prepare(threads)
         if prompts and request.draft is not None:
-            measured = measured_acceptance(request.target.model, request.draft, prompts, threads, request.gguf)
+            measured = measured_acceptance(
+                request.target.model, request.draft, prompts, threads, request.gguf, dtype or "auto"
+            )
             given = {"measured": measured.rates} if measured.rates else {}
             decision = [advice(request.target.model, request.draft, measured)]
         cases = measured_cases(request)
@@ -270,10 +272,12 @@ def _cost(word: str) -> tuple[str | None, float | None]:
 def _swap(text: str) -> LayerSwap:
     from distill.planning.cases import LayerSwap
 
-    streamed, layers, *cost = shared.numbers(text, "--swap", float, "37,80,0.02")
-    if len(cost) != 1 or not 1 <= streamed <= layers:
-        raise RecipeError(f"--swap {text}: expected streamed layers, all layers and the cost of a transfer")
-    return LayerSwap(int(streamed), int(layers), cost[0])
+    found = shared.numbers(text, "--swap", float, "37,80,0.02")
+    if len(found) != 3 or not 1 <= found[0] <= found[1]:
+        hint = "such as 37,80,0.02"
+        raise RecipeError(f"--swap {text}: expected streamed layers, all layers and the cost of a transfer", hint)
+    streamed, layers, cost = found
+    return LayerSwap(int(streamed), int(layers), cost)
 
 
 def _rates(text: str) -> list[float]:

@@ -330,7 +330,7 @@ def measurement(
         repeated=repeated_share((prompts[text.prompt], text.decoded.tokens) for text in timed.texts),
         prompt_seconds=prompt_seconds(timed),
         rounds=round_figures(timed, steps, synchronous),
-        by_class=by_class(timed, given.classes, given.units),
+        by_class=[] if at_once > 1 else by_class(timed, given.classes, given.units),
         stopped=len(timed.texts) if len(timed.texts) < len(prompts) else None,
         positions=_positions(timed, prompts) if configuration.drafter == "draft" else {},
         prompt_share=math.nan if at_once > 1 else prompt_share(timed),

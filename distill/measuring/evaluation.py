@@ -186,13 +186,16 @@ class Measured:
 
 
 @torch.inference_mode()
-def sum_by_document(values: Iterable[Values]) -> dict[str, Measured]:
-    """Return the sums for each draft, by name. The documents keep the order in which they come."""
+def sum_by_document(values: Iterable[Values], units: Sequence[int] = ()) -> dict[str, Measured]:
+    """Return the sums for each draft, by name. The documents keep the order in which they come.
+
+    With `units`, documents of the same unit are summed.
+    """
     totals: dict[str, dict[int, Sums]] = {}
     for draft, number, least, most, hits in values:
         sums = torch.stack([as_float64(least).sum(0), as_float64(most).sum(0)]).cpu().numpy()
         row = numpy.append(sums, [len(least), hits])  # [2 M + 2]
-        documents = totals.setdefault(draft, {})
+        documents, number = totals.setdefault(draft, {}), units[number] if units else number
         documents[number] = documents[number] + row if number in documents else row
     measured = {}
     for draft, documents in totals.items():
@@ -328,9 +331,14 @@ class SlicedValues:
             self.values.setdefault(draft, {}).setdefault(number, []).append(as_float64(least + most).cpu() / 2)
             yield draft, number, least, most, hits
 
-    def results(self, measure: str) -> list[Group]:
-        """Return the mean of one of METRICS for each label of each slice. A slice with a single label is omitted."""
-        units = numpy.repeat(numpy.arange(len(self.labels)), [len(slices["depth"]) for slices in self.labels.values()])
+    def results(self, measure: str, units: Sequence[int] = ()) -> list[Group]:
+        """Return the mean of one of METRICS for each label of each slice. A slice with a single label is omitted.
+
+        Intervals resample documents or, with `units`, the unit that each document belongs to.
+        """
+        owners = [units[number] for number in self.labels] if units else [*range(len(self.labels))]
+        total = max(owners, default=-1) + 1
+        owner = numpy.repeat(owners, [len(slices["depth"]) for slices in self.labels.values()])
         column = METRICS.index(measure)
         values = {
             draft: torch.cat([part[:, column] for number in self.labels for part in documents[number]]).numpy()
@@ -342,11 +350,9 @@ class SlicedValues:
             order = sorted({*names.tolist()}, key=lambda label: (len(label), label))
             for label in order if len(order) > 1 else ():
                 here = names == label
-                tokens = numpy.bincount(units[here], minlength=len(self.labels)).astype(float)
+                tokens = numpy.bincount(owner[here], minlength=total).astype(float)
                 acceptance = {
-                    draft: ratio_interval(
-                        numpy.bincount(units[here], column_values[here], len(self.labels)).astype(float), tokens
-                    )
+                    draft: ratio_interval(numpy.bincount(owner[here], column_values[here], total).astype(float), tokens)
                     for draft, column_values in values.items()
                 }
                 groups.append(Group(name, label, int((tokens > 0).sum()), int(tokens.sum()), acceptance))
@@ -390,6 +396,16 @@ def position_acceptance(judged: Judged, length: int, of: Collection[str] = (NEW,
 def positions_by_text(judged: Judged, length: int) -> ByText:
     """Return `position_acceptance` of new and of repeated text."""
     return {kind: position_acceptance(judged, length, {kind}) for kind in (NEW, SEEN)}
+
+
+def joined(parts: Sequence[Sequence[Any]], units: Sequence[int]) -> list[list[Any]]:
+    """Join the parts of the prompts that belong to the same unit, in the order of the units' numbers."""
+    if not units:
+        return [[*part] for part in parts]
+    found: dict[int, list[Any]] = {unit: [] for unit in sorted({*units})}
+    for unit, part in zip(units, parts, strict=True):
+        found[unit] += part
+    return [*found.values()]
 
 
 def tokens_per_round(rounds: Sequence[Sequence[Round]]) -> Interval:
@@ -544,7 +560,8 @@ def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> Eval
         answers = zip(ids, texts, strict=True)  # Each text is scored after its prompt.
         blocks = pack((([*prompt, *text], len(prompt)) for prompt, text in answers), opened.block, False)
         sliced = SlicedValues.of(blocks)
-        measured["answers"] = sum_by_document(sliced.watch(_values(pairs, blocks, options.sampler, size, "answers")))
+        values = sliced.watch(_values(pairs, blocks, options.sampler, size, "answers"))
+        measured["answers"] = sum_by_document(values, opened.units)
         if opened.given is not None and len(opened.given):
             measured["files"] = sum_by_document(_values(pairs, opened.given, options.sampler, size, "files"))
     if opened.decoded and (options.sampler != GREEDY or not texts):
@@ -552,7 +569,9 @@ def evaluate_pairs(opened: TargetWithDrafts, options: EvaluationOptions) -> Eval
     written = [*zip(ids, texts, strict=False)]  # empty if nothing was requested
     for name in opened.decoded:
         rounds[name] = record_rounds(pairs[name].draft, written, first.ends, length=options.settings.length)
-    report = as_report(measured, rounds, options, len(ids), opened.classes, sliced=sliced, texts=written)
+    report = as_report(
+        measured, rounds, options, len(ids), opened.classes, sliced=sliced, texts=written, units=opened.units
+    )
     categories = by_category(opened, options, rounds, [*zip(ids, sampled, strict=False)]) if opened.units else []
     return replace(report, categories=categories)
 
@@ -612,14 +631,21 @@ def as_report(
     stored: StoredMeasures | None = None,
     sliced: SlicedValues | None = None,
     texts: Sequence[Text] = (),
+    units: Sequence[int] = (),
 ) -> EvaluationReport:
     """Return the report of the values of each draft in each domain, and of each draft's rounds.
 
     `classes` names the class of each document of domain `answers`, or is empty if they have none. The documents are the
     `prompts` of `rounds`. `sliced` has recorded the values of domain `answers`. `texts` are those of the rounds.
+    With `units`, the documents are the turns of questions 0, 1, …, which intervals resample, and the values of domain
+    `answers` are numbered by question.
     """
     length = options.settings.length
-    judged = {name: judged_positions(draft_rounds, texts) for name, draft_rounds in rounds.items()}
+    judged = {name: joined(judged_positions(of_draft, texts), units) for name, of_draft in rounds.items()}
+    if units:
+        rounds = {name: joined(of_draft, units) for name, of_draft in rounds.items()}
+        classes = [classes[units.index(unit)] for unit in sorted({*units})] if classes else ()
+        prompts = len({*units})
     report = EvaluationReport(
         command=options.command,
         sampler=options.sampler.describe(),
@@ -634,8 +660,8 @@ def as_report(
     )
     answers, measure = measured.get("answers", {}), report.acceptance_measure
     groups = by_class(classes, answers, rounds, measure) if classes and answers else []
-    groups += [] if sliced is None else sliced.results(measure)
-    agreed = [] if sliced is None else sliced.results("acceptance_greedy")
+    groups += [] if sliced is None else sliced.results(measure, units)
+    agreed = [] if sliced is None else sliced.results("acceptance_greedy", units)
     agreed = [group for group in agreed if group.of == "repetition"]
     drafts = agreed[0].acceptance if agreed else ()
     agreement = {name: {group.label: group.acceptance[name] for group in agreed} for name in drafts}

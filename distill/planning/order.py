@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -52,14 +53,14 @@ class MeasuredAcceptance:
 
 
 def measured_acceptance(
-    target: str, draft: str, prompts: Sequence[Path], threads: int | None, gguf: Gguf | None
+    target: str, draft: str, prompts: Sequence[Path], threads: int | None, gguf: Gguf | None, dtype: str = "auto"
 ) -> MeasuredAcceptance:
-    """Measure it on the first prompts of these files. DataError for fewer than 4, PairError for models that do not
-    fit."""
+    """Measure it on the first prompts of these files; `dtype` is for folders. DataError for fewer than 4 prompts,
+    PairError for models that do not fit."""
     corpus = Corpus(sources=sources_of(prompts))
     settings = Evaluate(new_tokens=TOKENS)
     options = EvaluationOptions(Sampler(temperature=0.0), settings, "")
-    grid = Grid(target, [draft], corpus.block, (), threads=threads, gguf=gguf)
+    grid = Grid(target, [draft], corpus.block, (), threads=threads, gguf=gguf, dtype=dtype)
     report = evaluate_grid(grid, prompts_of(corpus, PROMPTS), options)
     answers = report.domains["answers"]["draft"]
     rates = [one.rate.mean for one in report.positions["draft"] if one.drafted]
@@ -76,8 +77,8 @@ def advice(target: str, draft: str, measured: MeasuredAcceptance) -> str:
     if mean.low >= ENOUGH:
         return f"{found}: adapting it would gain little."
     base, adapter = parts_of(target)
-    named = f"target.model={base}" + ("" if adapter is None else f" target.adapter={adapter}")
-    command = f"distill train adapt.yaml {named} cut.donor={draft}"
+    named = [f"target.model={base}", *([] if adapter is None else [f"target.adapter={adapter}"])]
+    command = shlex.join(["distill", "train", "adapt.yaml", *named, f"cut.donor={draft}"])
     return (
         f"{found}. Adapting took a sibling of a tuned target from {TUNED:.2f} to {ADAPTED:.2f}. For a stock target it "
         f"gained {STOCK_GAIN}. If yours is tuned: `distill recipes adapt`, then `{command}`."
@@ -101,10 +102,12 @@ def decide(target: str, case: Case | None) -> list[str]:
     words = " and ".join(f"{name} {gain:.2f}" for name, gain in gains.items())
     lines.append(f"2. At this target's costs SmolLM2's rounds give {words}; a draft that is always right {bound:.2f}.")
     if max(gains.values()) >= bound or bound <= 1:
-        fastest = "Take the faster of them" if max(gains.values()) > 1 else "Plain decoding is the fastest"
+        if max(gains.values()) <= 1:
+            return [*lines, "No draft gains more. Plain decoding is the fastest."]
+        measured = f"distill speedup {shlex.quote(target)} --prompts FILE --lengths 0"
         return [
             *lines,
-            f"No draft gains more. {fastest} (`distill speedup TARGET -C drafter=lookup,rule=expected-value`).",
+            f"No draft gains more. Measure them: `{measured} -C drafter=lookup,rule=expected-value -C drafter=table`.",
         ]
     found = list(siblings(target))
     for name, share, trimmed in sorted(found, key=lambda one: one[1]):
@@ -114,8 +117,10 @@ def decide(target: str, case: Case | None) -> list[str]:
             lines.append(f"{what}: a step of {step:.2f} T(1) {pays}; siblings have {SIBLING}.")
             if needed < SIBLING:
                 if what.startswith("3"):
-                    return [*lines, f"Measure it: `distill speedup {target} {name} --prompts FILE`."]
-                return [*lines, f"Make it: `distill train RECIPE cut.donor={name} cut.trim={TRIMMED} train.steps=0`."]
+                    pair = shlex.join([target, name])
+                    return [*lines, f"Measure it: `distill speedup {pair} --prompts FILE`."]
+                donor = shlex.quote(f"cut.donor={name}")
+                return [*lines, f"Make it: `distill train RECIPE {donor} cut.trim={TRIMMED} train.steps=0`."]
     if not found:
         lines.append("3. No smaller model with the target's tokens is next to the target or in the hub cache.")
     needed = _needed(case, step := costs.draft / costs.target[0])

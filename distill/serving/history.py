@@ -18,13 +18,22 @@ from distill.run import now
 from distill.serving.results import Change, Counts, ServeReport, summed
 from distill.tables import paired_ratio_interval
 
+# What two results must have in common.
+COMPARED = {
+    "prompts": "prompts",
+    "new_tokens": "numbers of new tokens",
+    "n_max": "draft lengths",
+    "sampler": "samplers",
+}
+
 
 @dataclass(frozen=True)
 class KeptCheck:
     """One result: the server's counts after each prompt, and the settings of the measurement.
 
     `prompts` is the digest of the prompts' token ids. `served` are the server's flags. `speeds` are the tokens per
-    second of the drafting server and of the plain server (None without one), one request at a time.
+    second of the drafting server and of the plain server (None without one), one request at a time. `fell` says that
+    acceptance had fallen, so that later results are not compared with this one.
     """
 
     time: str
@@ -37,11 +46,15 @@ class KeptCheck:
     sampler: dict[str, Any]
     texts: list[Counts]
     speeds: tuple[float, float | None]
+    fell: bool = False
 
     def is_like(self, other: KeptCheck) -> bool:
         """Whether another result has the same prompts, sampler and draft length, so that both can be compared."""
-        names = ("prompts", "new_tokens", "n_max", "sampler")
-        return all(getattr(self, name) == getattr(other, name) for name in names)
+        return not self.unlike(other)
+
+    def unlike(self, other: KeptCheck) -> list[str]:
+        """Return what differs from another result, so that both cannot be compared."""
+        return [what for name, what in COMPARED.items() if getattr(self, name) != getattr(other, name)]
 
 
 @dataclass(frozen=True)
@@ -82,13 +95,14 @@ def kept(report: ServeReport) -> KeptCheck:
         sampler=report.sampler,
         texts=report.by_prompt,
         speeds=(alone[-1], plain),
+        fell=report.change is not None and report.change.fell,
     )
 
 
 def compared(report: ServeReport, history: History) -> ServeReport:
-    """Return the report with the change since the last comparable result, if there is one."""
+    """Return the report with the change since the last comparable result that had not fallen, if there is one."""
     latest = kept(report)
-    last = next((check for check in reversed(history.checks) if check.is_like(latest)), None)
+    last = next((check for check in reversed(history.checks) if check.is_like(latest) and not check.fell), None)
     if last is None:
         return report
     checks = (last, latest)
@@ -104,6 +118,14 @@ def compared(report: ServeReport, history: History) -> ServeReport:
         tokens_per_second=(last.speeds[0], latest.speeds[0]),
     )
     return replace(report, change=change)
+
+
+def not_compared(report: ServeReport, history: History) -> str | None:
+    """Return what the last result had otherwise, if there are results and none is comparable."""
+    latest = kept(report)
+    if not history.checks or any(check.is_like(latest) for check in history.checks):
+        return None
+    return " and ".join(history.checks[-1].unlike(latest))
 
 
 def keep(path: Path, history: History, report: ServeReport) -> None:

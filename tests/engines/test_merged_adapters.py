@@ -21,7 +21,7 @@ from tiny import Capture, Patch, edit
 from toys import tune
 
 from distill.engines.server_commands import served_name
-from distill.engines.torch.hugging_face import load_config, load_model, local_folder
+from distill.engines.torch.hugging_face import load_config, load_model, load_tokenizer, local_folder
 from distill.errors import DataError
 from distill.files import cache_folder, over, parts_of, reference_digest
 from distill.planning import order
@@ -155,6 +155,26 @@ def test_it_brings_its_own_template(tuned: tuple[Path, Path, Path], tmp_path: Pa
     reference = over(str(base), str(tmp_path / "adapter"))
     folder = local_folder(reference, weights=False)
     assert (folder / "chat_template.jinja").read_text() == "own" and not (folder / "model.safetensors").exists()
+    # Text in tokenizer_config.json counts as well, although the base has a file, which transformers would prefer.
+    inline = tmp_path / "inline"
+    shutil.copytree(adapter, inline)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(base / name, inline / name)
+    settings = json.loads((inline / "tokenizer_config.json").read_text())
+    (inline / "tokenizer_config.json").write_text(json.dumps(settings | {"chat_template": "inline"}))
+    with_file = tmp_path / "base"
+    shutil.copytree(base, with_file)
+    (with_file / "chat_template.jinja").write_text("the base's")
+    (with_file / "additional_chat_templates").mkdir()
+    (with_file / "additional_chat_templates" / "rag.jinja").write_text("the base's")
+    assert load_tokenizer(over(str(with_file), str(inline))).chat_template == "inline"
+    (inline / "chat_template.jinja").write_text("own")
+    (inline / "additional_chat_templates").mkdir()
+    (inline / "additional_chat_templates" / "tools.jinja").write_text("tools")
+    merged = over(str(with_file), str(inline))
+    for _ in range(2):  # The second time, a kill has left all but the mark of an end.
+        assert load_tokenizer(merged).chat_template == {"default": "own", "tools": "tools"}
+        (local_folder(merged, weights=False) / "merged.json").unlink()
     whole = local_folder(reference) / "model.safetensors"
     content = whole.read_bytes()
     whole.write_bytes(content[:-10])

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import shlex
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -261,14 +262,18 @@ def test_the_order_of_decision(tmp_path: Path, monkeypatch: Patch) -> None:
     sizes = [(tmp_path / one / "model.safetensors").stat().st_size for one in ("small", "big")]
     assert name == str(tmp_path / "small") and share == sizes[0] / sizes[1] and trimmed == share  # 300 tokens
 
-    def decided(slope: float) -> list[str]:
-        return decide(str(tmp_path / "big"), straight(slope, 0.3))
+    def decided(slope: float, draft: float = 0.3) -> list[str]:
+        return decide(str(tmp_path / "big"), straight(slope, draft))
 
     flat = decided(0.01)
     tokens, drafted = order.LOOKED_UP["a lookup"]
     assert [line[:2] for line in flat] == ["1.", "2.", "3.", "Me"]
     assert f"a lookup {tokens / (1 + 0.01 * drafted):.2f} and" in flat[1]
-    assert decided(1.1)[-1].startswith("No draft gains more. Plain decoding is the fastest")
+    assert decided(1.1)[-1] == "No draft gains more. Plain decoding is the fastest."
+    (command,) = re.findall("No draft gains more. Measure them: `distill (.*)`", decided(0.2, 0.95)[-1])
+    (tmp_path / "prompts.txt").write_text(" ".join(f"word {n}" for n in range(400)))
+    words = shlex.split(command.replace("FILE", str(tmp_path / "prompts.txt")))
+    assert tiny.call(*words, "--tokens", 8) == 0
     assert decide(str(tmp_path / "big"), None)[0].startswith(f"3. {name} has its tokens and {share:.2f}")
     (tmp_path / "small" / "config.json").unlink()
     alone, case = decided(0.01), straight(0.01, 0.3)

@@ -41,7 +41,7 @@ from distill.serving.check import (
     kind_of_server,
     vllm_text,
 )
-from distill.serving.history import History, compared
+from distill.serving.history import History, compared, not_compared
 from distill.serving.results import (
     OURS,
     Counts,
@@ -570,10 +570,21 @@ def test_a_draft_that_is_watched(
     assert len(worse) == 3 and rates[0] == rates[1] > rates[2]
     assert f"Acceptance FELL: {rates[1]:.2f} → {rates[2]:.2f} since build b1-0c1e570" in out
     assert "Its flags were `" in out and "-ctkd" not in worse[1].served and "-ctkd q4_0" in worse[2].served
-    rose = compared(found, read_result(kept, History)).change
-    assert rose is not None and rose.rise.low > 0 and not rose.fell and rose.served == worse[2].served
+    # A result that fell is no reference for the next one, which would otherwise pass.
+    assert [one.fell for one in worse] == [False, False, True]
+    assert tiny.call(*command, "--", "-ctkd", "q4_0") == 3
+    assert f"FELL: {rates[1]:.2f} → {rates[2]:.2f}" in capsys.readouterr().out
+    history = read_result(kept, History)
+    mended = compared(found, history).change
+    assert mended is not None and mended.rise.mean == 0 and mended.time == worse[1].time
     for other in ({"n_max": 2}, {"new_tokens": 8}, {"digest": "0"}, {"sampler": {"temperature": 1}}):
-        assert compared(replace(found, change=None, **other), read_result(kept, History)).change is None
+        changed = replace(found, change=None, **other)
+        assert compared(changed, history).change is None and not_compared(found, history) is None
+        assert not_compared(changed, history)
+    assert tiny.call(*command, "--n-max", 2) == 3
+    said = capsys.readouterr().err
+    assert "nothing was compared, because the last kept result has other draft lengths" in said
+    assert tiny.call(*command, "--n-max", 2) == 0
     kept.write_text('{"checks": [1]}')
     assert "move the file away" in tiny.refused(capsys, *command)
     missing = ("--history", tmp_path / "none" / "checks.json")

@@ -18,10 +18,20 @@ from typing import Any
 
 from distill.errors import DataError, DistillError, RunError
 from distill.files import ADAPTER, cache_folder, copy_file, digest, remove_left, write_atomically, write_json
-from distill.folders import SINGLE, copy_tokenizer, is_whole, read_config, read_header, stored_tensors
+from distill.folders import (
+    MORE_TEMPLATES,
+    SINGLE,
+    TEMPLATE_FILES,
+    copy_tokenizer,
+    is_whole,
+    read_config,
+    read_header,
+    stored_tensors,
+)
 from distill.progress import note
+from distill.vocabulary.vocabulary import tokenizer_settings
 
-FORMAT = 1  # of the folders in the cache
+FORMAT = 2  # of the folders in the cache
 TENSORS = "adapter_model.safetensors"
 WRITTEN = "merged.json"  # written last of the small files: what was merged
 WEIGHTS = (".safetensors", ".safetensors.index.json", ".bin", ".bin.index.json", ".pt", ".pth", ".gguf", ".h5")
@@ -131,15 +141,21 @@ def _write_small(folder: Path, base: Path, adapter: Path) -> None:
 
     Other processes may write or read the folder; each file is written whole or not at all, WRITTEN last.
     """
+    tokenizer = (adapter / "tokenizer.json").is_file()
+    inline = tokenizer and bool(tokenizer_settings(adapter).get("chat_template"))
+    templates = [name for name in TEMPLATE_FILES if (adapter / name).is_file()]
+    # transformers prefers a file to the text in tokenizer_config.json, so the base's files would hide the adapter's.
+    replaced = TEMPLATE_FILES if inline or templates else ()
     for path in sorted(base.iterdir()):
-        if path.is_file() and not path.name.endswith(WEIGHTS) and path.name[0] != ".":
+        left_out = path.name.endswith(WEIGHTS) or path.name[0] == "." or path.name in replaced
+        if path.is_file() and not left_out:
             write_atomically(folder / path.name, functools.partial(copy_file, path), several=True)
-    if (base / "additional_chat_templates").is_dir():
-        shutil.copytree(base / "additional_chat_templates", folder / "additional_chat_templates", dirs_exist_ok=True)
-    if (adapter / "tokenizer.json").is_file():
+    if (base / MORE_TEMPLATES).is_dir() and not replaced:
+        shutil.copytree(base / MORE_TEMPLATES, folder / MORE_TEMPLATES, dirs_exist_ok=True)
+    if tokenizer:
         copy_tokenizer(adapter, folder)
-    elif (adapter / "chat_template.jinja").is_file():
-        copy_file(adapter / "chat_template.jinja", folder / "chat_template.jinja")
+    for name in templates:
+        copy_file(adapter / name, folder / name)
     write_json(folder / WRITTEN, {"base": str(base), "adapter": str(adapter)})
 
 
