@@ -271,9 +271,8 @@ def test_the_order_of_decision(tmp_path: Path, monkeypatch: Patch) -> None:
     assert f"a lookup {tokens / (1 + 0.01 * drafted):.2f} and" in flat[1]
     assert decided(1.1)[-1] == "No draft gains more. Plain decoding is the fastest."
     (command,) = re.findall("No draft gains more. Measure them: `distill (.*)`", decided(0.2, 0.95)[-1])
-    (tmp_path / "prompts.txt").write_text(" ".join(f"word {n}" for n in range(400)))
-    words = shlex.split(command.replace("FILE", str(tmp_path / "prompts.txt")))
-    assert tiny.call(*words, "--tokens", 8) == 0
+    words = shlex.split(command.replace("FILE", str(tiny.ROOT / "data" / "test")))
+    assert tiny.call(*words, "--tokens", 8, "--count", 2) == 0
     assert decide(str(tmp_path / "big"), None)[0].startswith(f"3. {name} has its tokens and {share:.2f}")
     (tmp_path / "small" / "config.json").unlink()
     alone, case = decided(0.01), straight(0.01, 0.3)
