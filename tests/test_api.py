@@ -108,6 +108,10 @@ def test_mistakes_are_explained(place: Path, monkeypatch: pytest.MonkeyPatch) ->
         ("plain decoding", lambda: distill.measure_speedup("data/demo-target", None, [TEXTS], lengths=[])),
         ("0 texts at once", lambda: distill.measure_speedup("data/demo-target", None, [TEXTS], at_once=0)),
         (
+            "no category has a time of its own",
+            lambda: distill.measure_speedup("data/demo-target", "made/draft", suite="suite.jsonl", at_once=2),
+        ),
+        (
             "`drafter tree, .*decodes one text at a time, and 2 at once",
             lambda: distill.measure_speedup(
                 "data/demo-target", "made/draft", [TEXTS], at_once=2, configurations=[{"drafter": "tree"}]

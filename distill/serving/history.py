@@ -122,10 +122,11 @@ def compared(report: ServeReport, history: History) -> ServeReport:
 
 def not_compared(report: ServeReport, history: History) -> str | None:
     """Return what the last result had otherwise, if there are results and none is comparable."""
-    latest = kept(report)
-    if not history.checks or any(check.is_like(latest) for check in history.checks):
+    if not history.checks:
         return None
-    return " and ".join(history.checks[-1].unlike(latest))
+    latest = kept(report)
+    comparable = any(check.is_like(latest) for check in history.checks)
+    return None if comparable else " and ".join(history.checks[-1].unlike(latest))
 
 
 def keep(path: Path, history: History, report: ServeReport) -> None:

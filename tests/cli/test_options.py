@@ -128,7 +128,12 @@ WORK = (
     *("decoding.costs.save_cost_curve", "measuring.evaluation.evaluate_types", "serving.terminal.stream"),
     *("serving.terminal.converse", "measuring.speedup_tables.speedup_blocks", "serving.completions.serve"),
     *("serving.check.check_started", "serving.check.check_addresses", "serving.server.require_binary"),
-    *("serving.server.LlamaServer.has", "serving.history.compared", "serving.history.keep"),
+    *(
+        "serving.server.LlamaServer.has",
+        "serving.history.compared",
+        "serving.history.not_compared",
+        "serving.history.keep",
+    ),
     *("serving.history.read_history", "data.recorder.record", "data.recorder.summary", "data.prompts.user_message"),
     *("gguf.writer.export_files", "gguf.importing.read_import", "gguf.importing.write_import", "export.importance_of"),
     *("export.compare", "export.faults_of", "export.origins", "export.check_texts", "export.Original.open"),

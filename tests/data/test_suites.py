@@ -195,7 +195,16 @@ def test_tokens_per_round_of_a_category() -> None:
 def test_acceptance_on_a_suite(world: Path, capsys: Capture) -> None:
     pair = world / "target", world / "target", "--suite", world / "made.jsonl", "--count", 1
     shown = tiny.shown(capsys, "eval", *pair, "--seed", 2, "-o", "json")
-    text = document(evaluation_blocks(from_json(json.loads(shown), EvaluationReport, "-")))
+    report = from_json(json.loads(shown), EvaluationReport, "-")
+    text = document(evaluation_blocks(report))
+    # Every interval resamples questions, of which one has two turns, and so do those without categories.
+    (whole,) = [one for one in report.categories if (one.category, one.temperature) == ("all", 0.0)]
+    assert report.tokens_per_round["draft"] == whole.tokens_per_round
+    assert report.domains["answers"]["draft"].prompts == 3
+    assert {(group.label, group.prompts) for group in report.groups if group.of == "class"} == {
+        (kind, 1) for kind in COUNTS
+    }
+    assert all(group.prompts <= 3 for group in report.groups)
     assert "3 of 9 questions, 1 of each of 3 categories, seed 2, 4 turns, up to" in text
     assert "temperature 0: verifier greedy" in text and "temperature 1: verifier token (rejection sampling)" in text
     rows = re.findall(r"\| (math|qa|rag|all) \| draft \| (0|1) \| (\d) \|", text)

@@ -9,7 +9,7 @@ import struct
 import sys
 from contextlib import closing
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import gguf
 import numpy as np
@@ -22,6 +22,7 @@ from test_tokenizers import questions, smollm2
 from tiny import Capture, Patch, needs_llama
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
 
+from distill.cli import shared
 from distill.engines.ends import target_ends
 from distill.engines.llama_cpp.model import GgufModel
 from distill.engines.loaded import load_pair
@@ -32,7 +33,7 @@ from distill.export import Original, compare
 from distill.gguf.head import END_NAMES, open_head
 from distill.gguf.importing import folder_of, read_import, sources, write_import
 from distill.gguf.writer import export_files, export_gguf
-from distill.recipe import Target, load_recipe
+from distill.recipe import PyTorch, Target, load_recipe
 from distill.recipe.measuring import DIRECT, OUTTYPES
 
 TEMPLATE = "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
@@ -370,6 +371,24 @@ def test_a_run_of_a_file_needs_no_llama_cpp(world: Path, tmp_path: Path, monkeyp
     assert json.loads((tmp_path / "runs" / "tiny" / "gguf" / "export.json").read_text())["files"] == []
     capsys.readouterr()
     assert engine_on_other_prompts(tmp_path / "runs" / "tiny", world, capsys) == "pytorch"
+    # The run's quantisation, devices and settings of PyTorch are those of its measurement on other prompts.
+    loaded: list[Any] = []
+    found = shared.find_run
+    section = {"quantise": "int4", "shard": True}
+
+    def changed(*given: Any) -> Any:
+        recipe, run = found(*given)
+        update = {"target": recipe.target.model_copy(update=section), "pytorch": PyTorch(draft_weights="int8")}
+        return recipe.model_copy(update=update), run
+
+    def measured(settings: Any, *_: Any, **__: Any) -> NoReturn:
+        loaded.append(settings)
+        raise DataError("int4 is not loaded here", "")
+
+    monkeypatch.setattr(shared, "find_run", changed)
+    monkeypatch.setattr("distill.api.measure_any_pair", measured)
+    assert "not loaded here" in tiny.refused(capsys, "speedup", tmp_path / "runs" / "tiny", "--prompts", world)
+    assert loaded[0].target.model_dump().items() >= section.items() and loaded[0].pytorch.draft_weights == "int8"
     assert (tmp_path / "runs" / "tiny" / "report.html").exists()
 
 

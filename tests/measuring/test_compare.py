@@ -263,7 +263,11 @@ def test_every_configuration_decodes_every_prompt() -> None:
     row = measurement(prepared[0], None, NOT_TIMED, PAIR, PairTexts(prompts))
     assert row.prompt_share == 0.25  # of all seconds; the mean of the texts' shares is 0.317
     assert "Prompts, of the whole time: 25 % (plain, PyTorch)." in measurement_table([row], "command").note
-    assert math.isnan(measurement(prepared[0], None, NOT_TIMED, PAIR, PairTexts(prompts), at_once=3).prompt_share)
+    named = PairTexts(prompts, ["a", "b", "a"])
+    assert [one.group for one in measurement(prepared[0], None, NOT_TIMED, PAIR, named).by_class] == ["a", "b"]
+    # Texts that were decoded at once share their seconds, whatever their classes.
+    together = measurement(prepared[0], None, NOT_TIMED, PAIR, named, at_once=3)
+    assert math.isnan(together.prompt_share) and not together.by_class
 
 
 @pytest.mark.parametrize("sampler", ["greedy", "recipe"])

@@ -6,6 +6,7 @@ import html
 import json
 import shutil
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,11 +19,12 @@ from tiny import Capture, Patch
 from torch import Tensor
 from trainings import two_processes
 
+from distill.cli.measure import files_of_run, prompts_of_files, prompts_of_run, room_of, template_of
 from distill.data.packing import repeated_next
 from distill.data.samples import read_answers, read_samples
 from distill.engines.torch import hugging_face
 from distill.engines.torch.blocks import Packed
-from distill.engines.torch.hugging_face import load_model, load_tokenizer, text_folder
+from distill.engines.torch.hugging_face import load_config, load_model, load_tokenizer, text_folder
 from distill.measuring.evaluation import METRICS, position_metrics, stored_metrics
 from distill.recipe import Recipe, Sampler, load_recipe
 from distill.run import Run
@@ -133,6 +135,19 @@ def test_a_whole_run_without_weights(either: Path, place: Path, capsys: Capture)
     assert "answers,share of the sampled answers' tokens that are the draft's argmax," in rows
     assert 'answers,"acceptance probability, rejection sampling",' in rows
     assert f"| {run.name} | finished |" in tiny.shown(capsys, "runs", "--runs", run.parent)
+
+
+def test_a_served_run_is_checked_on_its_server(either: Path, place: Path) -> None:
+    """`serve-check RUN --url` reads tokenizer and context of the model that the run names, as it has no file of it."""
+    files = files_of_run(opened(either)[1], None, required=False)
+    assert files.target is None and files.model == str(place / "target")
+    context = load_config(str(place / "target")).max_position_embeddings
+    assert room_of(files, 20) == context - 20
+    given, _ = prompts_of_files(files, [place / "test.jsonl"], 2, [16], context - 20)
+    assert len(given) == 2 and len(prompts_of_run(files, 3, context - 20)[0]) == 3
+    with ExitStack() as stack:
+        template = template_of(files, stack)
+        assert (template is not None) == bool(load_tokenizer(str(place / "target")).chat_template)
 
 
 def test_held_out_tokens_add_up(from_file: Path) -> None:

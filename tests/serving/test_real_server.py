@@ -77,7 +77,7 @@ def settings(pairs: dict[str, Path], program: Path) -> LlamaServer:
 @pytest.fixture(scope="module")
 def template(pairs: dict[str, Path]) -> Iterator[ChatTemplate]:
     with ExitStack() as stack:
-        found = measure.template_of(pairs["target"], stack)
+        found = measure.template_of(measure.PairFiles(pairs["target"], None), stack)
         assert found is not None
         yield found
 
