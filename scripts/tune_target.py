@@ -111,7 +111,8 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--threads", type=int, default=2)
     asked = parser.parse_args()
-    if (Path(asked.out) / "adapter_model.safetensors").is_file():
+    # PEFT writes the settings last, and the state of the training is deleted after them.
+    if (Path(asked.out) / "adapter_config.json").is_file() and not Path(f"{asked.out}.part").exists():
         print(f"{asked.out} is there already", file=sys.stderr)
         return
     torch.set_num_threads(asked.threads)

@@ -26,7 +26,7 @@ from distill.devices import accelerators, device_name, llama_option, torch_build
 from distill.errors import DataError, DistillError, PairError, RecipeError, RunError, faults_explained
 from distill.files import CacheKind, cache_folder, is_gguf, over, require_path, write_text
 from distill.progress import note
-from distill.recipe import Recipe, is_path, resolve_model
+from distill.recipe import Recipe, is_path, load_recipe, resolve_model
 from distill.tables import Columns, table_of
 
 
@@ -53,7 +53,8 @@ def check(
     The check covers keys, files, tokenizers, pair rules, cuts and disk space. It loads no weights and changes nothing.
     """
     first, *others = words
-    if len(others) == 1 and "=" not in others[0] and not first.endswith((".yaml", ".yml")):
+    is_model = len(others) == 1 and ("=" not in others[0] or Path(others[0]).exists())
+    if is_model and not first.endswith((".yaml", ".yml")):
         hint = "distill check RECIPE --on GPUS"
         shared.refuse(invocation, "with two models", "on", hint=hint)
         _check_standalone(first if adapter is None else over(first, adapter), others[0], offline)
@@ -114,7 +115,8 @@ def _check_recipe(path: Path, overrides: list[str], offline: bool, on: str | Non
     if on is not None and found.prompts:
         from distill.planning.hardware import hardware_lines
 
-        print(*hardware_lines(recipe, found.prompts, on), sep="\n")
+        written = load_recipe(path, overrides).target.dtype
+        print(*hardware_lines(recipe, found.prompts, on, written), sep="\n")
     elif on is not None:
         print(f"on {on}: not estimated, because the models' configurations were not read")
     stages, source = expected_stages(recipe, shared.DEFAULT_RUNS / recipe.name, found.prompts)

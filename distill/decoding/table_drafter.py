@@ -105,4 +105,5 @@ class TableDrafter:
 
     def accepted(self, proposal: Proposal, count: int, length: int, seconds: float) -> None:
         """Let the rule learn; accepted tokens are counted with the next proposal."""
-        self.rule.observe(self._drafting, len(proposal.tokens), count, seconds)
+        drafting, self._drafting = self._drafting, Drafting()  # A round without room drafts nothing to observe again.
+        self.rule.observe(drafting, len(proposal.tokens), count, seconds)

@@ -398,11 +398,10 @@ class GgufFile:
         return model
 
     def _padding_rows(self) -> int:
-        """Count rows at the end that stand for no token. Converters name them `[PAD<id>]` and mark them as unused."""
+        """Count rows at the end that stand for no token. Converters name them `[PAD<id>]`, whatever type they give."""
         llama, count = self.library, 0
         for index in range(self.head_rows - 1, -1, -1):
-            unused = llama.llama_vocab_get_attr(self.vocabulary, index) & llama.LLAMA_TOKEN_ATTR_UNUSED
-            if not unused or llama.llama_vocab_get_text(self.vocabulary, index) != b"[PAD%d]" % index:
+            if llama.llama_vocab_get_text(self.vocabulary, index) != b"[PAD%d]" % index:
                 break
             count += 1
         return count

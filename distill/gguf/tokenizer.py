@@ -527,7 +527,7 @@ def imported_tokenizer(head: FileHead) -> ImportedTokenizer:
     tokens = [token or f"[EMPTY_{index}]" for index, token in enumerate(named)]
     types = head.numbers("tokenizer.ggml.token_type") or [NORMAL] * len(tokens)
     scores = head.numbers("tokenizer.ggml.scores") or [0.0] * len(tokens)
-    real = [types[index] != UNUSED or token != f"[PAD{index}]" for index, token in enumerate(tokens)]
+    real = [token != f"[PAD{index}]" for index, token in enumerate(tokens)]  # older converters call them user-defined
     ids = _ids(head, tokens, types)
     file_types, (types, ends) = types, types_and_ends(tokens, types, ids)
     listed = [(token, index) for index, token in enumerate(tokens) if real[index]]

@@ -10,7 +10,7 @@ import re
 from dataclasses import dataclass
 
 from distill.data.samples import SPLITS
-from distill.engines.torch.hugging_face import load_config
+from distill.engines.torch.hugging_face import load_config, stored_type
 from distill.errors import RecipeError
 from distill.progress import Caution, duration
 from distill.recipe import Recipe
@@ -65,15 +65,20 @@ def hardware_of(text: str) -> tuple[Hardware, Hardware]:
     return found[0], found[-1]
 
 
-def hardware_lines(recipe: Recipe, prompts: int, text: str) -> list[str]:
-    """Hours of answers and training and the disk of a run, with `prompts` to answer, in lines to print."""
+def hardware_lines(recipe: Recipe, prompts: int, text: str, dtype: str) -> list[str]:
+    """Hours of answers and training and the disk of a run, with `prompts` to answer, in lines to print.
+
+    `dtype` is the target's as the recipe writes it. `auto` is the checkpoint's own: what it is on this machine does not
+    count for other hardware.
+    """
     writing, training = hardware_of(text)
     target = load_config(recipe.target.model)
     big, small = shape_of(target), planned_sizes(recipe, target, load_config(recipe.donor_model))
     if big is None or small is None:
         return [f"on {text}: not estimated, because a model does not name its sizes or has experts"]
     whole, own = sum(weights_of(big)), sum(weights_of(small))
-    width = TYPE_BYTES.get(recipe.target.dtype, 2) if writing.bits is None else writing.bits / 8
+    stored = stored_type(recipe.target.model) if dtype == "auto" else dtype
+    width = TYPE_BYTES[stored] if writing.bits is None else writing.bits / 8
     _, read, memory = (writing.count * value for value in GPUS[writing.name])
     products = GPUS[writing.name][0] * writing.count * PRODUCT_SHARE
     answers = recipe.answers

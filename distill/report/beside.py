@@ -110,7 +110,7 @@ def lines_of(run: Run, results: RunResults | None, line: Line) -> Iterator[Line]
                 bounds = (promise(part.steps, line["D"], value) for value in (rate.mean, rate.low, rate.high))
                 line["predicted"] = Interval(*bounds)
         yield line | (measured(max(rivals, key=lambda row: row.speedup)) if rivals else {})
-    if timed is None:
+    if timed is None or not timed.parts:
         yield line | {"fastest way": "not measured yet"}
 
 

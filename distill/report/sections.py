@@ -51,6 +51,11 @@ def sections(results: RunResults) -> dict[str, list[Block]]:
     return {title: blocks for title, blocks in by_title.items() if blocks}
 
 
+UNTIMED = (
+    "No speed was measured, because `speedup.backends` is empty. `distill serve-check` measures the draft on a server."
+)
+
+
 def _short(results: RunResults) -> list[Block]:
     """Return the verdict of the measurement, the pictures, the commands, and a sentence on the draft."""
     measured, evaluation = results.speedup, results.evaluation
@@ -77,6 +82,8 @@ def _short(results: RunResults) -> list[Block]:
         )
         why.insert(0, Plot(partial(plots.acceptance_by_position, positions), caption))
     missing = [results.absence(name) for name, result in (("speedup", measured), ("eval", evaluation)) if not result]
+    if measured and not measured.parts:
+        missing.append(UNTIMED)
     agreement = evaluation.agreement_words if evaluation else []
     return [*blocks, *why, *commands, *missing, *agreement, _draft(results)]
 

@@ -24,7 +24,7 @@ from distill.decoding.configured import (
 )
 from distill.decoding.decode import Decoded
 from distill.decoding.grammar import Constraint, Tokens, constraint
-from distill.decoding.ngrams import open_table
+from distill.decoding.ngrams import NGramTable, open_table
 from distill.decoding.other_vocabulary import DraftReader, read_with
 from distill.decoding.rules import BytesOf, Constrained, Forced, Rules, characters, stop_before
 from distill.engines.llama_cpp.model import GgufModel, token_bytes_of
@@ -99,11 +99,12 @@ def begin(
     reader: DraftReader | None,
     request: Continuation,
     grammar: Constraint | None = None,
+    table: NGramTable | None = None,
 ) -> Session:
     """Return a session that continues prompts. It is made in this order: models, costs, rule, drafter.
 
-    No text is decoded yet. `grammar` is the request's grammar, if it exists already. `reader` is a draft of another
-    vocabulary, which obeys no grammar. Raises DataError for a configuration that cannot be drafted, such as trees in a
+    No text is decoded yet. `grammar` and `table` are the request's, if they are open already. `reader` is a draft of
+    another vocabulary, which obeys no grammar. Raises DataError for a configuration that cannot be drafted, such as trees in a
     model that takes none. A lossy configuration that the request does not allow raises DataError too.
     """
     request.require_lossless()
@@ -117,11 +118,12 @@ def begin(
     verifier = (
         configuration.verified_by if configuration.drafts else "token" if request.sampler.temperature else "greedy"
     )
-    stop = stop_before(shown_bytes(pair, grammar), [*request.stop, *pair.text_ends])
+    shown = shown_bytes(pair, grammar)
+    # An end token ends the text anyway, and a stop string inside it would leave its first letters in the answer.
+    stop = stop_before(lambda token: b"" if token in pair.ends else shown(token), [*request.stop, *pair.text_ends])
     rules = Rules(request.sampler, verifier, pair.ends, draws, stop, grammar)
     costs = pair_costs(pair, configuration.longest_round) if configuration.needs_costs else NO_COSTS
-    path = request.table if configuration.counts_ngrams else None
-    table = None if path is None else open_table(path, pair.reference)
+    table = table or table_of(pair, request)
     inputs = DrafterInputs(costs, table, pair.target.max_leaves)
     # The draft obeys a grammar too. If the grammar leaves no choice, `Forced` drafts the token without the model.
     draft: Any = reader or (pair.draft if grammar is None else Constrained(pair.draft, grammar))
@@ -129,6 +131,12 @@ def begin(
     if grammar is not None and reader is None:
         drafter = Forced(drafter, grammar)
     return Session(pair.target, drafter, rules)
+
+
+def table_of(pair: LoadedPair, request: Continuation) -> NGramTable | None:
+    """Open the table of n-grams from which a request drafts. None if it has none."""
+    path = request.table if request.configuration.counts_ngrams else None
+    return None if path is None else open_table(path, pair.reference)
 
 
 def shown_bytes(pair: LoadedPair, grammar: Constraint | None) -> BytesOf:
@@ -175,6 +183,7 @@ class Answerer:
         self._constraints: dict[tuple[str, str], Constraint] = {}
         self._making = threading.Lock()
         self._sessions: list[tuple[Continuation, Session]] = []
+        self._tables: dict[Path, NGramTable] = {}
         self._held: list[int] = []  # These tokens are in the target's cache.
 
     def session(self, request: Continuation) -> Session:
@@ -183,7 +192,11 @@ class Answerer:
         if session is None:
             costs = dict(self.pair.costs)
             grammar = None if request.grammar is None else self.constraint(*request.grammar)
-            session = begin(self.pair, self.reader, request, grammar)
+            table = None if request.table is None else self._tables.get(request.table)
+            table = table or table_of(self.pair, request)
+            if request.table is not None and table is not None:
+                self._tables[request.table] = table
+            session = begin(self.pair, self.reader, request, grammar, table)
             if self.pair.costs != costs:  # The timed steps have overwritten the target's cache.
                 self._held = []
         if not request.sampler.temperature:

@@ -104,6 +104,14 @@ def test_a_target_that_gguf_cannot_hold(world: Path, tmp_path: Path, capsys: Cap
     assert read_result(run.path("gguf", "export.json"), ExportReport).files == []
 
 
+def test_a_pair_whose_path_looks_like_a_value(world: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Runs of a sweep are called NAME-KEY=VALUE."""
+    draft = tmp_path / "tiny-train.steps=20"
+    shutil.copytree(world / "target", draft)
+    said = tiny.shown(capsys, "check", world / "target", draft)
+    assert "recipe" not in said and str(draft) in said
+
+
 def test_without_llama_cpp(world: Path, tmp_path: Path, capsys: Capture, monkeypatch: Patch) -> None:
     real = preflight.importlib.util.find_spec
     monkeypatch.setattr(

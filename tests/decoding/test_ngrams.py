@@ -18,7 +18,8 @@ from test_tree import paths_of
 
 from distill.decoding import ngrams
 from distill.decoding.costs import Costs
-from distill.decoding.lengths import Adaptive
+from distill.decoding.drafters import NOTHING
+from distill.decoding.lengths import Adaptive, Drafting
 from distill.decoding.ngrams import ORDER, OWN_WEIGHT, Expected, Mixture, NGramTable, count_ngrams, write_table
 from distill.decoding.table_drafter import TableDrafter
 from distill.decoding.trees import corrected
@@ -194,6 +195,22 @@ def test_the_text_corrects_the_chances_of_what_is_not_drafted(table: NGramTable)
         told.append((rule.chance(0, choices.probability), choices.best == text[end]))
     promised, right = (sum(each) / 400 for each in zip(*told[-400:], strict=True))
     assert promised == pytest.approx(right, abs=0.05) and 0.3 < right < 0.7
+
+
+def test_a_round_without_room_is_not_observed_again(table: NGramTable) -> None:
+    """The decoder tells the drafter of rounds in which it was asked for nothing."""
+    told: list[int] = []
+
+    class Told(Adaptive):
+        def observe(self, drafting: Drafting, drafted: int, accepted: int, seconds: float) -> None:
+            told.append(len(drafting.judged))
+
+    drafter = TableDrafter(table, 9, 4, rule=Told(Costs(tuple(1 + 0.02 * m for m in range(14)), 0.0, 0.0), 4))
+    drafter.begin([2, 0, 0, 1])
+    drafter.accepted(drafter.propose([2, 0, 0, 1], 4, ()), 0, 5, 1.0)
+    drafter.accepted(drafter.propose([2, 0, 0, 1, 0], 4, ()), 0, 6, 1.0)  # which judges what the first had guessed
+    drafter.accepted(NOTHING, 0, 7, 1.0)
+    assert told[1] > 0 and told[2] == 0
 
 
 def test_one_token_again_and_again(table: NGramTable) -> None:

@@ -127,6 +127,22 @@ def test_types_ends_and_ids_are_those_of_llama_cpp(kind: str, token_type: int, t
 
 
 @needs_llama
+@pytest.mark.parametrize("token_type", [1, 4, 5])
+def test_padding_rows_are_known_by_their_names(token_type: int, tmp_path: Path) -> None:
+    """Converters once called them user-defined. As tokens they would make the distributions of a pair unequal."""
+    whole = vocabulary("gpt2", (), 1)
+    size = len(whole.tokens)
+    padding = [f"[PAD{size + number}]" for number in range(3)]
+    padded = {"tokens": [*whole.tokens, *padding], "types": [*whole.types, *[token_type] * 3]}
+    write_tokenizer(tmp_path / "v.gguf", GgufTokenizer(**{**vars(whole), **padded}))
+    with contextlib.closing(GgufFile(tmp_path / "v.gguf", vocabulary_only=True)) as file:
+        assert file.head_rows == size + 3 and file._padding_rows() == 3
+    found = imported_tokenizer(open_head(tmp_path / "v.gguf")).content
+    named = {*found["model"]["vocab"], *(token["content"] for token in found["added_tokens"])}
+    assert not named & {*padding} and "ab" in named
+
+
+@needs_llama
 def test_a_key_that_names_a_token_comes_before_its_name(tmp_path: Path) -> None:
     names = ("<PRE>", "<|fim_prefix|>", "<PAD>", "zz", "<turn>")
     exported = vocabulary("gpt2", names, 1)

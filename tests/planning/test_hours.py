@@ -117,10 +117,13 @@ def test_hours_on_gpus_that_are_named(tmp_path: Path) -> None:
     weights = 64 * 5120 * (4 * 5120 + 3 * 25600) + 151936 * 5120
     cached = 4 * 64 * 8 * 128 * (256 + 512)
     step = max((2 * weights + 64 * cached) / (0.6 * 3350e9), 2 * weights * 64 / (0.35 * 989e12))
-    writing, training, disk = hardware_lines(recipe, 40_000, "1 x H100")
+    writing, training, disk = hardware_lines(recipe, 40_000, "1 x H100", "bfloat16")
+    # `auto` is the checkpoint's type, whatever it stands for on a machine without instructions for it.
+    here = recipe.model_copy(update={"target": recipe.target.model_copy(update={"dtype": "float32"})})
+    assert hardware_lines(here, 40_000, "1 x H100", "auto")[0] == writing
     assert f"{64 / step:,.0f} tokens/s with 64 texts at once" in writing
     draft = 28 * 1024 * (4 * 1024 + 3 * 3072) + 151936 * 1024
     seconds = 6 * draft * 500 * 64 * 2048 / (0.35 * 989e12)
     assert f"66 million positions of training, {duration(seconds)}; " in training
     assert "none was measured" in disk
-    assert "do not fit the 24.0 GB of 1 x RTX 4090" in hardware_lines(recipe, 40_000, "1 x RTX 4090")[-1]
+    assert "do not fit the 24.0 GB of 1 x RTX 4090" in hardware_lines(recipe, 40_000, "1 x RTX 4090", "auto")[-1]

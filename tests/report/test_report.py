@@ -22,9 +22,9 @@ from distill.files import from_json, write_result
 from distill.measuring.speedup_results import InTurns
 from distill.measuring.verdict import verdict
 from distill.recipe import Recipe, load_recipe
+from distill.report import beside, plots
 from distill.report import card as cards
 from distill.report import page as pages
-from distill.report import plots
 from distill.report.tables import RunResults
 from distill.run import Run
 from distill.tables import Interval, counted, placeless
@@ -252,6 +252,21 @@ def test_stages_that_have_not_run_are_named(results: dict[str, Any], absent: lis
     for name, stage in OPTIONAL.items():
         assert (f"The stage <code>{stage}</code> has not run" in page) == (name in absent)
         assert (f"The stage `{stage}` has not run" in card) == (name in absent)
+
+
+@pytest.mark.usefixtures("without_pictures")
+def test_a_run_whose_server_measures_it(results: dict[str, Any], finished: Path, world: Path) -> None:
+    """With `speedup.backends: []` the stage ran and timed nothing; the run still has its line beside others."""
+    results["speedup"] = results["speedup"] | {"parts": []}
+    page = build_page(results)
+    checked(page)
+    assert "No speed was measured" in page and "serve-check" in page
+    recipe = load_recipe(world / "recipe.yaml")
+    run = Run(finished, recipe)
+    gathered = cards.gather(recipe, run)
+    assert gathered.speedup is not None and gathered.speedup.parts
+    (line,) = beside.lines_of(run, replace(gathered, speedup=replace(gathered.speedup, parts=[])), {})
+    assert line["fastest way"] == "not measured yet" and line["acceptance"] and line["training, min"]
 
 
 def test_figures_that_were_not_measured_are_dashes(results: dict[str, Any]) -> None:

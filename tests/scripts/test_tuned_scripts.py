@@ -71,7 +71,19 @@ def test_a_tuning_that_was_stopped_goes_on(tmp_path: Path, monkeypatch: Patch, c
     assert "resuming at step 2 of 4" in capsys.readouterr().err
     assert all(script.torch.equal(whole[name], value) for name, value in resumed.items())
     assert any(value.abs().max() > 0 for name, value in resumed.items() if "lora_B" in name)
-    settings = json.loads((tmp_path / "whole" / "adapter_config.json").read_text())
+    # A kill while the adapter was written leaves the state, and the same command writes it again.
+    monkeypatch.setattr(script, "tune", lambda asked: tuning.append(asked.out))
+    tuning: list[str] = []
+    monkeypatch.setattr("sys.argv", ["tune_target.py", "model", "examples", str(tmp_path / "whole")])
+    script.main()
+    assert not tuning and "is there already" in capsys.readouterr().err
+    (tmp_path / "whole.part").touch()
+    script.main()
+    (tmp_path / "whole.part").unlink()
+    (tmp_path / "whole" / "adapter_config.json").rename(tmp_path / "kept.json")
+    script.main()
+    assert tuning == [str(tmp_path / "whole")] * 2
+    settings = json.loads((tmp_path / "kept.json").read_text())
     assert settings["base_model_name_or_path"] == str(tmp_path / "target")
 
 

@@ -25,7 +25,7 @@ from distill.decoding.decode import Decoded, decode_text, plain
 from distill.decoding.lengths import Adaptive, Fixed
 from distill.decoding.rules import Rules
 from distill.decoding.trees import Shape, TreeDrafter
-from distill.engines.loaded import BatchedTorchModel, LoadedPair, Opening, load_pair
+from distill.engines.loaded import BatchedTorchModel, LoadedPair, Opening, encode_prompt, load_pair
 from distill.engines.torch.hugging_face import encode
 from distill.engines.torch.model import TorchLogits, TorchModel
 from distill.errors import DataError, RecipeError
@@ -173,6 +173,14 @@ def test_decoding_goes_on_where_the_drafts_context_ends(folders: Path, text: str
     assert stop is not None
     stopped = continued(target, draft, text, 60, asked(stop=(stop[0],)), capsys)[0]
     assert stopped == wanted[: stop.start()] + "\n"
+    # An end token has no text in which a stop string could be found.
+    with load_pair(Target(model=str(target)), str(draft), tokens=40, threads=1) as pair:
+        end = next(iter(pair.ends))
+        ids = [*encode_prompt(str(target), "some words"), end]
+        stops = [
+            begin(pair, None, asked(stop=(word,))).rules.stop for word in (pair.token_bytes(end).decode(), "words")
+        ]
+        assert [stop is not None and stop(ids, 0).ended for stop in stops] == [False, True]
     room = TorchModel(toy(vocabulary=9)).capacity
     assert f"the target's context of {room} leaves room for" in continued(target, short, text, 500, PLAINLY, capsys)[1]
 
