@@ -442,12 +442,17 @@ def hub_commit(name: str, kind: HubKind, /) -> str | None:
 
 
 def file_digests(reference: str) -> dict[str, str] | None:
-    """Return the digest of each file of a local model or source, by name ("" for one file). None for a hub name."""
+    """Return the digest of each file of a local model or source, by name ("" for one file). None for a hub name.
+
+    Hidden files and folders do not count. git, the hub's client and file managers rewrite theirs.
+    """
     path = Path(reference)
     if not path.exists():
         return None
     if path.is_dir():
-        return digests_of({p.relative_to(path).as_posix(): p for p in sorted(path.rglob("*")) if p.is_file()})
+        files = {place.relative_to(path): place for place in sorted(path.rglob("*")) if place.is_file()}
+        seen = {name.as_posix(): place for name, place in files.items() if not any(p[0] == "." for p in name.parts)}
+        return digests_of(seen)
     return digests_of({"" if part == path else part.name: part for part in split_parts(path) if part.is_file()})
 
 

@@ -24,7 +24,7 @@ from distill.data.samples import (
     read_samples,
     write_samples,
 )
-from distill.data.sources import UNREAD, Document, read_documents, require_splits, with_questions
+from distill.data.sources import UNREAD, Document, read_documents, require_splits, source_names, with_questions
 from distill.engines.ends import target_ends
 from distill.engines.torch.blocks import Packed
 from distill.engines.torch.hugging_face import encode_text, load_tokenizer, stated_ends
@@ -36,6 +36,7 @@ from distill.run import Run
 from distill.vocabulary.vocabulary import opening_of
 
 CUT = "beginnings of given answers' prompts, to fit corpus.block"
+ENDS_CUT = "ends of given answers, to fit corpus.block"
 CHECKED_DOCUMENTS, CHECKED_RECORDS = 1000, 20  # A check reads so much of a local source, and of a hub data set.
 FEW_DOCUMENTS = 8  # Intervals over fewer documents are too narrow.
 
@@ -107,11 +108,10 @@ def chat_prompts(recipe: Recipe, tokenizer: Any, documents: Iterable[Document]) 
 def weights_of(corpus: Corpus) -> dict[str, float] | None:
     """The sources' shares of the prompts by name; None if a source has no weight."""
     weights: dict[str, float] = {}
-    for source in corpus.sources:
+    for source, name in zip(corpus.sources, source_names(corpus), strict=True):
         if source.weight is None:
             return None
-        name = Path(source.path).name
-        weights[name] = weights.get(name, 0) + source.weight
+        weights[name] = source.weight
     return weights
 
 
@@ -121,7 +121,9 @@ def _require_prompts(recipe: Recipe, split: Split, prompts: Sized, count: int) -
         raise DataError(
             f"the {split} split gives {len(prompts)} prompts of {recipe.answers.prompt_tokens} tokens",
             "add documents, or lower answers.prompt_tokens"
-            + (", or train without: train.acceptance=null" if split == "validation" else ""),
+            + (
+                ", or train without: train.acceptance=null" if split == "validation" and recipe.keeps_given_text else ""
+            ),
         )
 
 
@@ -158,6 +160,8 @@ def pack_given(
             if len(prompt) > block - 2:
                 dropped[CUT] += 1
                 prompt = last_tokens(prompt, max(block - len(answer), block // 2), chat.opening)
+            if len(prompt) + len(answer) > block:
+                dropped[ENDS_CUT] += 1
             given.append((numpy.array(prompt, numpy.int32), numpy.array(answer[: block - len(prompt)], numpy.int32)))
         total += sum(sum(map(len, given[text[-1]])) for text in joined_turns(len(given), given.__getitem__))
         turns += given

@@ -195,7 +195,7 @@ def _header(path: Path, cells: Sequence[str], wanted: set[str]) -> list[str]:
         raise DataError(
             f"{path}: the first line {what}: {shown}",
             "put a line with the columns' names before the rows, such as `prompt,answer`, or name them in a recipe: "
-            + (f"`field: {names[0]}`" if len(names) == 1 else "`fields`"),
+            + (f"`fields: {{prompt: {names[0]}}}`" if len(names) == 1 else "`fields`"),
         )
     return names
 
@@ -591,6 +591,22 @@ def _unrendered(
     return read
 
 
+def source_names(corpus: Corpus) -> list[str]:
+    """Return a name for each source: the last part of its path, with its folder or a number where others end alike."""
+    names = [Path(source.path).name for source in corpus.sources]
+    twice = {name for name, count in Counter(names).items() if count > 1}
+    longer = [
+        "/".join(Path(source.path).parts[-2:]) if name in twice else name
+        for source, name in zip(corpus.sources, names, strict=True)
+    ]
+    again, seen = Counter(longer), Counter[str]()
+    for place, name in enumerate(longer):
+        seen[name] += 1
+        if again[name] > 1:
+            longer[place] = f"{name} ({seen[name]})"
+    return longer
+
+
 def read_documents(
     corpus: Corpus,
     needed: tuple[Split, ...] = SPLITS,
@@ -609,7 +625,7 @@ def read_documents(
     dropped: Counter[str] = Counter()
     names: set[str] = set()
     texts: set[bytes] = set()
-    for source in corpus.sources:
+    for source, called in zip(corpus.sources, source_names(corpus), strict=True):
         for taken, read in enumerate(_read_source(corpus, source, dropped)):
             if taken >= corpus.max_documents:
                 dropped[UNREAD] += 1
@@ -627,7 +643,7 @@ def read_documents(
                     document = replace(document, name=f"{document.source}/{document.name}#{content.hex()[:8]}")
                 names.add(document.name)
                 texts.add(content)
-                documents.append(document)
+                documents.append(replace(document, source=called))
     require_splits(documents.sealed(), dropped, needed)
     return documents, dropped
 

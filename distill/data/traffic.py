@@ -430,7 +430,9 @@ def write_traffic(recipe: Recipe, run: Run, tokenizer: Any) -> None:
         for first in samples:
             files.append(f"train/traffic-{len(files) - len(add):05d}.arrow")
             write_samples(folder / files[-1], chain([first], islice(samples, LINES_PER_FILE - 1)))
-        if not sorted_lines.samples["train"]:  # only then is the pin deleted
+        # A refreshed run of a changed target may have no new line, because the target answers its prompts again.
+        nothing_new = pin["start_line"] == pin["lines"] and recipe.answers.prompts != 0
+        if not sorted_lines.samples["train"] and not nothing_new:  # only then is the pin deleted
             raise no_answers(sorted_lines, pin, _unpin(run))
     counts: dict[str, Any] = {split: sorted_lines.samples[split] for split in SPLITS}
     counts |= {"bad": sum(count for count, _ in sorted_lines.bad.values()), "left": dict(sorted_lines.left)}
@@ -473,6 +475,15 @@ def check_traffic(recipe: Recipe) -> list[str]:
         pass
     if not counts.samples["train"] and pin["lines"] <= CHECKED_LINES:
         raise no_answers(counts, pin, "the same command")
+    if recipe.answers.prompts == 0 and not recipe.keeps_given_text and pin["lines"] <= CHECKED_LINES:
+        # Nothing but served answers is held out, and training would end hours before this was noticed.
+        for split in ("validation", "test"):
+            if not counts.samples[split]:
+                raise DataError(
+                    f"{settings}: none of its {pin['lines']} lines falls into the {split} split, and nothing else is "
+                    "measured",
+                    f"raise corpus.{split}, record more, or let the target answer prompts, too (answers.prompts)",
+                )
     first, *rest = counts.summary_lines(pin)
     read = min(CHECKED_LINES, pin["lines"])
     lines = [f"traffic {settings}: {pin['lines']} lines; of the first {read}, {first}"]

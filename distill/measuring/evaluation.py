@@ -710,6 +710,10 @@ def by_class(
 # and an upper bound, which also cover the rounding of the stored numbers. Legend: N positions, c of them at once,
 # V vocabulary, M measures.
 
+MORE_TEST_TEXTS = (
+    "raise eval.prompts, give documents for the test split (corpus.sources), or a larger share of served answers "
+    "(corpus.test)"
+)
 POSITIONS_AT_ONCE = 256  # positions whose logits are held at once
 
 
@@ -742,11 +746,10 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
     device, sampler = pick_device(recipe.device), recipe.sampler
     store, texts = TeacherStore(run, "test"), held_out(recipe, run, "test")
     blocks, stored = texts.blocks, store.packed.take(slice(None))
+    if not len(blocks):
+        raise DataError("there is neither an answer nor text of the test split to measure", MORE_TEST_TEXTS)
     if len(blocks) != len(stored) or not torch.equal(stored.ids, blocks.ids):
         raise DataError(f"{store.folder} holds other texts than this run", how_to_redo("teacher"))
-    if not len(blocks):
-        hint = "raise eval.prompts, or give documents for the test split (corpus.sources)"
-        raise DataError("there is neither an answer nor text of the test split to measure", hint)
     # The mask leaves out documents that a server could not read as text, and tokens without a distribution.
     blocks = replace(blocks, mask=stored.mask)
     answer_blocks = len(texts.answered)

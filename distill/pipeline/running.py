@@ -518,10 +518,13 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
     if read is not None and not has_form(read, TRAFFIC_FORM):
         raise DataError(f"{run.done_path('answers')} is damaged: {PIN} has a wrong form", "copy the run again")
     asked = (run.done("answers") or {"inputs": {}})["inputs"].get("target.model")
-    if asked == reference_digest(recipe.target.model):  # A changed target has new answers to learn.
-        if settings is None:
-            hint = "tune the target, or set answers.traffic to a file with new lines (docs/recipes.md)"
-            raise RecipeError("--refresh finds nothing new: the target is the same, and there is no traffic", hint)
+    unchanged = asked == reference_digest(recipe.target.model)  # A changed target has new answers to learn.
+    writer = recipe.answers.writer
+    served = writer is not None and bool(writer.urls)  # Only the servers know whether its weights changed.
+    if settings is None and unchanged and not served:
+        hint = "tune the target, or set answers.traffic to a file with new lines (docs/recipes.md)"
+        raise RecipeError("--refresh finds nothing new: the target is the same, and there is no traffic", hint)
+    if settings is not None and (unchanged or recipe.answers.prompts == 0):
         require_growth(Path(settings), read)
     before = run.parent()
     number = 1

@@ -3,6 +3,7 @@ read from a file and overrides, and written back."""
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import difflib
 import os
@@ -109,6 +110,12 @@ class Recipe(Section):
                 "is other text: also name who reads it (teacher.server, teacher.gguf, or teacher.kind: exact for the "
                 "weights)"
             )
+        if self.train.acceptance is None and not self.keeps_given_text and self.answers.traffic is None:
+            raise ValueError(
+                "train.acceptance: null asks for no answers to validation prompts, and "
+                + ("a server that teaches keeps no given text" if self.writer_teaches else "no source gives text")
+                + ", so nothing is left to measure the cut on: leave train.acceptance out"
+            )
         for foreign in (one.described for one in self.speedup.configurations if one.other_vocabulary):
             raise ValueError(f"`{foreign}` is for a draft of another vocabulary; a run's draft has the target's")
         if self.train.adapter is not None and self.train.embedding_rate and self.cut.transplant is None:
@@ -117,6 +124,11 @@ class Recipe(Section):
             if kind not in self.export.outtypes:
                 raise ValueError(f"speedup measures {backend} in {kind}, which is not among export.outtypes")
         return self
+
+    @property
+    def keeps_given_text(self) -> bool:
+        """Whether held-out splits may hold text that the target did not write."""
+        return not self.writer_teaches and any(one.kind != "target" and one.given for one in self.corpus.sources)
 
     @property
     def target_runs_here(self) -> bool:
@@ -169,7 +181,12 @@ def local_weights(model: str) -> list[Path]:
         if not isinstance(config, str):
             return []
         folder = Path(config).parent
-    return [path for ending in ("safetensors", "bin") for path in folder.glob(f"*.{ending}") if path.is_file()]
+    from distill.folders import weight_files
+
+    with contextlib.suppress(DataError):  # Whoever loads the folder names its fault.
+        if found := [path for path in weight_files(folder) if path.is_file()]:
+            return found
+    return sorted(folder.glob("pytorch_model*.bin"))
 
 
 def left_out(recipe: Recipe) -> dict[str, str]:

@@ -104,8 +104,8 @@ def begin(
     """Return a session that continues prompts. It is made in this order: models, costs, rule, drafter.
 
     No text is decoded yet. `grammar` and `table` are the request's, if they are open already. `reader` is a draft of
-    another vocabulary, which obeys no grammar. Raises DataError for a configuration that cannot be drafted, such as trees in a
-    model that takes none. A lossy configuration that the request does not allow raises DataError too.
+    another vocabulary, which obeys no grammar. Raises DataError for a configuration that cannot be drafted, such as
+    trees in a model that takes none. A lossy configuration that the request does not allow raises DataError too.
     """
     request.require_lossless()
     configuration, draws = request.configuration, random.Random(request.seed).random

@@ -64,7 +64,7 @@ from distill.engines.torch.hugging_face import (
     local_snapshot,
 )
 from distill.errors import DataError, EndpointError, RecipeError, faults_explained, printable
-from distill.files import has_form, parse_object, write_json, write_result, write_text
+from distill.files import has_form, parse_object, reference_digest, write_json, write_result, write_text
 from distill.progress import Caution, Progress
 from distill.recipe import Recipe, Sampler, Source, is_path
 from distill.run import Run
@@ -244,6 +244,10 @@ def write_groups(
     """
     index, count = part
     mine = groups[index::count] if idle else process_share(groups, part, "groups of prompts", "answers.group")
+    if stage == "answers" and recipe.writer_teaches:
+        for group in mine:  # An answer without its distributions is asked for again.
+            if not scores_path(group.path).exists():
+                group.path.unlink(missing_ok=True)
     missing = [group for group in mine if not group.path.exists()]
     for group in mine:
         if group.path.exists():
@@ -461,12 +465,17 @@ def _groups(recipe: Recipe, run: Run, split: Split, tokenizer: Any) -> list[Grou
 def _learn_again(recipe: Recipe, run: Run) -> None:
     """Add as many old served answers as there are new ones, so that a refreshed draft does not unlearn them.
 
-    The parent run has learnt from the old answers. The seed draws them.
+    The parent run has learnt from the old answers. The seed draws them. If the target has changed since then, they are
+    those of another model, and none is added.
     """
     parent, path = run.parent(), run.path("answers", "train", "traffic-earlier.arrow")
     if parent is None or path.exists():
         return
     before = Run(run.folder.parent / parent["run"], recipe)
+    answered = (before.done("answers") or {"inputs": {}})["inputs"].get("target.model")
+    if answered != reference_digest(recipe.target.model):
+        run.say(f"  the served answers of {before.folder.name} are those of another target, and are not learnt from")
+        return
     every = read_answers(before, "train")
     old = every.take((every.column("source") == SOURCE) & (every.column("dropped") == ""))
     fresh = len(read_groups(sorted(run.path("answers", "train").glob("traffic-*.arrow")), "answers"))

@@ -78,7 +78,7 @@ def merged_folder(
 
 def _state(folder: Path) -> list[Any]:
     """Names, sizes and times of the files of a folder, which tell a change without reading it."""
-    files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file()]
+    files = [(path.name, path.stat()) for path in sorted(folder.iterdir()) if path.is_file() and path.name[0] != "."]
     return [[name, found.st_size, found.st_mtime_ns] for name, found in files]
 
 
