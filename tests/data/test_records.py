@@ -16,10 +16,11 @@ from tiny import Capture
 
 from distill.cli.shared import read_texts
 from distill.data.chat_template import ChatTemplate, next_prompt
+from distill.data.corpus import weights_of
 from distill.data.prompts import ChatPrompts, sources_of
 from distill.data.records import ANSWERS, JUDGEMENTS, LEARNT, LISTS, OF_ANSWER, PREFILLS, PROMPTS, SYSTEMS, THINKING
 from distill.data.records import REJECTED as REJECTED_ANSWERS
-from distill.data.sources import Document, cut_text, read_documents
+from distill.data.sources import Document, cut_text, read_documents, source_names
 from distill.data.traffic import Line, parse_line
 from distill.errors import DataError
 from distill.recipe import Chat, Corpus, Source
@@ -511,3 +512,21 @@ def test_nulls_of_parquet_are_no_part_of_a_record(tmp_path: Path) -> None:
     pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "t.parquet")
     documents, dropped = read(tmp_path / "t.parquet")
     assert [one.arguments["tools"] for one in documents] == [[tool] for tool in tools] and not dropped
+
+
+def test_sources_that_end_alike_are_told_apart(tmp_path: Path) -> None:
+    """Each keeps its own weight. Under one name the weights were added, and 0 gave prompts."""
+    paths = [tmp_path / folder / "train.jsonl" for folder in ("one", "two")]
+    for number, path in enumerate(paths):
+        path.parent.mkdir()
+        path.write_text("".join(json.dumps({"prompt": f"ask {number}, {n}"}) + "\n" for n in range(40)))
+    given: list[Any] = [{"kind": "jsonl", "path": str(path), "weight": 3 - 3 * n} for n, path in enumerate(paths)]
+    corpus = Corpus(sources=[Source(**one) for one in given])
+    assert weights_of(corpus) == {"one/train.jsonl": 3, "two/train.jsonl": 0}
+    documents, _ = read_documents(corpus)
+    assert Counter(document.source for document in documents) == {"one/train.jsonl": 40, "two/train.jsonl": 40}
+    hub: list[Any] = [{"kind": "hub", "path": "a/set", "subset": name} for name in ("x", "y")]
+    other: list[Any] = [{"kind": "text", "path": "b/notes.txt"}]
+    assert source_names(Corpus(sources=[Source(**one) for one in (*hub, *other)])) == [
+        *("a/set (1)", "a/set (2)", "notes.txt")
+    ]

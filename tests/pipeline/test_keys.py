@@ -21,6 +21,7 @@ from distill.errors import DataError
 from distill.files import reference_digest
 from distill.pipeline.stages import difference, find_stage, key_parts
 from distill.recipe import GgufOptions, PyTorch, Sampler, load_recipe
+from distill.recipe.recipe import local_weights
 from distill.report.card import gather
 from distill.run import Run
 
@@ -67,6 +68,31 @@ def test_the_key_of_a_tree_is_of_the_files_that_it_reads(world: Path, tmp_path: 
     assert content() == first
     (tmp_path / "tree" / "b.py").write_text("other")
     assert content() != first
+
+
+def test_hidden_files_are_no_content_of_a_model(tmp_path: Path) -> None:
+    """git and the hub's client rewrite theirs while nothing else changes."""
+    (tmp_path / "config.json").write_text("{}")
+    before = reference_digest(str(tmp_path))
+    (tmp_path / ".git").mkdir()
+    (tmp_path / ".git" / "index").write_text("1")
+    (tmp_path / ".DS_Store").write_text("2")
+    assert reference_digest(str(tmp_path)) == before
+    (tmp_path / "more.json").write_text("{}")
+    assert reference_digest(str(tmp_path)) != before
+
+
+def test_only_the_weights_that_are_loaded_count(tmp_path: Path) -> None:
+    """Whether a machine can load a target is decided by their size."""
+    for name in ("model-1.safetensors", "consolidated.safetensors", "training_args.bin"):
+        (tmp_path / name).write_bytes(b"x")
+    assert not local_weights(str(tmp_path))
+    index = {"weight_map": {"a": "model-1.safetensors"}}
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
+    assert local_weights(str(tmp_path)) == [tmp_path / "model-1.safetensors"]
+    (tmp_path / "old").mkdir()
+    (tmp_path / "old" / "pytorch_model.bin").write_bytes(b"x")
+    assert local_weights(str(tmp_path / "old")) == [tmp_path / "old" / "pytorch_model.bin"]
 
 
 def test_a_large_file_is_hashed_whole_and_once(tmp_path: Path, monkeypatch: Patch) -> None:

@@ -177,6 +177,23 @@ def test_tokens_without_a_distribution_are_not_measured(
         assert sum(group["tokens"] for group in after["groups"] if group["of"] == kind) == counts[1]
 
 
+def test_an_answer_without_its_distributions_is_asked_again(
+    taught: tuple[Path, Watched], place: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """A lost file of distributions is mended together with its answers."""
+    run, _ = taught
+    shutil.copytree(run, tmp_path / "taught")
+    lost = sorted((tmp_path / "taught" / "answers" / "train").glob("*.safetensors"))[0]
+    lost.unlink()
+    with serving(place) as server:
+        values = values_of(place)
+        server.run = Run(tmp_path / "taught", load_recipe(run / "config.yaml"))
+        urls = f"answers.writer.urls=[{server.url}]"
+        command = ("train", tmp_path / "taught" / "config.yaml", urls, "--runs", tmp_path, "--until", "answers")
+        assert tiny.call(*command) == 0, (capsys.readouterr().err, values)
+    assert lost.exists() and lost.with_suffix(".arrow").exists()
+
+
 @pytest.mark.slow
 def test_kills_lose_no_answer_and_ask_for_none_twice(taught: tuple[Path, Watched], place: Path, tmp_path: Path) -> None:
     """kill -9 at ten places of both stages: before and after renames of answers, scores, records and shards."""

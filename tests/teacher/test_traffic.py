@@ -191,6 +191,39 @@ def test_a_refreshed_run_goes_on_from_the_draft(world: Path, log: Path, runs: Pa
     assert "no new line after line 55" in tiny.refused(*again, "--refresh") and tiny.contents(runs) == before
 
 
+def test_a_retuned_target_learns_no_old_answers(
+    world: Path, log: Path, runs: Path, tmp_path: Path, capsys: Capture
+) -> None:
+    """They are another model's. Without prompts to answer there must be new lines, and that is said before a rename."""
+    shutil.copytree(world / "target", tmp_path / "target")
+    (tmp_path / "target" / "README.md").write_text("tuned again")
+    tuned = (f"target.model={tmp_path / 'target'}", "--refresh", "--until", "train")
+    assert train(world, runs, *tuned) == 0
+    assert "the served answers of served.1 are those of another target" in capsys.readouterr().err
+    pairs, old = learnt_pairs(runs / "served"), learnt_pairs(runs / "served.1")
+    assert pairs and not any(pair in old for pair in pairs)
+    (tmp_path / "target" / "README.md").write_text("tuned once more")
+    before = tiny.contents(runs)
+    said = tiny.refused(capsys, "train", world / "served.yaml", "--runs", runs, *tuned)
+    assert "no new line after line 55" in said and tiny.contents(runs) == before
+    assert train(world, runs, *tuned, "answers.prompts=6") == 0
+    pinned = pin_read(runs / "served")
+    assert pinned["start_line"] == pinned["lines"] == 55 and learnt_pairs(runs / "served")
+
+
+def test_a_log_too_short_for_the_held_out_splits(world: Path, tmp_path: Path, capsys: Capture) -> None:
+    """Where nothing else would be measured, training would end before this was noticed."""
+    values = values_with(tmp_path / "short.jsonl") | {"name": "short"}
+    values["corpus"] |= {"sources": [{"kind": "target", "questions": 8}], "tokens": 0}
+    values["train"] |= {"acceptance": {"every": 2, "prompts": 2}}
+    lines = [line for line in served(12, 8) if split_name(line["prompt"]) == "train"]
+    (tmp_path / "short.jsonl").write_text(text_of(lines))
+    said = tiny.refused(capsys, "check", tiny.write_recipe(world / "short.yaml", values))
+    assert (
+        f"none of its {len(lines)} lines falls into the validation split" in said and "raise corpus.validation" in said
+    )
+
+
 def test_a_third_generation(world: Path, log: Path, runs: Path, tmp_path: Path, capsys: Capture) -> None:
     """With a file of its own, which is new as a whole; and after a kill inside the answers stage."""
     assert train(world, runs, "--refresh", "--until", "train") == 0
