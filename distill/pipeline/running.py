@@ -33,6 +33,7 @@ from distill.pipeline.stages import (
     key_parts,
     recorded_parts,
     require_part,
+    value_of,
 )
 from distill.progress import duration, note, one_line_per_stage, show_passing, shows_stages
 from distill.recipe import Recipe, load_recipe
@@ -511,7 +512,8 @@ def plan_refresh(recipe: Recipe, run: Run) -> dict[str, Any]:
             f"{run.folder} has no finished draft to start from", "finish it: run the command without --refresh"
         )
     old = load_recipe(run.path("config.yaml"))
-    if old.cut != recipe.cut:
+    stage = find_stage("cut")
+    if value_of(old, "cut", stage.ignores) != key_parts(stage, recipe, run)["cut"]:
         hint = "restore the section, or use another run (name=…)"
         raise RecipeError(f"section cut differs from that of {run.folder}, but --refresh makes no cuts", hint)
     read = (run.done("answers") or {"inputs": {}})["inputs"].get(PIN)

@@ -239,6 +239,10 @@ def recorded_parts(run: Run, stage: Stage) -> Parts | None:
     return dict(read_json(begun, {})) if begun.exists() else None
 
 
+# Settings whose model is in the key by its content, so that a model which was only moved counts as the same one.
+MOVABLE = {"teacher.gguf (content)": ("teacher", "gguf"), "cut.donor (content)": ("cut", "donor")}
+
+
 def key_parts(stage: Stage, recipe: Recipe, run: Run) -> Parts:
     """Return everything that a stage's key hashes."""
     parts: Parts = {"version": stage.version}
@@ -253,6 +257,9 @@ def key_parts(stage: Stage, recipe: Recipe, run: Run) -> Parts:
         label, value = _content(name, recipe)
         if value is not None:
             parts[label] = value
+    for label, (section, name) in MOVABLE.items():
+        if label in parts and began.get(label) == parts[label] and name in began.get(section, {}):
+            parts[section] = parts[section] | {name: began[section][name]}
     absent = left_out(recipe)
     for name, pattern in stage.inputs:
         if name not in absent:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import shlex
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -19,7 +20,7 @@ from distill import files
 from distill.engines.torch.hugging_face import text_folder
 from distill.errors import DataError
 from distill.files import reference_digest
-from distill.pipeline.stages import difference, find_stage, key_parts
+from distill.pipeline.stages import difference, find_stage, key_parts, recorded_parts
 from distill.recipe import GgufOptions, PyTorch, Sampler, load_recipe
 from distill.recipe.recipe import local_weights
 from distill.report.card import gather
@@ -80,6 +81,20 @@ def test_hidden_files_are_no_content_of_a_model(tmp_path: Path) -> None:
     assert reference_digest(str(tmp_path)) == before
     (tmp_path / "more.json").write_text("{}")
     assert reference_digest(str(tmp_path)) != before
+
+
+def test_a_donor_that_was_moved_is_the_same(world: Path, finished: Path, tmp_path: Path) -> None:
+    """Its content is in the key, so a path alone changes nothing, and another content does."""
+    shutil.copytree(world / "target", tmp_path / "elsewhere")
+    recipe = load_recipe(world / "recipe.yaml")
+    assert recipe.cut.donor == "target"
+    run, stage = Run(finished, recipe), find_stage("cut")
+    before = key_parts(stage, recipe, run)
+    moved = load_recipe(world / "recipe.yaml", [f"cut.donor={tmp_path / 'elsewhere'}"])
+    assert key_parts(stage, moved, run) == before == recorded_parts(run, stage)
+    (tmp_path / "elsewhere" / "more.json").write_text("{}")
+    changed = key_parts(stage, moved, run)
+    assert changed["cut"]["donor"] == str(tmp_path / "elsewhere") and changed != before
 
 
 def test_only_the_weights_that_are_loaded_count(tmp_path: Path) -> None:
