@@ -123,7 +123,8 @@ def begin(
     stop = stop_before(lambda token: b"" if token in pair.ends else shown(token), [*request.stop, *pair.text_ends])
     rules = Rules(request.sampler, verifier, pair.ends, draws, stop, grammar)
     costs = pair_costs(pair, configuration.longest_round) if configuration.needs_costs else NO_COSTS
-    table = table or table_of(pair, request)
+    if table is None and request.table is not None and configuration.counts_ngrams:
+        table = open_table(request.table, pair.reference)
     inputs = DrafterInputs(costs, table, pair.target.max_leaves)
     # The draft obeys a grammar too. If the grammar leaves no choice, `Forced` drafts the token without the model.
     draft: Any = reader or (pair.draft if grammar is None else Constrained(pair.draft, grammar))
@@ -131,12 +132,6 @@ def begin(
     if grammar is not None and reader is None:
         drafter = Forced(drafter, grammar)
     return Session(pair.target, drafter, rules)
-
-
-def table_of(pair: LoadedPair, request: Continuation) -> NGramTable | None:
-    """Open the table of n-grams from which a request drafts. None if it has none."""
-    path = request.table if request.configuration.counts_ngrams else None
-    return None if path is None else open_table(path, pair.reference)
 
 
 def shown_bytes(pair: LoadedPair, grammar: Constraint | None) -> BytesOf:
@@ -192,17 +187,21 @@ class Answerer:
         if session is None:
             costs = dict(self.pair.costs)
             grammar = None if request.grammar is None else self.constraint(*request.grammar)
-            table = None if request.table is None else self._tables.get(request.table)
-            table = table or table_of(self.pair, request)
-            if request.table is not None and table is not None:
-                self._tables[request.table] = table
-            session = begin(self.pair, self.reader, request, grammar, table)
+            session = begin(self.pair, self.reader, request, grammar, self._table(request))
             if self.pair.costs != costs:  # The timed steps have overwritten the target's cache.
                 self._held = []
         if not request.sampler.temperature:
             others = [(begun, other) for begun, other in self._sessions if begun != request]
             self._sessions = [(request, session), *others[: MAX_SESSIONS - 1]]
         return session
+
+    def _table(self, request: Continuation) -> NGramTable | None:
+        """Return the table from which a request drafts. It is opened and checked once, which takes a moment."""
+        if request.table is None or not request.configuration.counts_ngrams:
+            return None
+        if request.table not in self._tables:
+            self._tables[request.table] = open_table(request.table, self.pair.reference)
+        return self._tables[request.table]
 
     @cached_property
     def _tokens(self) -> Tokens:

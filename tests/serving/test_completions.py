@@ -8,6 +8,8 @@ import re
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import httpx2
@@ -17,6 +19,7 @@ from toys import blurred, save_toy, toy, toy_tokenizer
 
 from distill.data.requests import CHAT, FIELDS, TEXT
 from distill.decoding.decode import Decoded
+from distill.decoding.ngrams import NGramTable, count_ngrams, open_table, tokenizer_digest, write_table
 from distill.engines.loaded import Opening
 from distill.errors import DataError, RecipeError
 from distill.recipe import Chat, Configuration, Sampler, Target
@@ -67,6 +70,26 @@ def sent(server: Completions, path: str, body: Any, headers: dict[str, str] = JS
             return await client.post(path, content=content, headers=headers)
 
     return asyncio.run(send())
+
+
+def test_a_table_is_opened_once(answerer: Answerer, tmp_path: Path, monkeypatch: Patch) -> None:
+    """Drawn answers have sessions of their own, and all draft from the same table."""
+    digest = tokenizer_digest(answerer.pair.reference)
+    ids = answerer.prompt([{"role": "user", "content": "a = b"}])
+    write_table(tmp_path / "table.safetensors", count_ngrams([ids] * 9), {"tokenizer": digest})
+    opened: list[Path] = []
+
+    def watched(path: Path, target: str) -> NGramTable:
+        opened.append(path)
+        return open_table(path, target)
+
+    monkeypatch.setattr("distill.serving.answering.open_table", watched)
+    request = Continuation(Configuration(drafter="table", nodes=4, length=3), Sampler(temperature=0.7))
+    request = replace(request, table=tmp_path / "table.safetensors")
+    for _ in range(3):
+        result = Decoded()
+        assert list(answerer.answer(request, ids, 9, result)) and result.tokens
+    assert opened == [tmp_path / "table.safetensors"]
 
 
 def test_replies(answerer: Answerer) -> None:
