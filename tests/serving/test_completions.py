@@ -84,7 +84,7 @@ def test_a_table_is_opened_once(answerer: Answerer, tmp_path: Path, monkeypatch:
         return open_table(path, target)
 
     monkeypatch.setattr("distill.serving.answering.open_table", watched)
-    request = Continuation(Configuration(drafter="table", nodes=4, length=3), Sampler(temperature=0.7))
+    request = Continuation(Configuration(drafter="table", length=3, sampler="recipe"), Sampler(temperature=0.7))
     request = replace(request, table=tmp_path / "table.safetensors")
     for _ in range(3):
         result = Decoded()
