@@ -34,8 +34,8 @@ from distill.recipe.target import shown, worded
 app = typer.Typer(
     help="Make draft models for speculative decoding: cut a draft from a donor, train it on the target, measure it.",
     epilog="Commands that take a RUN use the newest run by default. Exit status: 0 success, 2 user error, 3 lower "
-    "acceptance (serve-check --fail-if-worse), 130 or 143 interrupted, 1 bug. README.md lists the documents. "
-    "docs/troubleshooting.md lists symptoms.",
+    "acceptance, or none to compare (serve-check --fail-if-worse), 130 or 143 interrupted, 1 bug. "
+    "README.md lists the documents. docs/troubleshooting.md lists symptoms.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
 )

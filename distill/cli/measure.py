@@ -51,7 +51,7 @@ class PairFiles:
 
     @property
     def chat(self) -> Chat:
-        """How prompts become conversations: as in the run's recipe."""
+        """The chat settings of the run's recipe. A pair without a run has the defaults."""
         return Chat() if self.run is None else self.run.recipe.chat
 
     @property
@@ -306,7 +306,8 @@ def serve_check(
                 raise
             warn(f"the result is not kept: {error.what}")
     if other := not_compared(report, earlier):
-        warn(f"nothing was compared, because the last kept result has other {other}. This result is kept for the next")
+        what = f"nothing was compared, because the last kept result has other {other}"
+        warn(f"{what}. The next check compares with this one")
     if fail_if_worse and (other or (report.change is not None and report.change.fell)):
         raise typer.Exit(WORSE)
 

@@ -599,10 +599,8 @@ def by_category(
     for category in [*(categories if len(categories) > 1 else []), ALL]:
         places = [place for place, name in enumerate(opened.classes) if category in (name, ALL)]
         for (draft, temperature), rounds in by_draft.items():
-            questions: dict[int, list[Round]] = {}
-            for place in places:
-                questions.setdefault(opened.units[place], []).extend(rounds[place])
-            tokens = tokens_per_round([*questions.values()])
+            questions = joined([rounds[place] for place in places], [opened.units[place] for place in places])
+            tokens = tokens_per_round(questions)
             if len(questions) == 1:
                 tokens = replace(tokens, low=math.nan, high=math.nan)
             figures.append(CategoryFigures(category, len(questions), draft, temperature, tokens))
@@ -771,7 +769,7 @@ def evaluate_stored(recipe: Recipe, run: Run) -> EvaluationReport:
     left_out = {f"answers ({reason})": count for reason, count in texts.dropped.items()}
     unscored = texts.blocks.mask.sum() - blocks.mask.sum()
     if int(unscored):
-        left_out["positions of which a server gave no distribution"] = int(unscored)
+        left_out["positions without a distribution from the server"] = int(unscored)
     about = StoredMeasures(
         source=_source(store.manifest),
         exact=store.exact,

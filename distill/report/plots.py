@@ -35,7 +35,7 @@ BEST: Any = {"color": COLOURS[0]}
 OTHERS: Any = {"color": COLOURS[5], "alpha": 0.45}
 DASHED: Any = {"linestyle": (0, (3, 2)), "linewidth": 1.4}  # plain decoding
 POINTS = 400  # the most points of a training curve
-LONGEST, NAME = 52, 26  # a label and a name beside a bar are cut to so many letters
+LONGEST, NAME = 52, 26  # maximum letters of a label, and of a name next to a bar
 
 # The drawn figures of a training step, by label.
 DRAWN: dict[str, Callable[[TrainingStep], float]] = {

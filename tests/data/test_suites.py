@@ -197,7 +197,7 @@ def test_acceptance_on_a_suite(world: Path, capsys: Capture) -> None:
     shown = tiny.shown(capsys, "eval", *pair, "--seed", 2, "-o", "json")
     report = from_json(json.loads(shown), EvaluationReport, "-")
     text = document(evaluation_blocks(report))
-    # Every interval resamples questions, of which one has two turns, and so do those without categories.
+    # All intervals resample questions, with or without categories. One of the questions has two turns.
     (whole,) = [one for one in report.categories if (one.category, one.temperature) == ("all", 0.0)]
     assert report.tokens_per_round["draft"] == whole.tokens_per_round
     assert report.domains["answers"]["draft"].prompts == 3

@@ -172,7 +172,7 @@ def test_tokens_without_a_distribution_are_not_measured(
     answers = len(read_answers(Run(run, load_recipe(run / "config.yaml")), "test"))
     counts = [report["domains"]["answers"]["after"]["tokens"] for report in (before, after)]
     assert counts[0] - counts[1] == answers > 0
-    assert after["stored"]["left_out"]["positions of which a server gave no distribution"] == answers
+    assert after["stored"]["left_out"]["positions without a distribution from the server"] == answers
     for kind in ("depth", "repetition"):
         assert sum(group["tokens"] for group in after["groups"] if group["of"] == kind) == counts[1]
 

@@ -212,7 +212,7 @@ def test_a_retuned_target_learns_no_old_answers(
 
 
 def test_a_log_too_short_for_the_held_out_splits(world: Path, tmp_path: Path, capsys: Capture) -> None:
-    """Where nothing else would be measured, training would end before this was noticed."""
+    """If nothing else is measured, the check refuses the log. Otherwise training would end first."""
     values = values_with(tmp_path / "short.jsonl") | {"name": "short"}
     values["corpus"] |= {"sources": [{"kind": "target", "questions": 8}], "tokens": 0}
     values["train"] |= {"acceptance": {"every": 2, "prompts": 2}}
